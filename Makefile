@@ -1,0 +1,35 @@
+# Thin names for scripts/; `make` alone lists them.
+PROMPT ?= What is the capital of France?
+export PROMPT
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test check lint bench docs clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: ## the package and its tools into .venv
+	@scripts/install
+
+run: ## ask the demo model, beside the unaccelerated original: make run PROMPT="..."
+	@scripts/install demo
+	@.venv/bin/slipstream generate --model demo --compare "$$PROMPT"
+
+test: install ## every test, with the newest and the oldest supported transformers
+	@scripts/test
+
+check: install ## lint, format and types
+	@scripts/check
+
+lint: install ## apply the mechanical fixes
+	@scripts/lint
+
+bench: install ## the benchmarks: make bench ARGS="..."
+	@scripts/bench $(ARGS)
+
+docs: install ## prove that what docs/ says is true
+	@scripts/test tests/test_docs.py
+
+clean: ## remove the environment, caches and builds
+	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

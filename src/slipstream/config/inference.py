@@ -1,0 +1,294 @@
+"""`InferenceConfig`: everything that can be said about an engine, field by field, under DeepSpeed's names.
+
+`effects.py` says what each field does here; a value that its table calls refused or ignored is met with an
+error or a warning because the table says so, and no field is silently dead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from slipstream.config import deprecated
+from slipstream.config.effects import EFFECTS
+from slipstream.config.notices import warn_once
+from slipstream.config.quant import QuantizationConfig, WeightFormat
+from slipstream.config.section import Section, default_of, normalise, section_of
+from slipstream.config.sections import CheckpointConfig, MoEConfig, TensorParallelConfig
+from slipstream.config.values import (
+    Checkpoint,
+    Count,
+    DType,
+    Experts,
+    Flag,
+    Folder,
+    ModelConfig,
+    Names,
+    PathText,
+    Policy,
+)
+from slipstream.config.zero import ZeroConfig
+from slipstream.errors import ConfigError
+
+__all__ = ["InferenceConfig", "canonical", "default_inference_config"]
+
+_CHECKPOINT_PLACES = {
+    "checkpoint_dir": "checkpoint",
+    "save_mp_checkpoint_path": "save_mp_checkpoint_path",
+    "base_dir": "base_dir",
+}
+
+
+class InferenceConfig(Section):
+    """What an engine is built from: checked, frozen, every field by name or alias.
+
+    Fields marked deprecated are moved to their new place with a warning, and read as what stands there.
+
+    Raises:
+        ConfigError: Unknown keys, wrong types, values out of bounds, fields that contradict each other.
+    """
+
+    keeps_auto: ClassVar[frozenset[str]] = frozenset({"replace_method"})
+
+    replace_with_kernel_inject: Flag = Field(
+        default=False,
+        alias="kernel_inject",
+        description="replace layers by fused blocks and run the engine's own kernels",
+    )
+    dtype: DType = Field(
+        default=torch.float16, description="what weights are held and computed in; int8 quantizes weights"
+    )
+    tensor_parallel: TensorParallelConfig = Field(
+        default=TensorParallelConfig(), alias="tp", description="how each layer is split over ranks"
+    )
+    enable_cuda_graph: Flag = Field(
+        default=False, description="capture the forward pass once per shape and replay it"
+    )
+    use_triton: Flag = Field(default=False, description="insist on Triton kernels")
+    triton_autotune: Flag = Field(
+        default=False, description="time the Triton kernels' variants before the first use"
+    )
+    zero: ZeroConfig = Field(default=ZeroConfig(), description="weights kept off the compute device")
+    triangular_masking: Flag = Field(
+        default=True, alias="tm", description="tokens see only those before them"
+    )
+    moe: MoEConfig = Field(default=MoEConfig(), description="how experts are spread; also True or False")
+    keep_module_on_host: Flag = Field(default=False, description="leave the model in host memory")
+    quant: QuantizationConfig = Field(
+        default=QuantizationConfig(),
+        description='quantization; also "int8", "int4", "fp8" or "fp6" for `quant.weight.format`',
+    )
+    injection_check: Literal["error", "fallback", "off"] = Field(
+        default="error", description="what happens when a replaced layer disagrees with the original"
+    )
+    checkpoint: Checkpoint = Field(
+        default=None, description="weights to load: a path, or DeepSpeed's dictionary of files"
+    )
+    base_dir: Folder = Field(default="", description="folder that relative checkpoint files lie in")
+    set_empty_params: Flag = Field(default=False, description="build injected layers without values")
+    save_mp_checkpoint_path: PathText = Field(
+        default=None, description="folder to write the loaded, sharded weights to"
+    )
+    checkpoint_config: CheckpointConfig = Field(
+        default=CheckpointConfig(),
+        alias="ckpt_config",
+        description="the same three places in one section",
+    )
+    return_tuple: Flag = Field(
+        default=True, description="what forward returns: the model's own output, or the plain tensor"
+    )
+    training_mp_size: Count = Field(
+        default=1, description="ranks that the checkpoint was split over when it was written"
+    )
+    injection_policy: Policy = Field(
+        default=None,
+        alias="injection_dict",
+        description="layer classes and the names of their output linears",
+    )
+    injection_policy_tuple: Names = Field(default=None, description="DeepSpeed's own note of a policy in use")
+    config: ModelConfig = Field(
+        default=None, alias="args", description="entries that override the model's configuration"
+    )
+    max_out_tokens: Count = Field(
+        default=1024, alias="max_tokens", description="most tokens of a sequence, prompt included"
+    )
+    min_out_tokens: Count = Field(
+        default=1, alias="min_tokens", description="tokens that must fit at the very least"
+    )
+    transposed_mode: Flag = Field(
+        default=False, description="weights stored transposed, for DeepSpeed's hybrid engine"
+    )
+
+    replace_method: Literal["auto"] = Field(
+        default="auto", exclude=True, repr=False, description="deprecated"
+    )
+    mp_size: Count = Field(
+        default=1, exclude=True, repr=False, description="deprecated: `tensor_parallel.tp_size`"
+    )
+    mpu: Any = Field(default=None, exclude=True, repr=False, description="deprecated: `tensor_parallel.mpu`")
+    ep_size: Count = Field(default=1, exclude=True, repr=False, description="deprecated: `moe.ep_size`")
+    ep_group: Any = Field(
+        default=None, alias="expert_group", exclude=True, repr=False, description="deprecated: `moe.ep_group`"
+    )
+    ep_mp_group: Any = Field(
+        default=None,
+        alias="expert_mp_group",
+        exclude=True,
+        repr=False,
+        description="deprecated: `moe.ep_mp_group`",
+    )
+    moe_experts: Experts = Field(
+        default_factory=lambda: [1], exclude=True, repr=False, description="deprecated: `moe.moe_experts`"
+    )
+    moe_type: Literal["standard", "residual"] = Field(
+        default="standard", exclude=True, repr=False, description="deprecated: `moe.type`"
+    )
+
+    def __init__(self, /, **values: Any) -> None:
+        moved, used = deprecated.move(canonical(values))
+        try:
+            super().__init__(**_place_checkpoint(moved))
+        except ConfigError as error:
+            raise ConfigError(deprecated.as_written(str(error), used)) from None
+        deprecated.announce(used)
+        for message in _idle(self):
+            warn_once(message)
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Format that weights are quantized to: "int8", "int4", "fp8", "fp6", or None for plain weights."""
+        return "int8" if self.dtype is torch.int8 else self.quant.weight_format
+
+    @property
+    def activation_quantized(self) -> bool:
+        """Whether the inputs of quantized linears are quantized as well."""
+        return self.quant.activation_quantized
+
+    @model_validator(mode="after")
+    def _agree(self) -> InferenceConfig:
+        problems = [*_refusals(self), *_contradictions(self)]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        for entry in deprecated.DEPRECATED:
+            if entry.section:
+                self.__dict__[entry.name] = getattr(getattr(self, entry.section), entry.field)
+        return self
+
+
+def default_inference_config() -> dict[str, Any]:
+    """Return every field with its default, nested as plain dictionaries, to be edited and handed back."""
+    return _defaults(InferenceConfig)
+
+
+def canonical(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """Rewrite a top level by field names, and reduce a full list of settings to those that say something.
+
+    Whoever edits `default_inference_config()` and hands it back did not set what still has its default:
+    without this, the untouched `mp_size` would stand against an edited `tensor_parallel.tp_size`.
+
+    Raises:
+        ConfigError: Unknown keys, or one field by name and alias with different values.
+    """
+    values = normalise(InferenceConfig, given)
+    return _without_defaults(InferenceConfig, values) if _is_complete(InferenceConfig, values) else values
+
+
+def _defaults(section: type[Section]) -> dict[str, Any]:
+    nested = {name: section_of(section, name) for name in section.model_fields}
+    return {name: _defaults(kind) if kind else default_of(section, name) for name, kind in nested.items()}
+
+
+def _is_complete(section: type[Section], values: Mapping[str, Any]) -> bool:
+    return values.keys() >= section.model_fields.keys() - deprecated.DEPRECATED_NAMES
+
+
+def _without_defaults(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in values.items():
+        nested = section_of(section, name)
+        if nested is not None:
+            kept[name] = _without_defaults(nested, value) if _is_complete(nested, value) else value
+        elif value != default_of(section, name):
+            kept[name] = value
+    return kept
+
+
+def _place_checkpoint(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy the entries of `checkpoint_config` to the top-level fields that they are another name for."""
+    placed, problems = dict(values), []
+    for inner, outer in _CHECKPOINT_PLACES.items():
+        value, present = values.get("checkpoint_config", {}).get(inner), values.get(outer)
+        if value is not None and present not in (None, "", value):
+            problems.append(
+                f"checkpoint_config.{inner}={value!r} and {outer}={present!r} name one thing and differ; "
+                "give one of them"
+            )
+        elif value is not None:
+            placed[outer] = value
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return placed
+
+
+def _departures(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and value of every field that was given a value other than its default."""
+    for name in section.model_fields_set:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _departures(value, f"{path}{name}.")
+        elif value != default_of(type(section), name):
+            yield f"{path}{name}", value
+
+
+def _refusals(config: InferenceConfig) -> Iterator[str]:
+    for path, value in _departures(config):
+        if EFFECTS[path].kind == "refused":
+            yield f"{path}={value!r} is refused. {EFFECTS[path].sentence}"
+
+
+def _contradictions(config: InferenceConfig) -> Iterator[str]:
+    if config.min_out_tokens > config.max_out_tokens:
+        yield (
+            f"min_out_tokens={config.min_out_tokens} must be at most max_out_tokens={config.max_out_tokens}; "
+            "raise max_out_tokens"
+        )
+    if config.replace_with_kernel_inject and config.injection_policy is not None:
+        yield (
+            "injection_policy contradicts replace_with_kernel_inject=True: layers are either replaced by "
+            "fused blocks or split as the policy says; drop one of the two"
+        )
+    if config.use_triton and importlib.util.find_spec("triton") is None:
+        yield "use_triton=True needs Triton, which is not installed; pip install 'slipstream[gpu]'"
+    if config.dtype is torch.int8:
+        asked = config.quant.weight_format
+        if config.quant.switched_off:
+            yield "dtype=torch.int8 contradicts quant, which switches quantized weights off; drop one"
+        elif asked not in (None, "int8"):
+            yield (
+                f"dtype=torch.int8 contradicts quant: it means int8 weights and quant asks for {asked}; "
+                "give dtype a float to compute in, or drop quant"
+            )
+
+
+def _idle(config: InferenceConfig) -> Iterator[str]:
+    """Yield a warning for every value that will change nothing."""
+    for path, value in _departures(config):
+        if EFFECTS[path].kind == "warns":
+            yield f"{path}={value!r} changes nothing. {EFFECTS[path].sentence}"
+    if config.triton_autotune and not config.use_triton:
+        yield "triton_autotune=True changes nothing. It acts only with use_triton=True."
+    if config.training_mp_size > 1 and config.checkpoint is None:
+        yield f"training_mp_size={config.training_mp_size} changes nothing. It acts only with a checkpoint."
+    if config.base_dir and config.checkpoint is None:
+        yield f"base_dir={config.base_dir!r} changes nothing. It acts only with a checkpoint."
+    if config.zero.stage > 0 and config.zero.offload_param.device == "none":
+        yield (
+            f"zero.stage={config.zero.stage} changes nothing. Without training state to partition, only "
+            "zero.offload_param acts; tensor_parallel splits weights over ranks."
+        )
+    if config.zero.offload_param.pin_memory and config.zero.offload_param.device == "none":
+        yield "zero.offload_param.pin_memory=True changes nothing. It acts only with a device to offload to."

@@ -1,0 +1,143 @@
+"""The quantization sections, and the one place that decides whether weights are quantized, and how.
+
+In DeepSpeed every `enabled` here is True by default and nothing happens. In Slipstream quantization is in
+force when the caller wrote something into the section and did not switch it off.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from slipstream.config.section import Section
+from slipstream.config.values import BitWidth, Count, Flag
+
+__all__ = [
+    "ActivationQuantConfig",
+    "BaseQuantConfig",
+    "QKVQuantConfig",
+    "QuantizationConfig",
+    "WeightFormat",
+    "WeightQuantConfig",
+]
+
+WeightFormat = Literal["int8", "int4", "fp8", "fp6"]
+
+_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp6": 6}
+_FORMATS: dict[int, WeightFormat] = {8: "int8", 4: "int4", 6: "fp6"}
+
+
+class BaseQuantConfig(Section):
+    """What weights and activations have in common."""
+
+    enabled: Flag = Field(default=True, description="whether these are quantized once `quant` is in force")
+    num_bits: BitWidth = Field(default=8, description="bits per value: 4, 6 or 8")
+    q_type: Literal["symmetric", "asymmetric"] = Field(
+        default="symmetric", description="without or with a zero point"
+    )
+    q_groups: Count = Field(default=1, description="groups with a scale of their own per row")
+
+
+class WeightQuantConfig(BaseQuantConfig):
+    """How weights are stored."""
+
+    format: WeightFormat | None = Field(
+        default=None, description="weight format by name; None takes it from `num_bits`"
+    )
+    quantized_initialization: dict[str, Any] = Field(
+        default_factory=dict, description="DeepSpeed's group-wise quantization while a model is built"
+    )
+    post_init_quant: dict[str, Any] = Field(
+        default_factory=dict, description="DeepSpeed's group-wise quantization by parts of a module's name"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bits_follow_format(cls, values: Any) -> Any:
+        bits = _BITS.get(values.get("format") or "") if isinstance(values, dict) else None
+        return values if bits is None else {"num_bits": bits, **values}
+
+    @model_validator(mode="after")
+    def _bits_agree(self) -> WeightQuantConfig:
+        if self.format is not None and _BITS[self.format] != self.num_bits:
+            raise ValueError(
+                f"format={self.format!r} contradicts num_bits={self.num_bits}: "
+                f"it has {_BITS[self.format]} bits; leave num_bits out"
+            )
+        return self
+
+
+class ActivationQuantConfig(BaseQuantConfig):
+    """How the inputs of quantized linears are quantized; weights alone are when this is left out."""
+
+    @model_validator(mode="after")
+    def _eight_bits(self) -> ActivationQuantConfig:
+        if self.num_bits != 8:
+            raise ValueError(f"num_bits={self.num_bits} must be 8: no matmul takes narrower activations")
+        return self
+
+
+class QKVQuantConfig(Section):
+    """Whether the query, key and value projections take part."""
+
+    enabled: Flag = Field(
+        default=True, description="whether the projection of query, key and value is quantized too"
+    )
+
+
+class QuantizationConfig(Section):
+    """What is quantized, and to what; a string such as "int4" is short for `weight.format`."""
+
+    enabled: Flag = Field(default=True, description="False switches all of `quant` off")
+    activation: ActivationQuantConfig = Field(
+        default=ActivationQuantConfig(), description="the inputs of quantized linears"
+    )
+    weight: WeightQuantConfig = Field(default=WeightQuantConfig(), description="the weights of linears")
+    qkv: QKVQuantConfig = Field(default=QKVQuantConfig(), description="the projection of q, k and v")
+
+    @classmethod
+    def shorthand(cls, value: object) -> object:
+        """Read `quant="int4"`."""
+        return {"weight": {"format": value}} if isinstance(value, str) else value
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Name of the weights' format, or None when nothing was asked for or it was switched off."""
+        if not (self._asked_for and self.enabled and self.weight.enabled):
+            return None
+        return self.weight.format or _FORMATS[self.weight.num_bits]
+
+    @property
+    def activation_quantized(self) -> bool:
+        """Whether activations are quantized too, which has to be asked for by name."""
+        asked_for = bool(self.activation.model_fields_set)
+        return asked_for and self.activation.enabled and self.weight_format is not None
+
+    @property
+    def switched_off(self) -> bool:
+        """Whether the caller switched weight quantization off in so many words."""
+        return not (self.enabled and self.weight.enabled)
+
+    @property
+    def _asked_for(self) -> bool:
+        return _asks(self.explicit())
+
+    @model_validator(mode="after")
+    def _activations_need_weights(self) -> QuantizationConfig:
+        if self.enabled and not self.weight.enabled and self.activation.explicit().get("enabled"):
+            raise ValueError(
+                "activation.enabled=True contradicts weight.enabled=False: a matmul takes narrow activations "
+                "only together with narrow weights; drop one of the two"
+            )
+        return self
+
+
+def _asks(given: dict[str, Any]) -> bool:
+    """Tell whether anything was set; switching something off asks for nothing."""
+    return any(
+        _asks(value)
+        if name in ("activation", "weight", "qkv")
+        else not (name == "enabled" and value is False)
+        for name, value in given.items()
+    )

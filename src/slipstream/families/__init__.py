@@ -1,0 +1,30 @@
+"""The families: every module of this package that defines `FAMILY` or `FAMILIES` is registered by being there."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from slipstream.families.family import Family, Tiny
+
+__all__ = ["FAMILIES", "Family", "Tiny", "find_family"]
+
+
+def _collect() -> dict[str, Family]:
+    found: dict[str, Family] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for family in (*vars(module).get("FAMILIES", ()), *filter(None, [vars(module).get("FAMILY")])):
+            found[family.name] = family
+    return found
+
+
+FAMILIES: dict[str, Family] = _collect()
+"""Every family by name."""
+
+_BY_LAYER: dict[str, Family] = {layer: family for family in FAMILIES.values() for layer in family.layers}
+
+
+def find_family(layer_class: type) -> Family | None:
+    """Return the family of a layer class, by the nearest name along its MRO, or None."""
+    return next((_BY_LAYER[c.__name__] for c in layer_class.__mro__ if c.__name__ in _BY_LAYER), None)

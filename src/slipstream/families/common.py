@@ -1,0 +1,126 @@
+"""What many families share: the llama-like layer, its config fields, and the frame of a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from slipstream.families.family import Config, Tiny
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Role, Rope
+from slipstream.weights.recipe import Recipe, Stack, Take
+
+__all__ = [
+    "LLAMA_RECIPES",
+    "QKV",
+    "TINY",
+    "activation",
+    "field",
+    "head_dim",
+    "layer_type",
+    "llama_frame",
+    "llama_like",
+    "rope",
+    "tiny",
+    "window",
+]
+
+QKV: Final = Stack(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+
+LLAMA_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {
+        Role.ATTN_NORM: Take("input_layernorm"),
+        Role.QKV: QKV,
+        Role.ATTN_OUT: Take("self_attn.o_proj"),
+        Role.MLP_NORM: Take("post_attention_layernorm"),
+        Role.MLP_IN: Stack(("mlp.gate_proj", "mlp.up_proj")),
+        Role.MLP_OUT: Take("mlp.down_proj"),
+    }
+)
+
+TINY: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+)
+
+
+def tiny(model: str, config: str, *, label: str = "", **options: Any) -> Tiny:
+    """A tiny model with llama's field names; `options` override or add fields."""
+    return Tiny(model, config, {**TINY, **options}, label)
+
+
+def field(config: Config, *names: str, default: Any = None) -> Any:
+    """The first of some config fields that is there and not None, else the default."""
+    return next((v for name in names if (v := getattr(config, name, None)) is not None), default)
+
+
+def head_dim(config: Config) -> int:
+    """Width of a head: the config's own field, or hidden size over heads."""
+    return int(field(config, "head_dim", default=config.hidden_size // config.num_attention_heads))
+
+
+def activation(config: Config) -> str:
+    """Name of the feed-forward's activation."""
+    return str(field(config, "hidden_activation", "hidden_act", "activation_function", default="silu"))
+
+
+def layer_type(config: Config, index: int) -> str | None:
+    """The layer's entry in `layer_types`, where the config has one."""
+    types = field(config, "layer_types")
+    return None if types is None else str(types[index])
+
+
+def window(config: Config, index: int) -> int | None:
+    """Sliding window of a layer: by `layer_types` where the config has them, else `sliding_window` for all."""
+    kind = layer_type(config, index)
+    size = field(config, "sliding_window")
+    return None if size is None or kind not in (None, "sliding_attention") else int(size)
+
+
+def rope(config: Config, *, interleaved: bool = False, **options: Any) -> Rope:
+    """The rotary embedding of a config: `partial_rotary_factor` of each head, angles from the model's own module."""
+    parameters = field(config, "rope_parameters", default={})
+    factor = parameters.get("partial_rotary_factor", field(config, "partial_rotary_factor", default=1.0))
+    return Rope(int(head_dim(config) * factor), interleaved, **options)
+
+
+def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
+    """The spec of a llama-like layer; `changes` replace single fields."""
+    dim = head_dim(config)
+    spec = BlockSpec(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=int(field(config, "num_key_value_heads", default=config.num_attention_heads)),
+        head_dim=dim,
+        ffn=config.intermediate_size,
+        norm=Norm("rms", float(field(config, "rms_norm_eps", "layer_norm_eps", default=1e-6))),
+        activation=activation(config),
+        scale=dim**-0.5,
+        window=window(config, index),
+        rope=rope(config),
+    )
+    return replace(spec, **changes)
+
+
+def llama_frame(config: Config, **changes: Any) -> FrameSpec:
+    """The frame of a llama-like causal language model; `changes` replace single fields."""
+    frame = FrameSpec(
+        layers="model.layers",
+        embed="model.embed_tokens",
+        head="lm_head",
+        norm=Norm("rms", float(field(config, "rms_norm_eps", default=1e-6))),
+        final_norm="model.norm",
+        rotary="model.rotary_emb",
+    )
+    return replace(frame, **changes)

@@ -1,0 +1,63 @@
+"""What a family is: data that says which of a model's tensors play which role, and what the numbers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.spec import BlockSpec, FrameSpec, Role
+from slipstream.weights.recipe import Recipe
+
+__all__ = ["Config", "Family", "Tiny"]
+
+Config = Any
+"""A transformers `PretrainedConfig`: attributes only, never imported here."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A small random model of the family, for its tests.
+
+    Attributes:
+        model: Class name in transformers.
+        config: Class name of its config.
+        options: Keyword arguments of the config.
+        label: Tells variants of one family apart in the sweep.
+    """
+
+    model: str
+    config: str
+    options: Mapping[str, Any]
+    label: str = ""
+
+
+def _no_reason(config: Config) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture's layers as data.
+
+    Attributes:
+        name: As transformers' `model_type` has it.
+        layers: Names of the layer classes; a class matches by any name along its MRO.
+        spec: Numbers of layer `index` by the model's config.
+        recipes: How each role's tensor is made of the layer's own.
+        tiny: Small models that the tests build; every variant that takes another path has one.
+        frame: What stands around the layers of a causal language model; None where there is nothing to generate.
+        refuse: Why a config cannot be served, or None.
+        ignored: Patterns of parameters of the layer that carry nothing.
+        rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    spec: Callable[[Config, int], BlockSpec]
+    recipes: Mapping[Role, Recipe]
+    tiny: tuple[Tiny, ...]
+    frame: Callable[[Config], FrameSpec] | None = None
+    refuse: Callable[[Config], str | None] = field(default=_no_reason)
+    ignored: tuple[str, ...] = ()
+    rope_table: str | None = None

@@ -1,0 +1,170 @@
+"""The one block: every family's layer, written against roles.
+
+Shapes: T packed tokens, C hidden, H heads, K kv heads, D head dim, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from slipstream.ops import Ops
+from slipstream.ops.linear import Weight
+from slipstream.ops.step import AttentionMask
+from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.weights.load import BlockWeights, Vector
+
+__all__ = ["Attend", "Block", "RopeTable"]
+
+RopeTable = tuple[Tensor, Tensor]
+"""Cosines and sines of the packed tokens, `(T, R / 2)` each, every angle once."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention as a road provides it: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
+
+
+class Block:
+    """One transformer layer over packed tokens, bound to its kernels.
+
+    The residual stream, where `place` is "pre" and the branches follow each other::
+
+        x ─┬─ attn_norm ─ qkv ─ q/k norm ─ rope ─ attend ─ attn_out ─ attn_post_norm ─ * residual_scale ─(+)─┐
+           └──────────────────────────────────────────────────────────────────────────────────────────────┘
+          ─┬─ mlp_norm ─ mlp_in ─ activation ─ mlp_out  (or experts) ─ mlp_post_norm ─ * residual_scale ─(+)─▶
+           └────────────────────────────────────────────────────────────────────────────────────────────┘
+
+    Where `parallel`, both branches read the same `x` (the second through `attn_norm` if there is no `mlp_norm`) and are
+    added to it together. Where `place` is "post", `attn_norm` and `mlp_norm` normalise the sums instead. A norm whose
+    role is absent passes its input on.
+
+    Attributes:
+        spec: The block in numbers.
+        weights: Its tensors by role.
+        ops: The implementations it was bound to.
+        mask: What the paged attention needs beside lengths.
+    """
+
+    def __init__(self, spec: BlockSpec, weights: BlockWeights, ops: Ops) -> None:
+        """Take the weights as they are; nothing is copied."""
+        self.spec, self.weights, self.ops = spec, weights, ops
+        sinks = weights.vectors.get(Role.SINKS)
+        device = weights.matrices[Role.QKV].planes[0].device
+        self.mask = AttentionMask(
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            alibi=None if spec.alibi is None else torch.tensor(spec.alibi, device=device) * spec.alibi_scale,
+            sinks=None if sinks is None else sinks.weight,
+        )
+
+    def __call__(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
+        """Run the layer.
+
+        Args:
+            x: `(T, C)`; not changed.
+            rope: The table for these tokens; ignored where the spec has no rope.
+            attend: The road's attention for this layer.
+
+        Returns:
+            `(T, C)`, a new tensor in the dtype of `x`.
+        """
+        spec = self.spec
+        if spec.place == "post":
+            x = self._norm(Role.ATTN_NORM, x + self._attention(x, rope, attend) * spec.residual_scale)
+            return self._norm(Role.MLP_NORM, x + self._feed_forward(x) * spec.residual_scale)
+        normed = self._norm(Role.ATTN_NORM, x)
+        residual = normed if spec.residual_from == "norm" else x
+        attended = self._norm(Role.ATTN_POST_NORM, self._attention(normed, rope, attend))
+        if spec.parallel:
+            entry = self._norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
+            fed = self._norm(Role.MLP_POST_NORM, self._feed_forward(entry))
+            return residual + (attended + fed) * spec.residual_scale
+        x = residual + self._scaled(attended)
+        normed = self._norm(Role.MLP_NORM, x)
+        residual = normed if spec.residual_from == "norm" else x
+        return residual + self._scaled(self._norm(Role.MLP_POST_NORM, self._feed_forward(normed)))
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.spec.residual_scale == 1.0 else branch * self.spec.residual_scale
+
+    def _norm(self, role: Role, x: Tensor, norm: Norm | None = None) -> Tensor:
+        vector = self.weights.vectors.get(role)
+        if vector is None:
+            return x
+        return self.ops.norm.run(x, vector.weight, vector.bias, spec=norm or self.spec.norm)  # type: ignore[no-any-return]
+
+    def _linear(self, role: Role, x: Tensor) -> Tensor:
+        return self.ops.linear.run(x, self.weights.matrices[role])  # type: ignore[no-any-return]
+
+    def _attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
+        spec = self.spec
+        qkv = self._linear(Role.QKV, x)
+        if spec.clip_qkv is not None:
+            qkv = qkv.clamp(-spec.clip_qkv, spec.clip_qkv)
+        q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        q, k = self._qk_norm(Role.Q_NORM, q, spec.heads), self._qk_norm(Role.K_NORM, k, spec.kv_heads)
+        v = v.unflatten(-1, (spec.kv_heads, spec.head_dim))
+        if spec.rope is not None:
+            if rope is None:
+                raise AssertionError("a block with a rotary embedding was run without its table")
+            q, k = (self.ops.rope.run(t, *rope, interleaved=spec.rope.interleaved) for t in (q, k))
+        return self._linear(Role.ATTN_OUT, attend(q, k, v).flatten(1))
+
+    def _qk_norm(self, role: Role, x: Tensor, heads: int) -> Tensor:
+        """`(T, heads * D)` to `(T, heads, D)`, normalised over the head or over all of them."""
+        spec = self.spec
+        if spec.qk_norm is None or role not in self.weights.vectors:
+            return x.unflatten(-1, (heads, spec.head_dim))
+        if spec.qk_norm.over == "all":
+            return self._norm(role, x, spec.qk_norm.norm).unflatten(-1, (heads, spec.head_dim))
+        vector = self.weights.vectors[role]
+        weight = vector.weight
+        if weight is not None and weight.numel() == heads * spec.head_dim:
+            weight = weight.view(heads, spec.head_dim)
+        x = x.unflatten(-1, (heads, spec.head_dim))
+        return self.ops.norm.run(x, weight, vector.bias, spec=spec.qk_norm.norm)  # type: ignore[no-any-return]
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        spec = self.spec
+        if spec.moe is None:
+            return self._mlp(x, Role.MLP_IN, Role.MLP_OUT)
+        matrices = self.weights.matrices
+        out: Tensor = self.ops.moe.run(
+            x,
+            matrices[Role.ROUTER],
+            matrices[Role.EXPERTS_IN],
+            matrices[Role.EXPERTS_OUT],
+            spec=spec.moe,
+            activation=spec.activation,
+            gated=spec.gated,
+        )
+        if not spec.moe.shared:
+            return out
+        shared = self._mlp(x, Role.SHARED_IN, Role.SHARED_OUT)
+        if spec.moe.shared_gate:
+            shared = shared * torch.sigmoid(self._linear(Role.SHARED_GATE, x))
+        return out + shared
+
+    def _mlp(self, x: Tensor, first: Role, second: Role) -> Tensor:
+        y = self.ops.activation.run(self._linear(first, x), name=self.spec.activation, gated=self.spec.gated)
+        return self._linear(second, y)
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move or cast every tensor of the block, as `nn.Module._apply` does."""
+
+        def vector(v: Vector) -> Vector:
+            return Vector(*(None if t is None else fn(t) for t in (v.weight, v.bias)))
+
+        matrices: Mapping[Role, Weight] = {role: w.apply(fn) for role, w in self.weights.matrices.items()}
+        self.weights = BlockWeights(matrices, {role: vector(v) for role, v in self.weights.vectors.items()})
+        sinks = self.weights.vectors.get(Role.SINKS)
+        alibi = self.mask.alibi
+        device = self.weights.matrices[Role.QKV].planes[0].device
+        self.mask = replace(
+            self.mask,
+            alibi=None if alibi is None else alibi.to(device),
+            sinks=None if sinks is None else sinks.weight,
+        )

@@ -1,0 +1,220 @@
+"""The self-check: each kind of layer, as it will run, is compared with the layer it replaces before it is put in.
+
+A kind is a layer class with a spec. The model is run on a few random tokens until every kind was called once; the
+calls are recorded as transformers makes them (masks, positions, biases, cache) and the forward is cut short. Each
+recorded call is then replayed on a copy of the layer in the engine's dtype, with random hidden states, on both.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import InjectionError
+from slipstream.model.layers import Found
+
+__all__ = ["TOLERANCE", "RecordedCall", "compare", "record_calls", "replay"]
+
+TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-8}
+"""Bound on the largest error, relative to the root mean square of the original's output. One layer rounds a handful of
+times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
+
+_BATCH, _LENGTH = 2, 8
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call that transformers made of a layer; the cache is as it was before the call.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: What the layer returned.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class _EnoughError(Exception):
+    """Cuts a forward short once every kind was seen."""
+
+
+def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[RecordedCall]]:
+    """Run the model on random tokens and record how it calls some of its layers.
+
+    Args:
+        root: The model that owns the layers; its forward takes `input_ids` and `attention_mask`.
+        layers: One per kind, in the order of the model.
+
+    Returns:
+        Calls by layer name: a padded prompt and, where the model keeps a cache, one more token. Empty for a model that
+        cannot be run on tokens.
+    """
+    vocabulary = _vocabulary(root)
+    if vocabulary is None:
+        return {}
+    calls: dict[str, list[RecordedCall]] = {found.name: [] for found in layers}
+    pending: set[str] = set()
+    handles = [hook for found in layers for hook in _listen(found, calls, pending)]
+    generator = torch.Generator().manual_seed(0)
+    device = next(root.parameters()).device
+    ids = torch.randint(0, vocabulary, (_BATCH, _LENGTH + 1), generator=generator).to(device)
+    mask = torch.ones(_BATCH, _LENGTH + 1, dtype=torch.long, device=device)
+    mask[0, :3] = 0
+    try:
+        cache = _run(root, pending, calls, input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
+        if cache is not None:
+            _run(root, pending, calls, input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _vocabulary(root: nn.Module) -> int | None:
+    accepts = inspect.signature(root.forward).parameters
+    embeddings = getattr(root, "get_input_embeddings", None)
+    if "input_ids" not in accepts or "attention_mask" not in accepts or embeddings is None:
+        return None
+    try:
+        weight = getattr(embeddings(), "weight", None)
+    except NotImplementedError:  # transformers' answer where a model has no single embedding
+        return None
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], **inputs: Any) -> Any:
+    """Run until every layer of `calls` was called; return the cache it was given, if any."""
+    pending.clear()
+    pending |= set(calls)
+    cache = inputs.get("past_key_values")
+    if cache is None and "past_key_values" in inspect.signature(root.forward).parameters:
+        cache = _dynamic_cache(root)
+        inputs["past_key_values"] = cache
+    try:
+        with torch.no_grad():
+            root(**inputs)
+    except _EnoughError:
+        pass
+    return cache
+
+
+def _dynamic_cache(root: nn.Module) -> Any:
+    from transformers import DynamicCache
+
+    config: Any = root.config
+    if not getattr(config, "is_decoder", False) and not getattr(config, "use_cache", False):
+        return None
+    return DynamicCache(config=config)
+
+
+def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str]) -> list[Any]:
+    before: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if found.name in pending:
+            before.append(copy.deepcopy((args, kwargs)))
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if found.name in pending:
+            calls[found.name].append(RecordedCall(*before.pop(), output))
+            pending.discard(found.name)
+            if not pending:
+                raise _EnoughError
+
+    return [
+        found.layer.register_forward_pre_hook(enter, with_kwargs=True),
+        found.layer.register_forward_hook(leave, with_kwargs=True),
+    ]
+
+
+def replay(call: RecordedCall, run: Callable[..., Any], *, dtype: torch.dtype, seed: int) -> Tensor:
+    """Repeat a call with random hidden states in another dtype, on a fresh copy of its cache.
+
+    Args:
+        call: As recorded.
+        run: The layer's forward, original or fused.
+        dtype: Of floating arguments; masks are kept within its range.
+        seed: Of the hidden states.
+
+    Returns:
+        The hidden states that `run` answered, float32.
+    """
+    args, kwargs = _cast(copy.deepcopy((call.args, call.kwargs)), dtype)
+    given = args[0] if args else kwargs["hidden_states"]
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(given.shape, generator=generator).to(given.device, dtype)
+    if args:
+        args = (hidden, *args[1:])
+    else:
+        kwargs["hidden_states"] = hidden
+    with torch.no_grad():
+        output = run(*args, **kwargs)
+    return (output[0] if isinstance(output, tuple) else output).float()  # type: ignore[no-any-return]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        lowest = torch.finfo(dtype).min
+        return value.clamp(min=lowest).to(dtype)
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(v, dtype) for v in value)
+    if isinstance(value, dict):
+        return {key: _cast(v, dtype) for key, v in value.items()}
+    for layer in getattr(value, "layers", ()):
+        for part in ("keys", "values"):
+            tensor = getattr(layer, part, None)
+            if isinstance(tensor, Tensor):
+                setattr(layer, part, tensor.to(dtype))
+    return value
+
+
+def compare(
+    name: str, calls: Sequence[RecordedCall], original: Callable[..., Any], fused: Callable[..., Any], dtype: torch.dtype
+) -> float:
+    """Replay every call on both and return the largest absolute error.
+
+    Args:
+        name: The layer, for the message.
+        calls: As recorded.
+        original: The original's forward.
+        fused: The fused layer's forward.
+        dtype: Of the engine.
+
+    Raises:
+        InjectionError: An error exceeds `TOLERANCE`, or is not finite where the original is.
+    """
+    worst = 0.0
+    for number, call in enumerate(calls):
+        expected = replay(call, original, dtype=dtype, seed=number)
+        got = replay(call, fused, dtype=dtype, seed=number)
+        rows = _real_rows(call, expected)
+        if got.shape != expected.shape:
+            raise InjectionError(f"{name}: the fused block answers {tuple(got.shape)}, the original {tuple(expected.shape)}")
+        expected, got = expected[rows], got[rows]
+        size = float(expected.square().mean().sqrt())
+        error = float((got - expected).abs().max())
+        if not error <= TOLERANCE[dtype] * max(size, 1e-3):
+            raise InjectionError(
+                f"{name}: the fused block is off by {error:.3g} where the original's outputs are of size {size:.3g} "
+                f"(allowed {TOLERANCE[dtype]:g} of that, in {str(dtype).removeprefix('torch.')}); the layer does "
+                'something that its family does not say. Use injection_check="fallback" to keep the original layer'
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _real_rows(call: RecordedCall, output: Tensor) -> Tensor:
+    """Rows that are not padding; the first three of the first sequence are, in the padded prompt."""
+    rows = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device)
+    if output.shape[1] == _LENGTH:
+        rows[0, :3] = False
+    return rows

@@ -1,0 +1,49 @@
+"""Casts a model to the engine's dtype as transformers would have loaded it: tables stay in float32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+__all__ = ["convert", "kept_in_float32"]
+
+
+def kept_in_float32(model: nn.Module) -> tuple[re.Pattern[str], ...]:
+    """Patterns of parameters that transformers keeps in float32 whatever dtype is asked for."""
+    names: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            names |= set(getattr(module, attribute, None) or ())
+    return tuple(re.compile(rf"((^|\.){re.escape(name)}($|\.))") for name in sorted(names))
+
+
+def convert(module: nn.Module, dtype: torch.dtype, *, keep: Iterable[re.Pattern[str]] = (), prefix: str = "") -> None:
+    """Cast floating parameters and persistent buffers in place, one tensor at a time.
+
+    Buffers that are not saved (rotary frequencies, tables of positions) keep their dtype: rounded frequencies turn long
+    prompts wrong. A tensor that stands in several places is cast once.
+
+    Args:
+        module: What to cast.
+        dtype: A floating dtype.
+        keep: Patterns of full names to leave alone.
+        prefix: The module's own path, for the patterns.
+    """
+    patterns = tuple(keep)
+    for path, owner in module.named_modules(prefix=prefix):
+        tables = owner._non_persistent_buffers_set
+        for leaf, parameter in owner._parameters.items():
+            if parameter is not None and _applies(f"{path}.{leaf}", parameter, dtype, patterns):
+                parameter.data = parameter.data.to(dtype)
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None and leaf not in tables and _applies(f"{path}.{leaf}", buffer, dtype, patterns):
+                owner._buffers[leaf] = buffer.to(dtype)
+
+
+def _applies(name: str, tensor: torch.Tensor, dtype: torch.dtype, keep: tuple[re.Pattern[str], ...]) -> bool:
+    if not tensor.is_floating_point() or tensor.dtype == dtype:
+        return False
+    return dtype not in (torch.float16, torch.bfloat16) or not any(pattern.search(name) for pattern in keep)

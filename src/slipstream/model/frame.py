@@ -1,0 +1,156 @@
+"""What stands around the layers of a causal language model, over packed tokens: embedding, final norm, head, angles.
+
+Shapes: T packed tokens, C hidden, V vocabulary, R rotated dims.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.model.block import Block, RopeTable
+from slipstream.ops import Ops
+from slipstream.ops.paged_attention import write_cache
+from slipstream.ops.rope import half_table
+from slipstream.ops.step import Step
+from slipstream.spec import FrameSpec, Rope
+
+__all__ = ["Frame", "run_stack"]
+
+
+class Frame:
+    """The parts of a causal language model outside of its layers, by the model's own tensors.
+
+    Nothing is copied: the tensors are looked up in the live model, so a move or a new tie is seen at once.
+    """
+
+    def __init__(self, model: nn.Module, spec: FrameSpec, ops: Ops, *, rope_table: str | None = None) -> None:
+        """Resolve the names.
+
+        Args:
+            model: The causal language model.
+            spec: Names and numbers.
+            ops: Bound implementations for norms.
+            rope_table: Path of a `[sin | cos]` table within a layer, where the model has no rotary module.
+
+        Raises:
+            AttributeError: A name is not in the model.
+        """
+        self.spec, self.ops = spec, ops
+
+        def part(name: str | None) -> Any:
+            return None if name is None else model.get_submodule(name)
+
+        self.embed, self.head, self.rotary = part(spec.embed), part(spec.head), part(spec.rotary)
+        self.pos_embed, self.embed_norm, self.final_norm = map(part, (spec.pos_embed, spec.embed_norm, spec.final_norm))
+        self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
+        self.layers: nn.ModuleList = part(spec.layers)
+        self._rope_table = rope_table
+        self._by_type = self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
+
+    def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Embed packed tokens.
+
+        Args:
+            token_ids: `(T,)` int64.
+            positions: `(T,)` int64, from 0 within each sequence.
+
+        Returns:
+            `(T, C)`, what enters the first layer.
+        """
+        spec = self.spec
+        x = F.embedding(token_ids, self.embed.weight)
+        if spec.embed_scale != 1.0:
+            rounded = torch.tensor(spec.embed_scale, dtype=x.dtype).item() if spec.embed_scale_rounded else None
+            x = x * (spec.embed_scale if rounded is None else rounded)
+        if self.project_in is not None:
+            x = F.linear(x, self.project_in.weight, self.project_in.bias)
+        if self.pos_embed is not None:
+            x = x + _position_weights(self.pos_embed)[positions + spec.pos_offset].to(x.dtype)
+        return x if self.embed_norm is None else self._norm(self.embed_norm, x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return logits `(R, V)` of rows `(R, C)` as they leave the last layer."""
+        spec = self.spec
+        if self.final_norm is not None:
+            x = self._norm(self.final_norm, x)
+        if self.project_out is not None:
+            x = F.linear(x, self.project_out.weight, self.project_out.bias)
+        logits = F.linear(x, self.head.weight, getattr(self.head, "bias", None))
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
+
+    def _norm(self, module: Any, x: Tensor) -> Tensor:
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        return self.ops.norm.run(x, weight, bias, spec=self.spec.norm)  # type: ignore[no-any-return]
+
+    def angles(self, positions: Tensor, ropes: Sequence[Rope | None]) -> dict[Rope, RopeTable]:
+        """Ask the model's own rotary module (or table) for the angles of these positions.
+
+        Args:
+            positions: `(T,)` int64.
+            ropes: Of the layers; each distinct one is asked for once.
+
+        Returns:
+            Tables `(T, R / 2)` by rope.
+        """
+        tables: dict[Rope, RopeTable] = {}
+        for rope in ropes:
+            if rope is None or rope in tables:
+                continue
+            if rope.source == "buffer":
+                sin, cos = self._layer_table()[positions].chunk(2, dim=-1)
+            else:
+                extra = {"layer_type": rope.layer_type} if self._by_type else {}
+                probe = torch.empty(1, dtype=torch.float32, device=positions.device)
+                cos, sin = (half_table(t[0], rope.table) for t in self.rotary(probe, positions[None], **extra))
+            tables[rope] = (cos, sin)
+        return tables
+
+    def _layer_table(self) -> Tensor:
+        if self._rope_table is None:
+            raise AssertionError("the family names no table of angles")
+        return self.layers[0].get_buffer(self._rope_table)
+
+
+def _position_weights(module: Any) -> Tensor:
+    weights: Tensor = module.weights if hasattr(module, "weights") else module.weight
+    return weights
+
+
+def run_stack(
+    blocks: Sequence[Block], x: Tensor, step: Step, caches: Sequence[tuple[Tensor, Tensor]], tables: dict[Rope, RopeTable]
+) -> Tensor:
+    """Run every layer over packed tokens and the paged cache.
+
+    This is the definition of the largest op: everything it needs is in its arguments, so that one native call, or a
+    captured graph, can stand in its place.
+
+    Args:
+        blocks: The layers in order.
+        x: `(T, C)`.
+        step: Lengths, slots and block table.
+        caches: `(k, v)` of each layer; updated in place.
+        tables: From `Frame.angles`.
+
+    Returns:
+        `(T, C)`, what leaves the last layer.
+    """
+    for block, (k_cache, v_cache) in zip(blocks, caches, strict=True):
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, block: Block = block, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache
+        ) -> Tensor:
+            write_cache(k, v, k_cache, v_cache, step.slots)
+            return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]
+
+        x = block(x, None if block.spec.rope is None else tables[block.spec.rope], attend)
+    return x

@@ -1,0 +1,184 @@
+"""Decides which layers can be fused, proves it on copies, and then puts the blocks in, one layer at a time."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import InjectionError, WeightError
+from slipstream.formats import FORMATS, Format
+from slipstream.model.block import Block
+from slipstream.model.check import RecordedCall, compare, record_calls
+from slipstream.model.convert import convert
+from slipstream.model.inject import Injected, inject_layer
+from slipstream.model.layer_call import returns_of
+from slipstream.model.layers import Found
+from slipstream.ops import Ops
+from slipstream.ops.activation import ACTIVATIONS
+from slipstream.spec import BlockSpec
+from slipstream.weights.load import load_block, plan_block
+from slipstream.weights.source import ModuleSource
+
+__all__ = ["Settings", "Verdict", "fuse", "judge"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine decided before it looks at layers.
+
+    Attributes:
+        dtype: Of activations and dense weights.
+        check: "error" raises on a mismatch, "fallback" keeps the original layer, "off" trusts the families.
+        bind: Chooses the implementations for a spec.
+        format: Of the matrices that may be quantized.
+        keep: Patterns of parameters that stay in float32.
+    """
+
+    dtype: torch.dtype
+    check: Literal["error", "fallback", "off"]
+    bind: Callable[[BlockSpec], Ops]
+    format: Format = FORMATS["plain"]
+    keep: tuple[re.Pattern[str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether one kind of layer is fused.
+
+    Attributes:
+        returns: How to answer for the layer; None where it is not fused.
+        max_error: Of the self-check; None where that did not run.
+        reason: Why the layer is not fused; empty where it is.
+    """
+
+    returns: Callable[[Tensor], Any] | None
+    max_error: float | None = None
+    reason: str = ""
+
+
+def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict[str, Verdict]:
+    """Decide about every layer; the model is only read.
+
+    Args:
+        model: In eval mode.
+        layers: From `find_layers`.
+        settings: Decides dtype and strictness.
+
+    Returns:
+        Verdicts by layer name.
+
+    Raises:
+        InjectionError: A kind of layer does not agree with its block.
+        WeightError: A layer's tensors are not what its family says.
+    """
+    verdicts: dict[str, Verdict] = {}
+    kinds: dict[tuple[Any, ...], list[Found]] = {}
+    for found in layers:
+        reason = found.reason or _declines(found) or _misfits(found, settings)
+        if reason:
+            verdicts[found.name] = Verdict(None, reason=reason)
+        else:
+            own_forward = found.name if "forward" in vars(found.layer) else ""
+            kinds.setdefault((found.root, type(found.layer), found.spec, own_forward), []).append(found)
+    for root in sorted({members[0].root for members in kinds.values()}):
+        of_root = [members for members in kinds.values() if members[0].root == root]
+        calls = record_calls(model.get_submodule(root), [members[0] for members in of_root])
+        for members in of_root:
+            verdict = _check(members[0], calls.get(members[0].name, []), settings)
+            verdicts |= {found.name: verdict for found in members}
+    return verdicts
+
+
+def _declines(found: Found) -> str:
+    if found.spec is None:
+        raise AssertionError("a layer without a spec has a reason")
+    if found.spec.activation not in ACTIVATIONS and found.spec.activation != "swiglu_oai":
+        return f"no op for the activation {found.spec.activation!r}"
+    if any(not p.is_floating_point() for p in found.layer.parameters()):
+        return "its weights are already quantized"
+    return ""
+
+
+def _misfits(found: Found, settings: Settings) -> str:
+    family, spec = _known(found)
+    try:
+        plan_block(ModuleSource(found.layer), family.recipes, spec, ignored=family.ignored)
+    except WeightError as error:
+        if settings.check == "fallback":
+            return str(error)
+        raise WeightError(
+            f"{found.name} ({type(found.layer).__name__}, family {family.name}): {error}; "
+            'injection_check="fallback" keeps such layers as they are'
+        ) from error
+    return ""
+
+
+def _known(found: Found) -> tuple[Any, BlockSpec]:
+    if found.family is None or found.spec is None:
+        raise AssertionError("only layers with a family and a spec come here")
+    return found.family, found.spec
+
+
+def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings) -> Verdict:
+    """The verdict on one kind, by its first layer."""
+    if not calls:
+        return Verdict(None, reason="the model cannot be run on random tokens, so its block cannot be checked")
+    returns = returns_of(calls[0].output)
+    if returns is None:
+        return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")
+    if settings.check == "off":
+        return Verdict(returns)
+    twin = copy.deepcopy(found.layer)
+    convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
+    fused = copy.deepcopy(twin, {id(t): t for t in (*twin.parameters(), *twin.buffers())})
+    inject_layer(fused, make_block(found, fused, settings, returns))
+    try:
+        return Verdict(returns, compare(found.name, calls, twin.forward, fused.forward, settings.dtype))
+    except InjectionError as error:
+        if settings.check == "error":
+            raise
+        log.warning("%s", error)
+        return Verdict(None, reason=str(error))
+
+
+def make_block(found: Found, layer: nn.Module, settings: Settings, returns: Callable[[Tensor], Any]) -> Injected:
+    """Build a layer's block out of the layer's own tensors (or a copy's), which it shares where it can."""
+    family, spec = _known(found)
+    source = ModuleSource(layer)
+    plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
+    weights = load_block(source, plans, matrix_format=settings.format, plain=FORMATS["plain"])
+    block = Block(spec, weights, settings.bind(spec))
+    return Injected(type(layer), block, plans, found.index, returns, family.rope_table)
+
+
+def fuse(layers: Iterable[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> dict[str, Block]:
+    """Put the blocks in, in place: after `judge` nothing is left that could refuse.
+
+    Each layer's tensors are released as its block takes them over, so memory grows by one layer at most.
+
+    Args:
+        layers: From `find_layers`, already in the engine's dtype and on its device.
+        verdicts: From `judge`.
+        settings: As for `judge`.
+
+    Returns:
+        Blocks by layer name.
+    """
+    blocks: dict[str, Block] = {}
+    for found in layers:
+        returns = verdicts[found.name].returns
+        if returns is None:
+            continue
+        state = make_block(found, found.layer, settings, returns)
+        inject_layer(found.layer, state)
+        blocks[found.name] = state.block
+    return blocks

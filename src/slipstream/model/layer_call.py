@@ -1,0 +1,197 @@
+"""Reads the arguments that transformers passes to a decoder or encoder layer, and answers as the layer's class would.
+
+Shapes: B batch, S sequence, C hidden, T = B * S packed tokens, H heads, K kv heads, D head dim, L keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.model.block import Block, RopeTable
+from slipstream.ops.rope import half_table
+from slipstream.spec import Rope
+
+__all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
+
+_MASKS = ("attention_mask", "attn_mask", "mask")
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_BIASES = ("alibi", "position_bias")
+_SILENT = frozenset({"use_cache", "position_ids", "cache_position", "position_embeddings", "output_hidden_states"})
+"""Arguments that the block either reads or has no use for, whatever their value."""
+_TABLE_TYPES = (tuple, list)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer, reduced to what a block needs.
+
+    Attributes:
+        hidden: `(B, S, C)`.
+        mask: 4-D mask (bool or additive), or None.
+        bias: Added to the scores, `(B | 1, H, S | 1, L)`, or None.
+        cache: A transformers cache with `update`, or None.
+        rope: What the model passed as `position_embeddings`, or None.
+        positions: `(B | 1, S)` int64, or None.
+    """
+
+    hidden: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    cache: Any
+    rope: tuple[Tensor, Tensor] | None
+    positions: Tensor | None
+
+
+class LayerSignature:
+    """How one layer class takes its arguments; made once per class."""
+
+    def __init__(self, layer_class: type) -> None:
+        """Read the signature of the class's own forward."""
+        parameters = list(inspect.signature(inspect.unwrap(layer_class.forward)).parameters.values())[1:]  # type: ignore[attr-defined]
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._order = [p.name for p in parameters if p.kind in positional]
+        self._hidden = self._order[0] if self._order else ""
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], heads: int) -> LayerCall | None:
+        """Reduce a call, or return None where it asks for something that a block does not do.
+
+        Args:
+            args: Positional arguments, without `self`.
+            kwargs: Keyword arguments.
+            heads: Query heads, to give a flat alibi its shape.
+        """
+        given = dict(zip(self._order, args, strict=False), **kwargs)
+        hidden = given.pop(self._hidden, None)
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(args) > len(self._order):
+            return None
+        mask = _pop_first(given, _MASKS)
+        cache = _pop_first(given, _CACHES)
+        bias = _pop_first(given, _BIASES)
+        rope = given.get("position_embeddings")
+        positions = given.get("position_ids")
+        if any(_asks(value) for name, value in given.items() if name not in _SILENT):
+            return None
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
+            return None
+        if bias is not None:
+            bias = _shape_bias(bias, hidden.shape[0], heads)
+            if bias is None:
+                return None
+        cache = getattr(cache, "self_attention_cache", cache)
+        if cache is not None and not hasattr(cache, "update"):
+            return None
+        if rope is not None and not (isinstance(rope, _TABLE_TYPES) and len(rope) == 2):
+            return None
+        return LayerCall(hidden, mask, bias, cache, None if rope is None else (rope[0], rope[1]), positions)
+
+
+def _pop_first(given: dict[str, Any], names: tuple[str, ...]) -> Any:
+    found = [given.pop(name) for name in names if name in given]
+    return next((value for value in found if value is not None), None)
+
+
+def _asks(value: Any) -> bool:
+    """Whether an argument that no block knows asks for anything."""
+    return not (value is None or value is False)
+
+
+def _shape_bias(bias: Any, batch: int, heads: int) -> Tensor | None:
+    """A flat alibi `(B * H, 1, L)`, or `(H, S, L)`, as `(B | 1, H, S | 1, L)`."""
+    if not isinstance(bias, Tensor):
+        return None
+    if bias.dim() == 4:
+        return bias
+    if bias.dim() == 3 and bias.shape[0] == batch * heads:
+        return bias.view(batch, heads, *bias.shape[1:])
+    return bias[None] if bias.dim() == 3 and bias.shape[0] == heads else None
+
+
+def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | None) -> Tensor:
+    """Run a block on a padded batch, as its layer would have.
+
+    Args:
+        block: The fused layer.
+        call: What the model passed.
+        layer_index: The layer's place in the cache.
+        table: The layer's own `[sin | cos]` table by position, where the model passes none.
+
+    Returns:
+        `(B, S, C)`.
+    """
+    spec = block.spec
+    batch, length, width = call.hidden.shape
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
+        if call.cache is not None:
+            k, v = call.cache.update(k, v, layer_index)
+        mask = _scores_mask(call, block, q, k)
+        sinks = block.mask.sinks
+        causal = spec.causal and mask is None
+        out: Tensor = block.ops.attention.run(
+            q, k, v, mask=mask, causal=causal, scale=spec.scale, softcap=spec.softcap, sinks=sinks
+        )
+        return out.flatten(0, 1)
+
+    rope = None if spec.rope is None else _rope_table(spec.rope, call, table)
+    return block(call.hidden.reshape(batch * length, width), rope, attend).view(batch, length, width)
+
+
+def _scores_mask(call: LayerCall, block: Block, q: Tensor, k: Tensor) -> Tensor | None:
+    """The model's mask, with the bias or the slopes added to it where there are any."""
+    keys = k.shape[2]
+    mask = None if call.mask is None else call.mask[..., :keys]
+    bias = None
+    if call.bias is not None:
+        bias = call.bias[..., -keys:] * block.spec.alibi_scale
+    elif block.mask.alibi is not None:
+        # A constant per query leaves a softmax alone: slope times the key's index says the same as times the distance.
+        bias = block.mask.alibi.view(1, -1, 1, 1) * torch.arange(keys, device=k.device)
+    if bias is None:
+        return mask
+    if mask is None and block.spec.causal and q.shape[2] > 1:
+        mask = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device).tril(keys - q.shape[2])[None, None]
+    bias = bias.to(q.dtype)
+    if mask is None:
+        return bias
+    lowest = torch.finfo(q.dtype).min
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, lowest)
+    return (bias + mask.to(q.dtype)).clamp(min=lowest)
+
+
+def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
+    batch, length, _ = call.hidden.shape
+    if table is not None:
+        positions = call.positions if call.positions is not None else torch.arange(length, device=table.device)[None]
+        sin, cos = table.to(call.hidden.device)[positions].chunk(2, dim=-1)
+    elif call.rope is not None:
+        cos, sin = (half_table(t, rope.table) for t in call.rope)
+    else:
+        raise AssertionError("a layer that rotates was called without a table; its injected class checks for that")
+    cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))
+    return cos, sin
+
+
+def returns_of(output: Any) -> Callable[[Tensor], Any] | None:
+    """Learn from a layer's own answer how to answer for it.
+
+    Args:
+        output: What the original layer returned.
+
+    Returns:
+        A function from `(B, S, C)` to the same kind of answer, or None where the answer holds more than that.
+    """
+    if isinstance(output, Tensor):
+        return lambda hidden: hidden
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        rest = output[1:]
+        if all(part is None or isinstance(part, tuple) and not part for part in rest):
+            return lambda hidden: (hidden, *rest)
+    return None

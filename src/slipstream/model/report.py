@@ -1,0 +1,119 @@
+"""What was fused, what was not, and why: a table for people and a dictionary for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+__all__ = ["LayerReport", "Report"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        name: Its path in the model.
+        family: The family that knows it, or None.
+        level: "block", "module" or "none".
+        kernels: Implementation by op; empty where nothing is bound.
+        format: Weight format, or the dtype's name for dense weights.
+        bytes: Of its weights.
+        max_error: Largest absolute error of the self-check; None where it did not run.
+        reason: Why the level is not higher; empty for "block".
+    """
+
+    name: str
+    family: str | None
+    level: str
+    kernels: Mapping[str, str]
+    format: str
+    bytes: int
+    max_error: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole engine (or what an engine would be, from `inspect`).
+
+    Attributes:
+        level: "block" where every layer is, "module" where any part is fused, else "none".
+        device: Where the engine runs.
+        notes: What a user should know: settings without effect here, fallbacks and their reasons.
+        layers: In the order of the model.
+        times: Milliseconds per call by layer name, where profiling is on.
+    """
+
+    level: str
+    device: str
+    notes: tuple[str, ...]
+    layers: tuple[LayerReport, ...]
+    times: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: strings, integers, floats, lists and dictionaries."""
+        keys = ("name", "family", "level", "kernels", "format", "bytes", "max_error")
+        layers = [{key: getattr(layer, key) for key in keys} for layer in self.layers]
+        for layer in layers:
+            layer["kernels"] = dict(layer["kernels"])
+        return {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
+
+    def __str__(self) -> str:
+        """A table; layers in a row that differ in nothing but their number share a line."""
+        size = sum(layer.bytes for layer in self.layers)
+        lines = [f"level {self.level} on {self.device}, {len(self.layers)} layers, {_size(size)} of layer weights"]
+        rows = [("layers", "level", "family", "format", "size", "max error", "kernels")]
+        if self.times:
+            rows[0] = (*rows[0], "ms")
+        for _, group in groupby(self.layers, key=_kind):
+            rows.append(self._row(list(group)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for row in rows if self.layers else []:
+            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        reasons = {layer.reason: layer.name for layer in reversed(self.layers) if layer.reason}
+        lines += [f"  {name}: {reason}" for reason, name in reversed(reasons.items())]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _row(self, group: list[LayerReport]) -> tuple[str, ...]:
+        first, last = group[0], group[-1]
+        name = first.name if len(group) == 1 else f"{first.name} .. {last.name.rpartition('.')[2]}"
+        errors = [layer.max_error for layer in group if layer.max_error is not None]
+        row = (
+            name,
+            first.level,
+            first.family or "-",
+            first.format,
+            _size(sum(layer.bytes for layer in group)),
+            f"{max(errors):.1e}" if errors else "-",
+            _kernels(first.kernels),
+        )
+        if self.times:
+            return (*row, f"{sum(self.times.get(layer.name, 0.0) for layer in group):.3f}")
+        return row
+
+
+def _kind(layer: LayerReport) -> tuple[Any, ...]:
+    stem = layer.name.rpartition(".")[0]
+    return stem, layer.family, layer.level, tuple(layer.kernels.items()), layer.format, layer.reason
+
+
+def _kernels(kernels: Mapping[str, str]) -> str:
+    if not kernels:
+        return "-"
+    by_name: dict[str, list[str]] = {}
+    for op, name in kernels.items():
+        by_name.setdefault(name, []).append(op)
+    if len(by_name) == 1:
+        return f"{next(iter(by_name))} ({len(kernels)} ops)"
+    return "; ".join(f"{name}: {', '.join(ops)}" for name, ops in by_name.items())
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,41 @@
+"""The ops: each file has a signature, its reference in plain torch, and the cases that kernels are compared on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from slipstream.ops import activation, attention, linear, moe, norm, paged_attention, rope, sample
+from slipstream.ops.bind import Bound, Facts, Kernel, Op, bind
+
+__all__ = ["OPS", "Ops", "bind_ops"]
+
+OPS: dict[str, Op] = {
+    module.OP.name: module.OP
+    for module in (activation, attention, linear, moe, norm, paged_attention, rope, sample)
+}
+"""Every op by name."""
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The implementations that one kind of block was bound to; the fields are the ops' names."""
+
+    activation: Bound
+    attention: Bound
+    linear: Bound
+    moe: Bound
+    norm: Bound
+    paged_attention: Bound
+    rope: Bound
+    sample: Bound
+
+    def names(self) -> dict[str, str]:
+        """Implementation by op, for the report."""
+        return {f.name: getattr(self, f.name).name for f in fields(self)}
+
+
+def bind_ops(facts: Facts, kernels: Iterable[Kernel] = ()) -> Ops:
+    """Bind every op for these facts, asking `kernels` in order before the reference."""
+    candidates = tuple(kernels)
+    return Ops(**{name: bind(op, facts, candidates) for name, op in OPS.items()})

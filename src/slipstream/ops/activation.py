@@ -1,0 +1,111 @@
+"""The activations of the feed-forward, plain and gated, by the names that transformers' configs use.
+
+Shapes: T packed tokens, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.bind import Case, Op
+
+__all__ = ["ACTIVATIONS", "OP", "activate"]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _gelu_fast(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def _gelu_accurate(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "gelu": F.gelu,
+        "gelu_python": F.gelu,
+        "gelu_new": _gelu_tanh,
+        "gelu_pytorch_tanh": _gelu_tanh,
+        "gelu_python_tanh": _gelu_tanh,
+        "gelu_fast": _gelu_fast,
+        "gelu_accurate": _gelu_accurate,
+        "quick_gelu": _quick_gelu,
+        "silu": F.silu,
+        "swish": F.silu,
+        "relu": F.relu,
+        "relu2": _relu_squared,
+        "relu6": F.relu6,
+        "leaky_relu": F.leaky_relu,
+        "mish": F.mish,
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+        "linear": torch.clone,
+    }
+)
+"""Activation by name. Names outside of this table make a family decline the layer."""
+
+_OAI_LIMIT = 7.0
+_OAI_ALPHA = 1.702
+
+
+def activate(x: Tensor, *, name: str, gated: bool) -> Tensor:
+    """Apply the feed-forward's activation.
+
+    Plain: `f(x)`. Gated: `f(gate) * up` with `gate, up` the halves of the last dimension. "swiglu_oai" is GPT-OSS's
+    `(clamp(up) + 1) * gate' * sigmoid(1.702 gate')` with `gate' = min(gate, 7)` and `up` clamped to 7.
+
+    Source: Shazeer 2020 (arXiv 2002.05202), eq. 5-6.
+
+    Args:
+        x: `(..., F)`, or `(..., 2F)` where gated.
+        name: A key of `ACTIVATIONS`, or "swiglu_oai".
+        gated: Whether `x` holds a gate and an up half.
+
+    Returns:
+        `(..., F)` in the dtype of `x`.
+    """
+    if not gated:
+        return ACTIVATIONS[name](x)
+    gate, up = x.chunk(2, dim=-1)
+    if name == "swiglu_oai":
+        gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * _OAI_ALPHA))
+    return ACTIVATIONS[name](gate) * up
+
+
+def _case(name: str, rows: int, width: int, *, gated: bool) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        x = 4 * torch.randn(rows, width * (2 if gated else 1), generator=generator)
+        return {"x": x.to(dtype), "name": name, "gated": gated}
+
+    return Case(f"{name}, {'gated' if gated else 'plain'}, {rows} x {width}", make)
+
+
+OP = Op(
+    "activation",
+    activate,
+    (
+        *(_case(name, 3, 37, gated=False) for name in ACTIVATIONS),
+        *(_case(name, 2, 64, gated=True) for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "swiglu_oai")),
+        _case("silu", 1, 1, gated=True),
+    ),
+)

@@ -1,0 +1,138 @@
+"""Attention over a padded batch with the mask that transformers made: the compatible road's attention.
+
+Shapes: B batch, S queries, L keys, H heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.bind import Case, Op
+
+__all__ = ["OP", "attention", "scores_to_output"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return `softmax(softcap(q k^T scale) + mask) v`, with queries sharing kv heads in groups of `H / K`.
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), eq. 1; Ainslie et al. 2023 (arXiv 2305.13245) for groups.
+
+    Args:
+        q: `(B, H, S, D)`.
+        k: `(B, K, L, D)`.
+        v: `(B, K, L, D)`.
+        mask: `(B | 1, H | 1, S | 1, L)`; bool (true: visible) or floating (added to the scores), or None.
+        causal: With no mask, query `i` sees keys up to `i + L - S`. A mask already says it all.
+        scale: Multiplies the scores.
+        softcap: Bounds the scores before the mask is added.
+        sinks: `(H,)`, a logit per head that takes part in the softmax and carries no value.
+
+    Returns:
+        `(B, S, H, D)`, contiguous, in the dtype of `q`. Rows that see nothing are finite and otherwise undefined.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    if mask is None and causal and queries > 1:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None, None]
+    if softcap is None and sinks is None:
+        grouped = q.shape[1] != k.shape[1]
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2).contiguous()
+    return scores_to_output(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def scores_to_output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with the scores written out in float32; the definition that `attention` takes short cuts to.
+
+    Arguments and result as in `attention`; a mask of None sees everything.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys = k.repeat_interleave(group, dim=1).float()
+    values = v.repeat_interleave(group, dim=1).float()
+    scores = q.float() @ keys.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, lowest)
+        else:
+            scores = (scores + mask.float()).clamp(min=lowest)
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ values).transpose(1, 2).contiguous().to(q.dtype)
+
+
+def _case(
+    name: str, heads: int, kv_heads: int, queries: int, keys: int, *, extra: dict[str, Any] | None = None
+) -> Case:
+    options = extra or {}
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        batch, dim = 2, 24
+        q = torch.randn(batch, heads, queries, dim, generator=generator).to(dtype)
+        k, v = (torch.randn(batch, kv_heads, keys, dim, generator=generator).to(dtype) for _ in range(2))
+        mask = None
+        if "padding" in options:
+            visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).expand(batch, 1, -1, -1).clone()
+            visible[0, :, :, : options["padding"]] = False
+            mask = visible
+            if options.get("additive"):
+                mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        sinks = torch.randn(heads, generator=generator).to(dtype) if options.get("sinks") else None
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "mask": mask,
+            "causal": options.get("causal", True),
+            "scale": dim**-0.5,
+            "softcap": options.get("softcap"),
+            "sinks": sinks,
+        }
+
+    return Case(name, make)
+
+
+OP = Op(
+    "attention",
+    attention,
+    (
+        _case("prefill", 4, 4, 9, 9),
+        _case("prefill, grouped", 6, 2, 17, 17),
+        _case("one query", 4, 2, 1, 31),
+        _case("a few queries on a cache", 4, 1, 3, 20),
+        _case("bidirectional", 4, 4, 9, 9, extra={"causal": False}),
+        _case("padded", 4, 2, 8, 8, extra={"padding": 3}),
+        _case("padded, additive mask", 4, 2, 8, 8, extra={"padding": 3, "additive": True}),
+        _case("soft cap", 4, 2, 7, 12, extra={"softcap": 5.0, "padding": 2}),
+        _case("sinks", 4, 2, 7, 7, extra={"sinks": True, "padding": 1}),
+    ),
+)

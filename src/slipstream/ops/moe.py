@@ -1,0 +1,123 @@
+"""The mixture of experts: which experts see a token, and the sum of what they say.
+
+Shapes: T packed tokens, C hidden, E experts, F feed-forward width of one expert, k experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.activation import activate
+from slipstream.ops.bind import Case, Op
+from slipstream.ops.linear import Weight
+from slipstream.spec import MoE
+
+__all__ = ["OP", "moe", "route"]
+
+
+def route(logits: Tensor, spec: MoE) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token.
+
+    Args:
+        logits: `(T, E)`.
+        spec: Scoring, `top_k` and normalisation.
+
+    Returns:
+        Weights `(T, k)` float32 and experts `(T, k)` int64, best first.
+    """
+    logits = logits.float()
+    if spec.scoring == "sparsemixer":
+        return _sparsemixer(logits, spec.jitter)
+    if spec.scoring == "topk_softmax":
+        best, experts = logits.topk(spec.top_k, dim=-1)
+        return best.softmax(-1), experts
+    weights, experts = logits.softmax(-1).topk(spec.top_k, dim=-1)
+    if spec.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Two experts, each weighted by a softmax over the logits that lie close to the best remaining one.
+
+    Source: Liu et al. 2023 (arXiv 2310.00811), as PhiMoE uses it at inference (without noise).
+    """
+    weights, experts, remaining = [], [], logits
+    for _ in range(2):
+        best, expert = remaining.max(dim=-1, keepdim=True)
+        distance = (best - logits) / logits.abs().clamp(min=best)
+        close = remaining.masked_fill(distance > 2 * jitter, -torch.inf).softmax(-1)
+        weights.append(close.gather(-1, expert))
+        experts.append(expert)
+        remaining = remaining.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(experts, dim=-1)
+
+
+def moe(
+    x: Tensor, router: Weight, experts_in: Weight, experts_out: Weight, *, spec: MoE, activation: str, gated: bool
+) -> Tensor:
+    """Return `sum_e weight_e * out_e(activation(in_e(x)))` over the chosen experts of each token.
+
+    Source: Shazeer et al. 2017 (arXiv 1701.06538), eq. 1.
+
+    Args:
+        x: `(T, C)`.
+        router: `(E, C)`.
+        experts_in: `(E, 2F, C)`, rows `[gate | up]`, or `(E, F, C)` where not gated.
+        experts_out: `(E, C, F)`.
+        spec: Scoring, `top_k` and normalisation.
+        activation: A name that `activate` knows.
+        gated: Whether the experts' first matrix holds gate and up halves.
+
+    Returns:
+        `(T, C)` in the dtype of `x`.
+    """
+    weights, chosen = route(F.linear(x, router.dense().to(x.dtype), router.bias), spec)
+    first, second = experts_in.dense(), experts_out.dense()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in chosen.unique().tolist():
+        tokens, place = (chosen == expert).nonzero(as_tuple=True)
+        y = F.linear(x[tokens], first[expert], None if experts_in.bias is None else experts_in.bias[expert])
+        y = activate(y, name=activation, gated=gated)
+        y = F.linear(y, second[expert], None if experts_out.bias is None else experts_out.bias[expert])
+        out.index_add_(0, tokens, y.float() * weights[tokens, place, None])
+    return out.to(x.dtype)
+
+
+def _case(name: str, tokens: int, spec: MoE, *, activation: str = "silu", bias: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        hidden, width = 32, 24
+
+        def weight(*shape: int) -> Weight:
+            matrix = torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+            b = torch.randn(*shape[:-1], generator=generator).to(dtype) if bias else None
+            return Weight("plain", shape, (matrix.to(dtype),), lambda planes: planes[0], b)
+
+        return {
+            "x": torch.randn(tokens, hidden, generator=generator).to(dtype),
+            "router": weight(spec.experts, hidden),
+            "experts_in": weight(spec.experts, 2 * width, hidden),
+            "experts_out": weight(spec.experts, hidden, width),
+            "spec": spec,
+            "activation": activation,
+            "gated": True,
+        }
+
+    return Case(name, make)
+
+
+OP = Op(
+    "moe",
+    moe,
+    (
+        _case("softmax then best two, normalised", 7, MoE(4, 2, normalize=True)),
+        _case("softmax then best, not normalised", 1, MoE(5, 1)),
+        _case("best two then softmax, biases", 6, MoE(4, 2, "topk_softmax"), activation="swiglu_oai", bias=True),
+        _case("sparsemixer", 9, MoE(4, 2, "sparsemixer", jitter=0.01)),
+        _case("every expert", 3, MoE(3, 3, normalize=True)),
+    ),
+)

@@ -1,0 +1,73 @@
+"""The rotary embedding of queries and keys, from a table of cosines and sines.
+
+Shapes: T packed tokens, H heads, D head dim, R rotated dims (R <= D).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.ops.bind import Case, Op
+
+__all__ = ["OP", "half_table", "rope"]
+
+
+def half_table(table: Tensor, layout: Literal["halves", "pairs", "half"]) -> Tensor:
+    """Return each angle once, `(..., R / 2)`, from a table that repeats them as `layout` says (see `spec.Rope`)."""
+    if layout == "half":
+        return table
+    return table[..., ::2] if layout == "pairs" else table[..., : table.shape[-1] // 2]
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the leading `R` dims of every head; the others pass unchanged.
+
+    `(a, b) -> (a cos - b sin, b cos + a sin)` for each pair, computed in float32.
+
+    Source: Su et al. 2021 (arXiv 2104.09864), eq. 34.
+
+    Args:
+        x: `(T, H, D)`.
+        cos: `(T, R / 2)`, each angle once.
+        sin: `(T, R / 2)`.
+        interleaved: Pairs are neighbours, rather than half a rotation apart.
+
+    Returns:
+        `(T, H, D)`, a new tensor in the dtype of `x`.
+    """
+    dim = 2 * cos.shape[-1]
+    turned, passed = x[..., :dim].float(), x[..., dim:]
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+
+def _case(name: str, tokens: int, heads: int, dim: int, rotated: int, *, interleaved: bool) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+        angles = 100 * torch.rand(tokens, rotated // 2, generator=generator)
+        return {"x": x, "cos": angles.cos(), "sin": angles.sin(), "interleaved": interleaved}
+
+    return Case(name, make)
+
+
+OP = Op(
+    "rope",
+    rope,
+    (
+        _case("halves, whole head", 5, 4, 64, 64, interleaved=False),
+        _case("halves, part of the head", 3, 2, 64, 16, interleaved=False),
+        _case("pairs, whole head", 7, 3, 32, 32, interleaved=True),
+        _case("pairs, part of the head", 1, 1, 48, 20, interleaved=True),
+        _case("two dims", 2, 5, 8, 2, interleaved=False),
+    ),
+)

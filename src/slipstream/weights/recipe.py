@@ -1,0 +1,303 @@
+"""Recipes: which rows of which source tensors make up a role's canonical tensor, and back again.
+
+A recipe does not touch data. It lists `Piece`s (runs of rows of named tensors) in canonical order; cutting the list to
+a rank's rows before anything is read gives the same bits as cutting the finished tensor. The same list read backwards
+restores the source tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import WeightError
+from slipstream.spec import BlockSpec
+from slipstream.weights.source import Source
+
+__all__ = [
+    "Alternating",
+    "Conv1D",
+    "First",
+    "Interleaved",
+    "Piece",
+    "Plan",
+    "Recipe",
+    "Stack",
+    "Take",
+    "Unit",
+    "cut",
+    "gather",
+    "scatter",
+]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of rows of one source tensor.
+
+    Rows are dim -2 of a matrix, dim -1 of a transposed matrix, and dim -1 of a vector.
+
+    Attributes:
+        name: The source tensor.
+        start: First row.
+        count: Number of rows.
+        step: Distance between rows.
+        transposed: The source matrix is stored `(in, out)`.
+    """
+
+    name: str
+    start: int
+    count: int
+    step: int = 1
+    transposed: bool = False
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece's rows of its source tensor, as a view in canonical orientation."""
+        if self.transposed and tensor.dim() > 1:
+            tensor = tensor.mT
+        rows = slice(self.start, self.start + (self.count - 1) * self.step + 1, self.step)
+        return tensor[..., rows, :] if tensor.dim() > 1 else tensor[rows]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A role's pieces, resolved against a source.
+
+    Attributes:
+        weight: Pieces of the matrix (or vector), in canonical order; empty for a weightless norm.
+        bias: Pieces of the bias; empty where there is none.
+    """
+
+    weight: tuple[Piece, ...]
+    bias: tuple[Piece, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Source tensors that the plan consumes."""
+        return frozenset(piece.name for piece in (*self.weight, *self.bias))
+
+
+class Recipe(ABC):
+    """How a role's tensor is made of the model's own."""
+
+    @abstractmethod
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """Resolve the recipe, or return None where the source has none of its tensors."""
+
+
+def _resolve(source: Source, name: str) -> tuple[str, str | None] | None:
+    """Full names of a module's weight and bias, or of a bare parameter and the bias beside it."""
+    for weight, bias in ((f"{name}.weight", f"{name}.bias"), (name, f"{name}_bias"), (f"{name}_weight", f"{name}_bias")):
+        if weight in source:
+            return weight, bias if bias in source else None
+    return None
+
+
+def _rows(source: Source, name: str, *, transposed: bool) -> int:
+    shape = source.shape(name)
+    return shape[-1] if transposed or len(shape) == 1 else shape[-2]
+
+
+@dataclass(frozen=True)
+class Take(Recipe):
+    """One module (`name.weight`, `name.bias`) or bare parameter (`name`, `name_bias`) as it is."""
+
+    name: str
+    transposed: bool = False
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`."""
+        return Stack((self.name,), self.transposed).plan(source, spec)
+
+
+def Conv1D(name: str) -> Take:  # noqa: N802 - a verb of the recipes' small language, beside Take and Stack
+    """One module whose matrix is stored `(in, out)`, as GPT-2's `Conv1D` does."""
+    return Take(name, transposed=True)
+
+
+@dataclass(frozen=True)
+class Stack(Recipe):
+    """Modules on top of each other: separate q, k and v; gate and up; one norm per head.
+
+    A name with `*` stands for all modules that differ in a number there, in ascending order.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool = False
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`.
+
+        Raises:
+            WeightError: Some of the names are there and others are not, or only some have a bias.
+        """
+        names = [full for name in self.names for full in _expand(source, name)]
+        found = {name: _resolve(source, name) for name in names}
+        missing = [name for name, pair in found.items() if pair is None]
+        if len(missing) == len(names):
+            return None
+        if missing:
+            raise WeightError(f"{', '.join(missing)} missing beside {', '.join(set(names) - set(missing))}")
+        pairs = [pair for pair in found.values() if pair is not None]
+        weight = tuple(
+            Piece(w, 0, _rows(source, w, transposed=self.transposed), transposed=self.transposed) for w, _ in pairs
+        )
+        biases = [b for _, b in pairs if b is not None]
+        if biases and len(biases) != len(pairs):
+            raise WeightError(f"only {', '.join(biases)} of {', '.join(names)} have a bias; a stack needs all or none")
+        return Plan(weight, tuple(Piece(b, 0, source.shape(b)[-1]) for b in biases))
+
+
+def _expand(source: Source, name: str) -> list[str]:
+    if "*" not in name:
+        return [name]
+    pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"\.weight")
+    found = [(int(match[1]), match[0].removesuffix(".weight")) for n in source.names() if (match := pattern.fullmatch(n))]
+    return [full for _, full in sorted(found)] or [name]
+
+
+@dataclass(frozen=True)
+class Interleaved(Recipe):
+    """One fused projection whose rows come in groups, each with its own q, k and v.
+
+    Attributes:
+        name: The fused module.
+        groups: Number of groups; None for one per kv head (BLOOM, GPT-NeoX, Falcon).
+        order: Order of q, k and v within a group.
+        transposed: The matrix is stored `(in, out)`.
+    """
+
+    name: str
+    groups: int | None = None
+    order: Literal["qkv", "qvk"] = "qkv"
+    transposed: bool = False
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`."""
+        whole = Take(self.name, self.transposed).plan(source, spec)
+        if whole is None:
+            return None
+        groups = self.groups or spec.kv_heads
+        rows = {"q": spec.q_dim // groups, "k": spec.kv_dim // groups, "v": spec.kv_dim // groups}
+        offset = {part: sum(rows[p] for p in self.order[: self.order.index(part)]) for part in self.order}
+        size = sum(rows.values())
+        runs = [(g * size + offset[part], rows[part]) for part in "qkv" for g in range(groups)]
+
+        def spread(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            return tuple(replace(p, start=start, count=count) for p in pieces for start, count in runs)
+
+        return Plan(spread(whole.weight), spread(whole.bias))
+
+
+@dataclass(frozen=True)
+class Alternating(Recipe):
+    """One fused feed-forward matrix whose rows alternate gate, up, gate, up (GPT-OSS)."""
+
+    name: str
+    transposed: bool = False
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`."""
+        whole = Take(self.name, self.transposed).plan(source, spec)
+        if whole is None:
+            return None
+
+        def halves(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            return tuple(replace(p, start=start, count=p.count // 2, step=2) for start in (0, 1) for p in pieces)
+
+        return Plan(halves(whole.weight), halves(whole.bias))
+
+
+@dataclass(frozen=True)
+class First(Recipe):
+    """The first recipe whose tensors are there: for classes that name a part differently by configuration."""
+
+    recipes: tuple[Recipe, ...]
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`."""
+        return next((plan for recipe in self.recipes if (plan := recipe.plan(source, spec)) is not None), None)
+
+
+@dataclass(frozen=True)
+class Unit(Recipe):
+    """A norm that has no weight (OLMo)."""
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """A plan without pieces: the role is there, its weight is one."""
+        return Plan((), ())
+
+
+def cut(pieces: Sequence[Piece], runs: Sequence[range]) -> tuple[Piece, ...]:
+    """Return the pieces of some canonical rows only, in the order of `runs`.
+
+    Args:
+        pieces: A role's pieces in canonical order.
+        runs: Ranges of canonical rows, each of step 1.
+    """
+    return tuple(part for run in runs for part in _overlaps(pieces, run))
+
+
+def _overlaps(pieces: Sequence[Piece], run: range) -> Iterator[Piece]:
+    offset = 0
+    for piece in pieces:
+        low, high = max(run.start, offset), min(run.stop, offset + piece.count)
+        if low < high:
+            yield replace(piece, start=piece.start + (low - offset) * piece.step, count=high - low)
+        offset += piece.count
+
+
+def gather(source: Source, pieces: Sequence[Piece], columns: slice = slice(None)) -> Tensor:
+    """Read the pieces and join them.
+
+    Args:
+        source: Where the tensors are.
+        pieces: Not empty.
+        columns: Of a matrix, the input columns to read.
+
+    Returns:
+        The canonical tensor: a view of the source where it is one piece, else a new tensor.
+    """
+    parts = []
+    for piece in pieces:
+        part = piece.of(source.read(piece.name))
+        parts.append(part[..., columns] if part.dim() > 1 else part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if parts[0].dim() > 1 else -1)
+
+
+def scatter(pieces: Sequence[Piece], canonical: Tensor) -> dict[str, Tensor]:
+    """Undo `gather`: the source tensors that a canonical tensor was made of.
+
+    Args:
+        pieces: The same pieces, of whole source tensors.
+        canonical: `(..., rows, in)` or `(rows,)`.
+
+    Returns:
+        Tensors by name: views of `canonical` where a source tensor was one piece, else new tensors.
+    """
+    axis = -2 if canonical.dim() > 1 else -1
+    parts: dict[str, list[tuple[Piece, Tensor]]] = {}
+    offset = 0
+    for piece in pieces:
+        parts.setdefault(piece.name, []).append((piece, canonical.narrow(axis, offset, piece.count)))
+        offset += piece.count
+    out = {}
+    for name, runs in parts.items():
+        flip = runs[0][0].transposed and canonical.dim() > 1
+        if len(runs) == 1:
+            whole = runs[0][1]
+            out[name] = whole.mT if flip else whole
+            continue
+        shape = list(canonical.shape)
+        shape[axis] = sum(piece.count for piece, _ in runs)
+        whole = canonical.new_empty(shape)
+        for piece, rows in runs:
+            replace(piece, transposed=False).of(whole).copy_(rows)
+        out[name] = whole.mT.contiguous() if flip else whole
+    return out
