@@ -133,8 +133,8 @@ def test_optional_packages_are_imported_where_they_are_needed() -> None:
     at_top = []
     for path in FILES:
         tree = ast.parse(path.read_text())
-        functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-        inside = {id(node) for function in functions for node in ast.walk(function)}
+        deferred = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS) or is_for_types(node)]
+        inside = {id(node) for outer in deferred for node in ast.walk(outer)}
         for module, node in modules_imported(tree, (PACKAGE, *path.relative_to(ROOT).parts[:-1])):
             package = module.partition(".")[0]
             if package not in OPTIONAL:
@@ -180,6 +180,10 @@ def test_what_is_public_has_a_docstring(file: Path) -> None:
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def is_attribute_of(node: ast.AST, owner: str, names: set[str]) -> bool:

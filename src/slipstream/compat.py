@@ -196,10 +196,12 @@ def _float_dtype(value: torch.dtype | str) -> torch.dtype:
 
 def _meeting_point(init_method: str | None, port: int | None, ranks_given: bool) -> str | None:
     """Return the URL where the ranks meet, or None when there is only this process to meet."""
+    if port is not None:
+        if ranks_given and init_method is None:
+            return f"tcp://127.0.0.1:{port}"
+        warn_once("init_distributed(distributed_port=...) changes nothing: another address is in use.")
     if init_method is not None:
         return init_method
-    if ranks_given and port is not None:
-        return f"tcp://127.0.0.1:{port}"
     return "env://" if environment.launched() else None
 
 

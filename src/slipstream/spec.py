@@ -81,16 +81,18 @@ class Norm:
 
 @dataclass(frozen=True)
 class QKNorm:
-    """A normalisation of queries and keys before the rotary embedding.
+    """A normalisation of queries and keys.
 
     Attributes:
         norm: Its kind, eps and offset.
         over: "head" normalises each head by itself; the weight is `(D,)`, or `(H, D)` where heads have their own.
             "all" normalises the whole projection, `(H * D,)`.
+        after_rope: It follows the rotary embedding, rather than comes before it.
     """
 
     norm: Norm
     over: Literal["head", "all"] = "head"
+    after_rope: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,18 @@ class BlockSpec:
         gated: The feed-forward is `activation(gate) * up`.
         scale: Multiplies the scores.
         softcap: Scores become `softcap * tanh(scores / softcap)`.
+        mask: What the mask that transformers passes says. "whole": all that a token may see. "padding": no more than that
+            at least; the layer itself adds causality and window. "hidden": bool, true where a key is not seen.
+        cache_repeated: Keys and values are repeated to `heads` before transformers' cache keeps them.
         causal: A token sees itself and what came before.
         window: A token sees at most this many tokens, itself among them (on each side where not causal: window / 2).
         alibi: One slope per query head; `slope * alibi_scale * key_position` is added to the scores.
         alibi_scale: See `alibi`; not 1 where the original adds the slopes before it scales the scores.
+        alibi_in_mask: As much of `alibi_scale` as the mask that transformers passes holds already.
         sinks: The softmax has one more term per head, the role `SINKS`.
         rope: The rotary embedding, if any.
         qk_norm: The normalisation of queries and keys, if any.
-        clip_qkv: Queries, keys and values are clamped to this magnitude.
+        clip_qkv: Queries, keys and values are clamped to this magnitude, after `qk_norm` and before `rope`.
         moe: The mixture of experts, if any.
     """
 
@@ -185,10 +191,13 @@ class BlockSpec:
     gated: bool = True
     scale: float = 1.0
     softcap: float | None = None
+    mask: Literal["whole", "padding", "hidden"] = "whole"
+    cache_repeated: bool = False
     causal: bool = True
     window: int | None = None
     alibi: tuple[float, ...] | None = None
     alibi_scale: float = 1.0
+    alibi_in_mask: float = 0.0
     sinks: bool = False
     rope: Rope | None = None
     qk_norm: QKNorm | None = None

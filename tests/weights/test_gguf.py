@@ -95,6 +95,7 @@ def write_gguf(
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
     writer.add_chat_template(TEMPLATE)
     edit(writer)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -143,12 +144,23 @@ def test_the_folder_holds_the_numbers_of_the_file(tmp_path: Path, quantized: boo
 def test_the_folder_holds_tokenizer_template_and_end_of_text(tiny: Path, tmp_path: Path) -> None:
     folder = gguf_to_checkpoint(tiny, tmp_path / "checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.decode(tokenizer("hello, wörld").input_ids) == "hello, wörld"
+    text = "hello , wörld ."
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer.convert_ids_to_tokens(tokenizer("hello").input_ids) == ["hell", "o"]
-    assert tokenizer.eos_token == "<|im_end|>"
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert (tokenizer.unk_token, tokenizer.pad_token) == (None, "<|endoftext|>")
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hell"}], tokenize=False)
     assert chat == "<|im_start|>hell<|im_end|>"
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == 2
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_text_begins_as_the_file_says(tmp_path: Path, wanted: bool) -> None:
+    path = write_gguf(
+        tmp_path / "tiny.gguf", tiny_llama(), edit=lambda writer: writer.add_add_bos_token(wanted)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf_to_checkpoint(path, tmp_path / "checkpoint"))
+    assert (tokenizer("hello").input_ids[0] == tokenizer.bos_token_id) is wanted
 
 
 def test_a_lower_precision_is_stored_when_asked_for(tiny: Path, tmp_path: Path) -> None:
@@ -186,7 +198,7 @@ def test_two_conversions_at_the_same_time_both_return_the_folder(tiny: Path, tmp
     from slipstream.weights import gguf as module
 
     destination = tmp_path / "checkpoint"
-    loaded = [module._load(tiny, torch.float32) for _ in range(2)]
+    loaded = [module._load(tiny, module._open(tiny), dtype=torch.float32) for _ in range(2)]
     start = threading.Barrier(2)
     returned = []
 
@@ -303,3 +315,4 @@ def test_the_demo_model_knows_the_capital_of_france(tmp_path: Path) -> None:
     ids = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     answer = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
     assert answer == "The capital of France is Paris.<|im_end|>"
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")

@@ -184,9 +184,7 @@ _ZERO = {
 }
 
 _CHECKPOINT = {
-    "checkpoint_config": _acts(
-        "Fills the three top-level fields below; a different value in both is an error."
-    ),
+    "checkpoint_config": _acts("Fills three fields of the top level; a different value in both is an error."),
     "checkpoint_config.checkpoint_dir": _acts("The same as `checkpoint`."),
     "checkpoint_config.save_mp_checkpoint_path": _acts("The same as `save_mp_checkpoint_path`."),
     "checkpoint_config.base_dir": _acts("The same as `base_dir`."),

@@ -55,7 +55,8 @@ class WeightQuantConfig(BaseQuantConfig):
     @model_validator(mode="before")
     @classmethod
     def _bits_follow_format(cls, values: Any) -> Any:
-        bits = _BITS.get(values.get("format") or "") if isinstance(values, dict) else None
+        name = values.get("format") if isinstance(values, dict) else None
+        bits = _BITS.get(name) if isinstance(name, str) else None
         return values if bits is None else {"num_bits": bits, **values}
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, PlainSerializer, Strict
 from torch import nn
 
 __all__ = [
@@ -60,7 +60,7 @@ def _amount(value: object) -> object:
 
 
 def _bit_width(value: object) -> object:
-    if isinstance(value, bool) or value not in _BIT_WIDTHS:
+    if type(value) is not int or value not in _BIT_WIDTHS:
         raise ValueError("must be 4, 6 or 8")
     return value
 
@@ -125,7 +125,7 @@ Count = Annotated[int, Strict(), Field(ge=1)]
 Amount = Annotated[int, BeforeValidator(_amount), Strict(), Field(ge=0)]
 BitWidth = Annotated[int, BeforeValidator(_bit_width)]
 Experts = Annotated[list[Count], BeforeValidator(_experts), Field(min_length=1)]
-DType = Annotated[torch.dtype, BeforeValidator(to_dtype)]
+DType = Annotated[torch.dtype, BeforeValidator(to_dtype), PlainSerializer(str, when_used="json")]
 PathText = Annotated[str | None, BeforeValidator(_path)]
 Checkpoint = Annotated[str | dict[Any, Any] | None, BeforeValidator(_checkpoint)]
 Folder = Annotated[str, BeforeValidator(_text)]

@@ -1,0 +1,17 @@
+"""The devices: each file is one kind; `choose` picks the one that an engine runs on."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.devices.cpu import CpuDevice
+from slipstream.devices.cuda import CudaDevice
+from slipstream.devices.device import Device, MemoryUse
+from slipstream.devices.null import NullDevice
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "MemoryUse", "NullDevice", "choose"]
+
+
+def choose(local_rank: int = 0) -> Device:
+    """Return the GPU of this process where there is one, else the CPU."""
+    return CudaDevice(local_rank) if torch.cuda.is_available() else CpuDevice()

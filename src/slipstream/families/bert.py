@@ -1,37 +1,25 @@
-"""BERT and the encoders that share its layer: RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ERNIE."""
+"""BERT and the encoders that share its layer; two of them normalise before each branch instead of after."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from slipstream.families.common import TINY, activation, head_dim
-from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, Norm, Role
-from slipstream.weights.recipe import Stack, Take
+from slipstream.families.common import bert_like, bert_tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, Role
+from slipstream.weights.recipe import Recipe, Stack, Take
 
 
-def _spec(config: Config, index: int) -> BlockSpec:
-    dim = head_dim(config)
-    return BlockSpec(
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=dim,
-        ffn=config.intermediate_size,
-        norm=Norm("layer", config.layer_norm_eps),
-        place="post",
-        activation=activation(config),
-        gated=False,
-        scale=dim**-0.5,
-        causal=bool(config.is_decoder),
-    )
+def _pre_norm(config: Config, index: int) -> BlockSpec:
+    return bert_like(config, index, place="pre")
 
 
 def _refuse(config: Config) -> str | None:
     return "cross attention" if getattr(config, "add_cross_attention", False) else None
 
 
-_RECIPES = {
+_RECIPES: Mapping[Role, Recipe] = {
     Role.QKV: Stack(tuple(f"attention.self.{part}" for part in ("query", "key", "value"))),
     Role.ATTN_OUT: Take("attention.output.dense"),
     Role.ATTN_NORM: Take("attention.output.LayerNorm"),
@@ -41,23 +29,32 @@ _RECIPES = {
 }
 
 
-def _family(name: str, prefix: str, **options: Any) -> Family:
-    config = {key: value for key, value in TINY.items() if key != "num_key_value_heads"} | options
+def _family(name: str, prefix: str, *, norms: tuple[str, str] | None = None, causal: str = "ForCausalLM", **options: Any) -> Family:
+    """One family of the kind; `norms` names those of the attention and the feed-forward where they come first."""
+    first = {} if norms is None else {Role.ATTN_NORM: Take(norms[0]), Role.MLP_NORM: Take(norms[1])}
+    config = f"{prefix}Config"
     return Family(
         name=name,
         layers=(f"{prefix}Layer",),
-        spec=_spec,
-        recipes=_RECIPES,
+        spec=bert_like if norms is None else _pre_norm,
+        recipes={**_RECIPES, **first},
         refuse=_refuse,
-        tiny=(Tiny(f"{prefix}ForMaskedLM", f"{prefix}Config", config),),
+        tiny=(
+            bert_tiny(f"{prefix}ForMaskedLM", config, **options),
+            bert_tiny(f"{prefix}{causal}", config, label="causal", is_decoder=True, **options),
+        ),
     )
 
 
 FAMILIES = (
-    _family("bert", "Bert"),
+    _family("bert", "Bert", causal="LMHeadModel"),
     _family("roberta", "Roberta"),
     _family("xlm-roberta", "XLMRoberta"),
     _family("camembert", "Camembert"),
     _family("electra", "Electra", embedding_size=48),
     _family("ernie", "Ernie", use_task_id=True),
+    _family("data2vec-text", "Data2VecText"),
+    _family("rembert", "RemBert", input_embedding_size=48, output_embedding_size=80),
+    _family("roberta-prelayernorm", "RobertaPreLayerNorm", norms=("attention.LayerNorm", "intermediate.LayerNorm")),
+    _family("xlm-roberta-xl", "XLMRobertaXL", norms=("attention.self_attn_layer_norm", "LayerNorm")),
 )

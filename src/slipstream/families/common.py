@@ -13,15 +13,22 @@ from slipstream.weights.recipe import Recipe, Stack, Take
 
 __all__ = [
     "LLAMA_RECIPES",
+    "MOE_RECIPES",
+    "POST_NORM_RECIPES",
     "QKV",
+    "QK_NORMS",
+    "SANDWICH_RECIPES",
     "TINY",
     "activation",
+    "bert_like",
+    "bert_tiny",
     "field",
     "head_dim",
     "layer_type",
     "llama_frame",
     "llama_like",
     "rope",
+    "sparse_layer",
     "tiny",
     "window",
 ]
@@ -38,6 +45,35 @@ LLAMA_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
         Role.MLP_OUT: Take("mlp.down_proj"),
     }
 )
+
+MOE_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {
+        **LLAMA_RECIPES,
+        Role.ROUTER: Take("mlp.gate"),
+        Role.EXPERTS_IN: Take("mlp.experts.gate_up_proj"),
+        Role.EXPERTS_OUT: Take("mlp.experts.down_proj"),
+    }
+)
+"""For layers with experts and for the dense ones between them."""
+
+QK_NORMS: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {Role.Q_NORM: Take("self_attn.q_norm"), Role.K_NORM: Take("self_attn.k_norm")}
+)
+
+SANDWICH_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {
+        **LLAMA_RECIPES,
+        Role.ATTN_POST_NORM: Take("post_attention_layernorm"),
+        Role.MLP_NORM: Take("pre_feedforward_layernorm"),
+        Role.MLP_POST_NORM: Take("post_feedforward_layernorm"),
+    }
+)
+"""Norms before and after each branch, by Gemma's names."""
+
+POST_NORM_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {role: recipe for role, recipe in SANDWICH_RECIPES.items() if role not in (Role.ATTN_NORM, Role.MLP_NORM)}
+)
+"""Norms after each branch only, by OLMo 2's names."""
 
 TINY: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -58,6 +94,12 @@ TINY: Final[Mapping[str, Any]] = MappingProxyType(
 def tiny(model: str, config: str, *, label: str = "", **options: Any) -> Tiny:
     """A tiny model with llama's field names; `options` override or add fields."""
     return Tiny(model, config, {**TINY, **options}, label)
+
+
+def bert_tiny(model: str, config: str, *, label: str = "", **options: Any) -> Tiny:
+    """A tiny model with BERT's field names; `options` override or add fields."""
+    fields = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
+    return Tiny(model, config, {**fields, **options}, label)
 
 
 def field(config: Config, *names: str, default: Any = None) -> Any:
@@ -88,6 +130,12 @@ def window(config: Config, index: int) -> int | None:
     return None if size is None or kind not in (None, "sliding_attention") else int(size)
 
 
+def sparse_layer(config: Config, index: int) -> bool:
+    """Whether a layer has experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not list."""
+    listed = index in field(config, "mlp_only_layers", default=())
+    return not listed and config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
+
+
 def rope(config: Config, *, interleaved: bool = False, **options: Any) -> Rope:
     """The rotary embedding of a config: `partial_rotary_factor` of each head, angles from the model's own module."""
     parameters = field(config, "rope_parameters", default={})
@@ -109,6 +157,25 @@ def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
         scale=dim**-0.5,
         window=window(config, index),
         rope=rope(config),
+    )
+    return replace(spec, **changes)
+
+
+def bert_like(config: Config, index: int, **changes: Any) -> BlockSpec:
+    """The spec of a BERT-like layer; `changes` replace single fields."""
+    dim = head_dim(config)
+    spec = BlockSpec(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        head_dim=dim,
+        ffn=config.intermediate_size,
+        norm=Norm("layer", float(field(config, "layer_norm_eps", default=1e-12))),
+        place="post",
+        activation=activation(config),
+        gated=False,
+        scale=dim**-0.5,
+        causal=bool(field(config, "is_decoder", default=False)),
     )
     return replace(spec, **changes)
 

@@ -101,31 +101,32 @@ class Block:
 
     def _attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
         spec = self.spec
-        qkv = self._linear(Role.QKV, x)
+        parts = self._linear(Role.QKV, x).split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
+        after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
+        if not after_rope:
+            q, k = self._qk_norm(Role.Q_NORM, q), self._qk_norm(Role.K_NORM, k)
         if spec.clip_qkv is not None:
-            qkv = qkv.clamp(-spec.clip_qkv, spec.clip_qkv)
-        q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
-        q, k = self._qk_norm(Role.Q_NORM, q, spec.heads), self._qk_norm(Role.K_NORM, k, spec.kv_heads)
-        v = v.unflatten(-1, (spec.kv_heads, spec.head_dim))
+            q, k, v = (t.clamp(-spec.clip_qkv, spec.clip_qkv) for t in (q, k, v))
         if spec.rope is not None:
             if rope is None:
                 raise AssertionError("a block with a rotary embedding was run without its table")
             q, k = (self.ops.rope.run(t, *rope, interleaved=spec.rope.interleaved) for t in (q, k))
+        if after_rope:
+            q, k = self._qk_norm(Role.Q_NORM, q), self._qk_norm(Role.K_NORM, k)
         return self._linear(Role.ATTN_OUT, attend(q, k, v).flatten(1))
 
-    def _qk_norm(self, role: Role, x: Tensor, heads: int) -> Tensor:
-        """`(T, heads * D)` to `(T, heads, D)`, normalised over the head or over all of them."""
-        spec = self.spec
-        if spec.qk_norm is None or role not in self.weights.vectors:
-            return x.unflatten(-1, (heads, spec.head_dim))
-        if spec.qk_norm.over == "all":
-            return self._norm(role, x, spec.qk_norm.norm).unflatten(-1, (heads, spec.head_dim))
-        vector = self.weights.vectors[role]
+    def _qk_norm(self, role: Role, x: Tensor) -> Tensor:
+        """`(T, heads, D)`, normalised over the head or over all of them."""
+        spec, vector = self.spec.qk_norm, self.weights.vectors.get(role)
+        if spec is None or vector is None:
+            return x
+        if spec.over == "all":
+            return self._norm(role, x.flatten(1), spec.norm).view(x.shape)
         weight = vector.weight
-        if weight is not None and weight.numel() == heads * spec.head_dim:
-            weight = weight.view(heads, spec.head_dim)
-        x = x.unflatten(-1, (heads, spec.head_dim))
-        return self.ops.norm.run(x, weight, vector.bias, spec=spec.qk_norm.norm)  # type: ignore[no-any-return]
+        if weight is not None and weight.numel() == x.shape[1] * x.shape[2]:
+            weight = weight.view(x.shape[1:])
+        return self.ops.norm.run(x, weight, vector.bias, spec=spec.norm)  # type: ignore[no-any-return]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         spec = self.spec

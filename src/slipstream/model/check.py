@@ -158,7 +158,7 @@ def replay(call: RecordedCall, run: Callable[..., Any], *, dtype: torch.dtype, s
         kwargs["hidden_states"] = hidden
     with torch.no_grad():
         output = run(*args, **kwargs)
-    return (output[0] if isinstance(output, tuple) else output).float()  # type: ignore[no-any-return]
+    return (output[0] if isinstance(output, tuple | list) else output).float()  # type: ignore[no-any-return]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

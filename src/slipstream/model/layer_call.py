@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.model.block import Block, RopeTable
 from slipstream.ops.rope import half_table
-from slipstream.spec import Rope
+from slipstream.spec import BlockSpec, Rope
 
 __all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
 
@@ -130,6 +130,8 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
         if call.cache is not None:
+            if spec.cache_repeated:
+                k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
             k, v = call.cache.update(k, v, layer_index)
         mask = _scores_mask(call, block, q, k)
         sinks = block.mask.sinks
@@ -146,10 +148,11 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
 def _scores_mask(call: LayerCall, block: Block, q: Tensor, k: Tensor) -> Tensor | None:
     """The model's mask, with the bias or the slopes added to it where there are any."""
     keys = k.shape[2]
-    mask = None if call.mask is None else call.mask[..., :keys]
+    mask = _full_mask(call.mask, block.spec, q.shape[2], keys, q.device)
     bias = None
     if call.bias is not None:
-        bias = call.bias[..., -keys:] * block.spec.alibi_scale
+        missing = block.spec.alibi_scale - block.spec.alibi_in_mask
+        bias = call.bias[..., -keys:] * missing if missing else None
     elif block.mask.alibi is not None:
         # A constant per query leaves a softmax alone: slope times the key's index says the same as times the distance.
         bias = block.mask.alibi.view(1, -1, 1, 1) * torch.arange(keys, device=k.device)
@@ -164,6 +167,23 @@ def _scores_mask(call: LayerCall, block: Block, q: Tensor, k: Tensor) -> Tensor 
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, lowest)
     return (bias + mask.to(q.dtype)).clamp(min=lowest)
+
+
+def _full_mask(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """The model's mask with what the layer itself hides: bool (true: visible) or additive, or None."""
+    mask = None if mask is None else mask[..., :keys]
+    if spec.mask == "hidden" and mask is not None and mask.dtype == torch.bool:
+        return ~mask
+    if spec.mask != "padding" or (queries == 1 and spec.window is None):
+        return mask
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if spec.window is not None:
+        visible = visible.triu(keys - queries - spec.window + 1)
+    if mask is None:
+        return visible[None, None]
+    if mask.dtype == torch.bool:
+        return mask & visible
+    return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
 
 def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
@@ -182,6 +202,8 @@ def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
 def returns_of(output: Any) -> Callable[[Tensor], Any] | None:
     """Learn from a layer's own answer how to answer for it.
 
+    Attention maps that a layer returns unasked become None: a forward that asks for them runs the original code.
+
     Args:
         output: What the original layer returned.
 
@@ -190,8 +212,14 @@ def returns_of(output: Any) -> Callable[[Tensor], Any] | None:
     """
     if isinstance(output, Tensor):
         return lambda hidden: hidden
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        rest = output[1:]
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        kind = type(output)
+        rest = [None if _is_map(part, output[0]) else part for part in output[1:]]
         if all(part is None or isinstance(part, tuple) and not part for part in rest):
-            return lambda hidden: (hidden, *rest)
+            return lambda hidden: kind((hidden, *rest))
     return None
+
+
+def _is_map(part: Any, hidden: Tensor) -> bool:
+    """Whether a part of an answer is the attention of `(B, S, C)`, `(B, H, S, L)`."""
+    return isinstance(part, Tensor) and part.dim() == 4 and (part.shape[0], part.shape[2]) == hidden.shape[:2]

@@ -1,0 +1,1 @@
+"""How long things take: per call of the model, and per layer."""

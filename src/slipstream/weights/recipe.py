@@ -41,7 +41,7 @@ __all__ = [
 class Piece:
     """A run of rows of one source tensor.
 
-    Rows are dim -2 of a matrix, dim -1 of a transposed matrix, and dim -1 of a vector.
+    Rows are dim -2 of a matrix, dim -1 of a transposed matrix, and dim -1 of a vector or bias.
 
     Attributes:
         name: The source tensor.
@@ -49,6 +49,7 @@ class Piece:
         count: Number of rows.
         step: Distance between rows.
         transposed: The source matrix is stored `(in, out)`.
+        bias: The source is a bias: rows are its last dim, though experts have one each.
     """
 
     name: str
@@ -56,13 +57,14 @@ class Piece:
     count: int
     step: int = 1
     transposed: bool = False
+    bias: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece's rows of its source tensor, as a view in canonical orientation."""
         if self.transposed and tensor.dim() > 1:
             tensor = tensor.mT
         rows = slice(self.start, self.start + (self.count - 1) * self.step + 1, self.step)
-        return tensor[..., rows, :] if tensor.dim() > 1 else tensor[rows]
+        return tensor[..., rows, :] if tensor.dim() > 1 and not self.bias else tensor[..., rows]
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,9 @@ class Recipe(ABC):
 
 def _resolve(source: Source, name: str) -> tuple[str, str | None] | None:
     """Full names of a module's weight and bias, or of a bare parameter and the bias beside it."""
-    for weight, bias in ((f"{name}.weight", f"{name}.bias"), (name, f"{name}_bias"), (f"{name}_weight", f"{name}_bias")):
-        if weight in source:
-            return weight, bias if bias in source else None
-    return None
+    weight = next((full for full in (f"{name}.weight", name, f"{name}_weight") if full in source), None)
+    bias = next((full for full in (f"{name}.bias", f"{name}_bias") if full in source), None)
+    return None if weight is None else (weight, bias)
 
 
 def _rows(source: Source, name: str, *, transposed: bool) -> int:
@@ -151,7 +152,7 @@ class Stack(Recipe):
         biases = [b for _, b in pairs if b is not None]
         if biases and len(biases) != len(pairs):
             raise WeightError(f"only {', '.join(biases)} of {', '.join(names)} have a bias; a stack needs all or none")
-        return Plan(weight, tuple(Piece(b, 0, source.shape(b)[-1]) for b in biases))
+        return Plan(weight, tuple(Piece(b, 0, source.shape(b)[-1], bias=True) for b in biases))
 
 
 def _expand(source: Source, name: str) -> list[str]:
@@ -184,6 +185,8 @@ class Interleaved(Recipe):
         if whole is None:
             return None
         groups = self.groups or spec.kv_heads
+        if groups == 1 and self.order == "qkv":
+            return whole
         rows = {"q": spec.q_dim // groups, "k": spec.kv_dim // groups, "v": spec.kv_dim // groups}
         offset = {part: sum(rows[p] for p in self.order[: self.order.index(part)]) for part in self.order}
         size = sum(rows.values())
@@ -267,8 +270,12 @@ def gather(source: Source, pieces: Sequence[Piece], columns: slice = slice(None)
     parts = []
     for piece in pieces:
         part = piece.of(source.read(piece.name))
-        parts.append(part[..., columns] if part.dim() > 1 else part)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if parts[0].dim() > 1 else -1)
+        parts.append(part if _is_flat(piece, part) else part[..., columns])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1 if _is_flat(pieces[0], parts[0]) else -2)
+
+
+def _is_flat(piece: Piece, part: Tensor) -> bool:
+    return piece.bias or part.dim() == 1
 
 
 def scatter(pieces: Sequence[Piece], canonical: Tensor) -> dict[str, Tensor]:
@@ -281,7 +288,7 @@ def scatter(pieces: Sequence[Piece], canonical: Tensor) -> dict[str, Tensor]:
     Returns:
         Tensors by name: views of `canonical` where a source tensor was one piece, else new tensors.
     """
-    axis = -2 if canonical.dim() > 1 else -1
+    axis = -1 if _is_flat(pieces[0], canonical) else -2
     parts: dict[str, list[tuple[Piece, Tensor]]] = {}
     offset = 0
     for piece in pieces:

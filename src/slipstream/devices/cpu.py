@@ -1,0 +1,51 @@
+"""The host's processor."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from slipstream.devices.device import Device, MemoryUse
+from slipstream.errors import UnsupportedError
+
+__all__ = ["CpuDevice"]
+
+
+class CpuDevice(Device):
+    """Synchronous, with the process's resident memory."""
+
+    name = "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def memory(self) -> MemoryUse:
+        """Resident memory; the peak is since the process started, and cannot be reset."""
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in kilobytes on Linux
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return MemoryUse(psutil.Process().memory_info().rss, peak, psutil.virtual_memory().total)
+
+    def reset_peak(self) -> None:
+        """The system keeps one peak per process."""
+
+    def no_graph(self) -> str | None:
+        """There is nothing to launch, so nothing to capture."""
+        return "the CPU launches nothing that a graph could save"
+
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError("graphs cannot be captured on the CPU; leave enable_cuda_graph at False")

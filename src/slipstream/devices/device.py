@@ -1,0 +1,69 @@
+"""What an engine needs of a device beside torch's own operations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Device", "MemoryUse"]
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on a device.
+
+    Attributes:
+        used: By this process now.
+        peak: By this process at most, since `reset_peak` (or since it started, where that cannot be reset).
+        total: Of the device.
+    """
+
+    used: int
+    peak: int
+    total: int
+
+
+class Device(ABC):
+    """One kind of device: its memory, its clock, and whether a step can be captured on it."""
+
+    name: str
+    """What the report and the configuration call it."""
+
+    @property
+    @abstractmethod
+    def torch_device(self) -> torch.device:
+        """Where tensors of this device live."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was launched has run."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """Memory now."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new peak, where the device can."""
+
+    @abstractmethod
+    def no_graph(self) -> str | None:
+        """Why a step cannot be captured and replayed here, or None where it can."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture a function of no arguments over static tensors.
+
+        Args:
+            run: Reads and writes tensors that stay where they are.
+
+        Returns:
+            A function that repeats it and returns the same tensors, refilled.
+
+        Raises:
+            UnsupportedError: This device captures nothing.
+        """

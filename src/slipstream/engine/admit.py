@@ -1,0 +1,179 @@
+"""Looks at a model and its requests before any work starts, and refuses what cannot be served.
+
+Shapes: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import InferenceConfig
+from slipstream.devices import Device
+from slipstream.errors import ConfigError, InjectionError, RequestError, TokenLimitError, UnsupportedError, WeightError
+from slipstream.model.inject import is_injected
+from slipstream.weights.load import check_finite
+from slipstream.weights.source import ModuleSource
+
+__all__ = ["check_inputs", "check_length", "check_model", "check_settings"]
+
+
+def check_model(model: Any, config: InferenceConfig) -> None:
+    """Refuse what is not a usable model; nothing is changed.
+
+    Raises:
+        ConfigError: Not an `nn.Module`.
+        InjectionError: Already an engine, or already injected.
+        WeightError: Weights on the meta device without a checkpoint, quantized in part, or not finite.
+        UnsupportedError: A kind of object that is not served yet.
+    """
+    if hasattr(model, "components") and not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"{type(model).__name__} is a pipeline of several models; hand in its parts one by one "
+            "(init_inference(pipe.text_encoder, ...))"
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
+        )
+    for name, module in model.named_modules():
+        if is_injected(module):
+            raise InjectionError(
+                f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or load "
+                "the model again"
+            )
+    parameters = dict(model.named_parameters())
+    meta = [name for name, p in parameters.items() if p.is_meta]
+    if meta:
+        raise WeightError(
+            f"{len(meta)} of {len(parameters)} parameters are on the meta device and hold no values ({meta[0]}, ...); "
+            "load the weights before init_inference"
+        )
+    wants_floats = config.replace_with_kernel_inject or config.weight_format is not None
+    packed = [name for name, p in parameters.items() if not p.is_floating_point()]
+    if packed and wants_floats:
+        raise WeightError(
+            f"{packed[0]} is {parameters[packed[0]].dtype}: {len(packed)} of {len(parameters)} parameters are already "
+            "quantized, and blocks are fused from floating weights; load the model without quantization, or leave "
+            "replace_with_kernel_inject at False"
+        )
+    check_finite(ModuleSource(model))
+
+
+def check_settings(config: InferenceConfig, device: Device) -> list[str]:
+    """Refuse settings that cannot be honoured, before work starts.
+
+    Returns:
+        Notes for the report on settings that mean less here than elsewhere.
+
+    Raises:
+        UnsupportedError: With the field and the way out.
+    """
+    refusals = {
+        "tensor_parallel.tp_size": (config.tensor_parallel.tp_size > 1, "leave it at 1"),
+        "moe.ep_size": (config.moe.ep_size > 1, "leave it at 1"),
+        "checkpoint": (config.checkpoint is not None, "load the weights into the model before init_inference"),
+        "save_mp_checkpoint_path": (config.save_mp_checkpoint_path is not None, "save the model with save_pretrained"),
+        "zero.offload_param": (config.zero.offload_param.device != "none", "leave it out"),
+        "set_empty_params": (config.set_empty_params, "leave it at False"),
+    }
+    for name, (asked, way_out) in refusals.items():
+        if asked:
+            raise UnsupportedError(f"{name} is not served by this version; {way_out}")
+    if config.weight_format is not None or config.activation_quantized:
+        raise UnsupportedError(
+            f"the weight format {config.weight_format!r} is not served by this version; leave quant out and use "
+            "dtype=torch.bfloat16"
+        )
+    if config.use_triton and device.name != "cuda":
+        raise UnsupportedError(f"use_triton=True needs a CUDA GPU, and the engine runs on {device.name}; leave it out")
+    notes = []
+    if config.enable_cuda_graph:
+        reason = device.no_graph()
+        notes.append(f"enable_cuda_graph has no effect: {reason or 'no step of this version is captured'}")
+    if config.dtype == torch.float16 and device.name == "cpu":
+        notes.append("float16 is slow on most CPUs; dtype=torch.bfloat16 or torch.float32 is faster here")
+    return notes
+
+
+def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse inputs that cannot be run.
+
+    Raises:
+        RequestError: An empty batch or prompt, ids outside of the vocabulary, a mask of another shape.
+    """
+    ids = kwargs.get("input_ids")
+    if ids is None and args and _first_argument(model) == "input_ids":
+        ids = args[0]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        return
+    batch, length = ids.shape
+    if batch == 0 or length == 0:
+        what = "batch" if batch == 0 else "prompt"
+        raise RequestError(f"input_ids of shape {tuple(ids.shape)}: the {what} is empty; give at least one token")
+    vocabulary = _vocabulary(model)
+    if vocabulary is not None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocabulary:
+            raise RequestError(
+                f"input_ids hold {low if low < 0 else high}, and the vocabulary has ids 0 to {vocabulary - 1}; "
+                "use the model's own tokenizer"
+            )
+    mask = kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return
+    past = kwargs.get("past_key_values")
+    seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
+    if mask.shape[0] != batch or not length <= mask.shape[1] <= max(length, length + seen):
+        wanted = f"({batch}, {length})" if not seen else f"({batch}, {length + seen})"
+        raise RequestError(
+            f"attention_mask has shape {tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}; it must be {wanted}"
+        )
+
+
+def _first_argument(model: nn.Module) -> str | None:
+    return next(iter(inspect.signature(model.forward).parameters), None)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:
+        return None
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def check_length(length: int, new_tokens: int, config: InferenceConfig) -> None:
+    """Refuse a generation that does not fit into `max_out_tokens`, before it starts.
+
+    Args:
+        length: Tokens of the prompt, padding included.
+        new_tokens: Tokens that the call asks for.
+        config: Has the bounds.
+
+    Raises:
+        TokenLimitError: With both numbers and the field to raise.
+    """
+    limit, least = config.max_out_tokens, config.min_out_tokens
+    if length > limit:
+        raise TokenLimitError(
+            f"the input has {length} tokens and max_out_tokens={limit} bounds input and output together; "
+            f"raise max_out_tokens to at least {length + max(new_tokens, least)}"
+        )
+    if length + least > limit:
+        raise TokenLimitError(
+            f"an input of {length} tokens leaves {limit - length} of max_out_tokens={limit}, and "
+            f"min_out_tokens={least} must fit; raise max_out_tokens to at least {length + least}"
+        )
+    if length + new_tokens > limit:
+        raise TokenLimitError(
+            f"an input of {length} tokens and {new_tokens} new ones make {length + new_tokens}, and max_out_tokens="
+            f"{limit} bounds input and output together; ask for max_new_tokens={limit - length} at most, or raise "
+            f"max_out_tokens to {length + new_tokens}"
+        )

@@ -1,0 +1,213 @@
+"""The only composition root: from a model and a configuration to the parts of an engine."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.config import InferenceConfig
+from slipstream.devices import Device, choose
+from slipstream.engine.admit import check_model, check_settings
+from slipstream.engine.runner import Runner
+from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.kernels import KERNELS
+from slipstream.model.block import Block
+from slipstream.model.convert import convert, kept_in_float32
+from slipstream.model.frame import Frame
+from slipstream.model.frame_check import check_frame
+from slipstream.model.fuse import Settings, Verdict, fuse, judge
+from slipstream.model.layers import Found, find_layers
+from slipstream.model.parts import fuse_parts, Part
+from slipstream.model.report import LayerReport, Report
+from slipstream.model.watch import watch
+from slipstream.ops import Ops, bind_ops
+from slipstream.ops.bind import Facts
+from slipstream.spec import BlockSpec
+
+__all__ = ["Built", "build", "inspect"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """The parts of an engine.
+
+    Attributes:
+        device: Where it runs.
+        model_config: The model's own config, with the overrides of the configuration; None where it has none.
+        runner: The engine road, or None where only the compatible one is open.
+        report: What was fused.
+    """
+
+    device: Device
+    model_config: Any
+    runner: Runner | None
+    report: Report
+
+
+def build(model: nn.Module, config: InferenceConfig) -> Built:
+    """Check everything, then change the model: convert it, move it, and put the blocks in.
+
+    Until the last check has passed the model is only read, and an error leaves it as it was.
+
+    Raises:
+        SlipstreamError: Any of its kinds, with the way out.
+    """
+    device = choose()
+    notes = check_settings(config, device)
+    check_model(model, config)
+    model_config = _override(getattr(model, "config", None), config.config)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    if any(module is model for module in training):
+        notes.append("the model was in training mode and was switched to eval")
+    settings = _settings(model, config, device)
+    try:
+        layers = find_layers(model, None if config.config is None else model_config)
+        verdicts = _judge(model, layers, config, settings)
+        frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings)
+    except BaseException:
+        for module in training:
+            module.training = True
+        raise
+    convert(model, settings.dtype, keep=settings.keep)
+    if model_config is not None and hasattr(model_config, "dtype"):
+        model.config.dtype = settings.dtype
+    if not config.keep_module_on_host:
+        model.to(device.torch_device)
+    blocks = fuse(layers, verdicts, settings)
+    parts = fuse_parts(model, layers, verdicts, config, settings)
+    if blocks:
+        watch(model)
+    runner = Runner(frame, list(blocks.values()), list(blocks)) if frame is not None else None
+    if blocks and runner is None and why_no_runner:
+        notes.append(f"generate runs transformers' own loop: {why_no_runner}")
+    report = _report(device, notes, layers, verdicts, blocks, parts, settings)
+    log.info("%s", report)
+    return Built(device, model_config, runner, report)
+
+
+def inspect(model: nn.Module) -> Report:
+    """What `init_inference(model, replace_with_kernel_inject=True)` would fuse; the model is left as it is.
+
+    Layers are matched and their tensors proved against their families; the self-check runs with
+    `injection_check="fallback"`, in the model's own dtype.
+
+    Raises:
+        SlipstreamError: The model cannot be admitted at all.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    config = InferenceConfig(dtype=dtype, replace_with_kernel_inject=True, injection_check="fallback")
+    device = choose()
+    check_model(model, config)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        settings = _settings(model, config, device)
+        layers = find_layers(model)
+        verdicts = judge(model, layers, settings)
+    finally:
+        for module in training:
+            module.training = True
+    return _report(device, [], layers, verdicts, {}, {}, settings)
+
+
+def _override(model_config: Any, entries: Mapping[str, Any] | None) -> Any:
+    """The model's config, or a copy with entries replaced."""
+    if not entries:
+        return model_config
+    if model_config is None:
+        raise UnsupportedError(f"config={dict(entries)!r} overrides the model's config, and this model has none")
+    changed = copy.deepcopy(model_config)
+    for name, value in entries.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _settings(model: nn.Module, config: InferenceConfig, device: Device) -> Settings:
+    dtype = config.dtype
+
+    def bind(spec: BlockSpec) -> Ops:
+        return bind_ops(Facts(device.torch_device, dtype, spec), KERNELS)
+
+    return Settings(dtype, config.injection_check, bind, keep=kept_in_float32(model))
+
+
+def _judge(
+    model: nn.Module, layers: Sequence[Found], config: InferenceConfig, settings: Settings
+) -> dict[str, Verdict]:
+    if not config.replace_with_kernel_inject:
+        return {found.name: Verdict(None, reason="replace_with_kernel_inject is False") for found in layers}
+    verdicts = judge(model, layers, settings)
+    if not config.triangular_masking:
+        causal = [f.name for f in layers if verdicts[f.name].returns is not None and f.spec is not None and f.spec.causal]
+        if causal:
+            raise UnsupportedError(
+                f"triangular_masking=False, and {causal[0]} is causal by its model's config; leave it at True"
+            )
+    return verdicts
+
+
+def _frame(
+    model: nn.Module, model_config: Any, layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings
+) -> tuple[Frame | None, str]:
+    """The frame of the engine road, or why there is none."""
+    fused = [found for found in layers if verdicts[found.name].returns is not None]
+    can_generate = getattr(model, "can_generate", None)
+    if not fused or can_generate is None or not can_generate():
+        return None, ""
+    family = fused[0].family
+    if family is None or family.frame is None:
+        return None, "the family names no frame"
+    spec = family.frame(model_config)
+    names = [found.name for found in fused]
+    try:
+        frame = Frame(model, spec, bind_ops(Facts(torch.device("cpu"), settings.dtype)), rope_table=family.rope_table)
+    except AttributeError as error:
+        return None, str(error)
+    expected = [f"{spec.layers}.{index}" for index in range(len(frame.layers))]
+    if names != expected:
+        return None, f"{len(names)} of {len(expected)} layers are fused"
+    try:
+        check_frame(model, frame, fused, verdicts)
+    except InjectionError as error:
+        if settings.check == "error":
+            log.warning("%s", error)
+        return None, str(error)
+    return frame, ""
+
+
+def _report(
+    device: Device,
+    notes: Sequence[str],
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    blocks: Mapping[str, Block],
+    parts: Mapping[str, Part],
+    settings: Settings,
+) -> Report:
+    rows = []
+    for found in layers:
+        verdict, block, part = verdicts[found.name], blocks.get(found.name), parts.get(found.name)
+        fused = verdict.returns is not None
+        level = "block" if fused else "module" if part is not None else "none"
+        kernels = block.ops.names() if block is not None else {} if part is None else dict(part.kernels)
+        size = block.weights.nbytes if block is not None else _bytes(found.layer)
+        error = verdict.max_error if fused or part is None else part.max_error
+        family = None if found.family is None else found.family.name
+        name = str(settings.dtype).removeprefix("torch.")
+        rows.append(LayerReport(found.name, family, level, kernels, name, size, error, verdict.reason))
+    levels = {row.level for row in rows}
+    level = "block" if levels == {"block"} else "none" if levels <= {"none"} and not parts else "module"
+    return Report(level, str(device.torch_device), tuple(notes), tuple(rows))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

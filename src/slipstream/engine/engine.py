@@ -1,0 +1,216 @@
+"""The engine: used exactly like the model that it was made from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import InferenceConfig
+from slipstream.engine.admit import check_inputs, check_length
+from slipstream.engine.build import build
+from slipstream.engine.generate import Loop, move_stop_strings, new_tokens, token_prompt, why_not_packed
+from slipstream.errors import UnsupportedError
+from slipstream.model.report import Report
+from slipstream.profile.times import Profile
+
+__all__ = ["InferenceEngine"]
+
+
+class InferenceEngine(nn.Module):
+    """A model made fast: the same calls, the same outputs.
+
+    Attributes that the engine does not have are the model's: `engine.device`, `engine.generation_config`,
+    `engine.get_input_embeddings()`.
+
+    Attributes:
+        module: The model that was handed in, with fused layers.
+        config: The model's own config (with the overrides of the configuration), or None.
+        inference_config: The engine's configuration.
+    """
+
+    def __init__(self, model: nn.Module, config: InferenceConfig | None = None) -> None:
+        """Build an engine out of a model; the model is consumed.
+
+        Args:
+            model: Any module.
+            config: The configuration; the defaults where None.
+
+        Raises:
+            SlipstreamError: Any of its kinds; the model is then as it was.
+        """
+        super().__init__()
+        settings = InferenceConfig() if config is None else config
+        built = build(model, settings)
+        self.module = model
+        self.config = built.model_config
+        self.inference_config = settings
+        self._built = built
+        self._profile: Profile | None = None
+        self.training = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the engine does not have are the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise AttributeError(f"this engine was destroyed, or never built, and has no attribute {name!r}") from None
+        return getattr(module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward, without autograd; tensors on another device are moved.
+
+        Returns:
+            What the model returns; its first tensor alone where `return_tuple` is False.
+
+        Raises:
+            RequestError: An input that cannot be run.
+        """
+        args, kwargs = self._here(args), self._here(kwargs)
+        check_inputs(self.module, args, kwargs)
+        with torch.no_grad():
+            output = self.module(*args, **kwargs)
+        return output if self.inference_config.return_tuple else _first_tensor(output)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run transformers' `generate` with every option of it.
+
+        Greedy search and sampling run on the engine road (packed batch, paged cache); every other mode, and every
+        option that the engine road cannot honour, runs transformers' own loops over the fused layers.
+
+        Raises:
+            RequestError: An input that cannot be run.
+            TokenLimitError: More tokens than `max_out_tokens`.
+            UnsupportedError: The model has no `generate`.
+        """
+        if not hasattr(self.module, "generate"):
+            raise UnsupportedError(f"{type(self.module).__name__} has no generate; call the engine itself")
+        args, kwargs = self._here(args), self._here(kwargs)
+        prompt = token_prompt(self.module, args, kwargs)
+        if prompt is not None:
+            check_inputs(self.module, (), {**kwargs, "input_ids": prompt})
+            check_length(prompt.shape[1], new_tokens(self.module, prompt.shape[1], args, kwargs), self.inference_config)
+        with torch.no_grad():
+            return self._generate(prompt, args, kwargs)
+
+    def _generate(self, prompt: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
+        runner = self._built.runner
+        if runner is None or prompt is None or len(args) > 2:
+            return generate(*args, **kwargs)
+        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        options = {key: value for key, value in kwargs.items() if key != "generation_config"}
+        if why_not_packed(self.module, config, options) is not None:
+            return generate(*args, **kwargs)
+        decode = Loop(runner, kwargs.get("streamer")).method()
+        return generate(*args, **move_stop_strings(kwargs), custom_generate=decode)
+
+    def _here(self, value: Any) -> Any:
+        """The same nest of tuples, lists and dictionaries, with its tensors on the engine's device."""
+        if isinstance(value, Tensor):
+            return value.to(self._built.device.torch_device)
+        if type(value) in (tuple, list):
+            return type(value)(self._here(v) for v in value)
+        if type(value) is dict:
+            return {key: self._here(v) for key, v in value.items()}
+        return value
+
+    def report(self) -> Report:
+        """What was fused, what was not, and why; with times per layer where profiling is on."""
+        report = self._built.report
+        if self._profile is None:
+            return report
+        return replace(report, times={name: _median(times) for name, times in self._profile.peek_layers().items()})
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Time every run of the model, and of each layer, from now on.
+
+        Args:
+            use_cuda_events: Time with CUDA events where the engine is on a GPU; the wall clock otherwise.
+        """
+        if self._profile is not None:
+            return
+        self._profile = Profile(self._built.device, use_cuda_events)
+        self._profile.watch(self.module, "")
+        for layer in self._built.report.layers:
+            self._profile.watch(self.module.get_submodule(layer.name), layer.name)
+        if self._built.runner is not None:
+            self._built.runner.timer = self._profile.timer
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of every run of the model since the last call; cleared by reading.
+
+        Raises:
+            UnsupportedError: `profile_model_time` was not called.
+        """
+        return self._profiled().read()
+
+    def layer_times(self) -> dict[str, list[float]]:
+        """Milliseconds of every run of each layer since the last call, by layer; cleared by reading.
+
+        Raises:
+            UnsupportedError: `profile_model_time` was not called.
+        """
+        return self._profiled().read_layers()
+
+    def _profiled(self) -> Profile:
+        if self._profile is None:
+            raise UnsupportedError("model profiling is not enabled; call profile_model_time() first")
+        return self._profile
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write the model as a transformers folder, under its original names.
+
+        Args:
+            path: A folder; made where it does not exist.
+
+        Raises:
+            UnsupportedError: The model has no `save_pretrained`.
+        """
+        if not hasattr(self.module, "save_pretrained"):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() instead"
+            )
+        self.module.save_pretrained(path, state_dict=self.module.state_dict())  # type: ignore[operator]
+
+    def load_checkpoint(self, path: str | Path, tag: str | None = None, strict: bool = True) -> None:
+        """Load weights into the engine.
+
+        Raises:
+            UnsupportedError: Always, in this version.
+        """
+        raise UnsupportedError("load_checkpoint is not served by this version; load the weights before init_inference")
+
+    def destroy(self) -> None:
+        """Let go of the model and of everything that was built for it."""
+        self._built = None  # type: ignore[assignment]
+        self._modules["module"] = None
+        self._profile = None
+
+    def __enter__(self) -> InferenceEngine:
+        """The engine itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Destroy the engine."""
+        self.destroy()
+
+
+def _first_tensor(output: Any) -> Any:
+    """The output's first tensor: what a model returns beside its loss when it returns a plain tensor."""
+    if isinstance(output, Tensor):
+        return output
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return next((part for part in parts if isinstance(part, Tensor) and part.dim() > 0), output)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,73 @@
+"""Which tokens run next: plain Python, no tensors. Prompts first, in chunks; then one token per running sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Chunk", "Schedule"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence that run in the next step.
+
+    Attributes:
+        row: The sequence.
+        start: Position of the first token.
+        count: Number of tokens.
+        is_last: The sequence has no known token after these, so their last row's logits are wanted.
+    """
+
+    row: int
+    start: int
+    count: int
+    is_last: bool
+
+
+@dataclass
+class _Sequence:
+    known: int
+    done: int = 0
+
+
+@dataclass
+class Schedule:
+    """The state of a batch: how many tokens of each sequence are known, and how many have run.
+
+    Attributes:
+        token_budget: Most tokens in one step; a longer prompt runs in chunks.
+    """
+
+    token_budget: int
+    _sequences: dict[int, _Sequence] = field(default_factory=dict)
+
+    def add(self, row: int, tokens: int) -> None:
+        """Admit a sequence of `tokens` known tokens."""
+        self._sequences[row] = _Sequence(tokens)
+
+    def append(self, rows: Sequence[int]) -> None:
+        """One more token of each of these sequences is known."""
+        for row in rows:
+            self._sequences[row].known += 1
+
+    def finish(self, row: int) -> None:
+        """Take a sequence out."""
+        del self._sequences[row]
+
+    @property
+    def rows(self) -> list[int]:
+        """Sequences that are running."""
+        return list(self._sequences)
+
+    def next(self) -> list[Chunk]:
+        """The next step: as many known tokens as the budget allows, in the order of the sequences."""
+        chunks: list[Chunk] = []
+        left = self.token_budget
+        for row, sequence in self._sequences.items():
+            count = min(left, sequence.known - sequence.done)
+            if count > 0:
+                chunks.append(Chunk(row, sequence.done, count, sequence.done + count == sequence.known))
+                sequence.done += count
+                left -= count
+        return chunks

@@ -1,0 +1,45 @@
+"""DistilBERT: BERT's layer under other names."""
+
+from __future__ import annotations
+
+from slipstream.families.family import Config, Family, Tiny
+from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.weights.recipe import Stack, Take
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    dim = config.dim // config.n_heads
+    return BlockSpec(
+        hidden=config.dim,
+        heads=config.n_heads,
+        kv_heads=config.n_heads,
+        head_dim=dim,
+        ffn=config.hidden_dim,
+        norm=Norm("layer", 1e-12),
+        place="post",
+        activation=config.activation,
+        gated=False,
+        scale=dim**-0.5,
+        causal=False,
+    )
+
+
+_TINY = {"vocab_size": 128, "dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 256}
+
+FAMILY = Family(
+    name="distilbert",
+    layers=("modeling_distilbert.TransformerBlock",),
+    spec=_spec,
+    recipes={
+        Role.QKV: Stack(tuple(f"attention.{part}_lin" for part in "qkv")),
+        Role.ATTN_OUT: Take("attention.out_lin"),
+        Role.ATTN_NORM: Take("sa_layer_norm"),
+        Role.MLP_IN: Take("ffn.lin1"),
+        Role.MLP_OUT: Take("ffn.lin2"),
+        Role.MLP_NORM: Take("output_layer_norm"),
+    },
+    tiny=(
+        Tiny("DistilBertForMaskedLM", "DistilBertConfig", _TINY),
+        Tiny("DistilBertForMaskedLM", "DistilBertConfig", {**_TINY, "activation": "relu", "sinusoidal_pos_embds": True}, "relu"),
+    ),
+)

@@ -1,0 +1,65 @@
+"""Gemma 2 and VaultGemma: Gemma with capped scores and logits and every other layer windowed; Gemma 2 in sandwich norms."""
+
+from __future__ import annotations
+
+from slipstream.families.common import LLAMA_RECIPES, SANDWICH_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
+from slipstream.weights.recipe import Take
+
+
+def _norm(config: Config) -> Norm:
+    return Norm("rms", config.rms_norm_eps, offset=1.0)
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    return llama_like(
+        config,
+        index,
+        norm=_norm(config),
+        scale=config.query_pre_attn_scalar**-0.5,
+        softcap=config.attn_logit_softcapping,
+    )
+
+
+def _frame(config: Config) -> FrameSpec:
+    return llama_frame(
+        config,
+        norm=_norm(config),
+        embed_scale=config.hidden_size**0.5,
+        embed_scale_rounded=True,
+        logit_softcap=config.final_logit_softcapping,
+    )
+
+
+def _refuse(config: Config) -> str | None:
+    return "bidirectional attention" if getattr(config, "use_bidirectional_attention", False) else None
+
+
+_TINY = {"head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 20}
+# Caps that bite at the sizes that random weights give.
+_CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+_NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+FAMILIES = (
+    Family(
+        name="gemma2",
+        layers=("Gemma2DecoderLayer",),
+        spec=_spec,
+        recipes=SANDWICH_RECIPES,
+        frame=_frame,
+        refuse=_refuse,
+        tiny=(
+            tiny("Gemma2ForCausalLM", "Gemma2Config", **_TINY, **_CAPS),
+            tiny("Gemma2ForCausalLM", "Gemma2Config", label="no caps, biases", attention_bias=True, **_TINY, **_NO_CAPS),
+        ),
+    ),
+    Family(
+        name="vaultgemma",
+        layers=("VaultGemmaDecoderLayer",),
+        spec=_spec,
+        recipes={**LLAMA_RECIPES, Role.MLP_NORM: Take("pre_feedforward_layernorm")},
+        frame=_frame,
+        tiny=(tiny("VaultGemmaForCausalLM", "VaultGemmaConfig", **_TINY, **_CAPS),),
+    ),
+)

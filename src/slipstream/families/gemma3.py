@@ -1,0 +1,64 @@
+"""Gemma 3, the language model: sandwich norms, normalised queries and keys, windowed layers with angles of their own."""
+
+from __future__ import annotations
+
+from slipstream.families.common import QK_NORMS, SANDWICH_RECIPES, layer_type, llama_frame, llama_like, rope, tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, FrameSpec, Norm, QKNorm
+
+
+def _norm(config: Config) -> Norm:
+    return Norm("rms", config.rms_norm_eps, offset=1.0)
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    return llama_like(
+        config,
+        index,
+        norm=_norm(config),
+        qk_norm=QKNorm(_norm(config)),
+        rope=rope(config, layer_type=layer_type(config, index)),
+        scale=config.query_pre_attn_scalar**-0.5,
+        softcap=config.attn_logit_softcapping,
+    )
+
+
+def _frame(config: Config) -> FrameSpec:
+    return llama_frame(
+        config,
+        norm=_norm(config),
+        embed_scale=config.hidden_size**0.5,
+        embed_scale_rounded=True,
+        logit_softcap=config.final_logit_softcapping,
+    )
+
+
+def _refuse(config: Config) -> str | None:
+    return "bidirectional attention" if config.use_bidirectional_attention else None
+
+
+_TINY = {"head_dim": 24, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20}
+_LINEAR = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+}
+
+FAMILY = Family(
+    name="gemma3_text",
+    layers=("Gemma3DecoderLayer",),
+    spec=_spec,
+    recipes={**SANDWICH_RECIPES, **QK_NORMS},
+    frame=_frame,
+    refuse=_refuse,
+    tiny=(
+        tiny("Gemma3ForCausalLM", "Gemma3TextConfig", **_TINY),
+        tiny(
+            "Gemma3ForCausalLM",
+            "Gemma3TextConfig",
+            label="scaled global angles, capped logits",
+            rope_parameters=_LINEAR,
+            final_logit_softcapping=2.0,
+            **_TINY,
+        ),
+    ),
+)

@@ -1,0 +1,20 @@
+"""Ministral: Mistral with a sliding window in some of the layers."""
+
+from __future__ import annotations
+
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.family import Family
+
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+FAMILY = Family(
+    name="ministral",
+    layers=("MinistralDecoderLayer",),
+    spec=llama_like,
+    recipes=LLAMA_RECIPES,
+    frame=llama_frame,
+    tiny=(
+        tiny("MinistralForCausalLM", "MinistralConfig", head_dim=16, sliding_window=5, layer_types=_TYPES),
+        tiny("MinistralForCausalLM", "MinistralConfig", label="no window", head_dim=16, sliding_window=None),
+    ),
+)

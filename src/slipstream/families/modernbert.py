@@ -1,0 +1,50 @@
+"""ModernBERT: pre-norm, gated, rotary; most layers see a window, with angles of their own."""
+
+from __future__ import annotations
+
+from slipstream.families.common import bert_like, bert_tiny, head_dim, layer_type
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, Norm, Role, Rope
+from slipstream.weights.recipe import Take
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    kind = layer_type(config, index)
+    return bert_like(
+        config,
+        index,
+        norm=Norm("layer", config.norm_eps),
+        place="pre",
+        gated=True,
+        rope=Rope(head_dim(config), layer_type=kind),
+        window=config.local_attention if kind == "sliding_attention" else None,
+    )
+
+
+_TINY = {"num_hidden_layers": 5, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
+
+FAMILY = Family(
+    name="modernbert",
+    layers=("ModernBertEncoderLayer",),
+    spec=_spec,
+    recipes={
+        Role.ATTN_NORM: Take("attn_norm"),
+        Role.QKV: Take("attn.Wqkv"),
+        Role.ATTN_OUT: Take("attn.Wo"),
+        Role.MLP_NORM: Take("mlp_norm"),
+        Role.MLP_IN: Take("mlp.Wi"),
+        Role.MLP_OUT: Take("mlp.Wo"),
+    },
+    tiny=(
+        bert_tiny("ModernBertForMaskedLM", "ModernBertConfig", **_TINY),
+        bert_tiny(
+            "ModernBertForMaskedLM",
+            "ModernBertConfig",
+            label="biases",
+            norm_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            **_TINY,
+        ),
+    ),
+)

@@ -1,0 +1,34 @@
+"""Phi-3 and Phi-4: llama with q, k and v in one matrix, gate and up in another, and a part of each head rotated."""
+
+from __future__ import annotations
+
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, Role
+from slipstream.weights.recipe import Take
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    return llama_like(config, index, window=config.sliding_window)
+
+
+def _longrope(pairs: int, original: int) -> dict[str, object]:
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+FAMILY = Family(
+    name="phi3",
+    layers=("Phi3DecoderLayer",),
+    spec=_spec,
+    recipes={**LLAMA_RECIPES, Role.QKV: Take("self_attn.qkv_proj"), Role.MLP_IN: Take("mlp.gate_up_proj")},
+    frame=llama_frame,
+    tiny=(
+        tiny("Phi3ForCausalLM", "Phi3Config"),
+        tiny("Phi3ForCausalLM", "Phi3Config", label="window, partial rope", sliding_window=5, partial_rotary_factor=0.75),
+        # Lengths that a test may cross would make the original drop its cache and start again.
+        tiny("Phi3ForCausalLM", "Phi3Config", label="longrope, beyond the original length", **_longrope(8, 4)),
+        tiny("Phi3ForCausalLM", "Phi3Config", label="longrope, within the original length", **_longrope(8, 200)),
+    ),
+)

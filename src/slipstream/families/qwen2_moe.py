@@ -1,0 +1,50 @@
+"""Qwen2-MoE: experts that are chosen, one that always runs behind a gate, and dense layers between."""
+
+from __future__ import annotations
+
+from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, sparse_layer, tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, MoE, Role
+from slipstream.weights.recipe import Stack, Take
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    if not sparse_layer(config, index):
+        return llama_like(config, index)
+    moe = MoE(
+        config.num_experts,
+        config.num_experts_per_tok,
+        normalize=config.norm_topk_prob,
+        shared=config.shared_expert_intermediate_size,
+        shared_gate=True,
+    )
+    return llama_like(config, index, ffn=config.moe_intermediate_size, moe=moe)
+
+
+_TINY = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+
+FAMILY = Family(
+    name="qwen2_moe",
+    layers=("Qwen2MoeDecoderLayer",),
+    spec=_spec,
+    recipes={
+        **MOE_RECIPES,
+        Role.SHARED_IN: Stack(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
+        Role.SHARED_OUT: Take("mlp.shared_expert.down_proj"),
+        Role.SHARED_GATE: Take("mlp.shared_expert_gate"),
+    },
+    frame=llama_frame,
+    tiny=(
+        tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_TINY),
+        tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="normalised", norm_topk_prob=True, **_TINY),
+        tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="every second", decoder_sparse_step=2, **_TINY),
+        tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="first dense", mlp_only_layers=[0], **_TINY),
+        tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="sliding, no bias", qkv_bias=False, **_SLIDING, **_TINY),
+    ),
+)

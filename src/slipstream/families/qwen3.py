@@ -1,0 +1,26 @@
+"""Qwen3: llama with queries and keys normalised per head, and an optional sliding window in the upper layers."""
+
+from __future__ import annotations
+
+from slipstream.families.common import LLAMA_RECIPES, QK_NORMS, llama_frame, llama_like, tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, Norm, QKNorm
+
+_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    return llama_like(config, index, qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)))
+
+
+FAMILY = Family(
+    name="qwen3",
+    layers=("Qwen3DecoderLayer",),
+    spec=_spec,
+    recipes={**LLAMA_RECIPES, **QK_NORMS},
+    frame=llama_frame,
+    tiny=(
+        tiny("Qwen3ForCausalLM", "Qwen3Config", head_dim=24),
+        tiny("Qwen3ForCausalLM", "Qwen3Config", label="window, biases", head_dim=16, attention_bias=True, **_WINDOW),
+    ),
+)

@@ -1,0 +1,24 @@
+"""Seed-OSS: llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    return llama_like(config, index, window=None)
+
+
+FAMILY = Family(
+    name="seed_oss",
+    layers=("SeedOssDecoderLayer",),
+    spec=_spec,
+    recipes=LLAMA_RECIPES,
+    frame=llama_frame,
+    tiny=(
+        tiny("SeedOssForCausalLM", "SeedOssConfig", head_dim=24),
+        tiny("SeedOssForCausalLM", "SeedOssConfig", label="biases throughout", head_dim=16, attention_out_bias=True, mlp_bias=True),
+    ),
+)

@@ -1,0 +1,92 @@
+"""Proves a frame: with its layers passing their input on, the model must enter and leave as the frame does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import InjectionError
+from slipstream.model.check import TOLERANCE
+from slipstream.model.frame import Frame
+from slipstream.model.fuse import Verdict
+from slipstream.model.layers import Found
+from slipstream.ops.rope import half_table
+
+__all__ = ["check_frame"]
+
+_LENGTH = 7
+
+
+def check_frame(model: nn.Module, frame: Frame, layers: Sequence[Found], verdicts: Mapping[str, Verdict]) -> None:
+    """Compare what enters the first layer, the rotary tables and the logits; costs no layer.
+
+    Args:
+        model: The causal language model, with its original layers.
+        frame: Of this model.
+        layers: All of its layers, in order.
+        verdicts: Have how each layer answers.
+
+    Raises:
+        InjectionError: The model does something around its layers that the family's frame does not say.
+    """
+    device = frame.embed.weight.device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, frame.embed.weight.shape[0], (1, _LENGTH), generator=generator).to(device)
+    positions = torch.arange(_LENGTH, device=device)
+    seen: list[tuple[Tensor, Any]] = []
+    with torch.no_grad(), _passing_on(layers, verdicts, seen):
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        entered = frame.enter(ids[0], positions)
+        left = frame.leave(entered)
+        tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
+    _agree("what enters the layers", seen[0][0][0], entered)
+    _agree("the logits", logits, left)
+    for found, (_, passed) in zip(layers, seen, strict=True):
+        if found.spec is None or found.spec.rope is None or passed is None:
+            continue
+        for ours, theirs in zip(tables[found.spec.rope], passed, strict=True):
+            _agree(f"the rotary table of {found.name}", half_table(theirs, found.spec.rope.table)[0], ours)
+
+
+@contextmanager
+def _passing_on(
+    layers: Sequence[Found], verdicts: Mapping[str, Verdict], seen: list[tuple[Tensor, Any]]
+) -> Iterator[None]:
+    """Let each layer answer with its own input, and record what it was given."""
+    own = [vars(found.layer).get("forward") for found in layers]
+
+    def passing(found: Found) -> Any:
+        returns = verdicts[found.name].returns
+        if returns is None:
+            raise AssertionError("a frame is only checked where every layer is fused")
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append((hidden_states, kwargs.get("position_embeddings")))
+            return returns(hidden_states)
+
+        return forward
+
+    try:
+        for found in layers:
+            found.layer.forward = passing(found)
+        yield
+    finally:
+        for found, forward in zip(layers, own, strict=True):
+            if forward is None:
+                del found.layer.forward
+            else:
+                found.layer.forward = forward
+
+
+def _agree(what: str, expected: Tensor, got: Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    expected, got = expected.float(), got.float()
+    if expected.shape != got.shape:
+        raise InjectionError(f"{what}: the model has shape {tuple(expected.shape)}, the frame {tuple(got.shape)}")
+    error, size = float((expected - got).abs().max()), float(expected.square().mean().sqrt())
+    if not error <= tolerance * max(size, 1e-3):
+        raise InjectionError(f"{what}: the frame is off by {error:.3g} where the model has values of size {size:.3g}")

@@ -1,0 +1,85 @@
+"""Times the calls of a model and of its layers, by the wall clock or by CUDA events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.devices import Device
+
+__all__ = ["Profile"]
+
+_MODEL = ""
+
+
+@dataclass
+class Profile:
+    """Milliseconds by name; the model itself is "".
+
+    Attributes:
+        device: Waited for around each timed call, where events are not used.
+        events: Use CUDA events, which do not stop the GPU; ignored where there is no GPU.
+    """
+
+    device: Device
+    events: bool
+    _spans: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.events = self.events and self.device.name == "cuda"
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Time what runs within."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._spans.setdefault(name, []).append((start, self._now()))
+
+    def _now(self) -> Any:
+        if self.events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        self.device.synchronize()
+        return time.perf_counter()
+
+    def watch(self, module: nn.Module, name: str) -> None:
+        """Time every forward of a module under a name; several threads at once blur each other's times."""
+        starts: list[Any] = []
+
+        def enter(_: nn.Module, args: Any) -> None:
+            starts.append(self._now())
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            if starts:
+                self._spans.setdefault(name, []).append((starts.pop(), self._now()))
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def read(self, name: str = _MODEL) -> list[float]:
+        """Milliseconds of each call under a name since the last reading; cleared by it."""
+        spans = self._spans.pop(name, [])
+        if self.events and spans:
+            self.device.synchronize()
+            return [start.elapsed_time(end) for start, end in spans]
+        return [1e3 * (end - start) for start, end in spans]
+
+    def read_layers(self) -> dict[str, list[float]]:
+        """Milliseconds of each call by layer since the last reading; cleared by it."""
+        return {name: self.read(name) for name in list(self._spans) if name != _MODEL}
+
+    def peek_layers(self) -> dict[str, list[float]]:
+        """As `read_layers`, without clearing."""
+        kept = {name: list(spans) for name, spans in self._spans.items()}
+        times = self.read_layers()
+        self._spans.update({name: spans for name, spans in kept.items() if name != _MODEL})
+        return times
