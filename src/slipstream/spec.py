@@ -253,7 +253,7 @@ class FrameSpec:
         norm: Kind of `final_norm` and `embed_norm`.
         final_norm: The norm after the last layer.
         embed_norm: The norm before the first layer.
-        pos_embed: The learned (or tabulated) position embedding.
+        pos_embed: The learned (or tabulated) position embedding: a module, or a buffer.
         pos_offset: Added to a position before it is looked up.
         project_in: Linear from the embedding's width to the hidden one.
         project_out: Linear from the hidden width to the head's.

@@ -43,12 +43,14 @@ class Built:
         device: Where it runs.
         model_config: The model's own config, with the overrides of the configuration; None where it has none.
         runner: The engine road, or None where only the compatible one is open.
+        why_compatible: Why there is no runner; empty where there is one, or nothing to generate with.
         report: What was fused.
     """
 
     device: Device
     model_config: Any
     runner: Runner | None
+    why_compatible: str
     report: Report
 
 
@@ -91,7 +93,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings)
     log.info("%s", report)
-    return Built(device, model_config, runner, report)
+    return Built(device, model_config, runner, why_no_runner, report)
 
 
 def inspect(model: nn.Module) -> Report:

@@ -123,6 +123,10 @@ class InferenceEngine(nn.Module):
             return {key: self._here(v) for key, v in value.items()}
         return value
 
+    def why_compatible(self) -> str | None:
+        """Why greedy search and sampling run transformers' own loops, or None where they take the engine road."""
+        return None if self._built.runner is not None else self._built.why_compatible
+
     def report(self) -> Report:
         """What was fused, what was not, and why; with times per layer where profiling is on."""
         report = self._built.report

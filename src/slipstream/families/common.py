@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -20,6 +21,7 @@ __all__ = [
     "SANDWICH_RECIPES",
     "TINY",
     "activation",
+    "alibi_slopes",
     "bert_like",
     "bert_tiny",
     "field",
@@ -115,6 +117,17 @@ def head_dim(config: Config) -> int:
 def activation(config: Config) -> str:
     """Name of the feed-forward's activation."""
     return str(field(config, "hidden_activation", "hidden_act", "activation_function", default="silu"))
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head: powers of `2^(-8 / n)`, and every other one of the next finer row for the rest.
+
+    Source: Press et al. 2021 (arXiv 2108.12409) and its authors' code, for `heads` that are no power of two.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * number / power) for number in range(1, power + 1)]
+    finer = [2.0 ** (-4 * number / power) for number in range(1, 2 * (heads - power), 2)]
+    return (*slopes, *finer)
 
 
 def layer_type(config: Config, index: int) -> str | None:

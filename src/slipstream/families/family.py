@@ -47,7 +47,8 @@ class Family:
         spec: Numbers of layer `index` by the model's config.
         recipes: How each role's tensor is made of the layer's own.
         tiny: Small models that the tests build; every variant that takes another path has one.
-        frame: What stands around the layers of a causal language model; None where there is nothing to generate.
+        frame: What stands around the layers of a causal language model; None where there is nothing to generate, or
+            where the engine road would not say what the model says.
         refuse: Why a config cannot be served, or None.
         ignored: Patterns of parameters of the layer that carry nothing.
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
@@ -58,7 +59,7 @@ class Family:
     spec: Callable[[Config, int], BlockSpec]
     recipes: Mapping[Role, Recipe]
     tiny: tuple[Tiny, ...]
-    frame: Callable[[Config], FrameSpec] | None = None
+    frame: Callable[[Config], FrameSpec | None] | None = None
     refuse: Callable[[Config], str | None] = field(default=_no_reason)
     ignored: tuple[str, ...] = ()
     rope_table: str | None = None

@@ -12,6 +12,7 @@ def _norm(config: Config) -> Norm:
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
+    # The attention has a field for a cap of its scores, and does not use it.
     return llama_like(
         config,
         index,
@@ -19,7 +20,6 @@ def _spec(config: Config, index: int) -> BlockSpec:
         qk_norm=QKNorm(_norm(config)),
         rope=rope(config, layer_type=layer_type(config, index)),
         scale=config.query_pre_attn_scalar**-0.5,
-        softcap=config.attn_logit_softcapping,
     )
 
 
@@ -55,8 +55,10 @@ FAMILY = Family(
         tiny(
             "Gemma3ForCausalLM",
             "Gemma3TextConfig",
-            label="scaled global angles, capped logits",
+            label="scaled global angles, caps, eager",
             rope_parameters=_LINEAR,
+            attn_implementation="eager",
+            attn_logit_softcapping=0.5,
             final_logit_softcapping=2.0,
             **_TINY,
         ),

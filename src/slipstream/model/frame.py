@@ -47,7 +47,8 @@ class Frame:
             return None if name is None else model.get_submodule(name)
 
         self.embed, self.head, self.rotary = part(spec.embed), part(spec.head), part(spec.rotary)
-        self.pos_embed, self.embed_norm, self.final_norm = map(part, (spec.pos_embed, spec.embed_norm, spec.final_norm))
+        self.embed_norm, self.final_norm = part(spec.embed_norm), part(spec.final_norm)
+        self.pos_embed = None if spec.pos_embed is None else _table_of(model, spec.pos_embed)
         self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
         self.layers: nn.ModuleList = part(spec.layers)
         self._rope_table = rope_table
@@ -71,7 +72,8 @@ class Frame:
         if self.project_in is not None:
             x = F.linear(x, self.project_in.weight, self.project_in.bias)
         if self.pos_embed is not None:
-            x = x + _position_weights(self.pos_embed)[positions + spec.pos_offset].to(x.dtype)
+            owner, name = self.pos_embed
+            x = x + getattr(owner, name)[positions + spec.pos_offset].to(x.dtype)
         return x if self.embed_norm is None else self._norm(self.embed_norm, x)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -121,9 +123,14 @@ class Frame:
         return self.layers[0].get_buffer(self._rope_table)
 
 
-def _position_weights(module: Any) -> Tensor:
-    weights: Tensor = module.weights if hasattr(module, "weights") else module.weight
-    return weights
+def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Where a table of positions is: a module's own weights, or a buffer of its parent. The model may replace either."""
+    parent, _, leaf = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    if leaf in owner._buffers:
+        return owner, leaf
+    module = owner.get_submodule(leaf)
+    return module, "weights" if hasattr(module, "weights") else "weight"
 
 
 def run_stack(

@@ -29,9 +29,9 @@ def route(logits: Tensor, spec: MoE) -> tuple[Tensor, Tensor]:
     Returns:
         Weights `(T, k)` float32 and experts `(T, k)` int64, best first.
     """
-    logits = logits.float()
     if spec.scoring == "sparsemixer":
         return _sparsemixer(logits, spec.jitter)
+    logits = logits.float()
     if spec.scoring == "topk_softmax":
         best, experts = logits.topk(spec.top_k, dim=-1)
         return best.softmax(-1), experts
@@ -44,6 +44,9 @@ def route(logits: Tensor, spec: MoE) -> tuple[Tensor, Tensor]:
 def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """Two experts, each weighted by a softmax over the logits that lie close to the best remaining one.
 
+    Computed in the dtype of the logits, as the original does: whether an expert counts as close is a threshold, and
+    other rounding would put some on its other side.
+
     Source: Liu et al. 2023 (arXiv 2310.00811), as PhiMoE uses it at inference (without noise).
     """
     weights, experts, remaining = [], [], logits
@@ -54,7 +57,7 @@ def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
         weights.append(close.gather(-1, expert))
         experts.append(expert)
         remaining = remaining.scatter(-1, expert, -torch.inf)
-    return torch.cat(weights, dim=-1), torch.cat(experts, dim=-1)
+    return torch.cat(weights, dim=-1).float(), torch.cat(experts, dim=-1)
 
 
 def moe(

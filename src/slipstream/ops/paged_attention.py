@@ -39,7 +39,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, 
     Args:
         q: `(T, H, D)`.
         k_cache: `(P, Z, K, D)`, with this step's keys already written.
-        v_cache: `(P, Z, K, D)`.
+        v_cache: `(P, Z, K, D)`; slots that no step has written may hold anything, NaN among it.
         step: Lengths and block table.
         mask: Window, soft cap, slopes, sinks.
 
@@ -68,6 +68,10 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, mask: Atten
     blocks = step.block_table[:, : -(-step.max_kv_len // size)].long()
     k, v = (c[blocks].flatten(1, 2)[:, : step.max_kv_len].transpose(1, 2).to(q.dtype) for c in (k_cache, v_cache))
     keys = torch.arange(step.max_kv_len, device=q.device)[None, None]
+    if len(blocks) > 1:
+        # What lies beyond a sequence's end belongs to others, or to nobody; a NaN there survives a weight of zero.
+        beyond = (keys >= step.kv_lens[:, None, None]).unsqueeze(-1)
+        k, v = k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
     visible, bias = _visibility((step.kv_lens.long() - 1)[:, None, None], keys, mask)
     bias = None if bias is None else bias.transpose(0, 1)
     return _attend(q[:, :, None], k, v, visible[:, None], bias, mask)[:, 0]
@@ -111,6 +115,10 @@ def _case(name: str, queries: tuple[int, ...], lens: tuple[int, ...], **options:
         k_cache, v_cache = (
             torch.randn(sum(per_row) + 1, size, kv_heads, dim, generator=generator).to(dtype) for _ in range(2)
         )
+        for cache in (k_cache, v_cache):
+            for i, length in enumerate(lens):
+                if length % size:
+                    cache[table[i, length // size], length % size :] = torch.nan
         positions = [p for n, length in zip(queries, lens, strict=True) for p in range(length - n, length)]
         rows = [i for i, n in enumerate(queries) for _ in range(n)]
         slots = [int(table[r, p // size]) * size + p % size for r, p in zip(rows, positions, strict=True)]

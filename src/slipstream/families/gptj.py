@@ -1,0 +1,88 @@
+"""GPT-J and CodeGen: one norm for both branches, neighbouring dims rotated by a table that every attention holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.families.common import activation
+from slipstream.families.family import Config, Family, Tiny
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Role, Rope
+from slipstream.weights.recipe import Interleaved, Recipe, Stack, Take
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    dim = config.n_embd // config.n_head
+    return BlockSpec(
+        hidden=config.n_embd,
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        head_dim=dim,
+        ffn=config.n_inner or 4 * config.n_embd,
+        norm=Norm("layer", config.layer_norm_epsilon),
+        parallel=True,
+        activation=activation(config),
+        gated=False,
+        scale=dim**-0.5,
+        rope=Rope(config.rotary_dim or config.n_embd, interleaved=True, table="half", source="buffer"),
+    )
+
+
+def _frame(config: Config) -> FrameSpec:
+    return FrameSpec(
+        layers="transformer.h",
+        embed="transformer.wte",
+        head="lm_head",
+        norm=Norm("layer", config.layer_norm_epsilon),
+        final_norm="transformer.ln_f",
+    )
+
+
+_TINY = {
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "rotary_dim": 8,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _family(name: str, prefix: str, qkv: Recipe, *variants: tuple[str, dict[str, Any]]) -> Family:
+    return Family(
+        name=name,
+        layers=(f"{prefix}Block",),
+        spec=_spec,
+        recipes={
+            Role.ATTN_NORM: Take("ln_1"),
+            Role.QKV: qkv,
+            Role.ATTN_OUT: Take("attn.out_proj"),
+            Role.MLP_IN: Take("mlp.fc_in"),
+            Role.MLP_OUT: Take("mlp.fc_out"),
+        },
+        frame=_frame,
+        rope_table="attn.embed_positions",
+        tiny=tuple(
+            Tiny(f"{prefix}ForCausalLM", f"{prefix}Config", {**_TINY, **options}, label) for label, options in variants
+        ),
+    )
+
+
+FAMILIES = (
+    _family(
+        "gptj",
+        "GPTJ",
+        Stack(("attn.q_proj", "attn.k_proj", "attn.v_proj")),
+        ("", {}),
+        ("whole head rotated, own width", {"rotary_dim": 16, "n_inner": 80}),
+    ),
+    # The rows come from four accelerators, each with its share of queries, then values, then keys.
+    _family(
+        "codegen",
+        "CodeGen",
+        Interleaved("attn.qkv_proj", groups=4, order="qvk"),
+        ("", {"n_head": 8, "rotary_dim": 4}),
+        ("one head a group, own width", {"n_inner": 80}),
+    ),
+)

@@ -1,0 +1,168 @@
+"""One family, one tiny model, every promise: what the sweep measures, as a test and as a table."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.families import FAMILIES, Family, Tiny
+from slipstream.model.block import Block
+
+VARIANTS = [(family, tiny) for family in FAMILIES.values() for tiny in family.tiny]
+"""Every tiny model of every registered family: nothing can be registered and stay out."""
+
+LENGTH, NEW_TOKENS = 12, 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured; errors are the largest absolute difference of logits (or states) on real positions."""
+
+    family: str
+    variant: str
+    level: str
+    single: float
+    left: float
+    right: float
+    cached: float
+    states: float
+    greedy: str
+    road: str
+    peak: float
+
+    @staticmethod
+    def titles() -> tuple[str, ...]:
+        return tuple(field.name for field in fields(Row))
+
+    def cells(self) -> tuple[str, ...]:
+        values = (getattr(self, name) for name in Row.titles())
+        return tuple(f"{value:.1e}" if isinstance(value, float) else value for value in values)
+
+
+def label(variant: tuple[Family, Tiny]) -> str:
+    family, tiny = variant
+    return f"{family.name} {tiny.label}".strip()
+
+
+def peaked_model(tiny: Tiny, seed: int = 0) -> nn.Module:
+    """A tiny random model whose weights are large enough for its choices to be clear."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, tiny.config)(**tiny.options)
+    model: nn.Module = getattr(transformers, tiny.model)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * 1.5 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def batch(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, and masks that pad their rows on the left and on the right."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, vocabulary, (3, LENGTH), generator=generator)
+    left = torch.ones_like(ids)
+    left[0, :5] = 0
+    left[1, :1] = 0
+    return ids, left, left.flip(1)
+
+
+def measure(family: Family, tiny: Tiny) -> Row:
+    """Compare an injected model with a copy of the original in float32."""
+    original = peaked_model(tiny)
+    engine = slipstream.init_inference(copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True)
+    ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
+    runs: dict[str, float] = {}
+    layers = [original.get_submodule(layer.name) for layer in engine.report().layers]
+    with torch.no_grad(), _Calls(layers) as calls:
+        for name, rows, mask in (
+            ("single", ids[:1], torch.ones_like(ids[:1])),
+            ("left", ids, left),
+            ("right", ids, right),
+        ):
+            expected = original(input_ids=rows, attention_mask=mask, output_hidden_states=True)
+            got = engine(input_ids=rows, attention_mask=mask, output_hidden_states=True)
+            runs[name] = _error(expected.logits, got.logits, mask)
+            if name == "left":
+                pairs = zip(expected.hidden_states, got.hidden_states, strict=True)
+                runs["states"] = max(_error(a, b, mask) / max(float(a.abs().max()), 1.0) for a, b in pairs)
+                peak = float(expected.logits[mask.bool()].softmax(-1).max(-1).values.median())
+        runs["cached"] = _second_forward(original, engine, ids, left)
+        assert calls.blocks == calls.layers, "an injected layer ran its original code"
+    greedy, road = _greedy(original, engine, ids, left)
+    return Row(
+        family.name, tiny.label or "-", engine.report().level, runs["single"], runs["left"], runs["right"],
+        runs["cached"], runs["states"], greedy, road, peak,
+    )  # fmt: skip
+
+
+def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
+    return float((expected - got).abs()[mask.bool()].max())
+
+
+def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: Tensor) -> float:
+    """Error of two more tokens upon the cache of the others; 0 where the model keeps none."""
+    if not getattr(original, "can_generate", lambda: False)():
+        return 0.0
+    outputs = []
+    for model in (original, engine):
+        first = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
+        kept = first.past_key_values
+        second = model(input_ids=ids[:, -2:], attention_mask=mask, past_key_values=kept, use_cache=True)
+        outputs.append(second.logits)
+    return _error(outputs[0], outputs[1], mask[:, -2:])
+
+
+def _greedy(original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor) -> tuple[str, str]:
+    """Whether greedy tokens of a padded batch are identical, and which road they took."""
+    if not getattr(original, "can_generate", lambda: False)():
+        return "-", "-"
+    options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    same = torch.equal(original.generate(ids, **options), engine.generate(ids, **options))
+    road = "compatible" if engine.why_compatible() else "engine"
+    return "identical" if same else "DIFFERENT", road
+
+
+class _Calls:
+    """Counts runs of blocks and of the original's layers: they differ where an injected layer ran its original code."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.blocks = self.layers = 0
+        self._original = layers
+
+    def __enter__(self) -> _Calls:
+        self._call, counter = Block.__call__, self
+
+        def counted(block: Block, *args: Any) -> Tensor:
+            counter.blocks += 1
+            return counter._call(block, *args)
+
+        def called(*_: Any) -> None:
+            counter.layers += 1
+
+        Block.__call__ = counted  # type: ignore[method-assign,assignment]
+        self._handles = [layer.register_forward_hook(called) for layer in self._original]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Block.__call__ = self._call  # type: ignore[method-assign]
+        for handle in self._handles:
+            handle.remove()
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Columns side by side, titles first."""
+    lines = [Row.titles(), *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    print(table([measure(*variant).cells() for variant in VARIANTS]))

@@ -1,0 +1,208 @@
+"""Every op's reference runs its own cases, in every dtype, and agrees with a definition written another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops import OPS
+from slipstream.ops.bind import Case, Op
+from slipstream.ops.linear import Weight
+
+CASES = [(op, case) for op in OPS.values() for case in op.cases]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""A few roundings of the dtype's epsilon (6e-8, 5e-4, 4e-3) upon values of size about one, summed over up to 577 terms."""
+
+
+def _name(pair: tuple[Op, Case]) -> str:
+    return f"{pair[0].name}: {pair[1].name}"
+
+
+def _arguments(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    return case.make(torch.Generator().manual_seed(5), dtype)
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value.apply(lambda t: t.double()) if isinstance(value, Weight) else value
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("pair", CASES, ids=_name)
+def test_reference_agrees_with_its_definition(pair: tuple[Op, Case], dtype: torch.dtype) -> None:
+    op, case = pair
+    arguments = _arguments(case, dtype)
+    got = op.reference(**arguments)
+    expected = DEFINITIONS[op.name](**{name: _double(value) for name, value in arguments.items()})
+    assert got.shape == expected.shape
+    if got.is_floating_point():
+        assert got.dtype == dtype
+        error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        assert float(error) <= TOLERANCE[dtype]
+    else:
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("pair", CASES, ids=_name)
+def test_reference_leaves_its_arguments_alone(pair: tuple[Op, Case]) -> None:
+    op, case = pair
+    arguments, untouched = _arguments(case, torch.float32), _arguments(case, torch.float32)
+    op.reference(**arguments)
+    for name, value in untouched.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(torch.nan_to_num(arguments[name].float()), torch.nan_to_num(value.float())), name
+
+
+def test_every_op_has_a_definition_to_be_compared_with() -> None:
+    assert set(DEFINITIONS) == set(OPS)
+
+
+def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Any) -> Tensor:
+    width = (x.shape[-1],)
+    scale = None if weight is None else weight + spec.offset
+    if spec.kind == "layer":
+        return F.layer_norm(x, width, scale, bias, spec.eps)
+    return F.rms_norm(x, width, scale, spec.eps)
+
+
+def _activation(x: Tensor, *, name: str, gated: bool) -> Tensor:
+    from transformers.activations import ACT2FN
+
+    if not gated:
+        return ACT2FN[name](x)
+    gate, up = x.tensor_split(2, dim=-1)
+    if name == "swiglu_oai":
+        gate, up = gate.clip(max=7.0), up.clip(-7.0, 7.0)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    return ACT2FN[name](gate) * up
+
+
+def _linear(x: Tensor, weight: Weight) -> Tensor:
+    out = torch.einsum("ti,oi->to", x, weight.dense())
+    return out if weight.bias is None else out + weight.bias
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    out, half = x.clone(), cos.shape[-1]
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        c, s = cos[:, None, i], sin[:, None, i]
+        out[..., a], out[..., b] = x[..., a] * c - x[..., b] * s, x[..., b] * c + x[..., a] * s
+    return out
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float, softcap: Any, sinks: Any
+) -> Tensor:
+    batch, heads, queries, _ = q.shape
+    out = torch.zeros_like(q)
+    for b in range(batch):
+        for h in range(heads):
+            head = h * k.shape[1] // heads
+            for i in range(queries):
+                row = (k[b, head] @ q[b, h, i]) * scale
+                row = row if softcap is None else softcap * torch.tanh(row / softcap)
+                seen = _visible_row(mask, b, h, i, row, causal, queries)
+                out[b, h, i] = _mix(row + seen, v[b, head], None if sinks is None else sinks[h])
+    return out.transpose(1, 2)
+
+
+def _visible_row(
+    mask: Tensor | None, b: int, h: int, i: int, row: Tensor, causal: bool, queries: int
+) -> Tensor:
+    keys = torch.arange(len(row))
+    if mask is None:
+        allowed = keys <= i + len(row) - queries if causal else keys >= 0
+        return torch.zeros_like(row).masked_fill(~allowed, -1e300)
+    part = mask[b, min(h, mask.shape[1] - 1), i]
+    return part.double().log().clamp(min=-1e300) if mask.dtype == torch.bool else part.clamp(min=-1e300)
+
+
+def _mix(row: Tensor, values: Tensor, sink: Tensor | None) -> Tensor:
+    top = row.max() if sink is None else torch.maximum(row.max(), sink)
+    weights = torch.exp(row - top)
+    total = weights.sum() + (0 if sink is None else torch.exp(sink - top))
+    return (weights / total) @ values
+
+
+def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Any, *, mask: Any) -> Tensor:
+    size, out, token = k_cache.shape[1], torch.zeros_like(q), 0
+    starts = step.query_starts.tolist()
+    for n, length in enumerate(step.kv_lens.tolist()):
+        places = [(int(step.block_table[n, p // size]), p % size) for p in range(length)]
+        k, v = (torch.stack([cache[place] for place in places]) for cache in (k_cache, v_cache))
+        for token in range(starts[n], starts[n + 1]):
+            position = length - (starts[n + 1] - token)
+            for h in range(q.shape[1]):
+                head = h * k.shape[1] // q.shape[1]
+                first = 0 if mask.window is None else max(0, position - mask.window + 1)
+                row = (k[first : position + 1, head] @ q[token, h]) * mask.scale
+                row = row if mask.softcap is None else mask.softcap * torch.tanh(row / mask.softcap)
+                if mask.alibi is not None:
+                    row = row + mask.alibi[h] * (torch.arange(first, position + 1) - position)
+                sink = None if mask.sinks is None else mask.sinks[h].double()
+                out[token, h] = _mix(row, v[first : position + 1, head], sink)
+    return out
+
+
+def _moe(
+    x: Tensor, router: Weight, experts_in: Weight, experts_out: Weight, *, spec: Any, activation: str, gated: bool
+) -> Tensor:
+    out = torch.zeros_like(x)
+    for t, row in enumerate(x):
+        logits = _linear(row[None], router)[0]
+        for expert, weight in _choose(logits, spec):
+            first = Weight("plain", (), (experts_in.dense()[expert],), lambda p: p[0], _bias(experts_in, expert))
+            second = Weight("plain", (), (experts_out.dense()[expert],), lambda p: p[0], _bias(experts_out, expert))
+            out[t] += weight * _linear(_activation(_linear(row[None], first), name=activation, gated=gated), second)[0]
+    return out
+
+
+def _bias(weight: Weight, expert: int) -> Tensor | None:
+    return None if weight.bias is None else weight.bias[expert]
+
+
+def _choose(logits: Tensor, spec: Any) -> list[tuple[int, Tensor]]:
+    order = logits.argsort(descending=True).tolist()
+    if spec.scoring == "sparsemixer":
+        return _sparsemixer(logits, order, spec.jitter)
+    best = order[: spec.top_k]
+    if spec.scoring == "topk_softmax":
+        return list(zip(best, logits[best].softmax(0), strict=True))
+    weights = logits.softmax(0)[best]
+    return list(zip(best, weights / weights.sum() if spec.normalize else weights, strict=True))
+
+
+def _sparsemixer(logits: Tensor, order: list[int], jitter: float) -> list[tuple[int, Tensor]]:
+    chosen: list[tuple[int, Tensor]] = []
+    for rank in range(2):
+        best = logits[order[rank]]
+        rivals = [
+            e
+            for e in order[rank:]
+            if (best - logits[e]) / torch.maximum(logits[e].abs(), best) <= 2 * jitter
+        ]
+        chosen.append((order[rank], logits[rivals].softmax(0)[0]))
+    return chosen
+
+
+def _sample(scores: Tensor, *, greedy: bool) -> Tensor:
+    assert greedy, "the cases are greedy: a draw has no definition to be compared with"
+    return torch.tensor([row.index(max(row)) for row in scores.tolist()])
+
+
+DEFINITIONS = {
+    "activation": _activation,
+    "attention": _attention,
+    "linear": _linear,
+    "moe": _moe,
+    "norm": _norm,
+    "paged_attention": _paged_attention,
+    "rope": _rope,
+    "sample": _sample,
+}
