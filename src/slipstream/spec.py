@@ -162,8 +162,8 @@ class BlockSpec:
         gated: The feed-forward is `activation(gate) * up`.
         scale: Multiplies the scores.
         softcap: Scores become `softcap * tanh(scores / softcap)`.
-        mask: What the mask that transformers passes says. "whole": all that a token may see. "padding": no more than that
-            at least; the layer itself adds causality and window. "hidden": bool, true where a key is not seen.
+        mask: What the mask that transformers passes says. "whole": just what a token sees. "padding": the
+            layer itself adds causality and window to it. "hidden": a bool mask is true where a key is not seen.
         cache_repeated: Keys and values are repeated to `heads` before transformers' cache keeps them.
         causal: A token sees itself and what came before.
         window: A token sees at most this many tokens, itself among them (on each side where not causal: window / 2).

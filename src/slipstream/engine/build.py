@@ -26,11 +26,11 @@ from slipstream.model.layers import Found, find_layers
 from slipstream.model.parts import fuse_parts, Part
 from slipstream.model.report import LayerReport, Report
 from slipstream.model.watch import watch
-from slipstream.ops import Ops, bind_ops
-from slipstream.ops.bind import Facts
+from slipstream.ops import OPS, Ops, bind_ops
+from slipstream.ops.bind import Bound, Facts, bind
 from slipstream.spec import BlockSpec
 
-__all__ = ["Built", "build", "inspect"]
+__all__ = ["Built", "build", "inspect", "offer"]
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,12 @@ def inspect(model: nn.Module) -> Report:
         for module in training:
             module.training = True
     return _report(device, [], layers, verdicts, {}, {}, settings)
+
+
+def offer(dtype: torch.dtype) -> dict[str, Bound]:
+    """What each op would run on here outside of any block, with the reasons of the kernels that declined."""
+    facts = Facts(choose().torch_device, dtype)
+    return {name: bind(op, facts, KERNELS) for name, op in OPS.items()}
 
 
 def _override(model_config: Any, entries: Mapping[str, Any] | None) -> Any:

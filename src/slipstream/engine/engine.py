@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,12 +49,13 @@ class InferenceEngine(nn.Module):
         super().__init__()
         settings = InferenceConfig() if config is None else config
         built = build(model, settings)
-        self.module = model
         self.config = built.model_config
         self.inference_config = settings
         self._built = built
         self._profile: Profile | None = None
         self.training = False
+        self.module = model
+        self.__class__ = _named_like(type(model))
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the engine does not have are the model's."""
@@ -64,6 +66,24 @@ class InferenceEngine(nn.Module):
             if module is None:
                 raise AttributeError(f"this engine was destroyed, or never built, and has no attribute {name!r}") from None
         return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Setting an attribute that the model has and the engine has not sets the model's."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        own = name in self.__dict__ or name == "module" or hasattr(type(self), name)
+        if module is None or own or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def _get_name(self) -> str:
+        """What `print` calls the engine; its class bears the model's name."""
+        return InferenceEngine.__name__
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's own names and values, as if nothing had been fused."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, without autograd; tensors on another device are moved.
@@ -116,12 +136,17 @@ class InferenceEngine(nn.Module):
     def _here(self, value: Any) -> Any:
         """The same nest of tuples, lists and dictionaries, with its tensors on the engine's device."""
         if isinstance(value, Tensor):
-            return value.to(self._built.device.torch_device)
+            return value.to(self._place())
         if type(value) in (tuple, list):
             return type(value)(self._here(v) for v in value)
         if type(value) is dict:
             return {key: self._here(v) for key, v in value.items()}
         return value
+
+    def _place(self) -> torch.device:
+        """Where the model is now: it may have been kept on the host, or moved."""
+        places = (p.device for p in self.module.parameters() if not p.is_meta)
+        return next(places, self._built.device.torch_device)
 
     def why_compatible(self) -> str | None:
         """Why greedy search and sampling run transformers' own loops, or None where they take the engine road."""
@@ -206,6 +231,15 @@ class InferenceEngine(nn.Module):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Destroy the engine."""
         self.destroy()
+
+
+@functools.cache
+def _named_like(model_class: type[nn.Module]) -> type[InferenceEngine]:
+    """The engine's class under a model class's name: transformers' pipelines know what they support by that name."""
+    names = {"__module__": InferenceEngine.__module__, "__doc__": InferenceEngine.__doc__}
+    made = type(model_class.__name__, (InferenceEngine,), names)
+    made.__qualname__ = f"{InferenceEngine.__qualname__}[{model_class.__qualname__}]"
+    return made
 
 
 def _first_tensor(output: Any) -> Any:

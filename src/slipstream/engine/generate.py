@@ -180,9 +180,9 @@ class Loop:
         """
         batch = _Batch(self.runner, input_ids, model_kwargs.get("attention_mask"), generation_config)
         config = generation_config
-        # Rows that are finished cost nothing unless the caller wants to see what the model would have said.
-        keep_finished = bool(config.return_dict_in_generate)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
+        keep_finished = bool(config.return_dict_in_generate) or not has_eos
         pad = config._pad_token_tensor
         unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
         record = _Record(config)
@@ -236,7 +236,7 @@ class _Batch:
     def __init__(self, runner: Runner, input_ids: Tensor, mask: Tensor | None, config: Any) -> None:
         rows, length = input_ids.shape
         self._runner = runner
-        self._padding = [0] * rows if mask is None else (length - mask.sum(-1)).tolist()
+        self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
         self._tokens = input_ids.new_empty(rows, max(int(config.max_length), length + 1))
         self._tokens[:, :length] = input_ids
         self._length = length
@@ -250,8 +250,8 @@ class _Batch:
 
     @property
     def ids(self) -> Tensor:
-        """`(B, L)`, padding included; a view."""
-        return self._tokens[:, : self._length]
+        """`(B, L)`, padding included; contiguous, as processors and criteria know it from transformers."""
+        return self._tokens[:, : self._length].contiguous()
 
     def logits(self) -> Tensor:
         """Run until every running row has logits; `(B, V)` float32, zeros for rows that are finished."""

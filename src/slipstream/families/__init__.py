@@ -27,5 +27,9 @@ _BY_LAYER: dict[str, Family] = {layer: family for family in FAMILIES.values() fo
 
 def find_family(layer_class: type) -> Family | None:
     """Return the family of a layer class, by the nearest name along its MRO, or None."""
-    names = (n for c in layer_class.__mro__ for n in (f"{c.__module__.rpartition('.')[2]}.{c.__name__}", c.__name__))
-    return next((_BY_LAYER[name] for name in names if name in _BY_LAYER), None)
+    for known in layer_class.__mro__:
+        module = known.__module__.rpartition(".")[2]
+        for name in (f"{module}.{known.__name__}", known.__name__):
+            if name in _BY_LAYER:
+                return _BY_LAYER[name]
+    return None

@@ -29,8 +29,15 @@ _RECIPES: Mapping[Role, Recipe] = {
 }
 
 
-def _family(name: str, prefix: str, *, norms: tuple[str, str] | None = None, causal: str = "ForCausalLM", **options: Any) -> Family:
-    """One family of the kind; `norms` names those of the attention and the feed-forward where they come first."""
+def _family(
+    name: str,
+    prefix: str,
+    *,
+    norms: tuple[str, str] | None = None,
+    causal: str = "ForCausalLM",
+    **options: Any,
+) -> Family:
+    """One family of the kind; `norms` names those of attention and feed-forward where they come first."""
     first = {} if norms is None else {Role.ATTN_NORM: Take(norms[0]), Role.MLP_NORM: Take(norms[1])}
     config = f"{prefix}Config"
     return Family(
@@ -55,6 +62,8 @@ FAMILIES = (
     _family("ernie", "Ernie", use_task_id=True),
     _family("data2vec-text", "Data2VecText"),
     _family("rembert", "RemBert", input_embedding_size=48, output_embedding_size=80),
-    _family("roberta-prelayernorm", "RobertaPreLayerNorm", norms=("attention.LayerNorm", "intermediate.LayerNorm")),
+    _family(
+        "roberta-prelayernorm", "RobertaPreLayerNorm", norms=("attention.LayerNorm", "intermediate.LayerNorm")
+    ),
     _family("xlm-roberta-xl", "XLMRobertaXL", norms=("attention.self_attn_layer_norm", "LayerNorm")),
 )

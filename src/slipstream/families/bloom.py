@@ -41,7 +41,14 @@ def _refuse(config: Config) -> str | None:
     return "slow_but_exact leaves out the biases of sliced projections" if sliced else None
 
 
-_TINY = {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+_TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 FAMILY = Family(
     name="bloom",

@@ -1,4 +1,4 @@
-"""Cohere (Command R): one LayerNorm without bias for two parallel branches, neighbouring dims rotated together."""
+"""Cohere (Command R): one LayerNorm without bias for two parallel branches, neighbouring dims rotated."""
 
 from __future__ import annotations
 
@@ -32,6 +32,12 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         tiny("CohereForCausalLM", "CohereConfig"),
-        tiny("CohereForCausalLM", "CohereConfig", label="norm per head, biases", use_qk_norm=True, attention_bias=True),
+        tiny(
+            "CohereForCausalLM",
+            "CohereConfig",
+            label="norm per head, biases",
+            use_qk_norm=True,
+            attention_bias=True,
+        ),
     ),
 )

@@ -29,6 +29,13 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         tiny("Cohere2ForCausalLM", "Cohere2Config", sliding_window=5, sliding_window_pattern=3),
-        tiny("Cohere2ForCausalLM", "Cohere2Config", label="biases", sliding_window=6, sliding_window_pattern=2, attention_bias=True),
+        tiny(
+            "Cohere2ForCausalLM",
+            "Cohere2Config",
+            label="biases",
+            sliding_window=6,
+            sliding_window_pattern=2,
+            attention_bias=True,
+        ),
     ),
 )

@@ -120,9 +120,9 @@ def activation(config: Config) -> str:
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """ALiBi's slope of each head: powers of `2^(-8 / n)`, and every other one of the next finer row for the rest.
+    """ALiBi's slope of each head: powers of `2^(-8 / n)`, then every other one of the next finer row.
 
-    Source: Press et al. 2021 (arXiv 2108.12409) and its authors' code, for `heads` that are no power of two.
+    Source: Press et al. 2021 (arXiv 2108.12409); its authors' code where `heads` is no power of two.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * number / power) for number in range(1, power + 1)]
@@ -144,7 +144,7 @@ def window(config: Config, index: int) -> int | None:
 
 
 def sparse_layer(config: Config, index: int) -> bool:
-    """Whether a layer has experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not list."""
+    """Whether a layer has experts: every `decoder_sparse_step`-th one not listed in `mlp_only_layers`."""
     listed = index in field(config, "mlp_only_layers", default=())
     return not listed and config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
 

@@ -24,7 +24,14 @@ def _spec(config: Config, index: int) -> BlockSpec:
     )
 
 
-_TINY = {"vocab_size": 128, "dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 256}
+_TINY = {
+    "vocab_size": 128,
+    "dim": 64,
+    "hidden_dim": 96,
+    "n_layers": 3,
+    "n_heads": 4,
+    "max_position_embeddings": 256,
+}
 
 FAMILY = Family(
     name="distilbert",
@@ -40,6 +47,11 @@ FAMILY = Family(
     },
     tiny=(
         Tiny("DistilBertForMaskedLM", "DistilBertConfig", _TINY),
-        Tiny("DistilBertForMaskedLM", "DistilBertConfig", {**_TINY, "activation": "relu", "sinusoidal_pos_embds": True}, "relu"),
+        Tiny(
+            "DistilBertForMaskedLM",
+            "DistilBertConfig",
+            {**_TINY, "activation": "relu", "sinusoidal_pos_embds": True},
+            "relu",
+        ),
     ),
 )

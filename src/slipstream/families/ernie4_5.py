@@ -19,6 +19,13 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("Ernie4_5ForCausalLM", "Ernie4_5Config", head_dim=24),
-        tiny("Ernie4_5ForCausalLM", "Ernie4_5Config", label="biases, untied", head_dim=16, use_bias=True, tie_word_embeddings=False),
+        tiny(
+            "Ernie4_5ForCausalLM",
+            "Ernie4_5Config",
+            label="biases, untied",
+            head_dim=16,
+            use_bias=True,
+            tie_word_embeddings=False,
+        ),
     ),
 )

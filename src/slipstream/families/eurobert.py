@@ -18,6 +18,13 @@ FAMILY = Family(
     recipes=LLAMA_RECIPES,
     tiny=(
         tiny("EuroBertForMaskedLM", "EuroBertConfig", mask_token_id=3),
-        tiny("EuroBertForMaskedLM", "EuroBertConfig", label="biases", mask_token_id=3, attention_bias=True, mlp_bias=True),
+        tiny(
+            "EuroBertForMaskedLM",
+            "EuroBertConfig",
+            label="biases",
+            mask_token_id=3,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
     ),
 )

@@ -1,8 +1,16 @@
-"""EXAONE 4: norms after the branches, queries and keys normalised per head; where layers are windowed, only those rotate."""
+"""EXAONE 4: norms after the branches, q and k normalised per head, full layers beside windows unrotated."""
 
 from __future__ import annotations
 
-from slipstream.families.common import POST_NORM_RECIPES, QK_NORMS, llama_frame, llama_like, rope, tiny, window
+from slipstream.families.common import (
+    POST_NORM_RECIPES,
+    QK_NORMS,
+    llama_frame,
+    llama_like,
+    rope,
+    tiny,
+    window,
+)
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, QKNorm
 

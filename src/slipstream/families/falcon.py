@@ -1,6 +1,8 @@
-"""Falcon in its three styles: 7B (one key head, parallel), RW (ALiBi, sequential) and the newer grouped decoder."""
+"""Falcon in three styles: 7B (one key head, parallel), RW (ALiBi, sequential), the newer grouped decoder."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from slipstream.families.common import TINY, alibi_slopes, rope
 from slipstream.families.family import Config, Family, Tiny
@@ -32,7 +34,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _frame(config: Config) -> FrameSpec | None:
-    if config.alibi:  # slope times position is rounded to bfloat16 in every dtype, which only the model's own bias says
+    if config.alibi:  # it rounds slope times position to bfloat16 in every dtype, as its own bias alone does
         return None
     return FrameSpec(
         layers="transformer.h",
@@ -48,7 +50,7 @@ _KEYS = ("vocab_size", "num_attention_heads", "max_position_embeddings", "bos_to
 _TINY = {key: TINY[key] for key in _KEYS} | {"hidden_size": 64, "num_hidden_layers": 2}
 _RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 80}
 _NEWER = {"new_decoder_architecture": True, "num_kv_heads": 2}
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "7b": {},
     "rw": _RW,
     "rw, eager": {**_RW, "attn_implementation": "eager"},
@@ -70,5 +72,7 @@ FAMILY = Family(
         Role.MLP_OUT: Take("mlp.dense_4h_to_h"),
     },
     frame=_frame,
-    tiny=tuple(Tiny("FalconForCausalLM", "FalconConfig", {**_TINY, **o}, label) for label, o in _VARIANTS.items()),
+    tiny=tuple(
+        Tiny("FalconForCausalLM", "FalconConfig", {**_TINY, **o}, label) for label, o in _VARIANTS.items()
+    ),
 )

@@ -42,13 +42,13 @@ class Family:
 
     Attributes:
         name: As transformers' `model_type` has it.
-        layers: Names of the layer classes; a class matches by any name along its MRO. A name that others may use too
-            is led by its module's: "modeling_distilbert.TransformerBlock".
+        layers: Names of the layer classes; a class matches by any name along its MRO. A name that others may use
+            too is led by its module's: "modeling_distilbert.TransformerBlock".
         spec: Numbers of layer `index` by the model's config.
         recipes: How each role's tensor is made of the layer's own.
         tiny: Small models that the tests build; every variant that takes another path has one.
-        frame: What stands around the layers of a causal language model; None where there is nothing to generate, or
-            where the engine road would not say what the model says.
+        frame: What stands around the layers of a causal language model; None where there is nothing to
+            generate, or where the engine road could not say what the model says.
         refuse: Why a config cannot be served, or None.
         ignored: Patterns of parameters of the layer that carry nothing.
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.

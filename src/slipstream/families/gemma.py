@@ -1,4 +1,4 @@
-"""Gemma: llama with norm weights stored less one, and embeddings multiplied by the root of the width."""
+"""Gemma: llama with norm weights stored less one, and embeddings times the root of the width."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _frame(config: Config) -> FrameSpec:
-    return llama_frame(config, norm=_norm(config), embed_scale=config.hidden_size**0.5, embed_scale_rounded=True)
+    return llama_frame(
+        config, norm=_norm(config), embed_scale=config.hidden_size**0.5, embed_scale_rounded=True
+    )
 
 
 def _refuse(config: Config) -> str | None:
@@ -34,7 +36,12 @@ FAMILY = Family(
     tiny=(
         tiny("GemmaForCausalLM", "GemmaConfig", head_dim=24),
         tiny(
-            "GemmaForCausalLM", "GemmaConfig", label="biases, untied", head_dim=16, attention_bias=True, tie_word_embeddings=False
+            "GemmaForCausalLM",
+            "GemmaConfig",
+            label="biases, untied",
+            head_dim=16,
+            attention_bias=True,
+            tie_word_embeddings=False,
         ),
     ),
 )

@@ -1,6 +1,8 @@
-"""Gemma 2 and VaultGemma: Gemma with capped scores and logits and every other layer windowed; Gemma 2 in sandwich norms."""
+"""Gemma 2 and VaultGemma: Gemma with capped scores and logits, alternating windows; 2 has sandwich norms."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from slipstream.families.common import LLAMA_RECIPES, SANDWICH_RECIPES, llama_frame, llama_like, tiny
 from slipstream.families.family import Config, Family
@@ -37,10 +39,10 @@ def _refuse(config: Config) -> str | None:
     return "bidirectional attention" if getattr(config, "use_bidirectional_attention", False) else None
 
 
-_TINY = {"head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 20}
+_TINY: dict[str, Any] = {"head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 20}
 # Caps that bite at the sizes that random weights give.
-_CAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
-_NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+_CAPS: dict[str, Any] = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+_NO_CAPS: dict[str, Any] = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 FAMILIES = (
     Family(
@@ -52,8 +54,22 @@ FAMILIES = (
         refuse=_refuse,
         tiny=(
             tiny("Gemma2ForCausalLM", "Gemma2Config", **_TINY, **_CAPS),
-            tiny("Gemma2ForCausalLM", "Gemma2Config", label="eager", attn_implementation="eager", **_TINY, **_CAPS),
-            tiny("Gemma2ForCausalLM", "Gemma2Config", label="no caps, biases", attention_bias=True, **_TINY, **_NO_CAPS),
+            tiny(
+                "Gemma2ForCausalLM",
+                "Gemma2Config",
+                label="eager",
+                attn_implementation="eager",
+                **_TINY,
+                **_CAPS,
+            ),
+            tiny(
+                "Gemma2ForCausalLM",
+                "Gemma2Config",
+                label="no caps, biases",
+                attention_bias=True,
+                **_TINY,
+                **_NO_CAPS,
+            ),
         ),
     ),
     Family(

@@ -1,8 +1,19 @@
-"""Gemma 3, the language model: sandwich norms, normalised queries and keys, windowed layers with angles of their own."""
+"""Gemma 3 (text) and EmbeddingGemma: sandwich norms, q and k normalised, windowed layers with their own angles."""
 
 from __future__ import annotations
 
-from slipstream.families.common import QK_NORMS, SANDWICH_RECIPES, layer_type, llama_frame, llama_like, rope, tiny
+from typing import Any
+
+from slipstream.families.common import (
+    QK_NORMS,
+    SANDWICH_RECIPES,
+    layer_type,
+    llama_frame,
+    llama_like,
+    rope,
+    tiny,
+    window,
+)
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, FrameSpec, Norm, QKNorm
 
@@ -13,6 +24,7 @@ def _norm(config: Config) -> Norm:
 
 def _spec(config: Config, index: int) -> BlockSpec:
     # The attention has a field for a cap of its scores, and does not use it.
+    size, bidirectional = window(config, index), bool(config.use_bidirectional_attention)
     return llama_like(
         config,
         index,
@@ -20,10 +32,14 @@ def _spec(config: Config, index: int) -> BlockSpec:
         qk_norm=QKNorm(_norm(config)),
         rope=rope(config, layer_type=layer_type(config, index)),
         scale=config.query_pre_attn_scalar**-0.5,
+        causal=not bidirectional,
+        window=2 * (size - 1) if size and bidirectional else size,
     )
 
 
-def _frame(config: Config) -> FrameSpec:
+def _frame(config: Config) -> FrameSpec | None:
+    if config.use_bidirectional_attention:
+        return None
     return llama_frame(
         config,
         norm=_norm(config),
@@ -33,12 +49,13 @@ def _frame(config: Config) -> FrameSpec:
     )
 
 
-def _refuse(config: Config) -> str | None:
-    return "bidirectional attention" if config.use_bidirectional_attention else None
-
-
-_TINY = {"head_dim": 24, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 20}
-_LINEAR = {
+_TINY: dict[str, Any] = {
+    "head_dim": 24,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+}
+_LINEAR: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
 }
@@ -49,7 +66,6 @@ FAMILY = Family(
     spec=_spec,
     recipes={**SANDWICH_RECIPES, **QK_NORMS},
     frame=_frame,
-    refuse=_refuse,
     tiny=(
         tiny("Gemma3ForCausalLM", "Gemma3TextConfig", **_TINY),
         tiny(
@@ -60,6 +76,13 @@ FAMILY = Family(
             attn_implementation="eager",
             attn_logit_softcapping=0.5,
             final_logit_softcapping=2.0,
+            **_TINY,
+        ),
+        tiny(
+            "Gemma3ForCausalLM",
+            "Gemma3TextConfig",
+            label="bidirectional",
+            use_bidirectional_attention=True,
             **_TINY,
         ),
     ),

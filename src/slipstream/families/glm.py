@@ -20,6 +20,13 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("GlmForCausalLM", "GlmConfig", head_dim=16),
-        tiny("GlmForCausalLM", "GlmConfig", label="whole head, no biases", head_dim=24, partial_rotary_factor=1.0, attention_bias=False),
+        tiny(
+            "GlmForCausalLM",
+            "GlmConfig",
+            label="whole head, no biases",
+            head_dim=24,
+            partial_rotary_factor=1.0,
+            attention_bias=False,
+        ),
     ),
 )

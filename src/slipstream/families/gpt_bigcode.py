@@ -1,4 +1,4 @@
-"""GPT-BigCode (StarCoder, SantaCoder): GPT-2 with plain linears and one key and value head for all queries."""
+"""GPT-BigCode (StarCoder, SantaCoder): GPT-2 with plain linears and one key head for all queries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ def _refuse(config: Config) -> str | None:
     return "cross attention" if config.add_cross_attention else None
 
 
-_TINY = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": 1, "eos_token_id": 2}
+_TINY = {
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 FAMILY = Family(
     name="gpt_bigcode",
@@ -56,7 +64,12 @@ FAMILY = Family(
     refuse=_refuse,
     tiny=(
         Tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _TINY),
-        Tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_TINY, "multi_query": False, "n_inner": 80}, "many keys"),
+        Tiny(
+            "GPTBigCodeForCausalLM",
+            "GPTBigCodeConfig",
+            {**_TINY, "multi_query": False, "n_inner": 80},
+            "many keys",
+        ),
         Tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**_TINY, "scale_attn_weights": False}, "unscaled"),
     ),
 )

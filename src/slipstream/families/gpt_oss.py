@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import MOE_RECIPES, field, llama_frame, llama_like, rope, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Role
@@ -20,11 +22,17 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _refuse(config: Config) -> str | None:
-    found = (field(config, "swiglu_alpha", default=1.702), field(config, "swiglu_limit", default=7.0))
-    return None if found == (1.702, 7.0) else f"swiglu_alpha and swiglu_limit are {found}; only (1.702, 7.0) has an op"
+    found = field(config, "swiglu_alpha", default=1.702), field(config, "swiglu_limit", default=7.0)
+    return None if found == (1.702, 7.0) else f"swiglu_alpha, swiglu_limit = {found}; the op has (1.702, 7.0)"
 
 
-_TINY = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5}
+_TINY: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 5,
+}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -50,6 +58,13 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("GptOssForCausalLM", "GptOssConfig", rope_parameters=_YARN, **_TINY),
-        tiny("GptOssForCausalLM", "GptOssConfig", label="no bias", attention_bias=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **_TINY),
+        tiny(
+            "GptOssForCausalLM",
+            "GptOssConfig",
+            label="no bias",
+            attention_bias=False,
+            rope_parameters=_PLAIN,
+            **_TINY,
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: one norm for both branches, neighbouring dims rotated by a table that every attention holds."""
+"""GPT-J and CodeGen: one norm for both branches, neighbouring dims rotated by the attention's own table."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _family(name: str, prefix: str, qkv: Recipe, *variants: tuple[str, dict[str,
         frame=_frame,
         rope_table="attn.embed_positions",
         tiny=tuple(
-            Tiny(f"{prefix}ForCausalLM", f"{prefix}Config", {**_TINY, **options}, label) for label, options in variants
+            Tiny(f"{prefix}ForCausalLM", f"{prefix}Config", {**_TINY, **options}, label)
+            for label, options in variants
         ),
     )
 

@@ -1,6 +1,8 @@
-"""Granite-MoE, with and without shared experts: multipliers on the embedding, the branches, the scores and the logits."""
+"""Granite-MoE, with and without shared experts: multipliers on embedding, branches, scores and logits."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, tiny
 from slipstream.families.family import Config, Family
@@ -35,8 +37,8 @@ _RECIPES = {
     Role.SHARED_IN: Take("shared_mlp.input_linear"),
     Role.SHARED_OUT: Take("shared_mlp.output_linear"),
 }
-_TINY = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_SCALED = {
+_TINY: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SCALED: dict[str, Any] = {
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.22,
     "embedding_multiplier": 12.0,
@@ -52,7 +54,13 @@ FAMILIES = (
         frame=_frame,
         tiny=(
             tiny("GraniteMoeForCausalLM", "GraniteMoeConfig", **_SCALED, **_TINY),
-            tiny("GraniteMoeForCausalLM", "GraniteMoeConfig", label="biases, plain", attention_bias=True, **_TINY),
+            tiny(
+                "GraniteMoeForCausalLM",
+                "GraniteMoeConfig",
+                label="biases, plain",
+                attention_bias=True,
+                **_TINY,
+            ),
         ),
     ),
     Family(
@@ -62,8 +70,20 @@ FAMILIES = (
         recipes=_RECIPES,
         frame=_frame,
         tiny=(
-            tiny("GraniteMoeSharedForCausalLM", "GraniteMoeSharedConfig", shared_intermediate_size=40, **_SCALED, **_TINY),
-            tiny("GraniteMoeSharedForCausalLM", "GraniteMoeSharedConfig", label="none shared", shared_intermediate_size=0, **_TINY),
+            tiny(
+                "GraniteMoeSharedForCausalLM",
+                "GraniteMoeSharedConfig",
+                shared_intermediate_size=40,
+                **_SCALED,
+                **_TINY,
+            ),
+            tiny(
+                "GraniteMoeSharedForCausalLM",
+                "GraniteMoeSharedConfig",
+                label="none shared",
+                shared_intermediate_size=0,
+                **_TINY,
+            ),
         ),
     ),
 )

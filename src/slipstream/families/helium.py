@@ -19,6 +19,13 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("HeliumForCausalLM", "HeliumConfig", head_dim=16),
-        tiny("HeliumForCausalLM", "HeliumConfig", label="biases", head_dim=16, attention_bias=True, mlp_bias=True),
+        tiny(
+            "HeliumForCausalLM",
+            "HeliumConfig",
+            label="biases",
+            head_dim=16,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
     ),
 )

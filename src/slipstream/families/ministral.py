@@ -15,6 +15,12 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("MinistralForCausalLM", "MinistralConfig", head_dim=16, sliding_window=5, layer_types=_TYPES),
-        tiny("MinistralForCausalLM", "MinistralConfig", label="windows throughout", head_dim=24, sliding_window=5),
+        tiny(
+            "MinistralForCausalLM",
+            "MinistralConfig",
+            label="windows throughout",
+            head_dim=24,
+            sliding_window=5,
+        ),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE
@@ -12,7 +14,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, moe=moe)
 
 
-_TINY = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_TINY: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 FAMILY = Family(
     name="mixtral",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import bert_like, bert_tiny, head_dim, layer_type
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, Role, Rope
@@ -21,7 +23,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
     )
 
 
-_TINY = {"num_hidden_layers": 5, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
+_TINY: dict[str, Any] = {"num_hidden_layers": 5, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
 
 FAMILY = Family(
     name="modernbert",

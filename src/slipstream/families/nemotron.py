@@ -1,4 +1,4 @@
-"""Nemotron: LayerNorm with weights stored less one, a plain feed-forward with squared ReLU, half of each head rotated."""
+"""Nemotron: LayerNorm with weights stored less one, a plain squared-ReLU feed-forward, half heads rotated."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         tiny("NemotronForCausalLM", "NemotronConfig"),
-        tiny("NemotronForCausalLM", "NemotronConfig", label="wide heads, biases", head_dim=24, attention_bias=True, mlp_bias=True),
+        tiny(
+            "NemotronForCausalLM",
+            "NemotronConfig",
+            label="wide heads, biases",
+            head_dim=24,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
     ),
 )

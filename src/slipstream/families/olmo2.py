@@ -1,8 +1,16 @@
-"""OLMo 2 and 3: norms after the branches instead of before, queries and keys normalised whole; 3 has windowed layers."""
+"""OLMo 2 and 3: norms after the branches, not before; q and k normalised whole; 3 has windowed layers."""
 
 from __future__ import annotations
 
-from slipstream.families.common import POST_NORM_RECIPES, QK_NORMS, layer_type, llama_frame, llama_like, rope, tiny
+from slipstream.families.common import (
+    POST_NORM_RECIPES,
+    QK_NORMS,
+    layer_type,
+    llama_frame,
+    llama_like,
+    rope,
+    tiny,
+)
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, QKNorm
 
@@ -20,7 +28,12 @@ def _olmo3(config: Config, index: int) -> BlockSpec:
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _YARN = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
-    "full_attention": {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 32},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+    },
 }
 
 FAMILIES = (

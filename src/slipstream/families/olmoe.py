@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
@@ -18,7 +20,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
     )
 
 
-_TINY = {"num_experts": 4, "num_experts_per_tok": 2}
+_TINY: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 
 FAMILY = Family(
     name="olmoe",
@@ -32,7 +34,14 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("OlmoeForCausalLM", "OlmoeConfig", **_TINY),
-        tiny("OlmoeForCausalLM", "OlmoeConfig", label="clipped, normalised", clip_qkv=0.5, norm_topk_prob=True, **_TINY),
+        tiny(
+            "OlmoeForCausalLM",
+            "OlmoeConfig",
+            label="clipped, normalised",
+            clip_qkv=0.5,
+            norm_topk_prob=True,
+            **_TINY,
+        ),
         tiny("OlmoeForCausalLM", "OlmoeConfig", label="biases", attention_bias=True, **_TINY),
     ),
 )

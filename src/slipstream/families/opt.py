@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import QKV, TINY, activation, head_dim
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
@@ -42,11 +44,9 @@ def _frame(config: Config) -> FrameSpec:
     )
 
 
-_TINY = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings")} | {
-    "ffn_dim": 96,
-    "num_hidden_layers": 2,
-}
-_VARIANTS = {
+_KEYS = ("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_TINY = {key: TINY[key] for key in _KEYS} | {"ffn_dim": 96, "num_hidden_layers": 2}
+_VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "norm after, projected, gelu": {
         "do_layer_norm_before": False,

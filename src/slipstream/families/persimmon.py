@@ -37,6 +37,11 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         Tiny("PersimmonForCausalLM", "PersimmonConfig", _TINY),
-        Tiny("PersimmonForCausalLM", "PersimmonConfig", {**_TINY, "qk_layernorm": False}, "no query and key norms"),
+        Tiny(
+            "PersimmonForCausalLM",
+            "PersimmonConfig",
+            {**_TINY, "qk_layernorm": False},
+            "no query and key norms",
+        ),
     ),
 )

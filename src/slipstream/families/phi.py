@@ -34,6 +34,8 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         tiny("PhiForCausalLM", "PhiConfig", num_hidden_layers=2),
-        tiny("PhiForCausalLM", "PhiConfig", label="query and key norms", num_hidden_layers=2, qk_layernorm=True),
+        tiny(
+            "PhiForCausalLM", "PhiConfig", label="query and key norms", num_hidden_layers=2, qk_layernorm=True
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: llama with q, k and v in one matrix, gate and up in another, and a part of each head rotated."""
+"""Phi-3 and Phi-4: llama with q, k, v in one matrix, gate and up in another, and part of a head rotated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _longrope(pairs: int, original: int) -> dict[str, object]:
-    factors = {"short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
+    factors = {
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [2.0 + i for i in range(pairs)],
+    }
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
@@ -26,9 +29,19 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("Phi3ForCausalLM", "Phi3Config"),
-        tiny("Phi3ForCausalLM", "Phi3Config", label="window, partial rope", sliding_window=5, partial_rotary_factor=0.75),
+        tiny(
+            "Phi3ForCausalLM",
+            "Phi3Config",
+            label="window, partial rope",
+            sliding_window=5,
+            partial_rotary_factor=0.75,
+        ),
         # Lengths that a test may cross would make the original drop its cache and start again.
-        tiny("Phi3ForCausalLM", "Phi3Config", label="longrope, beyond the original length", **_longrope(8, 4)),
-        tiny("Phi3ForCausalLM", "Phi3Config", label="longrope, within the original length", **_longrope(8, 200)),
+        tiny(
+            "Phi3ForCausalLM", "Phi3Config", label="longrope, beyond the original length", **_longrope(8, 4)
+        ),
+        tiny(
+            "Phi3ForCausalLM", "Phi3Config", label="longrope, within the original length", **_longrope(8, 200)
+        ),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, FrameSpec, MoE, Norm, Role
@@ -14,11 +16,13 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, norm=Norm("layer", config.rms_norm_eps), moe=moe)
 
 
-def _frame(config: Config) -> FrameSpec:
+def _frame(config: Config) -> FrameSpec | None:
+    if config.rope_parameters["rope_type"] == "longrope":
+        return None  # where a batch outgrows the original length, the model starts again with other angles
     return llama_frame(config, norm=Norm("layer", config.rms_norm_eps))
 
 
-_TINY = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_TINY: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -37,8 +41,22 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         tiny("PhimoeForCausalLM", "PhimoeConfig", **_TINY),
-        tiny("PhimoeForCausalLM", "PhimoeConfig", label="biases", attention_bias=True, lm_head_bias=True, **_TINY),
+        tiny(
+            "PhimoeForCausalLM",
+            "PhimoeConfig",
+            label="biases",
+            attention_bias=True,
+            lm_head_bias=True,
+            **_TINY,
+        ),
         tiny("PhimoeForCausalLM", "PhimoeConfig", label="wide threshold", router_jitter_noise=0.4, **_TINY),
-        tiny("PhimoeForCausalLM", "PhimoeConfig", label="sliding, long rope", sliding_window=5, rope_parameters=_LONG, **_TINY),
+        tiny(
+            "PhimoeForCausalLM",
+            "PhimoeConfig",
+            label="sliding, long rope",
+            sliding_window=5,
+            rope_parameters=_LONG,
+            **_TINY,
+        ),
     ),
 )

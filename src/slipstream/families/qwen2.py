@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: llama with biases on q, k and v, and an optional sliding window in the upper layers."""
+"""Qwen2 and Qwen2.5: llama with biases on q, k, v, and an optional sliding window in the upper layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("Qwen2ForCausalLM", "Qwen2Config"),
-        tiny("Qwen2ForCausalLM", "Qwen2Config", label="window in upper layers, tied", tie_word_embeddings=True, **_WINDOW),
+        tiny(
+            "Qwen2ForCausalLM",
+            "Qwen2Config",
+            label="window in upper layers, tied",
+            tie_word_embeddings=True,
+            **_WINDOW,
+        ),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, sparse_layer, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Role
@@ -21,13 +23,13 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, ffn=config.moe_intermediate_size, moe=moe)
 
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 40,
 }
-_SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+_SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 
 FAMILY = Family(
     name="qwen2_moe",
@@ -45,6 +47,13 @@ FAMILY = Family(
         tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="normalised", norm_topk_prob=True, **_TINY),
         tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="every second", decoder_sparse_step=2, **_TINY),
         tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="first dense", mlp_only_layers=[0], **_TINY),
-        tiny("Qwen2MoeForCausalLM", "Qwen2MoeConfig", label="sliding, no bias", qkv_bias=False, **_SLIDING, **_TINY),
+        tiny(
+            "Qwen2MoeForCausalLM",
+            "Qwen2MoeConfig",
+            label="sliding, no bias",
+            qkv_bias=False,
+            **_SLIDING,
+            **_TINY,
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Qwen3: llama with queries and keys normalised per head, and an optional sliding window in the upper layers."""
+"""Qwen3: llama with q and k normalised per head, and an optional sliding window in the upper layers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("Qwen3ForCausalLM", "Qwen3Config", head_dim=24),
-        tiny("Qwen3ForCausalLM", "Qwen3Config", label="window, biases", head_dim=16, attention_bias=True, **_WINDOW),
+        tiny(
+            "Qwen3ForCausalLM",
+            "Qwen3Config",
+            label="window, biases",
+            head_dim=16,
+            attention_bias=True,
+            **_WINDOW,
+        ),
     ),
 )

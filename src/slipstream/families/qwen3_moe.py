@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, sparse_layer, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
@@ -16,8 +18,13 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, qk_norm=qk_norm, ffn=config.moe_intermediate_size, moe=moe)
 
 
-_TINY = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24}
-_SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+_TINY: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "head_dim": 24,
+}
+_SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
 
 FAMILY = Family(
     name="qwen3_moe",
@@ -31,7 +38,14 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("Qwen3MoeForCausalLM", "Qwen3MoeConfig", norm_topk_prob=True, **_TINY),
-        tiny("Qwen3MoeForCausalLM", "Qwen3MoeConfig", label="biases, one dense", attention_bias=True, mlp_only_layers=[1], **_TINY),
+        tiny(
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            label="biases, one dense",
+            attention_bias=True,
+            mlp_only_layers=[1],
+            **_TINY,
+        ),
         tiny("Qwen3MoeForCausalLM", "Qwen3MoeConfig", label="sliding", **_SLIDING, **_TINY),
     ),
 )

@@ -19,6 +19,13 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("SeedOssForCausalLM", "SeedOssConfig", head_dim=24),
-        tiny("SeedOssForCausalLM", "SeedOssConfig", label="biases throughout", head_dim=16, attention_out_bias=True, mlp_bias=True),
+        tiny(
+            "SeedOssForCausalLM",
+            "SeedOssConfig",
+            label="biases throughout",
+            head_dim=16,
+            attention_out_bias=True,
+            mlp_bias=True,
+        ),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, rope, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec
@@ -11,8 +13,8 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, rope=rope(config) if config.no_rope_layers[index] else None)
 
 
-_TINY = {"no_rope_layer_interval": 2}
-_WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+_TINY: dict[str, Any] = {"no_rope_layer_interval": 2}
+_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
 
 FAMILY = Family(
     name="smollm3",
@@ -22,6 +24,14 @@ FAMILY = Family(
     frame=llama_frame,
     tiny=(
         tiny("SmolLM3ForCausalLM", "SmolLM3Config", **_TINY),
-        tiny("SmolLM3ForCausalLM", "SmolLM3Config", label="window, biases", attention_bias=True, mlp_bias=True, **_TINY, **_WINDOW),
+        tiny(
+            "SmolLM3ForCausalLM",
+            "SmolLM3Config",
+            label="window, biases",
+            attention_bias=True,
+            mlp_bias=True,
+            **_TINY,
+            **_WINDOW,
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""StableLM: llama with LayerNorm, a quarter of each head rotated, and parallel branches and head norms as options."""
+"""StableLM: llama with LayerNorm, part of a head rotated; parallel branches and head norms by choice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,19 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         tiny("StableLmForCausalLM", "StableLmConfig", partial_rotary_factor=0.25),
-        tiny("StableLmForCausalLM", "StableLmConfig", label="biases", partial_rotary_factor=0.5, use_qkv_bias=True),
-        tiny("StableLmForCausalLM", "StableLmConfig", label="parallel, norm per head", use_parallel_residual=True, qk_layernorm=True),
+        tiny(
+            "StableLmForCausalLM",
+            "StableLmConfig",
+            label="biases",
+            partial_rotary_factor=0.5,
+            use_qkv_bias=True,
+        ),
+        tiny(
+            "StableLmForCausalLM",
+            "StableLmConfig",
+            label="parallel, norm per head",
+            use_parallel_residual=True,
+            qk_layernorm=True,
+        ),
     ),
 )

@@ -25,6 +25,12 @@ FAMILY = Family(
     frame=_frame,
     tiny=(
         tiny("Starcoder2ForCausalLM", "Starcoder2Config"),
-        tiny("Starcoder2ForCausalLM", "Starcoder2Config", label="window, no biases", sliding_window=5, use_bias=False),
+        tiny(
+            "Starcoder2ForCausalLM",
+            "Starcoder2Config",
+            label="window, no biases",
+            sliding_window=5,
+            use_bias=False,
+        ),
     ),
 )

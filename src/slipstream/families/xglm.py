@@ -62,7 +62,12 @@ def _family(name: str, prefix: str, *, root: str, head: str, options: dict[str, 
         refuse=_refuse,
         tiny=(
             Tiny(f"{prefix}ForCausalLM", f"{prefix}Config", plain),
-            Tiny(f"{prefix}ForCausalLM", f"{prefix}Config", {**plain, "scale_embedding": False}, "unscaled embedding"),
+            Tiny(
+                f"{prefix}ForCausalLM",
+                f"{prefix}Config",
+                {**plain, "scale_embedding": False},
+                "unscaled embedding",
+            ),
         ),
     )
 
@@ -80,6 +85,11 @@ FAMILIES = (
         "BioGpt",
         root="biogpt",
         head="output_projection",
-        options={"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        options={
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
     ),
 )

@@ -124,7 +124,7 @@ class Frame:
 
 
 def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Where a table of positions is: a module's own weights, or a buffer of its parent. The model may replace either."""
+    """Owner and name of a table of positions, a module's weights or a buffer; the model may replace it."""
     parent, _, leaf = path.rpartition(".")
     owner = model.get_submodule(parent)
     if leaf in owner._buffers:

@@ -133,6 +133,9 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
             if spec.cache_repeated:
                 k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
             k, v = call.cache.update(k, v, layer_index)
+        if call.mask is None and spec.causal and spec.mask == "whole" and length > 1:
+            # No mask is transformers' way to say that these are the first tokens; a static cache has room after them.
+            k, v = k[:, :, :length], v[:, :, :length]
         mask = _scores_mask(call, block, q, k)
         sinks = block.mask.sinks
         causal = spec.causal and mask is None
@@ -161,7 +164,7 @@ def _scores_mask(call: LayerCall, block: Block, q: Tensor, k: Tensor) -> Tensor 
     if mask is None and block.spec.causal and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device).tril(keys - q.shape[2])[None, None]
     if bias.dtype != q.dtype and bias.shape[-2] == 1:
-        # Measured from the query's own key, the bias of the keys that count is small and survives the rounding.
+        # Measured from the query's own key, the bias of the keys that count is small and survives rounding.
         bias = bias - bias[..., keys - q.shape[2] :].mT
     bias = bias.to(q.dtype)
     if mask is None:
@@ -172,7 +175,9 @@ def _scores_mask(call: LayerCall, block: Block, q: Tensor, k: Tensor) -> Tensor 
     return (bias + mask.to(q.dtype)).clamp(min=lowest)
 
 
-def _full_mask(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, device: torch.device) -> Tensor | None:
+def _full_mask(
+    mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, device: torch.device
+) -> Tensor | None:
     """The model's mask with what the layer itself hides: bool (true: visible) or additive, or None."""
     mask = None if mask is None else mask[..., :keys]
     if spec.mask == "hidden" and mask is not None and mask.dtype == torch.bool:
@@ -205,7 +210,7 @@ def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
 def returns_of(output: Any) -> Callable[[Tensor], Any] | None:
     """Learn from a layer's own answer how to answer for it.
 
-    Attention maps that a layer returns unasked become None: a forward that asks for them runs the original code.
+    Attention maps returned unasked become None: a forward that asks for them runs the original code.
 
     Args:
         output: What the original layer returned.

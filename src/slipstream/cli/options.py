@@ -1,0 +1,157 @@
+"""The options that several commands share, as dataclasses, and what makes a command line of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Annotated, Any, get_type_hints
+
+import torch
+import typer
+
+__all__ = ["Loading", "Precision", "Sampling", "Verbose", "examples", "unfold"]
+
+_PLACE = "A checkpoint folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say on stderr what is done and how long it takes.")
+]
+
+
+class Precision(Enum):
+    """What weights are held and computed in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The same for torch."""
+        found: torch.dtype = getattr(torch, self.value)
+        return found
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which model, and how it is loaded."""
+
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="PLACE", help=_PLACE, rich_help_panel="Model")
+    ]
+    dtype: Annotated[
+        Precision,
+        typer.Option(
+            help="Precision of weights and arithmetic. float32 gives the original's tokens exactly; bfloat16 "
+            "is half the memory, and may choose other words where two are nearly as likely.",
+            rich_help_panel="Model",
+        ),
+    ] = Precision.FLOAT32
+    inject: Annotated[
+        bool,
+        typer.Option(
+            "--inject/--no-inject", help="Replace the layers by fused blocks.", rich_help_panel="Model"
+        ),
+    ] = True
+    verbose: Verbose = False
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and how often."""
+
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens", "-n", min=1, help="Most tokens of an answer.", rich_help_panel="Answer"
+        ),
+    ] = 200
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="0 takes the likeliest token, more is livelier.", rich_help_panel="Answer"
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Draw from the likeliest tokens that sum to this.",
+            rich_help_panel="Answer",
+        ),
+    ] = 1.0
+    seed: Annotated[
+        int, typer.Option(min=0, help="The same seed draws the same answer.", rich_help_panel="Answer")
+    ] = 0
+
+    def to_options(self) -> dict[str, Any]:
+        """The same as arguments of transformers' `generate`.
+
+        Raises:
+            typer.BadParameter: `top_p` without a temperature, where it would have no effect.
+        """
+        if self.temperature == 0.0:
+            if self.top_p != 1.0:
+                raise typer.BadParameter(
+                    "--top-p has no effect at --temperature 0; raise the temperature, e.g. to 0.7"
+                )
+            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
+
+
+def examples(*lines: str) -> str:
+    """The last words of a command's help."""
+    return "\n\n".join(["[bold]Examples[/bold]", *(f"  [cyan]{line}[/cyan]" for line in lines)])
+
+
+def unfold(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses: each of their fields becomes an option of its own.
+
+    Args:
+        command: Every parameter is either annotated for typer, or with a dataclass whose fields are.
+
+    Returns:
+        A function with the long signature, which gathers the options and calls the command.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    own: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+        else:
+            own.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    shared = [_parameter(field, group) for group in groups.values() for field in fields(group)]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: group(**{f.name: given.pop(f.name) for f in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**given, **made)
+
+    parameters = [*own, *shared]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameter(field: Field[Any], group: type) -> inspect.Parameter:
+    annotation = get_type_hints(group, include_extras=True)[field.name]
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )

@@ -1,0 +1,158 @@
+"""A loaded model with its tokenizer: from a prompt to an answer that appears as it is made.
+
+Shapes: S prompt, L prompt and answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream import InferenceEngine, UnsupportedError, WeightError
+from slipstream.cli.options import Loading, Sampling
+from slipstream.cli.terminal import busy, set_up
+from slipstream.engine.open import open_model, resolve_place
+
+__all__ = ["Answer", "Message", "Session", "context_length", "load_original", "open_engine", "open_session"]
+
+Message = dict[str, str]
+"""A turn of a conversation: `role` and `content`."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said.
+
+    Attributes:
+        ids: `(L,)` int64, the prompt included.
+        text: The answer alone, without special tokens.
+        tokens: How many are new.
+        seconds: From the call to the last token.
+    """
+
+    ids: Tensor
+    text: str
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Session:
+    """An engine and the tokenizer of its checkpoint."""
+
+    engine: InferenceEngine
+    tokenizer: Any
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model was trained to converse."""
+        return getattr(self.tokenizer, "chat_template", None) is not None
+
+    def encode(self, messages: Sequence[Message]) -> Tensor:
+        """Token ids of a conversation, `(1, S)`; without a template, of the plain text of its last turn."""
+        if not self.has_template:
+            ids: Tensor = self.tokenizer(messages[-1]["content"], return_tensors="pt").input_ids
+            return ids
+        made: dict[str, Tensor] = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        return made["input_ids"]
+
+    def answer(self, ids: Tensor, sampling: Sampling, show: Callable[[str], None]) -> Answer:
+        """Generate; `show` is called with each piece of text as soon as it stands.
+
+        Args:
+            ids: `(1, S)` int64.
+            sampling: How tokens are chosen.
+            show: Gets the pieces of `Answer.text` in order.
+        """
+        options = sampling.to_options()
+        torch.manual_seed(sampling.seed)
+        start = time.perf_counter()
+        out = self.engine.generate(
+            ids, attention_mask=torch.ones_like(ids), streamer=_streamer(self.tokenizer, show), **options
+        )[0]
+        seconds = time.perf_counter() - start
+        new = out[ids.shape[1] :]
+        return Answer(out, self.tokenizer.decode(new, skip_special_tokens=True), len(new), seconds)
+
+
+def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
+    from transformers import TextStreamer
+
+    class Shower(TextStreamer):  # type: ignore[misc, unused-ignore]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show(text)
+
+    return Shower(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def open_session(loading: Loading) -> Session:
+    """Load a model with its tokenizer, and make the model fast.
+
+    Raises:
+        SlipstreamError: Any of its kinds.
+    """
+    engine, folder = open_engine(loading)
+    return Session(engine, _tokenizer(folder))
+
+
+def open_engine(loading: Loading) -> tuple[InferenceEngine, str]:
+    """Load a model and make it fast; also returns the folder (or hub id) that it came from.
+
+    Raises:
+        SlipstreamError: Any of its kinds.
+    """
+    set_up(loading.verbose)
+    with busy("converting the file, once" if _is_first_use(loading.model) else "looking for the model"):
+        folder = resolve_place(loading.model)
+    with busy("loading the model"):
+        model = open_model(folder, loading.dtype.dtype)
+    if not hasattr(model, "generate"):
+        raise UnsupportedError(
+            f"{type(model).__name__} of {loading.model} generates no text; use a causal language model"
+        )
+    with busy("building the engine"):
+        engine = slipstream.init_inference(
+            model,
+            dtype=loading.dtype.dtype,
+            replace_with_kernel_inject=loading.inject,
+            max_out_tokens=context_length(model),
+        )
+    return engine, folder
+
+
+def load_original(loading: Loading, device: torch.device) -> Any:
+    """The same model as transformers runs it, in eval mode.
+
+    Raises:
+        SlipstreamError: Any of its kinds.
+    """
+    with busy("loading the original"):
+        return open_model(resolve_place(loading.model), loading.dtype.dtype).to(device).eval()
+
+
+def context_length(model: Any) -> int:
+    """Most tokens that the model was made for, prompt and answer together."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(known) if known else 1024
+
+
+def _is_first_use(place: str) -> bool:
+    return place == "demo" or place.endswith(".gguf")
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise WeightError(f"no tokenizer could be loaded from {folder!r}: {why}") from error

@@ -1,0 +1,79 @@
+"""What the commands say beside their result: progress, remarks and errors, all of it on stderr."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+
+from slipstream import SlipstreamError
+
+__all__ = ["answer_for_errors", "busy", "note", "set_up", "stderr", "stdout"]
+
+
+def stdout() -> Console:
+    """The terminal or pipe that takes a command's result."""
+    return Console(highlight=False)
+
+
+def stderr() -> Console:
+    """The terminal or pipe that takes everything else."""
+    return Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """Say something that is not the result."""
+    stderr().print(text, markup=False, soft_wrap=True)
+
+
+def busy(what: str) -> AbstractContextManager[Any]:
+    """Turn a spinner while something long runs; say nothing where nobody looks."""
+    console = stderr()
+    return console.status(what) if console.is_terminal else nullcontext()
+
+
+def set_up(verbose: bool) -> None:
+    """Leave the terminal to the command: transformers' own bars and warnings are for programmers."""
+    from transformers.utils import logging as imported
+
+    transformers_logging: Any = imported  # its functions carry no annotations
+    transformers_logging.disable_progress_bar()
+    if verbose:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("slipstream").setLevel(logging.INFO)
+        return
+    transformers_logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+
+
+def answer_for_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a user can mend into one line on stderr and exit code 1; a defect keeps its traceback.
+
+    Args:
+        command: Called by typer.
+    """
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        from safetensors import SafetensorError
+
+        try:
+            command(**given)
+        except (SlipstreamError, OSError, SafetensorError, torch.OutOfMemoryError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # the reader went away, as `head` does; typer leaves in silence
+            message = " ".join(str(error).split()) or type(error).__name__
+            note(f"slipstream: {message}")
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return run

@@ -1,0 +1,77 @@
+"""What single types need beyond the rules of `tiny.py`, and what cannot be built here at all, each with its reason.
+
+The keys of `SPECIAL` are types, or types with what they are asked to be; the fields are dotted names. A transformers that
+lacks a type leaves its row out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_HEAD = {"head_dim": 16}  # the default is None, which the attention cannot use
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_TOKENIZER = {"num_filters": 2, "depths": [1] * 7}  # the width doubles at every step
+_INDEXER = {  # None by default
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 2,
+}
+_GEMMA4 = {
+    "num_kv_shared_layers": 0,  # the shared layers are counted from the end of a stack that was cut
+}
+
+SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},  # empty by default
+    "dbrx": {"attn_config": {"clip_qkv": None, "kv_n_heads": 2, "rope_theta": 1e4}},  # lost by its own `to_dict`
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # None by default
+    "dots3_note": {"vision_config.num_key_value_heads": 4},  # as many as queries
+    "esmc": {"num_key_value_heads": 4},  # as many as queries
+    "esm": {"vocab_size": 128, "mask_token_id": 90, "pad_token_id": 1},  # None by default
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},  # heads times their width are the state's width
+    "gemma3n_text": _GEMMA4,
+    "gemma4": {f"text_config.{name}": value for name, value in _GEMMA4.items()},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": {f"text_config.{name}": value for name, value in _GEMMA4.items()},
+    "gemma4_unified_text": _GEMMA4,
+    "hunyuan_v1_dense": _HEAD,
+    "hunyuan_v1_moe": _HEAD,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # None by default
+    "mamba2": {"num_heads": 8},  # heads times their width are twice the hidden size
+    "ministral": _HEAD,
+    "nemotron": {**_HEAD, "num_key_value_heads": 2},  # None by default
+    "qwen4_exp": {f"text_config.{name}": value for name, value in _INDEXER.items()},
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {  # its chunks and axial positions must divide the length
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 48],
+        "axial_pos_shape": [4, 4],
+        "attn_layers": ["local", "lsh"],
+        "lsh_attn_chunk_length": 4,
+        "local_attn_chunk_length": 4,
+        "num_buckets": 2,
+        "hash_seed": 0,
+    },
+    "reformer/masked": {"is_decoder": False},
+    "vibevoice_asr": {
+        f"{kind}_tokenizer_encoder_config.{name}": value
+        for kind in ("acoustic", "semantic")
+        for name, value in _TOKENIZER.items()
+    },
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+}
+
+_AUDIO_CODES = "its decoder reads codebooks of audio, and its mapping names a config that the decoder cannot be built from"
+_ASSISTANT = "a draft model that runs on the cache of the model it drafts for, not on tokens"
+
+NOT_BUILT: Mapping[str, str] = {
+    "gemma3n": "needs the packages timm and pillow for its vision tower",
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
+    "musicgen": _AUDIO_CODES,
+    "musicgen_melody": _AUDIO_CODES,
+}
+"""Types that cannot be built tiny here."""

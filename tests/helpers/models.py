@@ -1,0 +1,169 @@
+"""Tiny random models with clear preferences, their engines, and counters of the roads that a call took."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.engine.runner import Runner
+
+VOCABULARY = 100
+
+_COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA = {
+    **_COMMON,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_GPT2 = {**_COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_BERT = {name: value for name, value in _LLAMA.items() if name != "num_key_value_heads"}
+
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_LLAMA, "sliding_window": 6}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**_LLAMA, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {**_COMMON, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}),
+    "bert": ("BertForMaskedLM", "BertConfig", _BERT),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {**_COMMON, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 128},
+    ),
+}
+"""Model class, config class and options by a short name."""
+
+
+def make(kind: str, model_class: str | None = None, *, seed: int = 0, gain: float = 2.0, **options: Any) -> Any:
+    """A random model whose matrices have `gain` times the variance-preserving size, in eval mode."""
+    name, config, defaults = KINDS[kind]
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class or name)(getattr(transformers, config)(**{**defaults, **options}))
+    with torch.no_grad():
+        for parameter in dict.fromkeys(model.parameters()):
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def inject(model: nn.Module, **settings: Any) -> slipstream.InferenceEngine:
+    """An engine of a copy of the model, in float32 and with fused layers unless `settings` say otherwise."""
+    settings = {"dtype": torch.float32, "replace_with_kernel_inject": True, **settings}
+    return slipstream.init_inference(copy.deepcopy(model), **settings)
+
+
+@dataclass
+class Pair:
+    """A model as transformers has it, and an engine of its copy."""
+
+    original: Any
+    engine: Any
+
+
+def pair(kind: str, model_class: str | None = None, *, settings: dict[str, Any] | None = None, **options: Any) -> Pair:
+    """An original and its engine, with every layer fused."""
+    original = make(kind, model_class, **options)
+    engine = inject(original, **(settings or {}))
+    assert engine.report().level == "block", str(engine.report())
+    return Pair(original, engine)
+
+
+def prompt(rows: int = 3, length: int = 9, *, seed: int = 7, vocabulary: int = VOCABULARY) -> Tensor:
+    """Random ids that are no special tokens."""
+    return torch.randint(5, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(rows: int = 3, length: int = 9) -> tuple[Tensor, Tensor]:
+    """A batch whose rows are padded on the left by 0, 2, 4 ... tokens, and its mask."""
+    ids, mask = prompt(rows, length), torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : 2 * row] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@dataclass
+class Roads:
+    """How often each road ran the model.
+
+    Attributes:
+        runner: Steps of the engine road.
+        module: Forwards of the compatible road.
+    """
+
+    runner: int = 0
+    module: int = 0
+
+    @property
+    def taken(self) -> str:
+        """ "engine", "compatible", "both" or "none"."""
+        names = {(True, False): "engine", (False, True): "compatible", (True, True): "both"}
+        return names.get((self.runner > 0, self.module > 0), "none")
+
+
+@contextmanager
+def roads(engine: Any) -> Iterator[Roads]:
+    """Count the roads that an engine takes within the context."""
+    counts = Roads()
+    run = Runner.__call__
+
+    def counted(self: Runner, *args: Any, **kwargs: Any) -> Tensor:
+        counts.runner += self is engine._built.runner
+        return run(self, *args, **kwargs)
+
+    def forward(*_: Any) -> None:
+        counts.module += 1
+
+    handle = engine.module.register_forward_pre_hook(forward)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "__call__", counted)
+        try:
+            yield counts
+        finally:
+            handle.remove()
+
+
+def close(expected: Any, got: Any, *, atol: float = 1e-4, mask: Tensor | None = None) -> None:
+    """Two nests of outputs have one structure and agree, on the positions of `mask` where their shape has it."""
+    assert type(expected) is type(got), f"{type(got).__name__} in place of {type(expected).__name__}"
+    if isinstance(expected, Tensor):
+        assert expected.shape == got.shape and expected.dtype == got.dtype
+        if mask is not None and expected.shape[:2] == mask.shape:
+            expected, got = expected[mask.bool()], got[mask.bool()]
+        torch.testing.assert_close(got, expected, atol=atol, rtol=1e-4)
+    elif isinstance(expected, dict):
+        assert list(expected) == list(got)
+        for key in expected:
+            close(expected[key], got[key], atol=atol, mask=mask)
+    elif isinstance(expected, tuple | list):
+        assert len(expected) == len(got)
+        for one, other in zip(expected, got, strict=True):
+            close(one, other, atol=atol, mask=mask)
+    elif isinstance(expected, transformers.Cache):
+        assert expected.get_seq_length() == got.get_seq_length()
+        for one, other in zip(expected.layers, got.layers, strict=True):
+            close((one.keys, one.values), (other.keys, other.values), atol=atol)

@@ -1,0 +1,81 @@
+"""A block's tensors are all there, of the right shape, finite, and the layer's own can be had back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import WeightError
+from slipstream.families import Family, Tiny
+from slipstream.formats import FORMATS
+from slipstream.model.layers import find_layers
+from slipstream.spec import Role
+from slipstream.weights.load import check_finite, load_block, plan_block, restore_block
+from slipstream.weights.source import ModuleSource
+from tests.families.sweep import VARIANTS, label, peaked_model
+
+PLAIN = FORMATS["plain"]
+LLAMA = next(variant for variant in VARIANTS if variant[0].name == "llama")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_the_layers_own_matrices_can_be_restored(variant: tuple[Family, Tiny]) -> None:
+    family, tiny = variant
+    for found in find_layers(peaked_model(tiny)):
+        assert found.spec is not None
+        source = ModuleSource(found.layer)
+        plans = plan_block(source, family.recipes, found.spec, ignored=family.ignored)
+        weights = load_block(source, plans, matrix_format=PLAIN, plain=PLAIN)
+        restored = restore_block(weights, plans)
+        matrices = {n for role, plan in plans.items() if role.is_matrix for n in (p.name for p in plan.weight)}
+        assert restored.keys() == matrices
+        assert all(torch.equal(tensor, source.read(name)) for name, tensor in restored.items())
+        assert {role: w.shape for role, w in weights.matrices.items()} == dict(found.spec.matrix_shapes())
+
+
+def _llama_layer() -> tuple[nn.Module, Family]:
+    family, tiny = LLAMA
+    return find_layers(peaked_model(tiny))[0].layer, family
+
+
+def _plan(layer: nn.Module, family: Family) -> object:
+    _, tiny = LLAMA
+    spec = find_layers(peaked_model(tiny))[0].spec
+    assert spec is not None
+    return plan_block(ModuleSource(layer), family.recipes, spec)
+
+
+def test_a_missing_matrix_is_named() -> None:
+    layer, family = _llama_layer()
+    del layer.mlp.down_proj
+    with pytest.raises(WeightError, match=str(Role.MLP_OUT)):
+        _plan(layer, family)
+
+
+def test_a_tensor_without_a_role_is_named() -> None:
+    layer, family = _llama_layer()
+    layer.extra = nn.Linear(4, 4, bias=False)
+    with pytest.raises(WeightError, match=r"extra\.weight plays no role"):
+        _plan(layer, family)
+
+
+def test_a_matrix_of_another_shape_is_refused_with_both_shapes() -> None:
+    layer, family = _llama_layer()
+    layer.mlp.down_proj = nn.Linear(95, 64, bias=False)
+    with pytest.raises(WeightError, match=r"mlp_out has shape \(64, 95\).*\(64, 96\)"):
+        _plan(layer, family)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    layer, _ = _llama_layer()
+    layer.mlp.up_proj.weight.data[3, 5] = value
+    with pytest.raises(WeightError, match=r"mlp\.up_proj\.weight hold NaN or infinity"):
+        check_finite(ModuleSource(layer))
+
+
+def test_large_finite_weights_pass() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module.weight.data.fill_(3e38)
+    check_finite(ModuleSource(module))
