@@ -1,7 +1,7 @@
 """What single types need beyond the rules of `tiny.py`, and what cannot be built here at all, each with its reason.
 
 The keys of `SPECIAL` are types, or types with what they are asked to be; the fields are dotted names. A transformers that
-lacks a type leaves its row out.
+lacks a type leaves its row out. What stands under "" goes to the config's constructor, before anything is shrunk.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 _HEAD = {"head_dim": 16}  # the default is None, which the attention cannot use
 
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _TOKENIZER = {"num_filters": 2, "depths": [1] * 7}  # the width doubles at every step
 _INDEXER = {  # None by default
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
+    "indexer_head_dim": 16,
     "indexer_budget": 64,
     "indexer_compress_ratio": 2,
 }
@@ -26,9 +26,14 @@ _GEMMA4 = {
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},  # empty by default
-    "dbrx": {"attn_config": {"clip_qkv": None, "kv_n_heads": 2, "rope_theta": 1e4}},  # lost by its own `to_dict`
+    "dbrx": {  # its sections do not read what they write
+        "attn_config": {"clip_qkv": None, "kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # None by default
-    "dots3_note": {"vision_config.num_key_value_heads": 4},  # as many as queries
+    "dots3_note": {"text_config.per_layer_config": {}},  # numbers of heads of its own
+    "dots3_note_text": {"per_layer_config": {}},
+    "encoder-decoder": {"": {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert"}}},
     "esmc": {"num_key_value_heads": 4},  # as many as queries
     "esm": {"vocab_size": 128, "mask_token_id": 90, "pad_token_id": 1},  # None by default
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},  # heads times their width are the state's width
@@ -75,3 +80,6 @@ NOT_BUILT: Mapping[str, str] = {
     "musicgen_melody": _AUDIO_CODES,
 }
 """Types that cannot be built tiny here."""
+
+NOT_RUN: Mapping[str, str] = {}
+"""Types whose model is built, but cannot be run on token ids."""

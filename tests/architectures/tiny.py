@@ -89,7 +89,7 @@ def tiny_config(model_type: str, kind: Kind) -> Any:
     """A type's default config, shrunk."""
     config_class = CONFIG_MAPPING[model_type]
     special = {**SPECIAL.get(model_type, {}), **SPECIAL.get(f"{model_type}/{kind}", {})}
-    fields = config_class().to_dict()
+    fields = config_class(**special.pop("", {})).to_dict()
     _shrink(fields)
     for path, value in special.items():
         place = fields
@@ -106,9 +106,7 @@ def _shrink(fields: dict[str, Any]) -> None:
         fields.pop(name, None)
     total = next((fields[name] for name in _COUNTS if isinstance(fields.get(name), int)), 0)
     chosen = _chosen_layers(fields, total)
-    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
-        bounded = min(4, fields.get("num_attention_heads") or 4)
-        fields |= {"num_key_value_heads": bounded} if fields.get("num_key_value_heads") else {}
+    grouped = fields.get("num_key_value_heads") != fields.get("num_attention_heads")
     for name, value in fields.items():
         if name == "per_layer_config" and value:
             old = {int(index): entries for index, entries in value.items()}
@@ -122,7 +120,8 @@ def _shrink(fields: dict[str, Any]) -> None:
         elif "token_i" in name and value is not None:
             fields[name] = _token(name, value)
         elif isinstance(value, int):
-            fields[name] = _bounded(name, value, len(chosen))
+            alias = "num_attention_heads" if name == "num_key_value_heads" and not grouped else name
+            fields[name] = _bounded(alias, value, len(chosen))
         elif isinstance(value, list) and total and len(value) == total:
             kept = [value[index] for index in chosen]
             fields[name] = [_bounded(name, v, len(chosen)) if type(v) is int else v for v in kept]

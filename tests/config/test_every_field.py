@@ -295,7 +295,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(section: str) -> Non
 def test_the_table_of_effects_has_every_field_and_nothing_else() -> None:
     assert sorted(EFFECTS) == sorted(fields())
     for name, effect in EFFECTS.items():
-        assert effect.kind in ("acts", "warns", "refused"), name
+        assert effect.kind in ("acts", "warns", "refused", "unserved"), name
         assert effect.sentence.endswith("."), name
 
 

@@ -52,8 +52,8 @@ def bench(
     """Measure prefill, decode, time to first token and working memory.
 
     Prefill is prompt tokens per second until the first new token; decode is new tokens per second after it;
-    both count all sequences of a batch. Memory is the peak of a first call over what was held before it (on the
-    CPU the process's resident memory): activations and cache, not weights.
+    both count all sequences of a batch. Memory is the peak of a first call over what was held before it (on
+    the CPU the process's resident memory): activations and cache, not weights.
     """
     shapes = [Shape(size, measuring.prompt_tokens, measuring.new_tokens) for size in measuring.batch]
     engine = open_engine(loading)[0]
@@ -83,8 +83,8 @@ def _check_length(engine: InferenceEngine, shape: Shape) -> None:
     length, most = shape.prompt_tokens + shape.new_tokens, context_length(engine.module)
     if length > most:
         raise ConfigError(
-            f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens} make {length}, and the model "
-            f"was made for {most}; lower one of them"
+            f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens} make {length}, and the "
+            f"model was made for {most}; lower one of them"
         )
 
 

@@ -33,8 +33,8 @@ def generate(
 ) -> None:
     """Answer a prompt.
 
-    The answer goes to stdout as it is made; what was fused, and how fast it was, to stderr. A model with a chat
-    template is spoken to through it, another one continues the text.
+    The answer goes to stdout as it is made; what was fused, and how fast it was, to stderr. A model with a
+    chat template is spoken to through it, another one continues the text.
     """
     sampling.to_options()  # answers for a wrong combination before anything is loaded
     if compare and sampling.temperature > 0.0:
@@ -51,9 +51,7 @@ def generate(
         _compare(session, load_original(loading, session.engine.device), ids, answer)
     else:
         rate = answer.tokens / answer.seconds
-        note(
-            f"{answer.tokens} tokens in {answer.seconds:.2f} s, {rate:.1f} tokens/s (a first call, still cold)"
-        )
+        note(f"{answer.tokens} tokens in {answer.seconds:.2f} s, {rate:.1f} tokens/s, on a cold engine")
 
 
 def _compare(session: Session, original: Any, ids: Tensor, answer: Answer) -> None:

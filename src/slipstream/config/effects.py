@@ -1,7 +1,8 @@
 """What every field does in Slipstream, as data: the documentation is made of it, the configuration obeys it.
 
 `acts`: the value is honoured. `warns`: a value other than the default changes nothing, and a warning says so.
-`refused`: a value other than the default is an error. Moving a field between kinds is one word here.
+`refused`: a value other than the default is an error. `unserved`: it is understood and checked, and building an engine
+with it is an error in this version. Moving a field between kinds is one word here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Literal
 
 __all__ = ["EFFECTS", "Effect", "Kind"]
 
-Kind = Literal["acts", "warns", "refused"]
+Kind = Literal["acts", "warns", "refused", "unserved"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ def _refused(sentence: str) -> Effect:
     return Effect("refused", sentence)
 
 
+def _unserved(sentence: str) -> Effect:
+    return Effect("unserved", sentence)
+
+
 _GROUPWISE = "Use quant.weight.format with quant.weight.q_groups; weights are packed while they stream in."
 _WHOLE_LAYERS = "Weights are streamed by whole layers; use zero.offload_param.buffer_count."
 
@@ -43,16 +48,15 @@ _TOP = {
         "the report says what was replaced, and nothing replaced at all is an error."
     ),
     "dtype": _acts(
-        "The model is converted to it; int8 stores the weights of linears in 8 bits and computes in floats."
+        "The model is converted to it. int8 means 8-bit weights, which building an engine refuses in this version."
     ),
     "enable_cuda_graph": _acts(
-        "On a GPU the forward pass and each decode step are captured once per shape and replayed; on a "
-        "device without graphs the report says that there are none."
+        "Accepted everywhere; no step is captured in this version, and the report says so."
     ),
-    "use_triton": _acts(
+    "use_triton": _unserved(
         "True makes a missing Triton an error; otherwise Triton kernels are used where they are found."
     ),
-    "triton_autotune": _acts(
+    "triton_autotune": _unserved(
         "True times the variants of each Triton kernel at the first use of a shape; it needs use_triton."
     ),
     "triangular_masking": _acts(
@@ -65,32 +69,32 @@ _TOP = {
         '"error" raises when a replaced layer disagrees with the original, "fallback" keeps the original and '
         'reports it, "off" does not compare.'
     ),
-    "checkpoint": _acts(
+    "checkpoint": _unserved(
         "Weights are read from it and every tensor is accounted for, with and without injection."
     ),
-    "base_dir": _acts(
+    "base_dir": _unserved(
         "Relative file names of a checkpoint are looked up in it; without a checkpoint it warns."
     ),
     "set_empty_params": _warns(
         "Injected layers are always built empty and filled as their weights stream in."
     ),
-    "save_mp_checkpoint_path": _acts(
+    "save_mp_checkpoint_path": _unserved(
         "After loading, every rank writes its shards there, ready to be loaded again."
     ),
     "return_tuple": _acts(
         "False makes forward return the plain first tensor in place of the model's output object."
     ),
-    "training_mp_size": _acts(
+    "training_mp_size": _unserved(
         "Says how many ways a checkpoint is split when its files do not; without a checkpoint it warns."
     ),
     "injection_policy": _acts(
-        "Its layers are split over ranks, summing after the linears it names; a name that matches no linear, "
-        "or replace_with_kernel_inject beside it, is an error."
+        "The linears and norms of its layers run the engine's ops; a family in place of names fuses the layer "
+        "whole. A name that matches nothing, or replace_with_kernel_inject beside it, is an error."
     ),
     "injection_policy_tuple": _warns("It is internal to DeepSpeed; give injection_policy."),
     "config": _acts("Its entries override the model's own configuration when layers are replaced."),
     "max_out_tokens": _acts(
-        "A request whose prompt and new tokens exceed it is refused, and the KV cache is planned by it."
+        "A request whose prompt and new tokens exceed it is refused before it starts."
     ),
     "min_out_tokens": _acts(
         "A request for which fewer tokens than this fit is refused; at most max_out_tokens."
@@ -109,69 +113,69 @@ _TOP = {
 }
 
 _PARALLEL = {
-    "tensor_parallel": _acts("Splits each layer over ranks, with or without kernel injection."),
+    "tensor_parallel": _unserved("Splits each layer over ranks, with or without kernel injection."),
     "tensor_parallel.enabled": _acts("False beside a tp_size above 1 is refused as a contradiction."),
-    "tensor_parallel.tp_size": _acts("Ranks per layer; each reads only its share of the weights."),
-    "tensor_parallel.tp_grain_size": _acts(
+    "tensor_parallel.tp_size": _unserved("Ranks per layer; each reads only its share of the weights."),
+    "tensor_parallel.tp_grain_size": _unserved(
         "Where heads do not decide, shards of a model without a family are cut in multiples of it."
     ),
-    "tensor_parallel.mpu": _acts("Its model-parallel group and size are used."),
-    "tensor_parallel.tp_group": _acts("Layers are split over this group instead of one made for the engine."),
-    "moe": _acts("Spreads whole experts over ranks."),
+    "tensor_parallel.mpu": _unserved("Its model-parallel group and size are used."),
+    "tensor_parallel.tp_group": _unserved("Layers are split over this group instead of one made for the engine."),
+    "moe": _unserved("Spreads whole experts over ranks."),
     "moe.enabled": _acts("False beside an ep_size above 1 is refused as a contradiction."),
-    "moe.ep_size": _acts("Ranks that the experts are spread over."),
+    "moe.ep_size": _unserved("Ranks that the experts are spread over."),
     "moe.moe_experts": _warns("The number of experts is read from the model."),
     "moe.type": _warns("The model's own router and shared experts decide how experts are combined."),
     "moe.ep_mp_group": _warns("An expert's own weights are split over the tensor-parallel group."),
-    "moe.ep_group": _acts("Experts are spread over this group instead of one made for the engine."),
+    "moe.ep_group": _unserved("Experts are spread over this group instead of one made for the engine."),
 }
 
 _QUANT = {
-    "quant": _acts(
+    "quant": _unserved(
         "In force once anything is set in it that does not switch it off; untouched, weights stay plain."
     ),
-    "quant.enabled": _acts("False switches the whole section off; True alone means int8 weights."),
-    "quant.activation": _acts("In force as soon as anything is set in it and `enabled` stays True."),
-    "quant.activation.enabled": _acts(
+    "quant.enabled": _unserved("False switches the whole section off; True alone means int8 weights."),
+    "quant.activation": _unserved("In force as soon as anything is set in it and `enabled` stays True."),
+    "quant.activation.enabled": _unserved(
         "True, when set, quantizes the inputs of quantized linears; beside plain weights it is refused."
     ),
-    "quant.activation.num_bits": _acts("8; the widths 4 and 6 are refused, for no matmul takes them."),
-    "quant.activation.q_type": _acts("Without or with a zero point."),
-    "quant.activation.q_groups": _acts("Groups of an input row with a scale of their own."),
-    "quant.weight": _acts("Chooses the format that the weights of linears are packed into."),
-    "quant.weight.enabled": _acts("False leaves weights plain."),
-    "quant.weight.num_bits": _acts(
+    "quant.activation.num_bits": _unserved("8; the widths 4 and 6 are refused, for no matmul takes them."),
+    "quant.activation.q_type": _unserved("Without or with a zero point."),
+    "quant.activation.q_groups": _unserved("Groups of an input row with a scale of their own."),
+    "quant.weight": _unserved("Chooses the format that the weights of linears are packed into."),
+    "quant.weight.enabled": _unserved("False leaves weights plain."),
+    "quant.weight.num_bits": _unserved(
         "Without a format: 8 is int8, 4 is int4, 6 is fp6; with one it must agree."
     ),
-    "quant.weight.q_type": _acts("Without or with a zero point, for integer formats."),
-    "quant.weight.q_groups": _acts(
+    "quant.weight.q_type": _unserved("Without or with a zero point, for integer formats."),
+    "quant.weight.q_groups": _unserved(
         "Groups of a weight row with a scale of their own, where the format allows it."
     ),
-    "quant.weight.format": _acts("int8, int4, fp8 or fp6."),
+    "quant.weight.format": _unserved("int8, int4, fp8 or fp6."),
     "quant.weight.quantized_initialization": _refused(_GROUPWISE),
     "quant.weight.post_init_quant": _refused(_GROUPWISE),
-    "quant.qkv": _acts("Exempts one projection of every block."),
-    "quant.qkv.enabled": _acts("False leaves the projection of query, key and value plain."),
+    "quant.qkv": _unserved("Exempts one projection of every block."),
+    "quant.qkv.enabled": _unserved("False leaves the projection of query, key and value plain."),
 }
 
 _ZERO = {
-    "zero": _acts(
+    "zero": _unserved(
         "Offloads weights that do not fit; keys that only training could honour are refused by name."
     ),
-    "zero.stage": _acts(
+    "zero.stage": _unserved(
         "Stage 3 goes with offload_param; any other beside it is refused, and alone a stage warns."
     ),
-    "zero.offload_param": _acts("Streams the layers through the compute device."),
-    "zero.offload_param.device": _acts(
+    "zero.offload_param": _unserved("Streams the layers through the compute device."),
+    "zero.offload_param.device": _unserved(
         "With cpu weights stay in host memory, with nvme in files under nvme_path."
     ),
-    "zero.offload_param.nvme_path": _acts(
+    "zero.offload_param.nvme_path": _unserved(
         "Weights lie in this folder; needed with device nvme, refused otherwise."
     ),
-    "zero.offload_param.pin_memory": _acts(
+    "zero.offload_param.pin_memory": _unserved(
         "Locks the host memory that weights stay in; without a device it warns."
     ),
-    "zero.offload_param.buffer_count": _acts(
+    "zero.offload_param.buffer_count": _unserved(
         "Layers held on the device: one in use, the others being fetched."
     ),
     "zero.offload_param.buffer_size": _warns(_WHOLE_LAYERS),
@@ -184,10 +188,10 @@ _ZERO = {
 }
 
 _CHECKPOINT = {
-    "checkpoint_config": _acts("Fills three fields of the top level; a different value in both is an error."),
-    "checkpoint_config.checkpoint_dir": _acts("The same as `checkpoint`."),
-    "checkpoint_config.save_mp_checkpoint_path": _acts("The same as `save_mp_checkpoint_path`."),
-    "checkpoint_config.base_dir": _acts("The same as `base_dir`."),
+    "checkpoint_config": _unserved("Fills three fields of the top level; a different value in both is an error."),
+    "checkpoint_config.checkpoint_dir": _unserved("The same as `checkpoint`."),
+    "checkpoint_config.save_mp_checkpoint_path": _unserved("The same as `save_mp_checkpoint_path`."),
+    "checkpoint_config.base_dir": _unserved("The same as `base_dir`."),
 }
 
 EFFECTS: dict[str, Effect] = {**_TOP, **_PARALLEL, **_QUANT, **_ZERO, **_CHECKPOINT}

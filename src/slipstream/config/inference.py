@@ -168,6 +168,10 @@ class InferenceConfig(Section):
         """Whether the inputs of quantized linears are quantized as well."""
         return self.quant.activation_quantized
 
+    def departures(self) -> Iterator[tuple[str, Any]]:
+        """Yield the dotted name and value of every field that was given a value other than its default."""
+        return _departures(self)
+
     @model_validator(mode="after")
     def _agree(self) -> InferenceConfig:
         problems = [*_refusals(self), *_contradictions(self)]

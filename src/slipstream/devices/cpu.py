@@ -40,7 +40,7 @@ class CpuDevice(Device):
     def reset_peak(self) -> None:
         """Start a new peak, on Linux; elsewhere the system keeps one per process.
 
-        Source: https://docs.kernel.org/filesystems/proc.html: a 5 in `clear_refs` resets what getrusage reports.
+        Source: https://docs.kernel.org/filesystems/proc.html, `clear_refs`: 5 resets what getrusage reports.
         """
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")

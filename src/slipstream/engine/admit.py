@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
+from slipstream.config.effects import EFFECTS
 from slipstream.devices import Device
 from slipstream.errors import ConfigError, InjectionError, RequestError, TokenLimitError, UnsupportedError, WeightError
 from slipstream.model.inject import is_injected
@@ -73,24 +74,11 @@ def check_settings(config: InferenceConfig, device: Device) -> list[str]:
     Raises:
         UnsupportedError: With the field and the way out.
     """
-    refusals = {
-        "tensor_parallel.tp_size": (config.tensor_parallel.tp_size > 1, "leave it at 1"),
-        "moe.ep_size": (config.moe.ep_size > 1, "leave it at 1"),
-        "checkpoint": (config.checkpoint is not None, "load the weights into the model before init_inference"),
-        "save_mp_checkpoint_path": (config.save_mp_checkpoint_path is not None, "save the model with save_pretrained"),
-        "zero.offload_param": (config.zero.offload_param.device != "none", "leave it out"),
-        "set_empty_params": (config.set_empty_params, "leave it at False"),
-    }
-    for name, (asked, way_out) in refusals.items():
-        if asked:
-            raise UnsupportedError(f"{name} is not served by this version; {way_out}")
-    if config.weight_format is not None or config.activation_quantized:
-        raise UnsupportedError(
-            f"the weight format {config.weight_format!r} is not served by this version; leave quant out and use "
-            "dtype=torch.bfloat16"
-        )
-    if config.use_triton and device.name != "cuda":
-        raise UnsupportedError(f"use_triton=True needs a CUDA GPU, and the engine runs on {device.name}; leave it out")
+    for name, value in config.departures():
+        if EFFECTS[name].kind == "unserved":
+            raise UnsupportedError(f"{name}={value!r} is understood and not served by this version; leave it out")
+    if config.dtype is torch.int8:
+        raise UnsupportedError("dtype=torch.int8 (8-bit weights) is not served by this version; use torch.bfloat16")
     notes = []
     if config.enable_cuda_graph:
         reason = device.no_graph()

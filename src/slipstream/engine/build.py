@@ -175,6 +175,8 @@ def _frame(
     if family is None or family.frame is None:
         return None, "the family names no frame"
     spec = family.frame(model_config)
+    if spec is None:
+        return None, f"{family.name} names no frame for this configuration"
     names = [found.name for found in fused]
     try:
         frame = Frame(model, spec, bind_ops(Facts(torch.device("cpu"), settings.dtype)), rope_table=family.rope_table)

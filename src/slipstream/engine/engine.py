@@ -55,7 +55,7 @@ class InferenceEngine(nn.Module):
         self._profile: Profile | None = None
         self.training = False
         self.module = model
-        self.__class__ = _named_like(type(model))
+        self.__class__ = _named_like(type(self), type(model))
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the engine does not have are the model's."""
@@ -234,11 +234,10 @@ class InferenceEngine(nn.Module):
 
 
 @functools.cache
-def _named_like(model_class: type[nn.Module]) -> type[InferenceEngine]:
+def _named_like(engine_class: type[InferenceEngine], model_class: type[nn.Module]) -> type[InferenceEngine]:
     """The engine's class under a model class's name: transformers' pipelines know what they support by that name."""
-    names = {"__module__": InferenceEngine.__module__, "__doc__": InferenceEngine.__doc__}
-    made = type(model_class.__name__, (InferenceEngine,), names)
-    made.__qualname__ = f"{InferenceEngine.__qualname__}[{model_class.__qualname__}]"
+    made = type(model_class.__name__, (engine_class,), {"__module__": engine_class.__module__})
+    made.__qualname__ = f"{engine_class.__qualname__}[{model_class.__qualname__}]"
     return made
 
 

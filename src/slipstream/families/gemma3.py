@@ -1,4 +1,4 @@
-"""Gemma 3 (text) and EmbeddingGemma: sandwich norms, q and k normalised, windowed layers with their own angles."""
+"""Gemma 3 (text) and EmbeddingGemma: sandwich norms, q and k normalised, windowed layers with own angles."""
 
 from __future__ import annotations
 

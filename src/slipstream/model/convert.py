@@ -10,6 +10,8 @@ from torch import nn
 
 __all__ = ["convert", "kept_in_float32"]
 
+_ANGLES = re.compile(r"freq|rot|cos|sin|timescale|embed_positions")
+
 
 def kept_in_float32(model: nn.Module) -> tuple[re.Pattern[str], ...]:
     """Patterns of parameters that transformers keeps in float32 whatever dtype is asked for."""
@@ -23,8 +25,8 @@ def kept_in_float32(model: nn.Module) -> tuple[re.Pattern[str], ...]:
 def convert(module: nn.Module, dtype: torch.dtype, *, keep: Iterable[re.Pattern[str]] = (), prefix: str = "") -> None:
     """Cast floating parameters and persistent buffers in place, one tensor at a time.
 
-    Buffers that are not saved (rotary frequencies, tables of positions) keep their dtype: rounded frequencies turn long
-    prompts wrong. A tensor that stands in several places is cast once.
+    Tables of angles and frequencies that are not saved keep their dtype, as they do when transformers loads a model in
+    half precision: rounded frequencies turn long prompts wrong. A tensor that stands in several places is cast once.
 
     Args:
         module: What to cast.
@@ -39,7 +41,9 @@ def convert(module: nn.Module, dtype: torch.dtype, *, keep: Iterable[re.Pattern[
             if parameter is not None and _applies(f"{path}.{leaf}", parameter, dtype, patterns):
                 parameter.data = parameter.data.to(dtype)
         for leaf, buffer in owner._buffers.items():
-            if buffer is not None and leaf not in tables and _applies(f"{path}.{leaf}", buffer, dtype, patterns):
+            if buffer is None or (leaf in tables and _ANGLES.search(leaf)):
+                continue
+            if _applies(f"{path}.{leaf}", buffer, dtype, patterns):
                 owner._buffers[leaf] = buffer.to(dtype)
 
 

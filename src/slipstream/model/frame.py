@@ -54,6 +54,14 @@ class Frame:
         self._rope_table = rope_table
         self._by_type = self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
 
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the position embedding has a row for, or None where nothing is looked up."""
+        if self.pos_embed is None:
+            return None
+        owner, name = self.pos_embed
+        return int(getattr(owner, name).shape[0]) - self.spec.pos_offset
+
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Embed packed tokens.
 

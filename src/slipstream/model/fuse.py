@@ -98,7 +98,12 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
         of_root = [members for members in kinds.values() if members[0].root == root]
         calls = record_calls(model.get_submodule(root), [members[0] for members in of_root])
         for members in of_root:
-            verdict = _check(members[0], calls.get(members[0].name, []), settings)
+            recorded = calls.get(members[0].name, [])
+            verdict = _check(members[0], recorded, settings)
+            if len(members) > 1 and verdict.returns is not None:
+                # What a layer's own code derives from its index, and its spec does not say, shows in the last one.
+                last = _check(members[-1], recorded[:1], settings)
+                verdict = last if last.returns is None else verdict
             verdicts |= {found.name: verdict for found in members}
     return verdicts
 
