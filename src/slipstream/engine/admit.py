@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from slipstream.config import InferenceConfig
 from slipstream.config.effects import EFFECTS
 from slipstream.devices import Device
+from slipstream.engine.request import Request
 from slipstream.errors import ConfigError, InjectionError, RequestError, TokenLimitError, UnsupportedError, WeightError
 from slipstream.model.inject import is_injected
 from slipstream.weights.load import check_finite
 from slipstream.weights.source import ModuleSource
 
-__all__ = ["check_inputs", "check_length", "check_model", "check_settings"]
+__all__ = ["check_inputs", "check_length", "check_model", "check_request", "check_settings"]
 
 
 def check_model(model: Any, config: InferenceConfig) -> None:
@@ -135,6 +136,22 @@ def _vocabulary(model: nn.Module) -> int | None:
     except NotImplementedError:
         return None
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def check_request(model: nn.Module, request: Request, kwargs: Mapping[str, Any], config: InferenceConfig) -> None:
+    """Refuse a call of `generate` that cannot be run, or does not fit.
+
+    Raises:
+        RequestError: As `check_inputs`.
+        TokenLimitError: As `check_length`; an encoder's input is bounded by itself, and so is what the decoder writes.
+    """
+    if request.prompt is not None:
+        check_inputs(model, (), {**kwargs, "input_ids": request.prompt})
+    if request.encoded:
+        check_length(request.length, 0, config)
+        check_length(1, request.new_tokens, config)
+    else:
+        check_length(request.length, request.new_tokens, config)
 
 
 def check_length(length: int, new_tokens: int, config: InferenceConfig) -> None:

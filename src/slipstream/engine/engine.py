@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
-from slipstream.engine.admit import check_inputs, check_length
+from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
-from slipstream.engine.generate import Loop, move_stop_strings, new_tokens, token_prompt, why_not_packed
+from slipstream.engine.generate import Loop
+from slipstream.engine.request import by_name, move_stop_strings, read_request, why_not_packed
 from slipstream.errors import UnsupportedError
 from slipstream.model.report import Report
 from slipstream.profile.times import Profile
@@ -113,25 +114,19 @@ class InferenceEngine(nn.Module):
         """
         if not hasattr(self.module, "generate"):
             raise UnsupportedError(f"{type(self.module).__name__} has no generate; call the engine itself")
-        args, kwargs = self._here(args), self._here(kwargs)
-        prompt = token_prompt(self.module, args, kwargs)
-        if prompt is not None:
-            check_inputs(self.module, (), {**kwargs, "input_ids": prompt})
-            check_length(prompt.shape[1], new_tokens(self.module, prompt.shape[1], args, kwargs), self.inference_config)
-        with torch.no_grad():
-            return self._generate(prompt, args, kwargs)
-
-    def _generate(self, prompt: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
-        runner = self._built.runner
-        if runner is None or prompt is None or len(args) > 2:
-            return generate(*args, **kwargs)
-        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        options = {key: value for key, value in kwargs.items() if key != "generation_config"}
-        if why_not_packed(self.module, config, options) is not None:
-            return generate(*args, **kwargs)
-        decode = Loop(runner, kwargs.get("streamer")).method()
-        return generate(*args, **move_stop_strings(kwargs), custom_generate=decode)
+        args, kwargs = self._here(args), self._here(kwargs)
+        with torch.no_grad():
+            if not hasattr(self.module, "_prepare_generation_config"):  # not transformers' own generate
+                return generate(*args, **kwargs)
+            kwargs = by_name(self.module, args, kwargs)
+            request = read_request(self.module, kwargs)
+            check_request(self.module, request, kwargs, self.inference_config)
+            runner = self._built.runner
+            if runner is None or why_not_packed(self.module, request, kwargs) is not None:
+                return generate(**kwargs)
+            decode = Loop(runner, kwargs.get("streamer")).method()
+            return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})
 
     def _here(self, value: Any) -> Any:
         """The same nest of tuples, lists and dictionaries, with its tensors on the engine's device."""
@@ -220,8 +215,8 @@ class InferenceEngine(nn.Module):
 
     def destroy(self) -> None:
         """Let go of the model and of everything that was built for it."""
-        self._built = None  # type: ignore[assignment]
-        self._modules["module"] = None
+        self._modules.pop("module", None)
+        self.__dict__.pop("_built", None)
         self._profile = None
 
     def __enter__(self) -> InferenceEngine:

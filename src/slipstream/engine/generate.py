@@ -8,7 +8,7 @@ Shapes: B batch, S prompt (padded), L tokens so far, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,114 +19,10 @@ from slipstream.engine.runner import Runner, make_step
 from slipstream.engine.schedule import Chunk, Schedule
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 
-__all__ = ["TOKEN_BUDGET", "Loop", "move_stop_strings", "new_tokens", "token_prompt", "why_not_packed"]
+__all__ = ["TOKEN_BUDGET", "Loop"]
 
 TOKEN_BUDGET = 4096
 """Most tokens in one step; longer prompts run in chunks."""
-
-_DEFAULT_NEW_TOKENS = 20
-_MODES = ("greedy_search", "sample")
-_OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
-_ARGUMENTS = frozenset(
-    {
-        "assistant_model",
-        "custom_generate",
-        "inputs",
-        "logits_processor",
-        "negative_prompt_attention_mask",
-        "negative_prompt_ids",
-        "prefix_allowed_tokens_fn",
-        "stopping_criteria",
-        "streamer",
-        "synced_gpus",
-        "tokenizer",
-        "assistant_tokenizer",
-        "trust_remote_code",
-    }
-)
-"""Arguments of transformers' `generate` that are neither generation settings nor inputs of the model."""
-
-
-def token_prompt(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The prompt of a call of `generate`, `(B, S)` token ids, or None where the call has none."""
-    prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    config = getattr(model, "config", None)
-    if not isinstance(prompt, Tensor) or prompt.is_floating_point() or getattr(config, "is_encoder_decoder", False):
-        return None
-    return prompt if prompt.dim() == 2 else None
-
-
-def new_tokens(model: nn.Module, length: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """How many tokens a call of `generate` asks for, by its own arguments and the model's generation config."""
-    config = _prepared(model, kwargs.get("generation_config", args[1] if len(args) > 1 else None), kwargs)[0]
-    if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    return max(int(config.max_length) - length, 0) if config.max_length is not None else _DEFAULT_NEW_TOKENS
-
-
-def _prepared(model: nn.Module, generation_config: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The complete generation config of a call, and the arguments that are left for the model."""
-    settings = {k: v for k, v in kwargs.items() if k not in _ARGUMENTS and k != "generation_config"}
-    prepared: tuple[Any, dict[str, Any]] = model._prepare_generation_config(generation_config, **settings)  # type: ignore[operator]
-    return prepared
-
-
-def move_stop_strings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn stop strings into the criterion that transformers makes of them.
-
-    transformers does not pass the tokenizer on where the decoding method is custom, and so cannot do it itself.
-    """
-    if kwargs.get("stop_strings") is None:
-        return dict(kwargs)
-    from transformers.generation import StoppingCriteriaList, StopStringCriteria
-
-    moved = {key: value for key, value in kwargs.items() if key != "stop_strings"}
-    criterion = StopStringCriteria(tokenizer=kwargs["tokenizer"], stop_strings=kwargs["stop_strings"])
-    moved["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
-    return moved
-
-
-def why_not_packed(model: nn.Module, generation_config: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Why a call of `generate` cannot take the engine road, or None if it can.
-
-    Args:
-        model: The causal language model.
-        generation_config: As the user gave it, or None.
-        kwargs: The call's keyword arguments, `input_ids` among them.
-    """
-    for name in ("assistant_model", "custom_generate", "inputs_embeds", "past_key_values", "position_ids"):
-        if kwargs.get(name) is not None:
-            return f"{name} is given"
-    if kwargs.get("synced_gpus"):
-        return "synced_gpus is given"
-    config, rest = _prepared(model, generation_config, kwargs)
-    mode = config.get_generation_mode(None)
-    if mode.value not in _MODES:
-        return f"the mode is {mode.value}"
-    extra = [name for name, value in rest.items() if name not in _OWN and value is not None and value is not False]
-    if extra:
-        return f"the model takes {', '.join(extra)}"
-    for name in ("output_attentions", "output_hidden_states", "cache_implementation", "prefill_chunk_size"):
-        if getattr(config, name, None):
-            return f"{name} is set"
-    if config.use_cache is False or rest.get("use_cache") is False:
-        return "use_cache is False"
-    if getattr(config, "token_healing", False):
-        return "token_healing is set"
-    if config.stop_strings is not None and (kwargs.get("tokenizer") is None or kwargs.get("stop_strings") is None):
-        return "stop_strings stand in a generation config, or come without a tokenizer"
-    mask = kwargs.get("attention_mask")
-    if mask is not None and not _is_left_padded(mask):
-        return "the attention mask has gaps"
-    return None
-
-
-def _is_left_padded(mask: Tensor) -> bool:
-    """Whether every row is zeros, then ones to its end."""
-    if mask.dim() != 2:
-        return False
-    real = mask != 0
-    return bool(real[:, -1].all()) and bool((real[:, 1:] | ~real[:, :-1]).all())
 
 
 @dataclass(frozen=True)

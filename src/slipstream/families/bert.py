@@ -19,6 +19,10 @@ def _refuse(config: Config) -> str | None:
     return "cross attention" if getattr(config, "add_cross_attention", False) else None
 
 
+def _refuse_decoder(config: Config) -> str | None:
+    return "decoders, which some versions of transformers mask like encoders" if config.is_decoder else None
+
+
 _RECIPES: Mapping[Role, Recipe] = {
     Role.QKV: Stack(tuple(f"attention.self.{part}" for part in ("query", "key", "value"))),
     Role.ATTN_OUT: Take("attention.output.dense"),
@@ -34,22 +38,22 @@ def _family(
     prefix: str,
     *,
     norms: tuple[str, str] | None = None,
-    causal: str = "ForCausalLM",
+    causal: str | None = "ForCausalLM",
     **options: Any,
 ) -> Family:
     """One family of the kind; `norms` names those of attention and feed-forward where they come first."""
     first = {} if norms is None else {Role.ATTN_NORM: Take(norms[0]), Role.MLP_NORM: Take(norms[1])}
     config = f"{prefix}Config"
+    tiny = [bert_tiny(f"{prefix}ForMaskedLM", config, **options)]
+    if causal is not None:
+        tiny.append(bert_tiny(f"{prefix}{causal}", config, label="causal", is_decoder=True, **options))
     return Family(
         name=name,
         layers=(f"{prefix}Layer",),
         spec=bert_like if norms is None else _pre_norm,
         recipes={**_RECIPES, **first},
-        refuse=_refuse,
-        tiny=(
-            bert_tiny(f"{prefix}ForMaskedLM", config, **options),
-            bert_tiny(f"{prefix}{causal}", config, label="causal", is_decoder=True, **options),
-        ),
+        refuse=_refuse_decoder if causal is None else _refuse,
+        tiny=tuple(tiny),
     )
 
 
@@ -61,7 +65,7 @@ FAMILIES = (
     _family("electra", "Electra", embedding_size=48),
     _family("ernie", "Ernie", use_task_id=True),
     _family("data2vec-text", "Data2VecText"),
-    _family("rembert", "RemBert", input_embedding_size=48, output_embedding_size=80),
+    _family("rembert", "RemBert", causal=None, input_embedding_size=48, output_embedding_size=80),
     _family(
         "roberta-prelayernorm", "RobertaPreLayerNorm", norms=("attention.LayerNorm", "intermediate.LayerNorm")
     ),

@@ -25,7 +25,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e
 """Bound on the largest error, relative to the root mean square of the original's output. One layer rounds a handful of
 times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
 
-_BATCH, _LENGTH = 2, 8
+_BATCH, _LENGTH, _UNPADDED = 2, 8, 6
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[Rec
         layers: One per kind, in the order of the model.
 
     Returns:
-        Calls by layer name: a padded prompt and, where the model keeps a cache, one more token. Empty for a model that
-        cannot be run on tokens.
+        Calls by layer name: a padded prompt; one more token, where the model keeps a cache; and a prompt without
+        padding, for which transformers often makes no mask at all. Empty for a model that cannot be run on tokens.
     """
     vocabulary = _vocabulary(root)
     if vocabulary is None:
@@ -73,6 +73,8 @@ def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[Rec
         cache = _run(root, pending, calls, input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
         if cache is not None:
             _run(root, pending, calls, input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
+        unpadded = ids[:, :_UNPADDED]
+        _run(root, pending, calls, input_ids=unpadded, attention_mask=torch.ones_like(unpadded))
     finally:
         for handle in handles:
             handle.remove()

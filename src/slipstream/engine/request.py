@@ -1,0 +1,163 @@
+"""Reads a call of `generate` before anything runs: its prompt, its length, and whether the engine road can serve it.
+
+Shapes: B batch, S prompt (padded).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Request", "by_name", "move_stop_strings", "read_request", "why_not_packed"]
+
+_MODES = ("greedy_search", "sample")
+_OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
+_ARGUMENTS = frozenset(
+    {
+        "assistant_model",
+        "assistant_tokenizer",
+        "custom_generate",
+        "generation_config",
+        "inputs",
+        "logits_processor",
+        "negative_prompt_attention_mask",
+        "negative_prompt_ids",
+        "prefix_allowed_tokens_fn",
+        "stopping_criteria",
+        "streamer",
+        "synced_gpus",
+        "tokenizer",
+        "trust_remote_code",
+    }
+)
+"""Arguments of transformers' `generate` that are neither generation settings nor inputs of the model."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of `generate`.
+
+    Attributes:
+        prompt: `(B, S)` token ids, or None where the call has none.
+        length: Tokens of the prompt, padding included; 1 where there is none and generation starts from one token.
+        new_tokens: Tokens that the call asks for.
+        encoded: The prompt goes into an encoder, and the new tokens do not follow it.
+        config: The complete generation config.
+        inputs: Arguments that are left for the model.
+    """
+
+    prompt: Tensor | None
+    length: int
+    new_tokens: int
+    encoded: bool
+    config: Any
+    inputs: Mapping[str, Any]
+
+
+def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the model's `generate`, all by name.
+
+    Raises:
+        TypeError: More positional arguments than `generate` has, or one that is given by name too.
+    """
+    bound = inspect.signature(model.generate).bind(*args, **kwargs)  # type: ignore[arg-type]
+    named = dict(bound.arguments)
+    return {**named, **named.pop("kwargs", {})}
+
+
+def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
+    """Read a call.
+
+    Args:
+        model: Has transformers' `generate`.
+        kwargs: From `by_name`.
+    """
+    given = kwargs.get("generation_config")
+    settings = {name: value for name, value in kwargs.items() if name not in _ARGUMENTS}
+    config, inputs = model._prepare_generation_config(given, **settings)  # type: ignore[operator]
+    first = kwargs.get("inputs")
+    ids = kwargs.get("input_ids") if first is None else first
+    embeds = kwargs.get("inputs_embeds")
+    prompt = ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
+    entry = next((t for t in (ids, embeds) if isinstance(t, Tensor) and t.dim() > 1), None)
+    length = 1 if entry is None else int(entry.shape[1])
+    owners = (given, model.generation_config)
+    is_default = settings.get("max_length") is None and all(
+        owner is None or owner.max_length is None for owner in owners
+    )
+    encoded = bool(getattr(model.config, "is_encoder_decoder", False))
+    return Request(prompt, length, _new_tokens(model, config, length, is_default, encoded), encoded, config, inputs)
+
+
+def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, encoded: bool) -> int:
+    """As transformers' `_prepare_generated_length` decides it."""
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    start = 1 if encoded else length
+    most = int(config.max_length)
+    if is_default:
+        positions = getattr(model.config, "max_position_embeddings", None)
+        most = most + start if positions is None else min(most + start, int(positions))
+    return max(most - start, 0)
+
+
+def move_stop_strings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn stop strings into the criterion that transformers makes of them.
+
+    transformers does not pass the tokenizer on where the decoding method is custom, and so cannot do it itself.
+    """
+    if kwargs.get("stop_strings") is None:
+        return dict(kwargs)
+    from transformers.generation import StoppingCriteriaList, StopStringCriteria
+
+    moved = {key: value for key, value in kwargs.items() if key != "stop_strings"}
+    criterion = StopStringCriteria(tokenizer=kwargs["tokenizer"], stop_strings=kwargs["stop_strings"])
+    moved["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
+    return moved
+
+
+def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call of `generate` cannot take the engine road, or None if it can.
+
+    Args:
+        model: The causal language model.
+        request: The call as it was read.
+        kwargs: The call.
+    """
+    if request.prompt is None:
+        return "there are no token ids"
+    if "generate" in vars(model):
+        return "the model has a generate of its own"
+    for name in ("assistant_model", "custom_generate", "inputs_embeds", "past_key_values", "position_ids", "synced_gpus"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            return f"{name} is given"
+    config, inputs = request.config, request.inputs
+    mode = config.get_generation_mode(None)
+    if mode.value not in _MODES:
+        return f"the mode is {mode.value}"
+    extra = [name for name, value in inputs.items() if name not in _OWN and value is not None and value is not False]
+    if extra:
+        return f"the model takes {', '.join(extra)}"
+    for name in ("output_attentions", "output_hidden_states", "cache_implementation", "prefill_chunk_size", "token_healing"):
+        if getattr(config, name, None):
+            return f"{name} is set"
+    if config.use_cache is False or inputs.get("use_cache") is False:
+        return "use_cache is False"
+    if config.stop_strings is not None and (kwargs.get("tokenizer") is None or kwargs.get("stop_strings") is None):
+        return "stop_strings stand in a generation config, or come without a tokenizer"
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not _is_left_padded(mask):
+        return "the attention mask has gaps"
+    return None
+
+
+def _is_left_padded(mask: Tensor) -> bool:
+    """Whether every row is zeros, then ones to its end."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    real = mask != 0
+    return bool(real[:, -1].all()) and bool((real[:, 1:] | ~real[:, :-1]).all())
