@@ -108,18 +108,18 @@ def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
 
 
 def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: Tensor) -> float:
-    """Error of two more tokens upon the cache of the others; 0 where the model keeps none."""
+    """Error of two more tokens upon the cache of the others, or of the others where the model keeps none."""
     if not getattr(original, "can_generate", lambda: False)():
         return 0.0
-    outputs = []
-    for model in (original, engine):
-        first = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)
-        kept = getattr(first, "past_key_values", None)
-        if kept is None:
-            return 0.0
-        second = model(input_ids=ids[:, -2:], attention_mask=mask, past_key_values=kept, use_cache=True)
-        outputs.append(second.logits)
-    return _error(outputs[0], outputs[1], mask[:, -2:])
+    models = (original, engine)
+    first = [model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True) for model in models]
+    if getattr(first[0], "past_key_values", None) is None:
+        return _error(first[0].logits, first[1].logits, mask[:, :-2])
+    second = [
+        model(input_ids=ids[:, -2:], attention_mask=mask, past_key_values=before.past_key_values, use_cache=True)
+        for model, before in zip(models, first, strict=True)
+    ]
+    return _error(second[0].logits, second[1].logits, mask[:, -2:])
 
 
 def _greedy(original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor) -> tuple[str, str]:

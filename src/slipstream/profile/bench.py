@@ -102,7 +102,8 @@ class Row:
         first_token: Seconds from the call to the first token.
         prefill: Prompt tokens per second of all sequences together, until the first token.
         decode: New tokens per second of all sequences together, after the first.
-        working_bytes: Of the first call, before an allocator has anything left over: activations and cache.
+        working_bytes: Of the first call of this shape, before the allocator has much left over: activations
+            and cache.
         repeat: Number of runs behind each spread.
     """
 
@@ -182,7 +183,7 @@ def interleave(runs: Mapping[str, Callable[[], T]], *, repeat: int) -> dict[str,
 def bench(
     models: Mapping[str, Generates], shape: Shape, *, device: Device, vocabulary: int, repeat: int = 3
 ) -> list[Row]:
-    """Measure models at one shape: one call of each to warm up, then `repeat` in turns.
+    """Measure models at one shape: two calls of each to warm up, then `repeat` in turns.
 
     Args:
         models: By the names to report them under; all on `device`.
@@ -213,6 +214,8 @@ def bench(
         return lambda: time_generate(model, ids, device, **options)
 
     runs = {name: run(model) for name, model in models.items()}
+    for model in models.values():  # brings in weights that are mapped from a file and not read yet
+        time_generate(model, ids[:, :1], device, **{**options, "max_new_tokens": 2})
     first = interleave(runs, repeat=1)
     timed = interleave(runs, repeat=repeat)
     return [_row(name, shape, timed[name], first[name][0].working_bytes) for name in models]
