@@ -1,7 +1,32 @@
-"""What every test shares: one thread, so that runs compare and the machine is not fought over."""
+"""What every test shares: one thread, so that runs compare and the machine is not fought over; and the sweeps' tables."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the sweeps recorded with `record_property(title, {column: cell})`, a table for each title."""
+    tables: dict[str, list[dict[str, str]]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for title, row in getattr(report, "user_properties", ()):
+                if isinstance(row, dict):
+                    tables.setdefault(title, []).append(row)
+    for title, rows in tables.items():
+        terminalreporter.write_sep("-", f"{title}: {len(rows)} rows")
+        lines = [list(rows[0]), *sorted(list(row.values()) for row in rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        for line in lines:
+            terminalreporter.write_line("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test starts from the same random state, whatever ran before it in its worker."""
+    torch.manual_seed(0)

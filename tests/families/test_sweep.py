@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.families import Family, Tiny
-from tests.families.sweep import VARIANTS, label, measure
+from tests.families.sweep import VARIANTS, Row, label, measure
 
 TOLERANCE = 1e-4
 """The promise for logits in float32; hidden states are held to it relative to their largest value."""
@@ -18,7 +18,7 @@ def test_family_answers_like_the_original(
     variant: tuple[Family, Tiny], record_property: Callable[[str, object], None]
 ) -> None:
     row = measure(*variant)
-    record_property("family sweep", row.cells())
+    record_property("family sweep", dict(zip(Row.titles(), row.cells(), strict=True)))
     errors = {"single": row.single, "left": row.left, "right": row.right, "cached": row.cached, "states": row.states}
     assert row.level == "block"
     assert max(errors.values()) <= TOLERANCE, errors

@@ -73,18 +73,17 @@ def bench(
         typer.echo(json.dumps({**head, "rows": [row.to_dict() for row in rows]}, indent=2))
         return
     stdout().print(_table(rows))
-    note(
-        ", ".join(f"{name} {value}" for name, value in head.items())
-        + f"; medians of {measuring.repeat} (low..high)"
-    )
+    counts = f"{measuring.prompt_tokens} prompt tokens, {measuring.new_tokens} new ones"
+    facts = ", ".join(f"{name} {value}" for name, value in head.items())
+    note(f"{counts}; medians of {measuring.repeat} (low..high)\n{facts}")
 
 
 def _check_length(engine: InferenceEngine, shape: Shape) -> None:
     length, most = shape.prompt_tokens + shape.new_tokens, context_length(engine.module)
     if length > most:
         raise ConfigError(
-            f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens} make {length}, and the "
-            f"model was made for {most}; lower one of them"
+            f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens} make {length}, and the"
+            f" model was made for {most}; lower one of them"
         )
 
 
@@ -105,13 +104,12 @@ def _head(loading: Loading, device: Device) -> dict[str, Any]:
 def _table(rows: list[Row]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for heading in ("batch", "prompt", "new", "first token", "prefill tokens/s", "decode tokens/s", "memory"):
+    for heading in ("batch", "first token", "prefill tokens/s", "decode tokens/s", "memory"):
         table.add_column(heading, justify="right")
     for row in rows:
-        shape = row.shape
         table.add_row(
             row.name,
-            *(str(number) for number in (shape.batch, shape.prompt_tokens, shape.new_tokens)),
+            str(row.shape.batch),
             f"{1e3 * row.first_token.median:.0f} ms",
             _spread(row.prefill),
             _spread(row.decode),

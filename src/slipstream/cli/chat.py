@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -52,7 +53,7 @@ def chat(
 def _read() -> str | None:
     """The next line, or None where there are no more."""
     try:
-        return input("> ").strip()
+        return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         typer.echo()
         return None

@@ -38,7 +38,7 @@ def generate(
     """
     sampling.to_options()  # answers for a wrong combination before anything is loaded
     if compare and sampling.temperature > 0.0:
-        raise typer.BadParameter("--compare needs the same tokens from both models; leave --temperature at 0")
+        raise ConfigError("--compare needs the same tokens from both models; leave --temperature at 0")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("the prompt is empty; say something to the model")

@@ -12,6 +12,8 @@ from typing import Annotated, Any, get_type_hints
 import torch
 import typer
 
+from slipstream import ConfigError
+
 __all__ = ["Loading", "Precision", "Sampling", "Verbose", "examples", "unfold"]
 
 _PLACE = "A checkpoint folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
@@ -92,11 +94,11 @@ class Sampling:
         """The same as arguments of transformers' `generate`.
 
         Raises:
-            typer.BadParameter: `top_p` without a temperature, where it would have no effect.
+            ConfigError: `top_p` without a temperature, where it would have no effect.
         """
         if self.temperature == 0.0:
             if self.top_p != 1.0:
-                raise typer.BadParameter(
+                raise ConfigError(
                     "--top-p has no effect at --temperature 0; raise the temperature, e.g. to 0.7"
                 )
             return {"max_new_tokens": self.max_new_tokens, "do_sample": False}

@@ -14,14 +14,16 @@ import torch
 import typer
 from rich.console import Console
 
-from slipstream import SlipstreamError
+from slipstream import ConfigError, SlipstreamError
 
 __all__ = ["answer_for_errors", "busy", "note", "set_up", "stderr", "stdout"]
 
 
 def stdout() -> Console:
     """The terminal or pipe that takes a command's result."""
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    # A pipe has no width: whoever reads it can fold lines, and nobody can unfold them.
+    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def stderr() -> Console:
@@ -51,11 +53,14 @@ def set_up(verbose: bool) -> None:
         logging.getLogger("slipstream").setLevel(logging.INFO)
         return
     transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
 
 def answer_for_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what a user can mend into one line on stderr and exit code 1; a defect keeps its traceback.
+    """Turn what a user can mend into one line on stderr; a defect keeps its traceback.
+
+    The exit code is 2 for a setting that cannot be (as typer's own), 1 for all else, 130 for Ctrl-C.
 
     Args:
         command: Called by typer.
@@ -72,7 +77,7 @@ def answer_for_errors(command: Callable[..., None]) -> Callable[..., None]:
                 raise  # the reader went away, as `head` does; typer leaves in silence
             message = " ".join(str(error).split()) or type(error).__name__
             note(f"slipstream: {message}")
-            raise typer.Exit(1) from error
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

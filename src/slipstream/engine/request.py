@@ -65,8 +65,8 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         TypeError: More positional arguments than `generate` has, or one that is given by name too.
     """
     bound = inspect.signature(model.generate).bind(*args, **kwargs)  # type: ignore[arg-type]
-    named = dict(bound.arguments)
-    return {**named, **named.pop("kwargs", {})}
+    others = bound.kwargs  # what stands after the positional ones, and everything that has no name of its own
+    return {**dict(zip(bound.signature.parameters, bound.args, strict=False)), **others}
 
 
 def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:

@@ -1,0 +1,48 @@
+"""The self-check's comparison: what it lets pass, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.errors import InjectionError
+from slipstream.model.check import RecordedCall, compare
+
+CALLS = [RecordedCall((torch.empty(2, 6, 4),), {}, None), RecordedCall((torch.empty(2, 1, 4),), {}, None)]
+TOKENS = 14
+
+
+def _off(rows: int, by: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """The identity, but for the first rows of the first call."""
+
+    def run(hidden: Tensor) -> Tensor:
+        out = hidden.clone()
+        if hidden.shape[1] > 1:
+            out.view(-1, 4)[:rows] += by
+        return out
+
+    return run
+
+
+def _identity(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def test_one_wrong_token_is_refused() -> None:
+    with pytest.raises(InjectionError, match="off by 1"):
+        compare("layer", CALLS, _identity, _off(1), torch.float32)
+
+
+def test_tokens_that_rounding_decides_may_differ_up_to_their_share() -> None:
+    allowed = int(0.4 * TOKENS)
+    assert compare("layer", CALLS, _identity, _off(allowed), torch.bfloat16, ties=0.4) == 0.0
+    with pytest.raises(InjectionError):
+        compare("layer", CALLS, _identity, _off(allowed + 1), torch.bfloat16, ties=0.4)
+
+
+def test_a_share_of_ties_does_not_excuse_what_is_not_finite() -> None:
+    with pytest.raises(InjectionError):
+        compare("layer", CALLS, _identity, _off(1, float("nan")), torch.bfloat16, ties=0.4)
