@@ -1,5 +1,5 @@
 # Thin names for scripts/; `make` alone lists them.
-PROMPT ?= What is the capital of France?
+PROMPT ?= Explain in two sentences why the sky is blue.
 export PROMPT
 
 .DEFAULT_GOAL := help

@@ -262,6 +262,7 @@ class FrameSpec:
         embed_scale_rounded: Whether the original rounds the multiplier to the embedding's dtype first.
         logit_scale: Multiplies the logits.
         logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
+        restart: The original drops its cache and computes anew once a generation passes this length (Phi-3's long rope).
     """
 
     layers: str
@@ -279,3 +280,4 @@ class FrameSpec:
     embed_scale_rounded: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    restart: int | None = None

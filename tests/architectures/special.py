@@ -27,12 +27,19 @@ _GEMMA4 = {
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},  # empty by default
     "dbrx": {  # its sections do not read what they write
-        "attn_config": {"clip_qkv": None, "kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "blt": {"num_hidden_layers": 2},  # what its cache is made by, and its default lacks
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": {"num_experts_per_tok": 2},  # None by default
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "mobilebert": {"intra_bottleneck_size": 64},  # the width of the others
+    "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer attends
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # None by default
-    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 24},  # heads of their own, of both parts
-    "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
+    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 32},  # heads of their own, of both parts
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 32},
     "encoder-decoder": {"": {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert"}}},
     "esmc": {"num_key_value_heads": 4},  # as many as queries
     "esm": {"vocab_size": 128, "mask_token_id": 90, "pad_token_id": 1},  # None by default
@@ -42,6 +49,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {f"text_config.{name}": value for name, value in _GEMMA4.items()},
     "gemma4_unified_text": _GEMMA4,
+    "hrm_text": {"num_hidden_layers": 16},  # two layers in each of two stacks, times its cycles
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": _HEAD,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # None by default
@@ -66,7 +74,15 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         for kind in ("acoustic", "semantic")
         for name, value in _TOKENIZER.items()
     },
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "xlstm": {"qk_dim_factor": 1.0},  # its cache is made for keys as wide as values
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,  # twice the hidden size
+        "attention_head_dim": 32,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
 }
 
 _AUDIO_CODES = "its decoder reads codebooks of audio, and its mapping names a config that the decoder cannot be built from"
@@ -81,5 +97,7 @@ NOT_BUILT: Mapping[str, str] = {
 }
 """Types that cannot be built tiny here."""
 
-NOT_RUN: Mapping[str, str] = {}
+NOT_RUN: Mapping[str, str] = {
+    "voxtral_realtime": "hears audio with every token",
+}
 """Types whose model is built, but cannot be run on token ids."""

@@ -66,16 +66,16 @@ def sweep(model_type: str, kind: Kind) -> Result:
 def _inputs(model: Any, kind: Kind) -> dict[str, Tensor]:
     """A batch whose first row is padded: on the left where tokens are to follow, on the right otherwise."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(10, 80, (_BATCH, _LENGTH), generator=generator)
+    ids = torch.randint(10, 60, (_BATCH, _LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     padding = slice(None, _PADDING) if kind == "causal" else slice(_LENGTH - _PADDING, None)
     mask[0, padding] = 0
     ids[0, padding] = _pad_token(model)
     inputs = {"input_ids": ids, "attention_mask": mask}
     if "attention_mask" not in inspect.signature(model.forward).parameters:
-        inputs = {"input_ids": torch.randint(10, 80, (_BATCH, _LENGTH), generator=generator)}
+        inputs = {"input_ids": torch.randint(10, 60, (_BATCH, _LENGTH), generator=generator)}
     if kind == "seq2seq" and "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        inputs["decoder_input_ids"] = torch.randint(10, 80, (_BATCH, 6), generator=generator)
+        inputs["decoder_input_ids"] = torch.randint(10, 60, (_BATCH, 6), generator=generator)
     return inputs
 
 

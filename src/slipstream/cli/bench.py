@@ -81,10 +81,8 @@ def bench(
 def _check_length(engine: InferenceEngine, shape: Shape) -> None:
     length, most = shape.prompt_tokens + shape.new_tokens, context_length(engine.module)
     if length > most:
-        raise ConfigError(
-            f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens} make {length}, and the"
-            f" model was made for {most}; lower one of them"
-        )
+        asked = f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens}"
+        raise ConfigError(f"{asked} make {length}, and the model was made for {most}; lower one of them")
 
 
 def _head(loading: Loading, device: Device) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _WHOLE_LAYERS = "Weights are streamed by whole layers; use zero.offload_param.bu
 _TOP = {
     "replace_with_kernel_inject": _acts(
         "True replaces every layer whose class has a family by a fused block, and known parts of the others; "
-        "the report says what was replaced, and nothing replaced at all is an error."
+        "the report says what was replaced, and where that is nothing a warning names the layer classes."
     ),
     "dtype": _acts(
         "The model is converted to it. int8 means 8-bit weights, which building an engine refuses in this version."

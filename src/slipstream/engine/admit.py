@@ -18,6 +18,8 @@ from slipstream.devices import Device
 from slipstream.engine.request import Request
 from slipstream.errors import ConfigError, InjectionError, RequestError, TokenLimitError, UnsupportedError, WeightError
 from slipstream.model.inject import is_injected
+from slipstream.model.parts import is_swapped
+from slipstream.model.policy import check_policy
 from slipstream.weights.load import check_finite
 from slipstream.weights.source import ModuleSource
 
@@ -28,7 +30,7 @@ def check_model(model: Any, config: InferenceConfig) -> None:
     """Refuse what is not a usable model; nothing is changed.
 
     Raises:
-        ConfigError: Not an `nn.Module`.
+        ConfigError: Not an `nn.Module`, or not one that the `injection_policy` fits.
         InjectionError: Already an engine, or already injected.
         WeightError: Weights on the meta device without a checkpoint, quantized in part, or not finite.
         UnsupportedError: A kind of object that is not served yet.
@@ -43,7 +45,7 @@ def check_model(model: Any, config: InferenceConfig) -> None:
             f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
         )
     for name, module in model.named_modules():
-        if is_injected(module):
+        if is_injected(module) or is_swapped(module):
             raise InjectionError(
                 f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or load "
                 "the model again"
@@ -63,6 +65,7 @@ def check_model(model: Any, config: InferenceConfig) -> None:
             "quantized, and blocks are fused from floating weights; load the model without quantization, or leave "
             "replace_with_kernel_inject at False"
         )
+    check_policy(model, config.injection_policy)
     check_finite(ModuleSource(model))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from slipstream.devices import Device, choose
 from slipstream.engine.admit import check_model, check_settings
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.families import Family
 from slipstream.kernels import KERNELS
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32
@@ -23,7 +25,7 @@ from slipstream.model.frame import Frame
 from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.layers import Found, find_layers
-from slipstream.model.parts import fuse_parts, Part
+from slipstream.model.parts import Part, fuse_parts, judge_parts
 from slipstream.model.report import LayerReport, Report
 from slipstream.model.watch import watch
 from slipstream.ops import OPS, Ops, bind_ops
@@ -65,15 +67,16 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     device = choose()
     notes = check_settings(config, device)
     check_model(model, config)
-    model_config = _override(getattr(model, "config", None), config.config)
+    model_config = _override(getattr(model, "config", None), config)
     training = [module for module in model.modules() if module.training]
     model.eval()
     if any(module is model for module in training):
         notes.append("the model was in training mode and was switched to eval")
     settings = _settings(model, config, device)
     try:
-        layers = find_layers(model, None if config.config is None else model_config)
+        layers = find_layers(model, _layers_config(model_config, config), config.injection_policy)
         verdicts = _judge(model, layers, config, settings)
+        parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
         frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings)
     except BaseException:
         for module in training:
@@ -85,7 +88,10 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if not config.keep_module_on_host:
         model.to(device.torch_device)
     blocks = fuse(layers, verdicts, settings)
-    parts = fuse_parts(model, layers, verdicts, config, settings)
+    fuse_parts(layers, parts)
+    if config.replace_with_kernel_inject and not blocks and not parts:
+        notes.append(_nothing_replaced(model, layers))
+        warnings.warn(notes[-1], UserWarning, stacklevel=4)
     if blocks:
         watch(model)
     runner = Runner(frame, list(blocks.values()), list(blocks)) if frame is not None else None
@@ -115,10 +121,12 @@ def inspect(model: nn.Module) -> Report:
         settings = _settings(model, config, device)
         layers = find_layers(model)
         verdicts = judge(model, layers, settings)
+        parts = judge_parts(layers, verdicts, settings, all_layers=True)
     finally:
         for module in training:
             module.training = True
-    return _report(device, [], layers, verdicts, {}, {}, settings)
+    notes = [] if parts or any(v.returns is not None for v in verdicts.values()) else [_nothing_replaced(model, layers)]
+    return _report(device, notes, layers, verdicts, {}, parts, settings)
 
 
 def offer(dtype: torch.dtype) -> dict[str, Bound]:
@@ -127,10 +135,23 @@ def offer(dtype: torch.dtype) -> dict[str, Bound]:
     return {name: bind(op, facts, KERNELS) for name, op in OPS.items()}
 
 
-def _override(model_config: Any, entries: Mapping[str, Any] | None) -> Any:
+def _nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
+    """What to tell a user who asked for kernels and gets none."""
+    seen = sorted({type(found.layer).__name__ for found in layers})
+    classes = f"the layers of {type(model).__name__} are {', '.join(seen)}" if seen else f"{type(model).__name__} has no layers that repeat"
+    return (
+        f"replace_with_kernel_inject=True replaced nothing: {classes}, and neither a family nor a known part is among "
+        "them; the model runs its own code. engine.report() has the reason of each layer"
+    )
+
+
+def _override(model_config: Any, config: InferenceConfig) -> Any:
     """The model's config, or a copy with entries replaced."""
+    entries = config.config
     if not entries:
         return model_config
+    if model_config is None and any(isinstance(v, Family) for v in (config.injection_policy or {}).values()):
+        return None
     if model_config is None:
         raise UnsupportedError(f"config={dict(entries)!r} overrides the model's config, and this model has none")
     changed = copy.deepcopy(model_config)
@@ -139,21 +160,29 @@ def _override(model_config: Any, entries: Mapping[str, Any] | None) -> Any:
     return changed
 
 
+def _layers_config(model_config: Any, config: InferenceConfig) -> Any:
+    """What takes the place of the models' own configs, if anything: entries alone serve a family of the user's."""
+    if not config.config:
+        return None
+    return dict(config.config) if model_config is None else model_config
+
+
 def _settings(model: nn.Module, config: InferenceConfig, device: Device) -> Settings:
     dtype = config.dtype
 
-    def bind(spec: BlockSpec) -> Ops:
+    def bind(spec: BlockSpec | None) -> Ops:
         return bind_ops(Facts(device.torch_device, dtype, spec), KERNELS)
 
-    return Settings(dtype, config.injection_check, bind, keep=kept_in_float32(model))
+    place = torch.device("cpu") if config.keep_module_on_host else device.torch_device
+    return Settings(dtype, config.injection_check, bind, keep=kept_in_float32(model), device=place)
 
 
 def _judge(
     model: nn.Module, layers: Sequence[Found], config: InferenceConfig, settings: Settings
 ) -> dict[str, Verdict]:
-    if not config.replace_with_kernel_inject:
-        return {found.name: Verdict(None, reason="replace_with_kernel_inject is False") for found in layers}
-    verdicts = judge(model, layers, settings)
+    asked = [found for found in layers if config.replace_with_kernel_inject or found.wanted]
+    verdicts = {found.name: Verdict(None, reason="replace_with_kernel_inject is False") for found in layers}
+    verdicts |= judge(model, asked, settings)
     if not config.triangular_masking:
         causal = [f.name for f in layers if verdicts[f.name].returns is not None and f.spec is not None and f.spec.causal]
         if causal:
@@ -174,6 +203,9 @@ def _frame(
     family = fused[0].family
     if family is None or family.frame is None:
         return None, "the family names no frame"
+    inner = getattr(model.get_submodule(fused[0].root), "config", None)
+    if type(inner) is not type(getattr(model, "config", None)):
+        return None, f"the language model is a part of {type(model).__name__}"
     spec = family.frame(model_config)
     if spec is None:
         return None, f"{family.name} names no frame for this configuration"

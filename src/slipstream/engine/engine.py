@@ -17,7 +17,7 @@ from slipstream.config import InferenceConfig
 from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
 from slipstream.engine.generate import Loop
-from slipstream.engine.request import by_name, move_stop_strings, read_request, why_not_packed
+from slipstream.engine.request import by_name, move_stop_strings, read_request, why_not_packed, why_not_so_long
 from slipstream.errors import UnsupportedError
 from slipstream.model.report import Report
 from slipstream.profile.times import Profile
@@ -123,7 +123,7 @@ class InferenceEngine(nn.Module):
             request = read_request(self.module, kwargs)
             check_request(self.module, request, kwargs, self.inference_config)
             runner = self._built.runner
-            if runner is None or why_not_packed(self.module, request, kwargs) is not None:
+            if runner is None or why_not_packed(self.module, request, kwargs) or why_not_so_long(runner.frame, request):
                 return generate(**kwargs)
             decode = Loop(runner, kwargs.get("streamer")).method()
             return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})

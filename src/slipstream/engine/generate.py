@@ -78,7 +78,7 @@ class Loop:
         config = generation_config
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
-        keep_finished = bool(config.return_dict_in_generate) or not has_eos
+        keep_finished = config.return_dict_in_generate or not has_eos or self.runner.frame.angles_share_a_length
         pad = config._pad_token_tensor
         unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
         record = _Record(config)
@@ -136,7 +136,8 @@ class _Batch:
         self._tokens = input_ids.new_empty(rows, max(int(config.max_length), length + 1))
         self._tokens[:, :length] = input_ids
         self._length = length
-        self._schedule = Schedule(TOKEN_BUDGET)
+        # Where angles depend on the longest sequence, all prompts run at once, as they do in the original.
+        self._schedule = Schedule(rows * length if runner.frame.angles_share_a_length else TOKEN_BUDGET)
         for row, padding in enumerate(self._padding):
             self._schedule.add(row, length - padding)
         needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]

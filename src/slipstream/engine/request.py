@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Request", "by_name", "move_stop_strings", "read_request", "why_not_packed"]
+from slipstream.model.frame import Frame
+
+__all__ = ["Request", "by_name", "move_stop_strings", "read_request", "why_not_packed", "why_not_so_long"]
 
 _MODES = ("greedy_search", "sample")
 _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
@@ -152,6 +154,22 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     mask = kwargs.get("attention_mask")
     if mask is not None and not _is_left_padded(mask):
         return "the attention mask has gaps"
+    return None
+
+
+def why_not_so_long(frame: Frame, request: Request) -> str | None:
+    """Why the engine road cannot go on for as many tokens as are asked for, or None if it can.
+
+    Args:
+        frame: Knows how far positions reach, and where the original starts again.
+        request: The call as it was read.
+    """
+    most, restart = frame.max_positions, frame.spec.restart
+    total = request.length + request.new_tokens
+    if most is not None and total > most:
+        return f"{total} tokens pass the position embedding's {most}"
+    if restart is not None and request.length <= restart < total:
+        return f"the original starts again at {restart} tokens"
     return None
 
 

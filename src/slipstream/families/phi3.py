@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, Role
+from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, window=config.sliding_window)
+
+
+def _frame(config: Config) -> FrameSpec:
+    long = config.rope_parameters.get("rope_type") == "longrope"
+    return llama_frame(config, restart=config.original_max_position_embeddings if long else None)
 
 
 def _longrope(pairs: int, original: int) -> dict[str, object]:
@@ -26,7 +31,7 @@ FAMILY = Family(
     layers=("Phi3DecoderLayer",),
     spec=_spec,
     recipes={**LLAMA_RECIPES, Role.QKV: Take("self_attn.qkv_proj"), Role.MLP_IN: Take("mlp.gate_up_proj")},
-    frame=llama_frame,
+    frame=_frame,
     tiny=(
         tiny("Phi3ForCausalLM", "Phi3Config"),
         tiny(
@@ -36,12 +41,12 @@ FAMILY = Family(
             sliding_window=5,
             partial_rotary_factor=0.75,
         ),
-        # Lengths that a test may cross would make the original drop its cache and start again.
         tiny(
             "Phi3ForCausalLM", "Phi3Config", label="longrope, beyond the original length", **_longrope(8, 4)
         ),
         tiny(
             "Phi3ForCausalLM", "Phi3Config", label="longrope, within the original length", **_longrope(8, 200)
         ),
+        tiny("Phi3ForCausalLM", "Phi3Config", label="longrope, across the original length", **_longrope(8, 15)),
     ),
 )

@@ -16,10 +16,10 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, norm=Norm("layer", config.rms_norm_eps), moe=moe)
 
 
-def _frame(config: Config) -> FrameSpec | None:
-    if config.rope_parameters["rope_type"] == "longrope":
-        return None  # where a batch outgrows the original length, the model starts again with other angles
-    return llama_frame(config, norm=Norm("layer", config.rms_norm_eps))
+def _frame(config: Config) -> FrameSpec:
+    long = config.rope_parameters["rope_type"] == "longrope"
+    restart = config.original_max_position_embeddings if long else None
+    return llama_frame(config, norm=Norm("layer", config.rms_norm_eps), restart=restart)
 
 
 _TINY: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -30,7 +30,7 @@ _LONG = {
     "long_factor": [2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7],
     "short_mscale": 1.1,
     "long_mscale": 1.2,
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 15,
 }
 
 FAMILY = Family(
@@ -53,7 +53,7 @@ FAMILY = Family(
         tiny(
             "PhimoeForCausalLM",
             "PhimoeConfig",
-            label="sliding, long rope",
+            label="sliding, across the original length",
             sliding_window=5,
             rope_parameters=_LONG,
             **_TINY,

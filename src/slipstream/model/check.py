@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError
 from slipstream.model.layers import Found
 
-__all__ = ["TOLERANCE", "RecordedCall", "compare", "record_calls", "replay"]
+__all__ = ["MODEL_ERRORS", "TOLERANCE", "RecordedCall", "call_alone", "compare", "record_calls", "replay"]
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-8}
 """Bound on the largest error, relative to the root mean square of the original's output. One layer rounds a handful of
 times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
+
+MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a stranger's code may raise when it is run on input that it was not made for."""
 
 _BATCH, _LENGTH, _UNPADDED = 2, 8, 6
 
@@ -56,7 +59,8 @@ def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[Rec
 
     Returns:
         Calls by layer name: a padded prompt; one more token, where the model keeps a cache; and a prompt without
-        padding, for which transformers often makes no mask at all. Empty for a model that cannot be run on tokens.
+        padding, for which transformers often makes no mask at all. Empty for a model that does not take
+        tokens; one that does may still raise any of `MODEL_ERRORS`.
     """
     vocabulary = _vocabulary(root)
     if vocabulary is None:
@@ -112,10 +116,34 @@ def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], **inputs:
 def _dynamic_cache(root: nn.Module) -> Any:
     from transformers import DynamicCache
 
-    config: Any = root.config
+    config: Any = getattr(root, "config", None)
     if not getattr(config, "is_decoder", False) and not getattr(config, "use_cache", False):
         return None
     return DynamicCache(config=config)
+
+
+def call_alone(found: Found, width: int) -> list[RecordedCall]:
+    """Call a layer by itself on random hidden states, where its forward needs nothing else.
+
+    Args:
+        found: The layer.
+        width: Of its hidden states.
+
+    Returns:
+        The call, or nothing where the layer cannot be called so.
+    """
+    parameters = inspect.signature(found.layer.forward).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(needed) != 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return []
+    like = next(found.layer.parameters())
+    hidden = torch.randn(_BATCH, _LENGTH, width, generator=torch.Generator().manual_seed(0))
+    hidden = hidden.to(like.device, like.dtype)
+    try:
+        with torch.no_grad():
+            return [RecordedCall((hidden,), {}, found.layer(hidden))]
+    except MODEL_ERRORS:
+        return []
 
 
 def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str]) -> list[Any]:

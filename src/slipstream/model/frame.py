@@ -23,6 +23,10 @@ from slipstream.spec import FrameSpec, Rope
 __all__ = ["Frame", "run_stack"]
 
 
+_FIXED_ROPES = frozenset({"default", "linear", "yarn", "llama3"})
+"""Kinds of rope whose angles depend on the position alone."""
+
+
 class Frame:
     """The parts of a causal language model outside of its layers, by the model's own tensors.
 
@@ -61,6 +65,12 @@ class Frame:
             return None
         owner, name = self.pos_embed
         return int(getattr(owner, name).shape[0]) - self.spec.pos_offset
+
+    @property
+    def angles_share_a_length(self) -> bool:
+        """Whether a token's angles depend on the longest sequence beside it (dynamic and long rope)."""
+        kinds = getattr(self.rotary, "rope_type", None)
+        return not _FIXED_ROPES.issuperset(kinds.values() if isinstance(kinds, dict) else {kinds or "default"})
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Embed packed tokens.

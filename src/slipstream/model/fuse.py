@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.block import Block
-from slipstream.model.check import RecordedCall, compare, record_calls
+from slipstream.model.check import MODEL_ERRORS, RecordedCall, call_alone, compare, record_calls
 from slipstream.model.convert import convert
 from slipstream.model.inject import Injected, inject_layer
 from slipstream.model.layer_call import returns_of
@@ -42,16 +42,18 @@ class Settings:
     Attributes:
         dtype: Of activations and dense weights.
         check: "error" raises on a mismatch, "fallback" keeps the original layer, "off" trusts the families.
-        bind: Chooses the implementations for a spec.
+        bind: Chooses the implementations for a spec, or for parts outside of a block.
         format: Of the matrices that may be quantized.
         keep: Patterns of parameters that stay in float32.
+        device: Where the engine will run.
     """
 
     dtype: torch.dtype
     check: Literal["error", "fallback", "off"]
-    bind: Callable[[BlockSpec], Ops]
+    bind: Callable[[BlockSpec | None], Ops]
     format: Format = FORMATS["plain"]
     keep: tuple[re.Pattern[str], ...] = ()
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,31 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
             kinds.setdefault((found.root, type(found.layer), found.spec, parts, own_forward), []).append(found)
     for root in sorted({members[0].root for members in kinds.values()}):
         of_root = [members for members in kinds.values() if members[0].root == root]
-        calls = record_calls(model.get_submodule(root), [members[0] for members in of_root])
+        calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
         for members in of_root:
-            recorded = calls.get(members[0].name, [])
-            verdict = _check(members[0], recorded, settings)
+            recorded = calls.get(members[0].name) or _record_alone(members[0])
+            verdict = _check(members[0], recorded, settings, why)
             if len(members) > 1 and verdict.returns is not None:
                 # What a layer's own code derives from its index, and its spec does not say, shows in the last one.
                 last = _check(members[-1], recorded[:1], settings)
                 verdict = last if last.returns is None else verdict
             verdicts |= {found.name: verdict for found in members}
     return verdicts
+
+
+def _record(root: nn.Module, layers: Sequence[Found]) -> tuple[dict[str, list[RecordedCall]], str]:
+    """The calls that a model makes of some of its layers, or why it cannot be run."""
+    try:
+        return record_calls(root, layers), ""
+    except MODEL_ERRORS as error:
+        why = f": {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        log.info("%s cannot be run on random tokens%s", type(root).__name__, why)
+        return {}, why
+
+
+def _record_alone(found: Found) -> list[RecordedCall]:
+    """A call of a layer outside of its model, where the user has a family for it."""
+    return call_alone(found, found.spec.hidden) if found.wanted and found.spec is not None else []
 
 
 def _declines(found: Found) -> str:
@@ -138,11 +155,11 @@ def _known(found: Found) -> tuple[Any, BlockSpec]:
     return found.family, found.spec
 
 
-def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings) -> Verdict:
+def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why: str = "") -> Verdict:
     """The verdict on one kind, by its first layer."""
     _, spec = _known(found)
     if not calls:
-        return Verdict(None, reason="the model cannot be run on random tokens, so its block cannot be checked")
+        return Verdict(None, reason=f"the model cannot be run on random tokens, so its block cannot be checked{why}")
     returns = returns_of(calls[0].output)
     if returns is None:
         return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")

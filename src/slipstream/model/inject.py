@@ -96,20 +96,47 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         state = injected_state(self)
-        nn.Module._apply(self, _keep_meta(fn), recurse)
+        linked = {id(p) for p in _linked(self)}  # they follow the block, and need no copy of their own on the way
+        nn.Module._apply(self, lambda t: t if t.is_meta or id(t) in linked else fn(t), recurse)
         state.block.apply(fn)
         _link(self)
         return self
 
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        linked = _linked(self)
+        memo |= {id(p): p for p in linked}
+        twin = _copy(self, memo)
+        for parameter in linked:
+            del memo[id(parameter)]
+        _link(twin)
+        return twin
+
     # A subclass made by `type` runs `__init_subclass__` of transformers' layers, which wraps `forward` as for theirs.
-    namespace = {"forward": forward, "_apply": _apply, "__module__": original.__module__, "__doc__": original.__doc__}
+    namespace = {
+        "forward": forward,
+        "_apply": _apply,
+        "__deepcopy__": __deepcopy__,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+    }
     made = type(original.__name__, (original,), namespace)
     made.__qualname__ = original.__qualname__
     return made
 
 
-def _keep_meta(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda t: t if t.is_meta else fn(t)
+def _linked(layer: nn.Module) -> list[nn.Parameter]:
+    """The layer's matrices, which are views of the block's or released."""
+    state = injected_state(layer)
+    names = {piece.name for role in state.block.weights.matrices for piece in state.plans[role].weight}
+    return [layer.get_parameter(name) for name in names]
+
+
+def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of an injected layer whose matrices are not linked to its block yet."""
+    twin = layer.__class__.__new__(layer.__class__)
+    memo[id(layer)] = twin
+    twin.__dict__.update(copy.deepcopy(layer.__dict__, memo))
+    return twin
 
 
 def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +154,7 @@ def _twin(layer: nn.Module) -> nn.Module:
     for module in layer.modules():
         shared |= {id(v): v for v in vars(module).values() if not isinstance(v, dict)}
         shared |= {id(h): h for hooks in (module._forward_hooks, module._forward_pre_hooks) for h in hooks.values()}
-    twin = copy.deepcopy(layer, shared)
+    twin = _copy(layer, shared)
     del twin.__dict__[_STATE]
     twin.__class__ = state.original
     if any(p.is_meta for p in twin.parameters()):

@@ -129,13 +129,15 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
+        seen = 0
         if call.cache is not None:
+            seen = int(call.cache.get_seq_length(layer_index)) if call.mask is None and length > 1 else 0
             if spec.cache_repeated:
                 k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
             k, v = call.cache.update(k, v, layer_index)
         if call.mask is None and spec.causal and spec.mask == "whole" and length > 1:
-            # No mask is transformers' way to say that these are the first tokens; a static cache has room after them.
-            k, v = k[:, :, :length], v[:, :, :length]
+            # No mask is transformers' way to say that causality is all there is; a static cache has room after that.
+            k, v = k[:, :, : seen + length], v[:, :, : seen + length]
         mask = _scores_mask(call, block, q, k)
         sinks = block.mask.sinks
         causal = spec.causal and mask is None
@@ -182,7 +184,9 @@ def _full_mask(
     mask = None if mask is None else mask[..., :keys]
     if spec.mask == "hidden" and mask is not None and mask.dtype == torch.bool:
         return ~mask
-    if spec.mask != "padding" or (queries == 1 and spec.window is None):
+    # Flash attention is handed no mask either, and applies causality and windows itself.
+    windowed = mask is None and spec.causal and spec.window is not None and keys > spec.window
+    if not windowed and (spec.mask != "padding" or (queries == 1 and spec.window is None)):
         return mask
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     if spec.window is not None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from slipstream.families import Family, find_family
 from slipstream.model.inject import is_injected
+from slipstream.model.policy import Policy, target_of
 from slipstream.spec import BlockSpec
 
 __all__ = ["Found", "find_layers"]
@@ -28,6 +29,7 @@ class Found:
         family: Who knows its class, or None.
         spec: Its numbers, or None where there is no family or the family declines.
         reason: Why there is no spec, for the report.
+        wanted: Whether the user's `injection_policy` names its class.
     """
 
     name: str
@@ -37,51 +39,66 @@ class Found:
     family: Family | None
     spec: BlockSpec | None
     reason: str
+    wanted: bool = False
 
 
-def find_layers(model: nn.Module, config: Any = None) -> list[Found]:
+def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = None) -> list[Found]:
     """List the layers that repeat: members of the outermost module lists, and whatever else a family knows.
 
     Args:
         model: Any module.
         config: Used in place of the models' own configs, where given.
+        policy: The user's own layer classes; what it says of a class goes before what the families say.
 
     Returns:
         In the order of the model's modules; a module that stands in several places once.
     """
-    return [_identify(model, name, layer, index, config) for name, layer, index in _candidates(model, "")]
+    candidates = _candidates(model, "", policy)
+    return [_identify(model, name, layer, index, config=config, policy=policy) for name, layer, index in candidates]
 
 
-def _candidates(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, int]]:
+def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator[tuple[str, nn.Module, int]]:
     children = list(module.named_children())
     repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 0
     for index, (name, child) in enumerate(children):
         full = f"{path}.{name}" if path else name
-        known = is_injected(child) or find_family(type(child)) is not None
+        known = _is_known(child, policy)
         if known or (repeated and isinstance(module, nn.ModuleList) and next(child.children(), None) is not None):
-            inner = [] if known else list(_candidates(child, full))
-            if any(is_injected(m) or find_family(type(m)) for _, m, _ in inner):
+            inner = [] if known else list(_candidates(child, full, policy))
+            if any(_is_known(layer, policy) for _, layer, _ in inner):
                 yield from inner
             else:
                 yield full, child, index
         else:
-            yield from _candidates(child, full)
+            yield from _candidates(child, full, policy)
 
 
-def _identify(model: nn.Module, name: str, layer: nn.Module, index: int, config: Any) -> Found:
+def _is_known(module: nn.Module, policy: Policy | None) -> bool:
+    known = is_injected(module) or find_family(type(module)) is not None
+    return known or target_of(policy, type(module)) is not None
+
+
+def _identify(
+    model: nn.Module, name: str, layer: nn.Module, index: int, *, config: Any, policy: Policy | None
+) -> Found:
     parents = _parents(model, name)
     root = next((path for path, module in parents if _takes_tokens(module)), "")
-    family = find_family(type(layer))
+    target = target_of(policy, type(layer))
+    if target is not None and not isinstance(target, Family):
+        reason = f"injection_policy names {', '.join(target)}, and no family"
+        return Found(name, layer, index, root, None, None, reason, wanted=True)
+    wanted = target is not None
+    family = find_family(type(layer)) if target is None else target
     if family is None:
         return Found(name, layer, index, root, None, None, f"no family knows {type(layer).__name__}")
     if config is None:
         config = next((module.config for _, module in parents if hasattr(module, "config")), None)
-    if config is None:
+    if config is None and not wanted:
         return Found(name, layer, index, root, family, None, "no module above the layer has a config")
     reason = family.refuse(config)
     if reason is not None:
-        return Found(name, layer, index, root, family, None, f"{family.name} declines: {reason}")
-    return Found(name, layer, index, root, family, family.spec(config, index), "")
+        return Found(name, layer, index, root, family, None, f"{family.name} declines: {reason}", wanted)
+    return Found(name, layer, index, root, family, family.spec(config, index), "", wanted)
 
 
 def _parents(model: nn.Module, name: str) -> list[tuple[str, Any]]:

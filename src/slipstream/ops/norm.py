@@ -41,6 +41,9 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -
         if bias is None:
             return F.rms_norm(x, x.shape[-1:], weight, spec.eps)
     y = x.float()
+    if spec.kind == "layer" and weight is not None and weight.dim() == 1:
+        scale, shift = weight.float() + spec.offset, None if bias is None else bias.float()
+        return F.layer_norm(y, y.shape[-1:], scale, shift, spec.eps).to(x.dtype)
     if spec.kind == "layer":
         y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + spec.eps)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,16 +55,16 @@ class Profile:
     def watch(self, module: nn.Module, name: str) -> None:
         """Time every forward of a module under a name; several threads at once blur each other's times."""
         starts: list[Any] = []
+        # Bound methods, so that a deep copy of an engine times itself and not the one that it was copied from.
+        module.register_forward_pre_hook(partial(self._enter, starts))
+        module.register_forward_hook(partial(self._leave, starts, name), always_call=True)
 
-        def enter(_: nn.Module, args: Any) -> None:
-            starts.append(self._now())
+    def _enter(self, starts: list[Any], module: nn.Module, args: Any) -> None:
+        starts.append(self._now())
 
-        def leave(_: nn.Module, args: Any, output: Any) -> None:
-            if starts:
-                self._spans.setdefault(name, []).append((starts.pop(), self._now()))
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+    def _leave(self, starts: list[Any], name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if starts:
+            self._spans.setdefault(name, []).append((starts.pop(), self._now()))
 
     def read(self, name: str = _MODEL) -> list[float]:
         """Milliseconds of each call under a name since the last reading; cleared by it."""

@@ -1,0 +1,1 @@
+"""The benchmarks: `python -m benchmarks.run` measures, and writes `results/`."""

@@ -1,0 +1,38 @@
+"""What a result must say of the machine that it was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import slipstream
+
+__all__ = ["describe"]
+
+
+def describe() -> dict[str, Any]:
+    """Device, versions and load; plain data."""
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "slipstream": slipstream.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"

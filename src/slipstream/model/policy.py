@@ -1,0 +1,92 @@
+"""`injection_policy`: layer classes that a user names, each with its output linears or a family of its own.
+
+The whole policy is held against the model before any work starts; a name that matches nothing is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.families import Family
+
+__all__ = ["Policy", "check_policy", "target_of"]
+
+Policy = Mapping[type[nn.Module], Any]
+"""By layer class: a `Family`, the path's end of an output linear, or several of them."""
+
+
+def target_of(policy: Policy | None, layer_class: type) -> Family | tuple[str, ...] | None:
+    """What the policy says of a layer class, by the nearest class along its MRO, or None."""
+    if not policy:
+        return None
+    target = next((policy[c] for c in layer_class.__mro__ if c in policy), None)
+    if target is None or isinstance(target, Family):
+        return target
+    return (target,) if isinstance(target, str) else tuple(target)
+
+
+def check_policy(model: nn.Module, policy: Policy | None) -> None:
+    """Refuse a policy that the model does not bear out.
+
+    Raises:
+        ConfigError: A class that does not occur, a name that is no linear of its class, or a value that is neither
+            names nor a family.
+    """
+    for layer_class in policy or ():
+        layers = [module for module in model.modules() if isinstance(module, layer_class)]
+        if not layers:
+            raise ConfigError(
+                f"injection_policy names {layer_class.__name__}, and {type(model).__name__} has no such layer; "
+                f"{_repeated(model)}"
+            )
+        target = target_of(policy, layer_class)
+        if isinstance(target, Family):
+            continue
+        if target is None or not all(isinstance(name, str) for name in target):
+            raise ConfigError(
+                f"injection_policy has a {type((policy or {})[layer_class]).__name__} for {layer_class.__name__}; "
+                "give the names of its output linears, or a slipstream.families.Family"
+            )
+        linears = sorted({name for layer in layers for name in _linears(layer)})
+        for suffix in target:
+            if not any(_ends_in(name, suffix) for name in linears):
+                near = _near(suffix, linears)
+                raise ConfigError(
+                    f"injection_policy names {suffix!r} for {layer_class.__name__}, and no linear of it has that name; "
+                    + (f"near it: {', '.join(map(repr, near))}" if near else "it has no linears at all")
+                )
+
+
+def _ends_in(name: str, suffix: str) -> bool:
+    return f".{name}".endswith(f".{suffix.lstrip('.')}")
+
+
+def _linears(layer: nn.Module) -> Iterable[str]:
+    """Paths of the modules that hold one matrix, transposed ones too."""
+    for name, module in layer.named_modules():
+        weight = module._parameters.get("weight")
+        if name and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+            yield name
+
+
+def _near(suffix: str, names: list[str]) -> list[str]:
+    """The few names that were most likely meant."""
+    last = suffix.rpartition(".")[2]
+    ends = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = difflib.get_close_matches(suffix, names, 3, 0.4)
+    near += [ends[end] for end in difflib.get_close_matches(last, ends, 3, 0.4)]
+    return list(dict.fromkeys(near or names))[:5]
+
+
+def _repeated(model: nn.Module) -> str:
+    """The classes that occur more than once and have parts, as a sentence."""
+    counts = Counter(type(m).__name__ for m in model.modules() if any(True for _ in m.children()))
+    names = [f"{name} ({count})" for name, count in counts.most_common() if count > 1]
+    names = [name for name in names if not name.startswith(("ModuleList ", "Sequential "))]
+    return f"layers that repeat in it: {', '.join(names)}" if names else "no layer repeats in it"

@@ -1,0 +1,73 @@
+"""What the report says: to programs exactly the promised keys, to people a table."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+import slipstream
+from tests.helpers.models import inject, make
+
+KEYS = {"level", "device", "notes", "layers"}
+LAYER_KEYS = {"name", "family", "level", "kernels", "format", "bytes", "max_error"}
+
+
+def test_the_dictionary_has_the_promised_keys_and_plain_values() -> None:
+    report = inject(make("llama")).report().to_dict()
+    assert set(report) == KEYS
+    assert [set(layer) for layer in report["layers"]] == [LAYER_KEYS, LAYER_KEYS]
+    assert json.loads(json.dumps(report)) == report
+    layer = report["layers"][1]
+    assert (report["level"], report["device"]) == ("block", "cpu")
+    assert (layer["name"], layer["family"], layer["level"], layer["format"]) == (
+        "model.layers.1", "llama", "block", "float32",
+    )  # fmt: skip
+    assert type(layer["bytes"]) is int and 0 <= layer["max_error"] < 1e-4 and layer["kernels"]
+
+
+def test_bytes_are_those_of_the_weights() -> None:
+    for kind in ("llama", "gpt2", "mixtral", "bloom"):
+        model = make(kind)
+        sizes = [
+            sum(p.numel() * 2 for p in layer.parameters())
+            for layer in (model.model.layers if hasattr(model, "model") else model.transformer.h)
+        ]
+        report = inject(model, dtype=torch.bfloat16).report()
+        assert [layer.bytes for layer in report.layers] == sizes
+        assert {layer.format for layer in report.layers} == {"bfloat16"}
+
+
+def test_the_table_can_be_read() -> None:
+    text = str(inject(make("llama", num_hidden_layers=3)).report())
+    lines = text.splitlines()
+    assert lines[0].startswith("level block on cpu, 3 layers")
+    assert lines[1].split()[:5] == ["layers", "level", "family", "format", "size"]
+    assert "model.layers.0 .. 2" in lines[2] and "llama" in lines[2]
+    assert len({line.index("block") for line in lines[2:3]} | {lines[1].index("level")}) == 1, "columns do not align"
+
+
+def test_levels_are_told_apart() -> None:
+    without = slipstream.init_inference(make("llama"), dtype=torch.float32).report()
+    assert without.level == "none" and {layer.level for layer in without.layers} == {"none"}
+    assert "replace_with_kernel_inject is False" in str(without)
+    unknown = inject(torch.nn.Sequential(torch.nn.Linear(3, 3))).report()
+    assert unknown.level == "none" and unknown.to_dict()["layers"] == []
+
+
+def test_inspect_says_the_same_without_changing_the_model() -> None:
+    model = make("llama").train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = slipstream.inspect(model)
+    assert report.level == "block" and [layer.name for layer in report.layers] == ["model.layers.0", "model.layers.1"]
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert set(report.to_dict()) == KEYS
+    engine = inject(model)
+    assert [layer.max_error for layer in engine.report().layers] == [layer.max_error for layer in report.layers]
+
+
+def test_a_setting_without_effect_stands_in_the_notes() -> None:
+    report = inject(make("llama"), enable_cuda_graph=True).report()
+    assert report.device == "cpu" and any("enable_cuda_graph" in note for note in report.notes)
+    assert "note: enable_cuda_graph" in str(report)

@@ -1,0 +1,69 @@
+"""The public surface is pinned: a name more or less is a decision, not an accident."""
+
+from __future__ import annotations
+
+import inspect
+
+import slipstream
+from slipstream import errors
+
+NAMES = [
+    "ConfigError",
+    "DeviceError",
+    "InferenceConfig",
+    "InferenceEngine",
+    "InjectionError",
+    "LayerReport",
+    "Report",
+    "RequestError",
+    "SlipstreamError",
+    "TokenLimitError",
+    "UnsupportedError",
+    "WeightError",
+    "__version__",
+    "default_inference_config",
+    "init_inference",
+    "inspect",
+]
+ENGINE = {
+    "forward", "generate", "report", "profile_model_time", "model_times", "layer_times", "save_checkpoint",
+    "load_checkpoint", "destroy", "why_compatible", "state_dict",
+}  # fmt: skip
+TREE = {
+    "SlipstreamError": (Exception,),
+    "ConfigError": (errors.SlipstreamError, ValueError),
+    "WeightError": (errors.SlipstreamError,),
+    "InjectionError": (errors.SlipstreamError,),
+    "UnsupportedError": (errors.SlipstreamError, NotImplementedError),
+    "DeviceError": (errors.SlipstreamError, RuntimeError),
+    "RequestError": (errors.SlipstreamError, ValueError),
+    "TokenLimitError": (errors.SlipstreamError, RuntimeError),
+}
+
+
+def test_the_package_exports_exactly_these_names() -> None:
+    assert sorted(slipstream.__all__) == NAMES
+    assert all(hasattr(slipstream, name) for name in NAMES)
+
+
+def test_the_engine_has_exactly_these_methods_of_its_own() -> None:
+    own = {name for name in vars(slipstream.InferenceEngine) if not name.startswith("_")}
+    assert own == ENGINE
+
+
+def test_the_error_tree_is_as_drawn() -> None:
+    assert {name: getattr(errors, name).__bases__ for name in errors.__all__} == TREE
+    drawn = errors.__doc__ or ""
+    for name, bases in TREE.items():
+        beside = [base.__name__ for base in bases if base not in (Exception, errors.SlipstreamError)]
+        assert name + (f" ({beside[0]})" if beside else "") in drawn
+
+
+def test_signatures_are_the_promised_ones() -> None:
+    assert list(inspect.signature(slipstream.init_inference).parameters) == ["model", "config", "kwargs"]
+    assert list(inspect.signature(slipstream.inspect).parameters) == ["model"]
+    assert list(inspect.signature(slipstream.InferenceEngine).parameters) == ["model", "config"]
+    load = inspect.signature(slipstream.InferenceEngine.load_checkpoint).parameters
+    assert [(p.name, p.default) for p in load.values()][2:] == [("tag", None), ("strict", True)]
+    profile = inspect.signature(slipstream.InferenceEngine.profile_model_time).parameters
+    assert profile["use_cuda_events"].default is True
