@@ -1,7 +1,7 @@
-"""What `init_inference` costs beside loading: its time, and memory's peak while it runs, for a billion parameters.
+"""What `init_inference` costs beside loading, in time and in memory, for a billion parameters.
 
-Every measurement is a fresh process. The checkpoint lies in the page cache, so a disk's speed is no part of it.
-transformers maps a checkpoint and reads nothing until a weight is used; `load_s` is `from_pretrained` alone, and
+Every measurement is a fresh process. The checkpoint lies in the page cache, so no disk is measured.
+transformers maps a checkpoint and reads nothing until a weight is used: `load_s` is `from_pretrained` alone,
 `read_s` the first pass over all weights after it, which `init_inference` or the first token would else pay.
 """
 
@@ -26,7 +26,7 @@ _REPEAT = 3
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
-    """Rows for float32 and bfloat16, with and without a first pass over the weights before `init_inference`."""
+    """Rows for float32 and bfloat16, each with the weights read before `init_inference`, and not."""
     rows = []
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory(prefix="slipstream-load-") as folder:

@@ -1,7 +1,7 @@
 """The runner: `python -m benchmarks.run [NAME ...]` measures and writes one file of `results/` for each name.
 
-A benchmark is a module here with `measure(quick) -> list of rows`; a row is a flat dictionary that names its shape,
-and has a median and a spread for whatever it measured. A baseline's rows come from the same run.
+A benchmark is a module here with `measure(quick) -> list of rows`; a row is a flat dictionary that names its
+shape, and has a median and a range for whatever it measured. A baseline's rows come from the same run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A transformer block in numbers: everything a kernel has to know, and nothing of torch.nn or transformers.
 
-A family reads the model's config once and returns one `BlockSpec` per layer (and one `FrameSpec` for what stands
-around the layers). Layers with equal specs are of one kind: they share kernels and one self-check.
+A family reads the model's config once and returns one `BlockSpec` per layer (and one `FrameSpec` for what
+stands around the layers). Layers with equal specs are of one kind: they share kernels and one self-check.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["BlockSpec", "FrameSpec", "MoE", "Norm", "QKNorm", "Role", "Rope"]
 
 
 class Role(StrEnum):
-    """What a tensor is for. A role fixes the canonical layout, how it is sharded, and whether it may be quantized.
+    """What a tensor is for; decides its canonical layout, how it is sharded, and whether it may be quantized.
 
-    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]` and those of a gated `MLP_IN` `[gate | up]`.
-    Expert matrices carry the expert first: `(experts, out, in)`.
+    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]` and those of a gated `MLP_IN`
+    `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`.
     """
 
     ATTN_NORM = "attn_norm"
@@ -41,7 +41,7 @@ class Role(StrEnum):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the role is a matrix that rows are multiplied by; the others are norms and small vectors."""
+        """Whether rows are multiplied by the role; the others are norms and small vectors."""
         return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE)
 
     @property
@@ -85,8 +85,8 @@ class QKNorm:
 
     Attributes:
         norm: Its kind, eps and offset.
-        over: "head" normalises each head by itself; the weight is `(D,)`, or `(H, D)` where heads have their own.
-            "all" normalises the whole projection, `(H * D,)`.
+        over: "head" normalises each head by itself; the weight is `(D,)`, or `(H, D)` where heads have their
+            own. "all" normalises the whole projection, `(H * D,)`.
         after_rope: It follows the rotary embedding, rather than comes before it.
     """
 
@@ -99,16 +99,17 @@ class QKNorm:
 class Rope:
     """Which part of a head is rotated, and how the model's table of cosines is laid out.
 
-    The angles are never computed here: they come from the model's own rotary module (or table), so every scaling rule
-    that transformers has is right by construction.
+    The angles are never computed here: they come from the model's own rotary module (or table), so every
+    scaling rule that transformers has is right by construction.
 
     Attributes:
         dim: Leading dims of each head that are rotated; the others pass unchanged.
         interleaved: Pairs are `(0, 1), (2, 3), ...` when true, `(0, dim/2), (1, dim/2 + 1), ...` when false.
-        table: How `cos` and `sin` repeat each angle: "halves" is `[a b ... a b ...]`, "pairs" is `[a a b b ...]`,
-            "half" has each angle once.
+        table: How `cos` and `sin` repeat each angle: "halves" is `[a b ... a b ...]`, "pairs" is
+            `[a a b b ...]`, "half" has each angle once.
         layer_type: Passed to the rotary module where it keeps a table per type of layer.
-        source: "module" asks the model's rotary module; "buffer" reads the attention's own `[sin | cos]` table.
+        source: "module" asks the model's rotary module; "buffer" reads the attention's own `[sin | cos]`
+            table.
     """
 
     dim: int
@@ -125,8 +126,9 @@ class MoE:
     Attributes:
         experts: Number of experts.
         top_k: Experts that see each token.
-        scoring: "softmax_topk" takes the softmax over all experts, then the best; "topk_softmax" takes the best
-            logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811, inference).
+        scoring: "softmax_topk" takes the softmax over all experts, then the best; "topk_softmax" takes the
+            best logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811,
+            inference).
         normalize: Divide the chosen weights by their sum ("softmax_topk" only).
         jitter: Threshold of "sparsemixer".
         shared: Width of the experts that see every token; 0 for none.
@@ -153,8 +155,8 @@ class BlockSpec:
         head_dim: Width of a head (D).
         ffn: Width of the feed-forward (F), of one expert where there are experts.
         norm: The block's normalisation.
-        place: "pre" normalises what enters a branch (and, where the post-norm roles are filled, what leaves it);
-            "post" normalises the sum, as BERT does.
+        place: "pre" normalises what enters a branch (and, where the post-norm roles are filled, what leaves
+            it); "post" normalises the sum, as BERT does.
         parallel: Attention and feed-forward both read the block's input and are added together.
         residual_from: "norm" adds the branch to the normalised input (BLOOM's option), "input" to the input.
         residual_scale: Multiplies each branch before it is added.
@@ -163,10 +165,12 @@ class BlockSpec:
         scale: Multiplies the scores.
         softcap: Scores become `softcap * tanh(scores / softcap)`.
         mask: What the mask that transformers passes says. "whole": just what a token sees. "padding": the
-            layer itself adds causality and window to it. "hidden": a bool mask is true where a key is not seen.
+            layer itself adds causality and window to it. "hidden": a bool mask is true where a key is not
+            seen.
         cache_repeated: Keys and values are repeated to `heads` before transformers' cache keeps them.
         causal: A token sees itself and what came before.
-        window: A token sees at most this many tokens, itself among them (on each side where not causal: window / 2).
+        window: A token sees at most this many tokens, itself among them (on each side where not causal:
+            window / 2).
         alibi: One slope per query head; `slope * alibi_scale * key_position` is added to the scores.
         alibi_scale: See `alibi`; not 1 where the original adds the slopes before it scales the scores.
         alibi_in_mask: As much of `alibi_scale` as the mask that transformers passes holds already.
@@ -242,9 +246,9 @@ class BlockSpec:
 class FrameSpec:
     """What stands around the layers of a causal language model, by the model's own names.
 
-    Names are paths from the model that was handed in (`LlamaForCausalLM`); an absent part is None. The packed batch
-    goes `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`, the layers,
-    `final_norm`, `project_out`, `head * logit_scale`, `logit_softcap`.
+    Names are paths from the model that was handed in (`LlamaForCausalLM`); an absent part is None. The packed
+    batch goes `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`, the
+    layers, `final_norm`, `project_out`, `head * logit_scale`, `logit_softcap`.
 
     Attributes:
         layers: The module list of the layers.
@@ -258,11 +262,13 @@ class FrameSpec:
         project_in: Linear from the embedding's width to the hidden one.
         project_out: Linear from the hidden width to the head's.
         rotary: The rotary module.
-        embed_scale: Multiplies the token embedding; rounded to the embedding's dtype where `embed_scale_rounded`.
+        embed_scale: Multiplies the token embedding; rounded to the embedding's dtype where
+            `embed_scale_rounded`.
         embed_scale_rounded: Whether the original rounds the multiplier to the embedding's dtype first.
         logit_scale: Multiplies the logits.
         logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
-        restart: The original drops its cache and computes anew once a generation passes this length (Phi-3's long rope).
+        restart: The original drops its cache and computes anew once a generation passes this length (Phi-3's
+            long rope).
     """
 
     layers: str

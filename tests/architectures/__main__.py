@@ -1,4 +1,4 @@
-"""Prints what the engine makes of every type of language model: `python -m tests.architectures [TYPE ...]`."""
+"""Prints what the engine makes of each type of language model: `python -m tests.architectures [TYPE ...]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What single types need beyond the rules of `tiny.py`, and what cannot be built here at all, each with its reason.
+"""What single types need beyond the rules of `tiny.py`, and what cannot be built here, each with its reason.
 
-The keys of `SPECIAL` are types, or types with what they are asked to be; the fields are dotted names. A transformers that
-lacks a type leaves its row out. What stands under "" goes to the config's constructor, before anything is shrunk.
+The keys of `SPECIAL` are types, or types with what they are asked to be; the fields are dotted names. A
+transformers that lacks a type leaves its row out. What stands under "" goes to the config's constructor,
+before anything is shrunk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _GEMMA4 = {
 }
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},  # empty by default
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },  # empty by default
     "dbrx": {  # its sections do not read what they write
         "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
@@ -38,7 +41,10 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "mobilebert": {"intra_bottleneck_size": 64},  # the width of the others
     "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer attends
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # None by default
-    "dots3_note": {"text_config.per_layer_config": {}, "text_config.head_dim": 32},  # heads of their own, of both parts
+    "dots3_note": {
+        "text_config.per_layer_config": {},
+        "text_config.head_dim": 32,
+    },  # heads of their own, of both parts
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 32},
     "encoder-decoder": {"": {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert"}}},
     "esmc": {"num_key_value_heads": 4},  # as many as queries
@@ -61,7 +67,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "reformer": {  # its chunks and axial positions must divide the length
         "is_decoder": True,
         "axial_pos_embds_dim": [16, 48],
-        "axial_pos_shape": [4, 4],
+        "axial_pos_shape": [8, 8],
         "attn_layers": ["local", "lsh"],
         "lsh_attn_chunk_length": 4,
         "local_attn_chunk_length": 4,
@@ -82,10 +88,17 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
     },
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
+    "zamba2": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "n_mamba_heads": 8,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1, 3],
+    },
 }
 
-_AUDIO_CODES = "its decoder reads codebooks of audio, and its mapping names a config that the decoder cannot be built from"
+_AUDIO_CODES = "its decoder reads codebooks of audio, and cannot be built from its mapping's config"
 _ASSISTANT = "a draft model that runs on the cache of the model it drafts for, not on tokens"
 
 NOT_BUILT: Mapping[str, str] = {

@@ -1,6 +1,6 @@
 """Tiny random models of every type of language model that transformers has, made by shrinking its defaults.
 
-The rules are by field name, for all types at once; what a type needs beyond them stands with its reason in `special.py`.
+The rules are by field name, for all types at once; what a type needs beyond them stands in `special.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto as auto
 
@@ -51,7 +50,8 @@ _BOUNDS: tuple[tuple[str, int], ...] = (
     (r".*vocab_size.*|.*hash_byte_group_vocab", VOCABULARY),
     (r"hidden_size_per_layer_input|ple_embed_dim", 16),
     (r".*hidden_size.*|d_model|n_embd|dim|.*embed_dim|emb_dim|.*embedding_size|embedding_dim", 64),
-    (r"adapter_input_size|word_embed_proj_dim|lru_width|adapter_\w+_dim|\w+_output_dim|projector_input_dim|d_latents", 64),
+    (r"adapter_input_size|adapter_\w+_dim|\w+_output_dim|projector_input_dim", 64),
+    (r"word_embed_proj_dim|lru_width|d_latents", 64),
     (r"(num_|n_|moe_num_)\w*experts|zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k", 2),
     (r"n_group|num_expert_group|topk_group", 1),
@@ -62,7 +62,9 @@ _BOUNDS: tuple[tuple[str, int], ...] = (
     (r"depth|block_multiple_of", 2),
 )
 _LAYERS = r"\w*_layers|n_layer|num_layers_per_stack|num_blocks"
-_LAYERS_KEPT = frozenset({"mlp_only_layers", "num_adapter_layers", "num_kv_shared_layers", "num_dense_layers"})
+_LAYERS_KEPT = frozenset(
+    {"mlp_only_layers", "num_adapter_layers", "num_kv_shared_layers", "num_dense_layers"}
+)
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
 
@@ -72,16 +74,23 @@ def model_types() -> list[tuple[str, Kind]]:
     return [(name, kind) for kind, mapping in KINDS.items() for name in sorted(getattr(auto, mapping))]
 
 
-def tiny_model(model_type: str, kind: Kind) -> nn.Module:
+def tiny_model(model_type: str, kind: Kind) -> Any:
     """A random model of a type, in float32 and eval mode."""
     config = tiny_config(model_type, kind)
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, AUTO[kind]).from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # some are left empty, and zeros and ones hide what is done with them
+    model: Any = getattr(transformers, AUTO[kind]).from_config(config, dtype=torch.float32)
+    for (
+        parameter
+    ) in model.parameters():  # some are left empty, and zeros and ones hide what is done with them
         if parameter.is_floating_point():
             parameter.data = 0.3 * torch.randn_like(parameter) / max(1, parameter.shape[-1]) ** 0.25 + (
                 parameter.dim() == 1 and parameter.numel() > 1
             )
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and model.generation_config.decoder_start_token_id is None
+    ):
+        model.generation_config.decoder_start_token_id = 1  # checkpoints have one, and defaults lack it
     return model.eval()
 
 

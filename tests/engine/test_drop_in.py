@@ -1,4 +1,4 @@
-"""The engine stands wherever the model stood: pipelines, attributes, moves, copies, checkpoints, optimizers."""
+"""The engine stands where the model stood: pipelines, attributes, moves, copies, checkpoints, optimizers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TASKS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "text-generation, batch": ("llama", "LlamaForCausalLM", ["hello w", "a b"], {**GREEDY, "batch_size": 2}),
     "text-generation, gpt2": ("gpt2", "GPT2LMHeadModel", "hello w", {**GREEDY, "num_beams": 2}),
     "fill-mask": ("bert", "BertForMaskedLM", "hel<mask>o", {"top_k": 3}),
-    "text-classification": ("bert", "BertForSequenceClassification", ["good", "not so good"], {"batch_size": 2}),
+    "text-classification": ("bert", "BertForSequenceClassification", ["good", "not so"], {"batch_size": 2}),
     "text-classification, llama": ("llama", "LlamaForSequenceClassification", "good", {}),
     "token-classification": ("bert", "BertForTokenClassification", "some names", {}),
     "question-answering": (
@@ -65,7 +65,9 @@ def test_pipelines_take_the_engine(name: str, way: str, caplog: pytest.LogCaptur
             engine = inject(original)
             assert engine.report().level == "block"
             if way == "pipe.model = engine":
-                pipe = transformers.pipeline(task, model=copy.deepcopy(original), tokenizer=tokenizer, device="cpu")
+                pipe = transformers.pipeline(
+                    task, model=copy.deepcopy(original), tokenizer=tokenizer, device="cpu"
+                )
                 pipe.model = engine
             else:
                 pipe = transformers.pipeline(task, model=engine, tokenizer=tokenizer, device="cpu")
@@ -74,7 +76,9 @@ def test_pipelines_take_the_engine(name: str, way: str, caplog: pytest.LogCaptur
     finally:
         transformers.utils.logging.disable_propagation()
     assert not caplog.records, caplog.text
-    assert counts.taken == ("engine" if task == "text-generation" and "num_beams" not in options else "compatible")
+    assert counts.taken == (
+        "engine" if task == "text-generation" and "num_beams" not in options else "compatible"
+    )
     assert rounded(got) == rounded(expected_pipe(text, **options))
 
 
@@ -141,7 +145,9 @@ def test_a_saved_checkpoint_loads_as_the_original(kind: str, tmp_path: Path) -> 
     models.engine.save_checkpoint(tmp_path)
     again = type(models.original).from_pretrained(tmp_path)
     state, expected = again.state_dict(), models.original.state_dict()
-    assert list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
+    assert list(state) == list(expected) and all(
+        torch.equal(state[name], expected[name]) for name in expected
+    )
     opened = slipstream.init_inference(str(tmp_path), dtype=torch.float32, replace_with_kernel_inject=True)
     close(models.original(input_ids=prompt()).logits.detach(), opened(input_ids=prompt()).logits)
 
@@ -193,7 +199,9 @@ def test_a_cast_takes_the_fused_layers_along(kind: str, how: str) -> None:
         pytest.skip("transformers' own model does not run in double precision")
     models = pair(kind)
     engine, original = models.engine, models.original
-    dtype = {"half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}.get(how, torch.bfloat16)
+    dtype = {"half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}.get(
+        how, torch.bfloat16
+    )
     for model in (engine, original):
         if how in ("half", "bfloat16", "double"):
             assert getattr(model, how)() is model
@@ -241,7 +249,9 @@ def test_a_deep_copy_is_an_engine_of_its_own(kind: str) -> None:
     with roads(twin) as counts:
         assert torch.equal(expected, twin.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5))
     assert counts.taken == "engine"
-    assert not torch.equal(expected, models.engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5))
+    assert not torch.equal(
+        expected, models.engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)
+    )
     state = twin.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in models.original.state_dict().items())
     twin.to(torch.bfloat16)
@@ -251,13 +261,17 @@ def test_a_deep_copy_is_an_engine_of_its_own(kind: str) -> None:
     assert counts.taken == "engine"
     layers = [layer for layer in twin.module.modules() if is_injected(layer)]
     blocks = [injected_state(layer).block for layer in layers]
-    assert all(a is b for a, b in zip(blocks, twin._built.runner.blocks, strict=True)), "there are two sets of blocks"
+    assert all(a is b for a, b in zip(blocks, twin._built.runner.blocks, strict=True)), (
+        "there are two sets of blocks"
+    )
 
 
 def storages(module: nn.Module) -> dict[int, int]:
     tensors = [p for p in module.parameters() if not p.is_meta]
     blocks = [injected_state(layer).block for layer in module.modules() if is_injected(layer)]
-    tensors += [plane for block in blocks for weight in block.weights.matrices.values() for plane in weight.planes]
+    tensors += [
+        plane for block in blocks for weight in block.weights.matrices.values() for plane in weight.planes
+    ]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
@@ -293,7 +307,7 @@ def test_the_engine_can_be_a_part_of_another_module(llama: Pair) -> None:
 
     scorer = Scorer(llama.engine)
     close(llama.original(input_ids=prompt()).logits.detach().sum(-1), scorer(prompt()), atol=1e-3)
-    assert {name for name in scorer.state_dict()} == {f"inner.{name}" for name in llama.original.state_dict()}
+    assert set(scorer.state_dict()) == {f"inner.{name}" for name in llama.original.state_dict()}
 
 
 def test_the_random_state_is_left_alone() -> None:

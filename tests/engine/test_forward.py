@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -57,7 +58,9 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     return ran
 
 
-def both(models: Pair, *args: Any, mask: Tensor | None = None, atol: float = 1e-4, **kwargs: Any) -> tuple[Any, Any]:
+def both(
+    models: Pair, *args: Any, mask: Tensor | None = None, atol: float = 1e-4, **kwargs: Any
+) -> tuple[Any, Any]:
     with torch.no_grad():
         expected = models.original(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     got = models.engine(*copy.deepcopy(args), **copy.deepcopy(kwargs))
@@ -122,7 +125,7 @@ def test_attention_maps_are_the_originals_with_eager_attention(kind: str) -> Non
 
 def test_positional_output_attentions_count() -> None:
     models = eager("gptj")
-    names = list(__import__("inspect").signature(models.original.forward).parameters)
+    names = list(inspect.signature(models.original.forward).parameters)
     if "output_attentions" not in names:
         pytest.skip("this version's forward takes it by name only")
     args: list[Any] = [None] * (names.index("output_attentions") + 1)
@@ -142,12 +145,11 @@ def test_router_logits_are_the_originals(pairs: dict[str, Pair]) -> None:
 
 
 def caches(config: Any) -> dict[str, Any]:
-    made = {
+    return {
         "dynamic": transformers.DynamicCache(config=config),
         "plain dynamic": transformers.DynamicCache(),
         "static": transformers.StaticCache(config=config, max_cache_len=24),
     }
-    return made
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "plain dynamic", "static"])
@@ -219,7 +221,11 @@ def test_a_mask_of_four_dimensions_is_honoured(pairs: dict[str, Pair], kind: str
     generator = torch.Generator().manual_seed(3)
     visible = torch.rand(2, 1, length, length, generator=generator) > 0.4
     visible = (visible | torch.eye(length, dtype=torch.bool)).tril()
-    mask = visible if form == "bool" else torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    mask = (
+        visible
+        if form == "bool"
+        else torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    )
     _, got = both(models, input_ids=ids, attention_mask=mask)
     plain = models.engine(input_ids=ids)
     assert not torch.allclose(got.logits, plain.logits, atol=1e-2), "the mask did not matter"
@@ -311,10 +317,14 @@ def test_every_head_works(kind: str, head: str) -> None:
     models = pair(kind, head, **options)
     ids, mask = padded("right")
     with torch.no_grad():
-        expected = models.original(input_ids=ids, attention_mask=mask, use_cache=False) if kind != "bert" else (
-            models.original(input_ids=ids, attention_mask=mask)
+        expected = (
+            models.original(input_ids=ids, attention_mask=mask, use_cache=False)
+            if kind != "bert"
+            else (models.original(input_ids=ids, attention_mask=mask))
         )
-    got = models.engine(input_ids=ids, attention_mask=mask, **({} if kind == "bert" else {"use_cache": False}))
+    got = models.engine(
+        input_ids=ids, attention_mask=mask, **({} if kind == "bert" else {"use_cache": False})
+    )
     close(expected, got, mask=mask)
 
 
@@ -346,7 +356,9 @@ def test_a_layer_can_be_called_by_itself(llama: Pair) -> None:
 
 def test_a_forward_hook_on_a_layer_fires(llama: Pair) -> None:
     seen = []
-    handle = llama.engine.module.model.layers[1].register_forward_hook(lambda *args: seen.append(args[2].shape))
+    handle = llama.engine.module.model.layers[1].register_forward_hook(
+        lambda *args: seen.append(args[2].shape)
+    )
     llama.engine(input_ids=prompt())
     handle.remove()
     assert seen == [(3, 9, 32)]

@@ -1,4 +1,4 @@
-"""Greedy search and sampling run on the engine road and give transformers' own tokens, whatever option is set."""
+"""Greedy search and sampling run on the engine road and give transformers' own tokens, with every option."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from slipstream.engine import generate
 from slipstream.model.cache import PagedCache
@@ -147,7 +153,12 @@ def test_rows_that_finish_early_are_dropped_and_change_nothing(
     monkeypatch.setattr(generate, "make_step", counted)
     ids, mask = left_padded(6, 12)
     expected, _ = both(
-        llama, input_ids=ids, attention_mask=mask, eos_token_id=list(range(5, 20)), max_new_tokens=24, pad_token_id=0
+        llama,
+        input_ids=ids,
+        attention_mask=mask,
+        eos_token_id=list(range(5, 20)),
+        max_new_tokens=24,
+        pad_token_id=0,
     )
     assert running[0] == 6 and running[-1] < 6 and running == sorted(running, reverse=True)
     assert len(running) == expected.shape[1] - 12
@@ -193,7 +204,10 @@ def test_a_user_processor_and_criterion_are_called_as_by_transformers(llama: Pai
 
 def test_prefix_function_constrains_the_tokens(llama: Pair) -> None:
     _, got = both(
-        llama, input_ids=prompt(), prefix_allowed_tokens_fn=lambda row, ids: list(range(10 + row, 90, 3)), eos_token_id=None
+        llama,
+        input_ids=prompt(),
+        prefix_allowed_tokens_fn=lambda row, ids: list(range(10 + row, 90, 3)),
+        eos_token_id=None,
     )
     assert all(int(token) % 3 == (10 + row) % 3 for row in range(3) for token in got[row, 9:])
 
@@ -265,24 +279,34 @@ def test_a_dictionary_of_outputs_is_transformers_own(llama: Pair) -> None:
     for options in ({}, {"do_sample": True, "top_k": 4}, {"eos_token_id": list(range(5, 40))}):
         wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
         torch.manual_seed(0)
-        expected = llama.original.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, **wants, **options)
+        expected = llama.original.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=6, **wants, **options
+        )
         torch.manual_seed(0)
         with roads(llama.engine) as counts:
-            got = llama.engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, **wants, **options)
+            got = llama.engine.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=6, **wants, **options
+            )
         assert counts.taken == "engine"
         assert torch.equal(expected.sequences, got.sequences)
         assert len(got.scores) == len(got.logits) == expected.sequences.shape[1] - 9
         alive = torch.ones(3, dtype=torch.bool)
         for step, (one, other) in enumerate(zip(expected.logits, got.logits, strict=True)):
             torch.testing.assert_close(other[alive], one[alive], atol=1e-3, rtol=1e-3)
-            torch.testing.assert_close(got.scores[step][alive], expected.scores[step][alive], atol=1e-3, rtol=1e-3)
-            alive &= ~torch.isin(expected.sequences[:, 9 + step], torch.tensor(options.get("eos_token_id", [2])))
+            torch.testing.assert_close(
+                got.scores[step][alive], expected.scores[step][alive], atol=1e-3, rtol=1e-3
+            )
+            alive &= ~torch.isin(
+                expected.sequences[:, 9 + step], torch.tensor(options.get("eos_token_id", [2]))
+            )
 
 
 def test_scores_are_absent_unless_asked_for(llama: Pair) -> None:
     got = llama.engine.generate(input_ids=prompt(1), max_new_tokens=3, return_dict_in_generate=True)
     assert isinstance(got, transformers.generation.GenerateDecoderOnlyOutput)
-    assert list(got) == list(llama.original.generate(input_ids=prompt(1), max_new_tokens=3, return_dict_in_generate=True))
+    assert list(got) == list(
+        llama.original.generate(input_ids=prompt(1), max_new_tokens=3, return_dict_in_generate=True)
+    )
 
 
 def test_generation_continues_from_a_returned_cache(models: Pair) -> None:
@@ -291,12 +315,22 @@ def test_generation_continues_from_a_returned_cache(models: Pair) -> None:
     ids, mask = left_padded()
     results = []
     for model in (models.original, models.engine):
-        first = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, eos_token_id=None)
+        first = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=5,
+            return_dict_in_generate=True,
+            eos_token_id=None,
+        )
         longer = torch.cat([mask, torch.ones(3, first.sequences.shape[1] - 9, dtype=torch.long)], dim=1)
         cache = first.past_key_values
         seen = cache.get_seq_length()
         second = model.generate(
-            input_ids=first.sequences, attention_mask=longer, past_key_values=cache, max_new_tokens=5, eos_token_id=None
+            input_ids=first.sequences,
+            attention_mask=longer,
+            past_key_values=cache,
+            max_new_tokens=5,
+            eos_token_id=None,
         )
         results.append((first.sequences, seen, second))
     assert results[0][1] == results[1][1]
@@ -359,7 +393,9 @@ def test_masks_that_are_not_left_padding_take_the_compatible_road(llama: Pair, m
     assert torch.equal(expected[rows], got[rows])
 
 
-@pytest.mark.parametrize("mask", [torch.ones(3, 9), torch.ones(3, 9, dtype=torch.bool)], ids=["float", "bool"])
+@pytest.mark.parametrize(
+    "mask", [torch.ones(3, 9), torch.ones(3, 9, dtype=torch.bool)], ids=["float", "bool"]
+)
 def test_masks_of_every_dtype(llama: Pair, mask: Tensor) -> None:
     mask = mask.clone()
     mask[0, :2] = 0
@@ -384,7 +420,9 @@ def test_prompts_longer_than_a_step_run_in_chunks(models: Pair, budget: int, sma
         got = models.engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, eos_token_id=None)
     tokens = int(mask.sum())
     assert counts.runner >= -(-tokens // budget) + 4
-    close(models.original.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, eos_token_id=None), got)
+    close(
+        models.original.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, eos_token_id=None), got
+    )
 
 
 def test_a_batch_of_more_rows_than_a_step_has_tokens(llama: Pair, small_steps: Any) -> None:

@@ -1,4 +1,4 @@
-"""`max_out_tokens` and `min_out_tokens` are kept before any work is done, with both numbers in the message."""
+"""`max_out_tokens` and `min_out_tokens` hold before any work is done, with both numbers in the message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def test_an_input_longer_than_the_limit_is_refused(injected: bool, way: str) -> 
     engine = engine_of(max_out_tokens=8, replace_with_kernel_inject=injected)
     args = (prompt(1, 9),) if way == "positional" else ()
     kwargs = {} if way == "positional" else {way: prompt(1, 9)}
-    with roads(engine) as counts, pytest.raises(slipstream.TokenLimitError, match=r"9.*max_out_tokens=8") as caught:
+    with (
+        roads(engine) as counts,
+        pytest.raises(slipstream.TokenLimitError, match=r"9.*max_out_tokens=8") as caught,
+    ):
         engine.generate(*args, max_new_tokens=2, **kwargs)
     assert counts.taken == "none"
     assert isinstance(caught.value, RuntimeError)
@@ -32,7 +35,10 @@ def test_an_input_longer_than_the_limit_is_refused(injected: bool, way: str) -> 
 def test_input_and_output_together_count() -> None:
     engine = engine_of(max_out_tokens=16)
     assert engine.generate(input_ids=prompt(1, 9), max_new_tokens=7, eos_token_id=None).shape[1] == 16
-    with roads(engine) as counts, pytest.raises(slipstream.TokenLimitError, match=r"17.*max_out_tokens=16") as caught:
+    with (
+        roads(engine) as counts,
+        pytest.raises(slipstream.TokenLimitError, match=r"17.*max_out_tokens=16") as caught,
+    ):
         engine.generate(input_ids=prompt(1, 9), max_new_tokens=8)
     assert counts.taken == "none" and "max_new_tokens=7" in str(caught.value)
 

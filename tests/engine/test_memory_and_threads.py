@@ -1,4 +1,4 @@
-"""A generation gives its memory back, engines do not know of each other, and threads do not disturb each other."""
+"""A generation gives its memory back, and neither engines nor threads disturb each other."""
 
 from __future__ import annotations
 

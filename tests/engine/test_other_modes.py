@@ -1,4 +1,4 @@
-"""Beams, assistants and whatever else the engine road leaves out run transformers' own loops over the fused layers."""
+"""Beams, assistants and what else the engine road leaves out run transformers' loops over fused layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     return ran
 
 
-def both(models: Pair, *args: Any, seed: int = 3, blocks: list[Block] | None = None, **kwargs: Any) -> tuple[Any, Any]:
+def both(
+    models: Pair, *args: Any, seed: int = 3, blocks: list[Block] | None = None, **kwargs: Any
+) -> tuple[Any, Any]:
     """Generate with each from one seed on the compatible road, and compare."""
     kwargs.setdefault("max_new_tokens", 8)
     torch.manual_seed(seed)
@@ -63,7 +65,12 @@ def both(models: Pair, *args: Any, seed: int = 3, blocks: list[Block] | None = N
 
 MODES: dict[str, dict[str, Any]] = {
     "beam search": {"num_beams": 3},
-    "beam search, all beams": {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 0.5, "early_stopping": True},
+    "beam search, all beams": {
+        "num_beams": 4,
+        "num_return_sequences": 4,
+        "length_penalty": 0.5,
+        "early_stopping": True,
+    },
     "beam search, no repeats": {"num_beams": 3, "no_repeat_ngram_size": 2},
     "beam sampling": {"num_beams": 3, "do_sample": True, "top_k": 20},
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
@@ -137,11 +144,15 @@ def test_assisted_decoding(llama: Pair, assistant: str, sampling: bool) -> None:
         model.generation_config.pad_token_id = 0
     ids = prompt(1)
     torch.manual_seed(0)
-    expected = llama.original.generate(input_ids=ids, assistant_model=draft if assistant == "engine" else other,
-                                       max_new_tokens=10, do_sample=sampling)  # fmt: skip
+    plain = draft if assistant == "engine" else other
+    expected = llama.original.generate(
+        input_ids=ids, assistant_model=plain, max_new_tokens=10, do_sample=sampling
+    )
     torch.manual_seed(0)
     with roads(llama.engine) as counts:
-        got = llama.engine.generate(input_ids=ids, assistant_model=other, max_new_tokens=10, do_sample=sampling)
+        got = llama.engine.generate(
+            input_ids=ids, assistant_model=other, max_new_tokens=10, do_sample=sampling
+        )
     assert counts.taken == "compatible"
     close(expected, got)
     if not sampling:
@@ -186,7 +197,9 @@ def test_token_healing(llama: Pair) -> None:
     tokenizer = letter_tokenizer()
     ids = tokenizer(["hello wor"], return_tensors="pt").input_ids
     try:
-        expected = llama.original.generate(input_ids=ids, token_healing=True, tokenizer=tokenizer, max_new_tokens=4)
+        expected = llama.original.generate(
+            input_ids=ids, token_healing=True, tokenizer=tokenizer, max_new_tokens=4
+        )
     except Exception as error:
         with pytest.raises(type(error)):
             llama.engine.generate(input_ids=ids, token_healing=True, tokenizer=tokenizer, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""In lower precision the engine is no further from the float32 original than the original in that precision is."""
+"""In lower precision the engine is as close to the float32 original as the original in that precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import slipstream
 from tests.helpers.models import inject, left_padded, make, prompt, roads
 
 SEEDS = range(6)
-# Rotary, learned and no positions; norms before and after; also the frame of Gemma, which scales the embedding.
+# Rotary and learned positions; norms before and after; the frame of Gemma, which scales the embedding.
 KINDS = ["llama", "gpt2", "bert", "gemma2"]
 
 

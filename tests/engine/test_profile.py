@@ -40,8 +40,12 @@ def test_one_entry_for_every_forward_and_reading_clears(engine: slipstream.Infer
     assert engine.model_times() == []
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}, {"use_cache": False}], ids=str)
-def test_five_tokens_make_five_entries_on_every_road(engine: slipstream.InferenceEngine, options: dict) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True}, {"num_beams": 2}, {"use_cache": False}], ids=str
+)
+def test_five_tokens_make_five_entries_on_every_road(
+    engine: slipstream.InferenceEngine, options: dict
+) -> None:
     engine.generate(input_ids=prompt(), max_new_tokens=5, eos_token_id=None, **options)
     assert len(engine.model_times()) == 5
     assert {name: len(times) for name, times in engine.layer_times().items()} == {
@@ -61,7 +65,10 @@ def test_times_are_milliseconds_and_the_layers_are_within_the_model(
         return run(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Block, "__call__", slow)
-    for call in (lambda: engine(input_ids=prompt()), lambda: engine.generate(input_ids=prompt(), max_new_tokens=1)):
+    for call in (
+        lambda: engine(input_ids=prompt()),
+        lambda: engine.generate(input_ids=prompt(), max_new_tokens=1),
+    ):
         call()
         (whole,) = engine.model_times()
         layers = [time for times in engine.layer_times().values() for time in times]
@@ -101,7 +108,9 @@ def test_an_engine_without_fused_layers_is_profiled_too() -> None:
 def test_the_report_has_a_column_of_times(engine: slipstream.InferenceEngine) -> None:
     engine.generate(input_ids=prompt(), max_new_tokens=3, eos_token_id=None)
     report = engine.report()
-    assert set(report.times) == {"model.layers.0", "model.layers.1"} and all(t > 0 for t in report.times.values())
+    assert set(report.times) == {"model.layers.0", "model.layers.1"} and all(
+        t > 0 for t in report.times.values()
+    )
     assert " ms" in str(report).splitlines()[1]
     assert len(engine.layer_times()["model.layers.0"]) == 3, "the report cleared the times"
     assert "times" not in report.to_dict()

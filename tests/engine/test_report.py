@@ -44,7 +44,9 @@ def test_the_table_can_be_read() -> None:
     assert lines[0].startswith("level block on cpu, 3 layers")
     assert lines[1].split()[:5] == ["layers", "level", "family", "format", "size"]
     assert "model.layers.0 .. 2" in lines[2] and "llama" in lines[2]
-    assert len({line.index("block") for line in lines[2:3]} | {lines[1].index("level")}) == 1, "columns do not align"
+    assert len({line.index("block") for line in lines[2:3]} | {lines[1].index("level")}) == 1, (
+        "columns do not align"
+    )
 
 
 def test_levels_are_told_apart() -> None:
@@ -59,12 +61,17 @@ def test_inspect_says_the_same_without_changing_the_model() -> None:
     model = make("llama").train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     report = slipstream.inspect(model)
-    assert report.level == "block" and [layer.name for layer in report.layers] == ["model.layers.0", "model.layers.1"]
+    assert report.level == "block" and [layer.name for layer in report.layers] == [
+        "model.layers.0",
+        "model.layers.1",
+    ]
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert set(report.to_dict()) == KEYS
     engine = inject(model)
-    assert [layer.max_error for layer in engine.report().layers] == [layer.max_error for layer in report.layers]
+    assert [layer.max_error for layer in engine.report().layers] == [
+        layer.max_error for layer in report.layers
+    ]
 
 
 def test_a_setting_without_effect_stands_in_the_notes() -> None:

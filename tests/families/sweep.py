@@ -22,7 +22,7 @@ LENGTH, NEW_TOKENS = 12, 8
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured; errors are the largest absolute difference of logits (or states) on real positions."""
+    """What was measured; errors are the largest differences of logits (or states) on real positions."""
 
     family: str
     variant: str
@@ -80,7 +80,9 @@ def batch(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 def measure(family: Family, tiny: Tiny) -> Row:
     """Compare an injected model with a copy of the original in float32."""
     original = peaked_model(tiny)
-    engine = slipstream.init_inference(copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True)
+    engine = slipstream.init_inference(
+        copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
+    )
     ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
     runs: dict[str, float] = {}
     layers = [original.get_submodule(layer.name) for layer in engine.report().layers]
@@ -119,13 +121,17 @@ def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: T
     if getattr(first[0], "past_key_values", None) is None:
         return _error(first[0].logits, first[1].logits, mask[:, :-2])
     second = [
-        model(input_ids=ids[:, -2:], attention_mask=mask, past_key_values=before.past_key_values, use_cache=True)
+        model(
+            input_ids=ids[:, -2:], attention_mask=mask, past_key_values=before.past_key_values, use_cache=True
+        )
         for model, before in zip(models, first, strict=True)
     ]
     return _error(second[0].logits, second[1].logits, mask[:, -2:])
 
 
-def _greedy(original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor) -> tuple[str, str]:
+def _greedy(
+    original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor
+) -> tuple[str, str]:
     """Whether greedy tokens of a padded batch are identical, and which road they took."""
     if not getattr(original, "can_generate", lambda: False)():
         return "-", "-"
@@ -136,7 +142,7 @@ def _greedy(original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor
 
 
 class _Calls:
-    """Counts runs of blocks and of the original's layers: they differ where an injected layer ran its original code."""
+    """Counts runs of blocks and of the original's layers: more of these means that original code ran."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.blocks = self.layers = 0
@@ -166,7 +172,9 @@ def table(rows: list[tuple[str, ...]]) -> str:
     """Columns side by side, titles first."""
     lines = [Row.titles(), *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ def test_family_answers_like_the_original(
 ) -> None:
     row = measure(*variant)
     record_property("family sweep", dict(zip(Row.titles(), row.cells(), strict=True)))
-    errors = {"single": row.single, "left": row.left, "right": row.right, "cached": row.cached, "states": row.states}
+    errors = {
+        "single": row.single,
+        "left": row.left,
+        "right": row.right,
+        "cached": row.cached,
+        "states": row.states,
+    }
     assert row.level == "block"
     assert max(errors.values()) <= TOLERANCE, errors
     assert row.greedy in ("identical", "-")

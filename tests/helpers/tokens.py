@@ -20,7 +20,9 @@ def letter_tokenizer(*, frame: bool = False) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     if frame:
         ends = [("<s>", 1), ("</s>", 2)]
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> $B:1 </s>:1", ends)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<s> $A </s>", "<s> $A </s> $B:1 </s>:1", ends
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

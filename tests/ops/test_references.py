@@ -1,4 +1,4 @@
-"""Every op's reference runs its own cases, in every dtype, and agrees with a definition written another way."""
+"""Every op's reference agrees, on its own cases and in every dtype, with a definition written another way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.ops.linear import Weight
 
 CASES = [(op, case) for op in OPS.values() for case in op.cases]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""A few roundings of the dtype's epsilon (6e-8, 5e-4, 4e-3) upon values of size about one, summed over up to 577 terms."""
+"""A few roundings of the dtype's epsilon (6e-8, 5e-4, 4e-3) on values of about one, summed over 577 terms."""
 
 
 def _name(pair: tuple[Op, Case]) -> str:
@@ -55,7 +55,9 @@ def test_reference_leaves_its_arguments_alone(pair: tuple[Op, Case]) -> None:
     op.reference(**arguments)
     for name, value in untouched.items():
         if isinstance(value, Tensor):
-            assert torch.equal(torch.nan_to_num(arguments[name].float()), torch.nan_to_num(value.float())), name
+            assert torch.equal(torch.nan_to_num(arguments[name].float()), torch.nan_to_num(value.float())), (
+                name
+            )
 
 
 def test_every_op_has_a_definition_to_be_compared_with() -> None:
@@ -97,7 +99,15 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float, softcap: Any, sinks: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: Any,
+    sinks: Any,
 ) -> Tensor:
     batch, heads, queries, _ = q.shape
     out = torch.zeros_like(q)
@@ -151,15 +161,29 @@ def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Any, *, 
 
 
 def _moe(
-    x: Tensor, router: Weight, experts_in: Weight, experts_out: Weight, *, spec: Any, activation: str, gated: bool
+    x: Tensor,
+    router: Weight,
+    experts_in: Weight,
+    experts_out: Weight,
+    *,
+    spec: Any,
+    activation: str,
+    gated: bool,
 ) -> Tensor:
     out = torch.zeros_like(x)
     for t, row in enumerate(x):
         logits = _linear(row[None], router)[0]
         for expert, weight in _choose(logits, spec):
-            first = Weight("plain", (), (experts_in.dense()[expert],), lambda p: p[0], _bias(experts_in, expert))
-            second = Weight("plain", (), (experts_out.dense()[expert],), lambda p: p[0], _bias(experts_out, expert))
-            out[t] += weight * _linear(_activation(_linear(row[None], first), name=activation, gated=gated), second)[0]
+            first = Weight(
+                "plain", (), (experts_in.dense()[expert],), lambda p: p[0], _bias(experts_in, expert)
+            )
+            second = Weight(
+                "plain", (), (experts_out.dense()[expert],), lambda p: p[0], _bias(experts_out, expert)
+            )
+            out[t] += (
+                weight
+                * _linear(_activation(_linear(row[None], first), name=activation, gated=gated), second)[0]
+            )
     return out
 
 
@@ -183,9 +207,7 @@ def _sparsemixer(logits: Tensor, order: list[int], jitter: float) -> list[tuple[
     for rank in range(2):
         best = logits[order[rank]]
         rivals = [
-            e
-            for e in order[rank:]
-            if (best - logits[e]) / torch.maximum(logits[e].abs(), best) <= 2 * jitter
+            e for e in order[rank:] if (best - logits[e]) / torch.maximum(logits[e].abs(), best) <= 2 * jitter
         ]
         chosen.append((order[rank], logits[rivals].softmax(0)[0]))
     return chosen

@@ -28,7 +28,9 @@ def test_the_layers_own_matrices_can_be_restored(variant: tuple[Family, Tiny]) -
         plans = plan_block(source, family.recipes, found.spec, ignored=family.ignored)
         weights = load_block(source, plans, matrix_format=PLAIN, plain=PLAIN)
         restored = restore_block(weights, plans)
-        matrices = {n for role, plan in plans.items() if role.is_matrix for n in (p.name for p in plan.weight)}
+        matrices = {
+            n for role, plan in plans.items() if role.is_matrix for n in (p.name for p in plan.weight)
+        }
         assert restored.keys() == matrices
         assert all(torch.equal(tensor, source.read(name)) for name, tensor in restored.items())
         assert {role: w.shape for role, w in weights.matrices.items()} == dict(found.spec.matrix_shapes())

@@ -53,14 +53,20 @@ FUSED = _random(16, 6)
 RECIPES: dict[str, tuple[Recipe, Tensors]] = {
     "take": (Take("a"), Tensors(a__weight=_random(7, 6), a__bias=_random(7))),
     "bare parameter": (Take("a"), Tensors(a=_random(3, 7, 6), a_bias=_random(3, 7))),
-    "underscored parameter": (Take("in_proj"), Tensors(in_proj_weight=_random(7, 6), in_proj_bias=_random(7))),
+    "underscored parameter": (
+        Take("in_proj"),
+        Tensors(in_proj_weight=_random(7, 6), in_proj_bias=_random(7)),
+    ),
     "stack": (Stack(("q", "k")), Tensors(q__weight=_random(8, 6), k__weight=_random(4, 6))),
     "conv1d": (Conv1D("a"), Tensors(a__weight=_random(6, 9), a__bias=_random(9))),
     "interleaved": (Interleaved("a"), Tensors(a__weight=FUSED, a__bias=_random(16))),
     "interleaved, other order": (Interleaved("a", groups=2, order="qvk"), Tensors(a__weight=FUSED)),
     "interleaved, transposed": (Interleaved("a", transposed=True), Tensors(a__weight=FUSED.t().contiguous())),
     "alternating": (Alternating("a"), Tensors(a__weight=_random(10, 6), a__bias=_random(10))),
-    "alternating experts": (Alternating("a", transposed=True), Tensors(a=_random(3, 6, 10), a_bias=_random(3, 10))),
+    "alternating experts": (
+        Alternating("a", transposed=True),
+        Tensors(a=_random(3, 6, 10), a_bias=_random(3, 10)),
+    ),
 }
 
 
@@ -83,7 +89,12 @@ def test_cutting_before_reading_gives_the_same_bits_as_after(name: str) -> None:
     assert plan is not None
     whole = gather(source, plan.weight)
     rows = whole.shape[-2]
-    for runs in ([range(1, 4)], [range(rows - 1, rows), range(2)], [range(rows)], [range(0, 3), range(5, rows)]):
+    for runs in (
+        [range(1, 4)],
+        [range(rows - 1, rows), range(2)],
+        [range(rows)],
+        [range(3), range(5, rows)],
+    ):
         expected = torch.cat([whole[..., run.start : run.stop, :] for run in runs], dim=-2)
         assert torch.equal(gather(source, cut(plan.weight, runs)), expected)
     assert torch.equal(gather(source, plan.weight, slice(2, 5)), whole[..., 2:5])
@@ -93,7 +104,9 @@ def test_stack_puts_rows_on_top_of_each_other() -> None:
     recipe, source = RECIPES["stack"]
     plan = recipe.plan(source, SPEC)
     assert plan is not None
-    assert torch.equal(gather(source, plan.weight), torch.cat([source.read("q.weight"), source.read("k.weight")]))
+    assert torch.equal(
+        gather(source, plan.weight), torch.cat([source.read("q.weight"), source.read("k.weight")])
+    )
 
 
 def test_interleaved_sorts_groups_into_queries_keys_and_values() -> None:
@@ -101,7 +114,9 @@ def test_interleaved_sorts_groups_into_queries_keys_and_values() -> None:
     plan = recipe.plan(source, SPEC)
     assert plan is not None
     groups = FUSED.view(2, 4, 2, 6)  # kv head, (q q k v), head dim, in
-    expected = torch.cat([groups[:, :2].flatten(0, 2), groups[:, 2].flatten(0, 1), groups[:, 3].flatten(0, 1)])
+    expected = torch.cat(
+        [groups[:, :2].flatten(0, 2), groups[:, 2].flatten(0, 1), groups[:, 3].flatten(0, 1)]
+    )
     assert torch.equal(gather(source, plan.weight), expected)
 
 
@@ -110,7 +125,9 @@ def test_alternating_separates_gate_from_up() -> None:
     plan = recipe.plan(source, SPEC)
     assert plan is not None
     stored = source.read("a")
-    assert torch.equal(gather(source, plan.weight), torch.cat([stored[..., ::2], stored[..., 1::2]], dim=-1).mT)
+    assert torch.equal(
+        gather(source, plan.weight), torch.cat([stored[..., ::2], stored[..., 1::2]], dim=-1).mT
+    )
 
 
 def test_numbered_stack_is_in_numeric_order() -> None:

@@ -8,11 +8,7 @@ from typing import Annotated
 import typer
 
 from slipstream import __version__
-from slipstream.cli.bench import bench
-from slipstream.cli.chat import chat
-from slipstream.cli.env import env
-from slipstream.cli.generate import generate
-from slipstream.cli.inspect import inspect
+from slipstream.cli import bench, chat, env, generate, inspect
 from slipstream.cli.options import examples, unfold
 from slipstream.cli.terminal import answer_for_errors
 
@@ -28,19 +24,19 @@ app = typer.Typer(
 )
 
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
-    generate: (
+    generate.generate: (
         'slipstream generate --model demo "Why is the sky blue?"',
         'slipstream generate --model demo --compare "Why is the sky blue?"',
         'slipstream generate -m ./Llama-3.2-1B --dtype bfloat16 --temperature 0.7 "A haiku about rain:"',
         "cat letter.txt | slipstream generate -m ./model.gguf -",
     ),
-    chat: (
+    chat.chat: (
         "slipstream chat --model demo",
         'slipstream chat -m ./Qwen3-0.6B --dtype bfloat16 --system "Answer in one sentence."',
     ),
-    inspect: ("slipstream inspect demo", "slipstream inspect ./Llama-3.2-1B --json"),
-    env: ("slipstream env", "slipstream env --json"),
-    bench: (
+    inspect.inspect: ("slipstream inspect demo", "slipstream inspect ./Llama-3.2-1B --json"),
+    env.env: ("slipstream env", "slipstream env --json"),
+    bench.bench: (
         "slipstream bench --model demo --compare hf",
         "slipstream bench -m ./Llama-3.2-1B --dtype bfloat16 --batch 1 --batch 8 --prompt-tokens 512 --json",
     ),

@@ -11,7 +11,7 @@ import typer
 import slipstream
 from slipstream import WeightError
 from slipstream.cli.options import Precision, Verbose
-from slipstream.cli.terminal import busy, set_up
+from slipstream.cli.terminal import busy, hushed, set_up
 from slipstream.engine.open import open_model, resolve_place
 
 __all__ = ["inspect"]
@@ -32,7 +32,7 @@ def inspect(
     Every distinct kind of layer is compared with the block that would replace it, on random input.
     """
     set_up(verbose)
-    with busy("looking for the model"):
+    with busy("finding the model; a GGUF file is converted once"), hushed(verbose):
         folder = resolve_place(model)
     with busy("loading the model"):
         loaded = open_model(folder, dtype.dtype if dtype else _own_dtype(folder))

@@ -16,7 +16,7 @@ from torch import Tensor
 import slipstream
 from slipstream import InferenceEngine, UnsupportedError, WeightError
 from slipstream.cli.options import Loading, Sampling
-from slipstream.cli.terminal import busy, set_up
+from slipstream.cli.terminal import busy, hushed, set_up
 from slipstream.engine.open import open_model, resolve_place
 
 __all__ = ["Answer", "Message", "Session", "context_length", "load_original", "open_engine", "open_session"]
@@ -110,7 +110,7 @@ def open_engine(loading: Loading) -> tuple[InferenceEngine, str]:
         SlipstreamError: Any of its kinds.
     """
     set_up(loading.verbose)
-    with busy("converting the file, once" if _is_first_use(loading.model) else "looking for the model"):
+    with busy("finding the model; a GGUF file is converted once"), hushed(loading.verbose):
         folder = resolve_place(loading.model)
     with busy("loading the model"):
         model = open_model(folder, loading.dtype.dtype)
@@ -142,10 +142,6 @@ def context_length(model: Any) -> int:
     """Most tokens that the model was made for, prompt and answer together."""
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(known) if known else 1024
-
-
-def _is_first_use(place: str) -> bool:
-    return place == "demo" or place.endswith(".gguf")
 
 
 def _tokenizer(folder: str) -> Any:

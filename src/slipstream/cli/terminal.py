@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from rich.console import Console
 
 from slipstream import ConfigError, SlipstreamError
 
-__all__ = ["answer_for_errors", "busy", "note", "set_up", "stderr", "stdout"]
+__all__ = ["answer_for_errors", "busy", "hushed", "note", "set_up", "stderr", "stdout"]
 
 
 def stdout() -> Console:
@@ -38,8 +40,14 @@ def note(text: str) -> None:
 
 def busy(what: str) -> AbstractContextManager[Any]:
     """Turn a spinner while something long runs; say nothing where nobody looks."""
-    console = stderr()
+    # The file by name: a console that follows sys.stderr would be hushed with the rest.
+    console = Console(file=sys.stderr)
     return console.status(what) if console.is_terminal else nullcontext()
+
+
+def hushed(verbose: bool) -> AbstractContextManager[Any]:
+    """Keep off the terminal what libraries write there: transformers' bar for GGUF files has no switch."""
+    return nullcontext() if verbose else redirect_stderr(io.StringIO())
 
 
 def set_up(verbose: bool) -> None:

@@ -26,7 +26,9 @@ class CudaDevice(Device):
         """
         count = torch.cuda.device_count()
         if index >= count:
-            raise DeviceError(f"GPU {index} was asked for and this machine has {count}; start fewer processes on it")
+            raise DeviceError(
+                f"GPU {index} was asked for and this machine has {count}; start fewer processes on it"
+            )
         self._device = torch.device("cuda", index)
 
     @property

@@ -1,4 +1,4 @@
-"""A device that captures and replays graphs as plain calls on the CPU, so that graph logic is tested everywhere."""
+"""A device that captures and replays graphs as plain calls, so that graph logic is tested everywhere."""
 
 from __future__ import annotations
 

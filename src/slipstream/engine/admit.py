@@ -16,7 +16,14 @@ from slipstream.config import InferenceConfig
 from slipstream.config.effects import EFFECTS
 from slipstream.devices import Device
 from slipstream.engine.request import Request
-from slipstream.errors import ConfigError, InjectionError, RequestError, TokenLimitError, UnsupportedError, WeightError
+from slipstream.errors import (
+    ConfigError,
+    InjectionError,
+    RequestError,
+    TokenLimitError,
+    UnsupportedError,
+    WeightError,
+)
 from slipstream.model.inject import is_injected
 from slipstream.model.parts import is_swapped
 from slipstream.model.policy import check_policy
@@ -47,26 +54,44 @@ def check_model(model: Any, config: InferenceConfig) -> None:
     for name, module in model.named_modules():
         if is_injected(module) or is_swapped(module):
             raise InjectionError(
-                f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or load "
-                "the model again"
+                f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or "
+                "load the model again"
             )
     parameters = dict(model.named_parameters())
     meta = [name for name, p in parameters.items() if p.is_meta]
     if meta:
         raise WeightError(
-            f"{len(meta)} of {len(parameters)} parameters are on the meta device and hold no values ({meta[0]}, ...); "
-            "load the weights before init_inference"
+            f"{len(meta)} of {len(parameters)} parameters are on the meta device and hold no values "
+            f"({meta[0]}, ...); load the weights before init_inference"
         )
     wants_floats = config.replace_with_kernel_inject or config.weight_format is not None
     packed = [name for name, p in parameters.items() if not p.is_floating_point()]
     if packed and wants_floats:
         raise WeightError(
-            f"{packed[0]} is {parameters[packed[0]].dtype}: {len(packed)} of {len(parameters)} parameters are already "
-            "quantized, and blocks are fused from floating weights; load the model without quantization, or leave "
-            "replace_with_kernel_inject at False"
+            f"{packed[0]} is {parameters[packed[0]].dtype}: {len(packed)} of {len(parameters)} parameters "
+            "are already quantized, and blocks are fused from floating weights; load the model without "
+            "quantization, or leave replace_with_kernel_inject at False"
         )
     check_policy(model, config.injection_policy)
     check_finite(ModuleSource(model))
+    _check_range(parameters, torch.float16 if config.dtype is torch.int8 else config.dtype)
+
+
+def _check_range(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuse finite weights that would be infinite in the engine's dtype."""
+    largest = torch.finfo(dtype).max
+    wider = {
+        n: p for n, p in parameters.items() if p.is_floating_point() and torch.finfo(p.dtype).max > largest
+    }
+    for name, parameter in wider.items():
+        low, high = (
+            (float(bound) for bound in parameter.detach().aminmax()) if parameter.numel() else (0.0, 0.0)
+        )
+        if max(-low, high) > largest:
+            raise WeightError(
+                f"{name} holds {max(-low, high):.6g}, and {str(dtype).removeprefix('torch.')} ends at "
+                f"{largest:g}; use dtype=torch.bfloat16 or torch.float32"
+            )
 
 
 def check_settings(config: InferenceConfig, device: Device) -> list[str]:
@@ -80,9 +105,13 @@ def check_settings(config: InferenceConfig, device: Device) -> list[str]:
     """
     for name, value in config.departures():
         if EFFECTS[name].kind == "unserved":
-            raise UnsupportedError(f"{name}={value!r} is understood and not served by this version; leave it out")
+            raise UnsupportedError(
+                f"{name}={value!r} is understood and not served by this version; leave it out"
+            )
     if config.dtype is torch.int8:
-        raise UnsupportedError("dtype=torch.int8 (8-bit weights) is not served by this version; use torch.bfloat16")
+        raise UnsupportedError(
+            "dtype=torch.int8 (8-bit weights) is not served by this version; use torch.bfloat16"
+        )
     notes = []
     if config.enable_cuda_graph:
         reason = device.no_graph()
@@ -98,55 +127,60 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Raises:
         RequestError: An empty batch or prompt, ids outside of the vocabulary, a mask of another shape.
     """
-    ids = kwargs.get("input_ids")
-    if ids is None and args and _first_argument(model) == "input_ids":
-        ids = args[0]
+    given = (
+        dict(zip(inspect.signature(model.forward).parameters, args, strict=False), **kwargs)
+        if args
+        else kwargs
+    )
+    ids = given.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         return
     batch, length = ids.shape
     if batch == 0 or length == 0:
         what = "batch" if batch == 0 else "prompt"
-        raise RequestError(f"input_ids of shape {tuple(ids.shape)}: the {what} is empty; give at least one token")
+        raise RequestError(
+            f"input_ids of shape {tuple(ids.shape)}: the {what} is empty; give at least one token"
+        )
     vocabulary = _vocabulary(model)
     if vocabulary is not None:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocabulary:
             raise RequestError(
-                f"input_ids hold {low if low < 0 else high}, and the vocabulary has ids 0 to {vocabulary - 1}; "
-                "use the model's own tokenizer"
+                f"input_ids hold {low if low < 0 else high}, and the vocabulary has ids 0 to "
+                f"{vocabulary - 1}; use the model's own tokenizer"
             )
-    mask = kwargs.get("attention_mask")
+    mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return
-    past = kwargs.get("past_key_values")
+    past: Any = given.get("past_key_values")
     seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
     if mask.shape[0] != batch or not length <= mask.shape[1] <= max(length, length + seen):
         wanted = f"({batch}, {length})" if not seen else f"({batch}, {length + seen})"
         raise RequestError(
-            f"attention_mask has shape {tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}; it must be {wanted}"
+            f"attention_mask has shape {tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}; it "
+            f"must be {wanted}"
         )
-
-
-def _first_argument(model: nn.Module) -> str | None:
-    return next(iter(inspect.signature(model.forward).parameters), None)
 
 
 def _vocabulary(model: nn.Module) -> int | None:
     if not hasattr(model, "get_input_embeddings"):
         return None
     try:
-        weight = getattr(model.get_input_embeddings(), "weight", None)
+        weight = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
     except NotImplementedError:
         return None
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
-def check_request(model: nn.Module, request: Request, kwargs: Mapping[str, Any], config: InferenceConfig) -> None:
+def check_request(
+    model: nn.Module, request: Request, kwargs: Mapping[str, Any], config: InferenceConfig
+) -> None:
     """Refuse a call of `generate` that cannot be run, or does not fit.
 
     Raises:
         RequestError: As `check_inputs`.
-        TokenLimitError: As `check_length`; an encoder's input is bounded by itself, and so is what the decoder writes.
+        TokenLimitError: As `check_length`; an encoder's input is bounded by itself, and so is what the
+            decoder writes.
     """
     if request.prompt is not None:
         check_inputs(model, (), {**kwargs, "input_ids": request.prompt})
@@ -181,7 +215,7 @@ def check_length(length: int, new_tokens: int, config: InferenceConfig) -> None:
         )
     if length + new_tokens > limit:
         raise TokenLimitError(
-            f"an input of {length} tokens and {new_tokens} new ones make {length + new_tokens}, and max_out_tokens="
-            f"{limit} bounds input and output together; ask for max_new_tokens={limit - length} at most, or raise "
-            f"max_out_tokens to {length + new_tokens}"
+            f"an input of {length} tokens and {new_tokens} new ones make {length + new_tokens}, and "
+            f"max_out_tokens={limit} bounds input and output together; ask for "
+            f"max_new_tokens={limit - length} at most, or raise max_out_tokens to {length + new_tokens}"
         )

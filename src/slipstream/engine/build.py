@@ -125,7 +125,8 @@ def inspect(model: nn.Module) -> Report:
     finally:
         for module in training:
             module.training = True
-    notes = [] if parts or any(v.returns is not None for v in verdicts.values()) else [_nothing_replaced(model, layers)]
+    replaced = bool(parts) or any(verdict.returns is not None for verdict in verdicts.values())
+    notes = [] if replaced else [_nothing_replaced(model, layers)]
     return _report(device, notes, layers, verdicts, {}, parts, settings)
 
 
@@ -138,10 +139,11 @@ def offer(dtype: torch.dtype) -> dict[str, Bound]:
 def _nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
     """What to tell a user who asked for kernels and gets none."""
     seen = sorted({type(found.layer).__name__ for found in layers})
-    classes = f"the layers of {type(model).__name__} are {', '.join(seen)}" if seen else f"{type(model).__name__} has no layers that repeat"
+    name = type(model).__name__
+    what = f"the layers of {name} are {', '.join(seen)}" if seen else f"{name} has no layers that repeat"
     return (
-        f"replace_with_kernel_inject=True replaced nothing: {classes}, and neither a family nor a known part is among "
-        "them; the model runs its own code. engine.report() has the reason of each layer"
+        f"replace_with_kernel_inject=True replaced nothing: {what}, and neither a family nor a known part "
+        "is among them; the model runs its own code. engine.report() has the reason of each layer"
     )
 
 
@@ -153,7 +155,9 @@ def _override(model_config: Any, config: InferenceConfig) -> Any:
     if model_config is None and any(isinstance(v, Family) for v in (config.injection_policy or {}).values()):
         return None
     if model_config is None:
-        raise UnsupportedError(f"config={dict(entries)!r} overrides the model's config, and this model has none")
+        raise UnsupportedError(
+            f"config={dict(entries)!r} overrides the model's config, and this model has none"
+        )
     changed = copy.deepcopy(model_config)
     for name, value in entries.items():
         setattr(changed, name, value)
@@ -161,7 +165,7 @@ def _override(model_config: Any, config: InferenceConfig) -> Any:
 
 
 def _layers_config(model_config: Any, config: InferenceConfig) -> Any:
-    """What takes the place of the models' own configs, if anything: entries alone serve a family of the user's."""
+    """What takes the place of the models' own configs, if anything; entries alone serve a user's family."""
     if not config.config:
         return None
     return dict(config.config) if model_config is None else model_config
@@ -184,7 +188,11 @@ def _judge(
     verdicts = {found.name: Verdict(None, reason="replace_with_kernel_inject is False") for found in layers}
     verdicts |= judge(model, asked, settings)
     if not config.triangular_masking:
-        causal = [f.name for f in layers if verdicts[f.name].returns is not None and f.spec is not None and f.spec.causal]
+        causal = [
+            f.name
+            for f in layers
+            if verdicts[f.name].returns is not None and f.spec is not None and f.spec.causal
+        ]
         if causal:
             raise UnsupportedError(
                 f"triangular_masking=False, and {causal[0]} is causal by its model's config; leave it at True"
@@ -193,7 +201,11 @@ def _judge(
 
 
 def _frame(
-    model: nn.Module, model_config: Any, layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings
+    model: nn.Module,
+    model_config: Any,
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    settings: Settings,
 ) -> tuple[Frame | None, str]:
     """The frame of the engine road, or why there is none."""
     fused = [found for found in layers if verdicts[found.name].returns is not None]
@@ -211,7 +223,10 @@ def _frame(
         return None, f"{family.name} names no frame for this configuration"
     names = [found.name for found in fused]
     try:
-        frame = Frame(model, spec, bind_ops(Facts(torch.device("cpu"), settings.dtype)), rope_table=family.rope_table)
+        ops = bind_ops(
+            Facts(torch.device("cpu"), settings.dtype)
+        )  # references: the check runs where the model is
+        frame = Frame(model, spec, ops, rope_table=family.rope_table)
     except AttributeError as error:
         return None, str(error)
     expected = [f"{spec.layers}.{index}" for index in range(len(frame.layers))]

@@ -17,8 +17,17 @@ from slipstream.config import InferenceConfig
 from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
 from slipstream.engine.generate import Loop
-from slipstream.engine.request import by_name, move_stop_strings, read_request, why_not_packed, why_not_so_long
-from slipstream.errors import UnsupportedError
+from slipstream.engine.request import (
+    Request,
+    by_name,
+    move_stop_strings,
+    read_request,
+    why_not_intact,
+    why_not_packed,
+    why_not_so_long,
+)
+from slipstream.engine.runner import Runner
+from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.report import Report
 from slipstream.profile.times import Profile
 
@@ -48,6 +57,10 @@ class InferenceEngine(nn.Module):
             SlipstreamError: Any of its kinds; the model is then as it was.
         """
         super().__init__()
+        if isinstance(model, InferenceEngine):
+            raise InjectionError(
+                "model is an engine already; hand in a model that does not belong to an engine"
+            )
         settings = InferenceConfig() if config is None else config
         built = build(model, settings)
         self.config = built.model_config
@@ -56,7 +69,7 @@ class InferenceEngine(nn.Module):
         self._profile: Profile | None = None
         self.training = False
         self.module = model
-        self.__class__ = _named_like(type(self), type(model))
+        self.__class__ = _named_like(type(self), type(model))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the engine does not have are the model's."""
@@ -65,7 +78,9 @@ class InferenceEngine(nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
-                raise AttributeError(f"this engine was destroyed, or never built, and has no attribute {name!r}") from None
+                raise AttributeError(
+                    f"this engine was destroyed, or never built, and has no attribute {name!r}"
+                ) from None
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -81,7 +96,7 @@ class InferenceEngine(nn.Module):
         """What `print` calls the engine; its class bears the model's name."""
         return InferenceEngine.__name__
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own names and values, as if nothing had been fused."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
@@ -104,8 +119,8 @@ class InferenceEngine(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' `generate` with every option of it.
 
-        Greedy search and sampling run on the engine road (packed batch, paged cache); every other mode, and every
-        option that the engine road cannot honour, runs transformers' own loops over the fused layers.
+        Greedy search and sampling run on the engine road (packed batch, paged cache); every other mode, and
+        every option that the engine road cannot honour, runs transformers' own loops over the fused layers.
 
         Raises:
             RequestError: An input that cannot be run.
@@ -123,10 +138,19 @@ class InferenceEngine(nn.Module):
             request = read_request(self.module, kwargs)
             check_request(self.module, request, kwargs, self.inference_config)
             runner = self._built.runner
-            if runner is None or why_not_packed(self.module, request, kwargs) or why_not_so_long(runner.frame, request):
+            if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
                 return generate(**kwargs)
             decode = Loop(runner, kwargs.get("streamer")).method()
             return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})
+
+    def _why_not_the_engine_road(
+        self, runner: Runner, request: Request, kwargs: dict[str, Any]
+    ) -> str | None:
+        return (
+            why_not_packed(self.module, request, kwargs)
+            or why_not_so_long(runner.frame, request)
+            or why_not_intact(self.module, runner)
+        )
 
     def _here(self, value: Any) -> Any:
         """The same nest of tuples, lists and dictionaries, with its tensors on the engine's device."""
@@ -144,7 +168,7 @@ class InferenceEngine(nn.Module):
         return next(places, self._built.device.torch_device)
 
     def why_compatible(self) -> str | None:
-        """Why greedy search and sampling run transformers' own loops, or None where they take the engine road."""
+        """Why greedy search and sampling run transformers' loops, or None where they take the engine road."""
         return None if self._built.runner is not None else self._built.why_compatible
 
     def report(self) -> Report:
@@ -152,7 +176,9 @@ class InferenceEngine(nn.Module):
         report = self._built.report
         if self._profile is None:
             return report
-        return replace(report, times={name: _median(times) for name, times in self._profile.peek_layers().items()})
+        return replace(
+            report, times={name: _median(times) for name, times in self._profile.peek_layers().items()}
+        )
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Time every run of the model, and of each layer, from now on.
@@ -201,7 +227,8 @@ class InferenceEngine(nn.Module):
         """
         if not hasattr(self.module, "save_pretrained"):
             raise UnsupportedError(
-                f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() instead"
+                f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() "
+                "instead"
             )
         self.module.save_pretrained(path, state_dict=self.module.state_dict())  # type: ignore[operator]
 
@@ -211,7 +238,9 @@ class InferenceEngine(nn.Module):
         Raises:
             UnsupportedError: Always, in this version.
         """
-        raise UnsupportedError("load_checkpoint is not served by this version; load the weights before init_inference")
+        raise UnsupportedError(
+            "load_checkpoint is not served by this version; load the weights before init_inference"
+        )
 
     def destroy(self) -> None:
         """Let go of the model and of everything that was built for it."""
@@ -223,14 +252,16 @@ class InferenceEngine(nn.Module):
         """The engine itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Destroy the engine."""
         self.destroy()
 
 
 @functools.cache
 def _named_like(engine_class: type[InferenceEngine], model_class: type[nn.Module]) -> type[InferenceEngine]:
-    """The engine's class under a model class's name: transformers' pipelines know what they support by that name."""
+    """The engine's class under a model class's name: by that, pipelines know what they support."""
     made = type(model_class.__name__, (engine_class,), {"__module__": engine_class.__module__})
     made.__qualname__ = f"{engine_class.__qualname__}[{model_class.__qualname__}]"
     return made
@@ -240,7 +271,9 @@ def _first_tensor(output: Any) -> Any:
     """The output's first tensor: what a model returns beside its loss when it returns a plain tensor."""
     if isinstance(output, Tensor):
         return output
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    parts = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    )
     return next((part for part in parts if isinstance(part, Tensor) and part.dim() > 0), output)
 
 

@@ -1,4 +1,4 @@
-"""The engine road of `generate`: greedy search and sampling over a packed batch, inside of transformers' own generate.
+"""The engine road of `generate`: greedy search and sampling over a packed batch, within transformers' own.
 
 transformers prepares everything (generation config, processors, stopping criteria) and hands over through
 `custom_generate`; whatever this loop cannot honour takes transformers' own loops, over the injected layers.
@@ -48,7 +48,9 @@ class Loop:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:
-            return self(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+            return self(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+            )
 
         return decode
 
@@ -69,7 +71,8 @@ class Loop:
             logits_processor: Called on `(B, V)` float32 scores.
             stopping_criteria: Called on the tokens so far.
             generation_config: Complete.
-            model_kwargs: What transformers would pass to the model; the attention mask is read, the rest is empty.
+            model_kwargs: What transformers would pass to the model; the attention mask is read, the rest is
+                empty.
 
         Returns:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
@@ -78,7 +81,9 @@ class Loop:
         config = generation_config
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
-        keep_finished = config.return_dict_in_generate or not has_eos or self.runner.frame.angles_share_a_length
+        keep_finished = (
+            config.return_dict_in_generate or not has_eos or self.runner.frame.angles_share_a_length
+        )
         pad = config._pad_token_tensor
         unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
         record = _Record(config)
@@ -117,13 +122,12 @@ class _Record:
         if self.logits is not None:
             self.logits += (logits,)
 
-    def output(self, model: nn.Module, batch: _Batch) -> Any:
-        from transformers.generation import GenerateDecoderOnlyOutput
+    def output(self, model: Any, batch: _Batch) -> Any:
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-        cache = batch.export(model)
-        return GenerateDecoderOnlyOutput(
-            sequences=batch.ids.clone(), scores=self.scores, logits=self.logits, past_key_values=cache
-        )
+        record: dict[str, Any] = {"scores": self.scores, "logits": self.logits}
+        cache, sequences = batch.export(model), batch.ids.clone()
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **record)  # type: ignore[arg-type]
 
 
 class _Batch:
@@ -185,14 +189,17 @@ class _Batch:
                 self._schedule.finish(row)
                 self._cache.release(self._blocks[row])
 
-    def export(self, model: nn.Module) -> Any:
-        """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, left-padded with zeros."""
+    def export(self, model: Any) -> Any:
+        """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, padded with zeros."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=model.config)
         seen = self._length - 1
         for index, pair in enumerate(self._cache.layers):
-            parts = [torch.stack([self._row(row, part, seen) for row in range(len(self._padding))]) for part in pair]
+            parts = [
+                torch.stack([self._row(row, part, seen) for row in range(len(self._padding))])
+                for part in pair
+            ]
             cache.update(parts[0], parts[1], index)
         return cache
 

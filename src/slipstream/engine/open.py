@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ def init_inference(
 ) -> InferenceEngine:
     """Make a pretrained model fast.
 
-    Four ways to configure: nothing (the defaults: float16, no fused kernels), `config` alone (a dictionary, the path of
-    a JSON file, or an `InferenceConfig`), keyword arguments alone, or both. The caller's dictionary is not changed.
+    Four ways to configure: nothing (the defaults: float16, no fused kernels), `config` alone (a dictionary,
+    the path of a JSON file, or an `InferenceConfig`), keyword arguments alone, or both. The caller's
+    dictionary is not changed.
 
     Args:
-        model: Any `torch.nn.Module`, the folder of a checkpoint, a `.gguf` file, or a hub id. A module is consumed: its
+        model: Any `torch.nn.Module`, the folder of a checkpoint, a `.gguf` file, or a hub id. A module is
+            consumed: its
             layers are replaced in place and it is switched to eval; `engine.module` is that object.
         config: See `InferenceConfig` for every field.
         kwargs: Fields by name or alias; one that stands in `config` too must have the same value.
@@ -59,18 +62,32 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype) -> nn.Module:
         ConfigError: The config names no architecture that transformers has.
     """
     import transformers
+    from safetensors import SafetensorError
 
     folder = resolve_place(place)
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         names = [name for name in config.architectures or () if hasattr(transformers, name)]
         if not names:
-            raise ConfigError(f"{folder}: its config names the architectures {config.architectures}; load the model yourself")
-        model: nn.Module = getattr(transformers, names[0]).from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+            raise ConfigError(
+                f"{folder}: its config names the architectures {config.architectures}, which transformers "
+                "does not have; load the model yourself"
+            )
+        model: nn.Module
+        model, loaded = getattr(transformers, names[0]).from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise WeightError(f"no model could be loaded from {str(place)!r}: {_first_line(error)}") from error
+    if loaded["missing_keys"]:
+        missing = sorted(loaded["missing_keys"])
+        raise WeightError(
+            f"{place}: the checkpoint lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''} "
+            f"({len(missing)} tensors), and {names[0]} would run on random values in their place; fetch the "
+            "whole checkpoint, or load the model yourself"
+        )
     return model
 
 

@@ -1,4 +1,4 @@
-"""Reads a call of `generate` before anything runs: its prompt, its length, and whether the engine road can serve it.
+"""Reads a call of `generate` before it runs: prompt, length, and whether the engine road can serve it.
 
 Shapes: B batch, S prompt (padded).
 """
@@ -12,9 +12,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.engine.runner import Runner
 from slipstream.model.frame import Frame
+from slipstream.model.inject import injected_state, is_injected
+from slipstream.model.intact import is_hooked, is_intact
 
-__all__ = ["Request", "by_name", "move_stop_strings", "read_request", "why_not_packed", "why_not_so_long"]
+__all__ = [
+    "Request",
+    "by_name",
+    "move_stop_strings",
+    "read_request",
+    "why_not_intact",
+    "why_not_packed",
+    "why_not_so_long",
+]
 
 _MODES = ("greedy_search", "sample")
 _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
@@ -45,7 +56,8 @@ class Request:
 
     Attributes:
         prompt: `(B, S)` token ids, or None where the call has none.
-        length: Tokens of the prompt, padding included; 1 where there is none and generation starts from one token.
+        length: Tokens of the prompt, padding included; 1 where there is none and generation starts from one
+            token.
         new_tokens: Tokens that the call asks for.
         encoded: The prompt goes into an encoder, and the new tokens do not follow it.
         config: The complete generation config.
@@ -87,12 +99,14 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
     prompt = ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
     entry = next((t for t in (ids, embeds) if isinstance(t, Tensor) and t.dim() > 1), None)
     length = 1 if entry is None else int(entry.shape[1])
-    owners = (given, model.generation_config)
+    owners: tuple[Any, ...] = (given, model.generation_config)
     is_default = settings.get("max_length") is None and all(
         owner is None or owner.max_length is None for owner in owners
     )
     encoded = bool(getattr(model.config, "is_encoder_decoder", False))
-    return Request(prompt, length, _new_tokens(model, config, length, is_default, encoded), encoded, config, inputs)
+    return Request(
+        prompt, length, _new_tokens(model, config, length, is_default, encoded), encoded, config, inputs
+    )
 
 
 def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, encoded: bool) -> int:
@@ -110,11 +124,12 @@ def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, en
 def move_stop_strings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Turn stop strings into the criterion that transformers makes of them.
 
-    transformers does not pass the tokenizer on where the decoding method is custom, and so cannot do it itself.
+    transformers does not pass the tokenizer on where the decoding method is custom, and so cannot do it
+    itself.
     """
     if kwargs.get("stop_strings") is None:
         return dict(kwargs)
-    from transformers.generation import StoppingCriteriaList, StopStringCriteria
+    from transformers import StoppingCriteriaList, StopStringCriteria
 
     moved = {key: value for key, value in kwargs.items() if key != "stop_strings"}
     criterion = StopStringCriteria(tokenizer=kwargs["tokenizer"], stop_strings=kwargs["stop_strings"])
@@ -134,26 +149,67 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
         return "there are no token ids"
     if "generate" in vars(model):
         return "the model has a generate of its own"
-    for name in ("assistant_model", "custom_generate", "inputs_embeds", "past_key_values", "position_ids", "synced_gpus"):
+    for name in (
+        "assistant_model",
+        "custom_generate",
+        "inputs_embeds",
+        "past_key_values",
+        "position_ids",
+        "synced_gpus",
+    ):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             return f"{name} is given"
     config, inputs = request.config, request.inputs
     mode = config.get_generation_mode(None)
     if mode.value not in _MODES:
         return f"the mode is {mode.value}"
-    extra = [name for name, value in inputs.items() if name not in _OWN and value is not None and value is not False]
+    extra = [
+        name
+        for name, value in inputs.items()
+        if name not in _OWN and value is not None and value is not False
+    ]
     if extra:
         return f"the model takes {', '.join(extra)}"
-    for name in ("output_attentions", "output_hidden_states", "cache_implementation", "prefill_chunk_size", "token_healing"):
+    for name in (
+        "output_attentions",
+        "output_hidden_states",
+        "cache_implementation",
+        "prefill_chunk_size",
+        "token_healing",
+    ):
         if getattr(config, name, None):
             return f"{name} is set"
     if config.use_cache is False or inputs.get("use_cache") is False:
         return "use_cache is False"
-    if config.stop_strings is not None and (kwargs.get("tokenizer") is None or kwargs.get("stop_strings") is None):
+    if config.stop_strings is not None and (
+        kwargs.get("tokenizer") is None or kwargs.get("stop_strings") is None
+    ):
         return "stop_strings stand in a generation config, or come without a tokenizer"
     mask = kwargs.get("attention_mask")
     if mask is not None and not _is_left_padded(mask):
         return "the attention mask has gaps"
+    return None
+
+
+def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
+    """Why the engine road would not say what the model says by now, or None if it does.
+
+    Args:
+        model: The model, which its owner may have trained, hooked into or rebuilt since.
+        runner: Made of it.
+    """
+    if model.training:
+        return "the model is in training mode"
+    if any(map(is_hooked, model.modules())):
+        return "someone listens to the model's parts by hooks"
+    changed = runner.frame.replaced(model)
+    if changed is not None:
+        return f"{changed} was replaced"
+    for layer, block in zip(runner.frame.layers, runner.blocks, strict=True):
+        if not is_injected(layer) or injected_state(layer).block is not block:
+            return "a layer was replaced"
+        if not is_intact(layer, injected_state(layer).parts):
+            return "a part of a layer was replaced"
     return None
 
 

@@ -67,11 +67,16 @@ class Runner:
     def new_cache(self, blocks: int) -> PagedCache:
         """A cache of `blocks` blocks per layer, in the model's dtype and on its device."""
         weight = self.frame.embed.weight
-        return PagedCache([block.spec for block in self.blocks], blocks, dtype=weight.dtype, device=weight.device)
+        return PagedCache(
+            [block.spec for block in self.blocks], blocks, dtype=weight.dtype, device=weight.device
+        )
 
 
 def make_step(
-    chunks: Sequence[Chunk], tokens: Callable[[Chunk], Tensor], blocks: Sequence[Sequence[int]], device: torch.device
+    chunks: Sequence[Chunk],
+    tokens: Callable[[Chunk], Tensor],
+    blocks: Sequence[Sequence[int]],
+    device: torch.device,
 ) -> Step:
     """Lay out what a schedule decided as tensors.
 
@@ -82,15 +87,21 @@ def make_step(
         device: Where the step runs.
 
     Returns:
-        A step whose `logit_rows` are the last tokens of the chunks that want them, in the order of the chunks.
+        A step whose `logit_rows` are the last tokens of the chunks that want them, in the order of the
+        chunks.
     """
     counts = [chunk.count for chunk in chunks]
     lens = [chunk.start + chunk.count for chunk in chunks]
     positions = [p for chunk in chunks for p in range(chunk.start, chunk.start + chunk.count)]
     owners = [chunk.row for chunk in chunks for _ in range(chunk.count)]
-    slots = [blocks[r][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for r, p in zip(owners, positions, strict=True)]
+    slots = [
+        blocks[r][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for r, p in zip(owners, positions, strict=True)
+    ]
     width = -(-max(lens) // BLOCK_SIZE)
-    table = [list(blocks[chunk.row][:width]) + [0] * (width - len(blocks[chunk.row][:width])) for chunk in chunks]
+    table = [
+        list(blocks[chunk.row][:width]) + [0] * (width - len(blocks[chunk.row][:width])) for chunk in chunks
+    ]
     ends, total = [], 0
     for count in counts:
         total += count

@@ -1,4 +1,4 @@
-"""Which tokens run next: plain Python, no tensors. Prompts first, in chunks; then one token per running sequence."""
+"""Which tokens run next: plain Python, no tensors. Prompts first, in chunks; then one token per sequence."""
 
 from __future__ import annotations
 

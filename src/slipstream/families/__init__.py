@@ -1,4 +1,4 @@
-"""The families: every module of this package that defines `FAMILY` or `FAMILIES` is registered by being there."""
+"""The families: a module of this package that defines `FAMILY` or `FAMILIES` is registered by that."""
 
 from __future__ import annotations
 

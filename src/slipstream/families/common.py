@@ -1,4 +1,4 @@
-"""What many families share: the llama-like layer, its config fields, and the frame of a causal language model."""
+"""What many families share: the llama-like layer, its config fields, the frame of a causal model."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def layer_type(config: Config, index: int) -> str | None:
 
 
 def window(config: Config, index: int) -> int | None:
-    """Sliding window of a layer: by `layer_types` where the config has them, else `sliding_window` for all."""
+    """Sliding window of a layer: by `layer_types` where there are any, else `sliding_window` for all."""
     kind = layer_type(config, index)
     size = field(config, "sliding_window")
     return None if size is None or kind not in (None, "sliding_attention") else int(size)
@@ -150,7 +150,7 @@ def sparse_layer(config: Config, index: int) -> bool:
 
 
 def rope(config: Config, *, interleaved: bool = False, **options: Any) -> Rope:
-    """The rotary embedding of a config: `partial_rotary_factor` of each head, angles from the model's own module."""
+    """The rotary embedding of a config; the angles come from the model's own module."""
     parameters = field(config, "rope_parameters", default={})
     factor = parameters.get("partial_rotary_factor", field(config, "partial_rotary_factor", default=1.0))
     return Rope(int(head_dim(config) * factor), interleaved, **options)

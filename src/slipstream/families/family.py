@@ -42,8 +42,8 @@ class Family:
 
     Attributes:
         name: As transformers' `model_type` has it.
-        layers: Names of the layer classes; a class matches by any name along its MRO. A name that others may use
-            too is led by its module's: "modeling_distilbert.TransformerBlock".
+        layers: Names of the layer classes; a class matches by any name along its MRO. A name that others may
+            use too is led by its module's: "modeling_distilbert.TransformerBlock".
         spec: Numbers of layer `index` by the model's config.
         recipes: How each role's tensor is made of the layer's own.
         tiny: Small models that the tests build; every variant that takes another path has one.

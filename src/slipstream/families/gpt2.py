@@ -38,7 +38,15 @@ def _refuse(config: Config) -> str | None:
     return "cross attention" if config.add_cross_attention else None
 
 
-_TINY = {"vocab_size": 128, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "bos_token_id": 1, "eos_token_id": 2}
+_TINY = {
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 FAMILY = Family(
     name="gpt2",
@@ -56,6 +64,11 @@ FAMILY = Family(
     refuse=_refuse,
     tiny=(
         Tiny("GPT2LMHeadModel", "GPT2Config", _TINY),
-        Tiny("GPT2LMHeadModel", "GPT2Config", {**_TINY, "scale_attn_by_inverse_layer_idx": True, "n_inner": 80}, "scale by layer"),
+        Tiny(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            {**_TINY, "scale_attn_by_inverse_layer_idx": True, "n_inner": 80},
+            "scale by layer",
+        ),
     ),
 )

@@ -47,6 +47,8 @@ FAMILY = Family(
         tiny(
             "Phi3ForCausalLM", "Phi3Config", label="longrope, within the original length", **_longrope(8, 200)
         ),
-        tiny("Phi3ForCausalLM", "Phi3Config", label="longrope, across the original length", **_longrope(8, 15)),
+        tiny(
+            "Phi3ForCausalLM", "Phi3Config", label="longrope, across the original length", **_longrope(8, 15)
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Weight formats: each file packs a dense matrix into planes, unpacks it again, and states its error bound."""
+"""Weight formats: each file packs a dense matrix into planes, unpacks it, and states its error bound."""
 
 from __future__ import annotations
 

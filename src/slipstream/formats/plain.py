@@ -1,6 +1,7 @@
 """The dense matrix itself, in the engine's dtype: one plane, row by row.
 
-    plane 0   w[0,0] w[0,1] ... w[0,I-1] | w[1,0] ...      `(O, I)`, contiguous or a view of the model's own tensor
+plane 0   w[0,0] w[0,1] ... w[0,I-1] | w[1,0] ...      `(O, I)`, contiguous or a view of the model's own
+tensor
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The paged KV cache of one generation: blocks of tokens, handed to sequences as they grow, given back together.
+"""The paged KV cache of one generation: blocks of tokens, handed to sequences and given back together.
 
 Shapes: P blocks, Z tokens per block, K kv heads, D head dim.
 """
@@ -22,15 +22,17 @@ BLOCK_SIZE = 32
 class PagedCache:
     """Keys and values of every layer, `(P, Z, K, D)` each, with the list of free blocks.
 
-    One generation owns one cache, so generations in other threads cannot disturb it, and its memory goes back when the
-    generation ends.
+    One generation owns one cache, so generations in other threads cannot disturb it, and its memory goes back
+    when the generation ends.
 
     Attributes:
         layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`.
         capacity: Number of blocks.
     """
 
-    def __init__(self, specs: Sequence[BlockSpec], blocks: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[BlockSpec], blocks: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Reserve `blocks` blocks in each layer; on the CPU the system commits them as they are written.
 
         Raises:
@@ -39,13 +41,14 @@ class PagedCache:
         shapes = [(blocks, BLOCK_SIZE, spec.kv_heads, spec.head_dim) for spec in specs]
         try:
             self.layers: list[tuple[Tensor, Tensor]] = [
-                (torch.empty(s, dtype=dtype, device=device), torch.empty(s, dtype=dtype, device=device)) for s in shapes
+                (torch.empty(s, dtype=dtype, device=device), torch.empty(s, dtype=dtype, device=device))
+                for s in shapes
             ]
         except RuntimeError as error:
             size = sum(2 * dtype.itemsize * blocks * BLOCK_SIZE * s.kv_dim for s in specs) / 2**30
             raise DeviceError(
-                f"no room on {device} for a KV cache of {blocks * BLOCK_SIZE} tokens ({size:.2f} GiB): {error}; "
-                "ask for fewer new tokens, or fewer sequences at once"
+                f"no room on {device} for a KV cache of {blocks * BLOCK_SIZE} tokens ({size:.2f} GiB): "
+                f"{error}; ask for fewer new tokens, or fewer sequences at once"
             ) from error
         self.capacity = blocks
         self._free = list(range(blocks - 1, -1, -1))
@@ -57,7 +60,9 @@ class PagedCache:
             DeviceError: Fewer are free.
         """
         if count > len(self._free):
-            raise DeviceError(f"the KV cache has {len(self._free)} of {self.capacity} blocks free; {count} are needed")
+            raise DeviceError(
+                f"the KV cache has {len(self._free)} of {self.capacity} blocks free; {count} are needed"
+            )
         return [self._free.pop() for _ in range(count)]
 
     def release(self, blocks: Sequence[int]) -> None:

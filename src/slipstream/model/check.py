@@ -25,7 +25,16 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e
 """Bound on the largest error, relative to the root mean square of the original's output. One layer rounds a handful of
 times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
 
-MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+MODEL_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """What a stranger's code may raise when it is run on input that it was not made for."""
 
 _BATCH, _LENGTH, _UNPADDED = 2, 8, 6
@@ -133,7 +142,8 @@ def call_alone(found: Found, width: int) -> list[RecordedCall]:
         The call, or nothing where the layer cannot be called so.
     """
     parameters = inspect.signature(found.layer.forward).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in variable]
     if len(needed) != 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
         return []
     like = next(found.layer.parameters())

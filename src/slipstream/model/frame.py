@@ -1,4 +1,4 @@
-"""What stands around the layers of a causal language model, over packed tokens: embedding, final norm, head, angles.
+"""What stands around the layers of a causal language model: embedding, final norm, head, angles.
 
 Shapes: T packed tokens, C hidden, V vocabulary, R rotated dims.
 """
@@ -46,9 +46,10 @@ class Frame:
             AttributeError: A name is not in the model.
         """
         self.spec, self.ops = spec, ops
+        self._parts: dict[str, nn.Module] = {}
 
         def part(name: str | None) -> Any:
-            return None if name is None else model.get_submodule(name)
+            return None if name is None else self._parts.setdefault(name, model.get_submodule(name))
 
         self.embed, self.head, self.rotary = part(spec.embed), part(spec.head), part(spec.rotary)
         self.embed_norm, self.final_norm = part(spec.embed_norm), part(spec.final_norm)
@@ -56,7 +57,14 @@ class Frame:
         self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
         self.layers: nn.ModuleList = part(spec.layers)
         self._rope_table = rope_table
-        self._by_type = self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self._by_type = (
+            self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
+        )
+
+    def replaced(self, model: nn.Module) -> str | None:
+        """Name of a part that is no longer the one in the model, or None."""
+        now = dict(model.named_modules(remove_duplicate=False))
+        return next((name for name, part in self._parts.items() if now.get(name) is not part), None)
 
     @property
     def max_positions(self) -> int | None:
@@ -70,7 +78,9 @@ class Frame:
     def angles_share_a_length(self) -> bool:
         """Whether a token's angles depend on the longest sequence beside it (dynamic and long rope)."""
         kinds = getattr(self.rotary, "rope_type", None)
-        return not _FIXED_ROPES.issuperset(kinds.values() if isinstance(kinds, dict) else {kinds or "default"})
+        return not _FIXED_ROPES.issuperset(
+            kinds.values() if isinstance(kinds, dict) else {kinds or "default"}
+        )
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Embed packed tokens.
@@ -85,7 +95,9 @@ class Frame:
         spec = self.spec
         x = F.embedding(token_ids, self.embed.weight)
         if spec.embed_scale != 1.0:
-            rounded = torch.tensor(spec.embed_scale, dtype=x.dtype).item() if spec.embed_scale_rounded else None
+            rounded = (
+                torch.tensor(spec.embed_scale, dtype=x.dtype).item() if spec.embed_scale_rounded else None
+            )
             x = x * (spec.embed_scale if rounded is None else rounded)
         if self.project_in is not None:
             x = F.linear(x, self.project_in.weight, self.project_in.bias)
@@ -131,7 +143,9 @@ class Frame:
             else:
                 extra = {"layer_type": rope.layer_type} if self._by_type else {}
                 probe = torch.empty(1, dtype=torch.float32, device=positions.device)
-                cos, sin = (half_table(t[0], rope.table) for t in self.rotary(probe, positions[None], **extra))
+                cos, sin = (
+                    half_table(t[0], rope.table) for t in self.rotary(probe, positions[None], **extra)
+                )
             tables[rope] = (cos, sin)
         return tables
 
@@ -152,12 +166,16 @@ def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def run_stack(
-    blocks: Sequence[Block], x: Tensor, step: Step, caches: Sequence[tuple[Tensor, Tensor]], tables: dict[Rope, RopeTable]
+    blocks: Sequence[Block],
+    x: Tensor,
+    step: Step,
+    caches: Sequence[tuple[Tensor, Tensor]],
+    tables: dict[Rope, RopeTable],
 ) -> Tensor:
     """Run every layer over packed tokens and the paged cache.
 
-    This is the definition of the largest op: everything it needs is in its arguments, so that one native call, or a
-    captured graph, can stand in its place.
+    This is the definition of the largest op: everything it needs is in its arguments, so that one native
+    call, or a captured graph, can stand in its place.
 
     Args:
         blocks: The layers in order.
@@ -172,7 +190,12 @@ def run_stack(
     for block, (k_cache, v_cache) in zip(blocks, caches, strict=True):
 
         def attend(
-            q: Tensor, k: Tensor, v: Tensor, block: Block = block, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            block: Block = block,
+            k_cache: Tensor = k_cache,
+            v_cache: Tensor = v_cache,
         ) -> Tensor:
             write_cache(k, v, k_cache, v_cache, step.slots)
             return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Proves a frame: with its layers passing their input on, the model must enter and leave as the frame does."""
+"""Proves a frame: with its layers passing their input on, the model enters and leaves as the frame does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ __all__ = ["check_frame"]
 _LENGTH = 7
 
 
-def check_frame(model: nn.Module, frame: Frame, layers: Sequence[Found], verdicts: Mapping[str, Verdict]) -> None:
+def check_frame(
+    model: nn.Module, frame: Frame, layers: Sequence[Found], verdicts: Mapping[str, Verdict]
+) -> None:
     """Compare what enters the first layer, the rotary tables and the logits; costs no layer.
 
     Args:
@@ -86,7 +88,11 @@ def _agree(what: str, expected: Tensor, got: Tensor) -> None:
     tolerance = TOLERANCE[expected.dtype]
     expected, got = expected.float(), got.float()
     if expected.shape != got.shape:
-        raise InjectionError(f"{what}: the model has shape {tuple(expected.shape)}, the frame {tuple(got.shape)}")
+        raise InjectionError(
+            f"{what}: the model has shape {tuple(expected.shape)}, the frame {tuple(got.shape)}"
+        )
     error, size = float((expected - got).abs().max()), float(expected.square().mean().sqrt())
     if not error <= tolerance * max(size, 1e-3):
-        raise InjectionError(f"{what}: the frame is off by {error:.3g} where the model has values of size {size:.3g}")
+        raise InjectionError(
+            f"{what}: the frame is off by {error:.3g} where the model has values of size {size:.3g}"
+        )

@@ -159,13 +159,15 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
     """The verdict on one kind, by its first layer."""
     _, spec = _known(found)
     if not calls:
-        return Verdict(None, reason=f"the model cannot be run on random tokens, so its block cannot be checked{why}")
+        return Verdict(None, reason=f"the model cannot be run on random tokens to check the block{why}")
     returns = returns_of(calls[0].output)
     if returns is None:
         return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")
     if settings.check == "off":
         return Verdict(returns)
-    twin = copy.deepcopy(found.layer)
+    # Only what is to be converted is copied.
+    shared = [t for t in found.layer.parameters() if t.dtype == settings.dtype]
+    twin = copy.deepcopy(found.layer, {id(t): t for t in shared})
     convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
     fused = copy.deepcopy(twin, {id(t): t for t in (*twin.parameters(), *twin.buffers())})
     inject_layer(fused, make_block(found, fused, settings, returns))

@@ -1,9 +1,9 @@
-"""Puts fused blocks into a live model: the layer objects stay, their class becomes a subclass that runs the block.
+"""Puts fused blocks into a live model: layers stay, their class becomes a subclass that runs the block.
 
-The object keeps its class along the MRO, its place and its names, because transformers records hidden states by class
-and everyone else finds layers by path. The layer's matrices become views of the block's where one is a run of the
-other's rows, and are released (moved to the meta device) where it is not; `restore_block` brings them back for a
-state dict, and for the rare call that only the original code can serve.
+The object keeps its class along the MRO, its place and its names, because transformers records hidden states
+by class and everyone else finds layers by path. The layer's matrices become views of the block's where one is
+a run of the other's rows, and are released (moved to the meta device) where it is not; `restore_block` brings
+them back for a state dict, and for the rare call that only the original code can serve.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
 from slipstream.model.block import Block
+from slipstream.model.intact import is_intact
 from slipstream.model.layer_call import LayerSignature, run_block
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
@@ -41,6 +42,7 @@ class Injected:
         index: The layer's place in the cache.
         returns: Turns `(B, S, C)` into what the original class returns.
         rope_table: Path of the layer's own `[sin | cos]` table, if the model passes none.
+        parts: The modules inside of the layer when it was injected.
     """
 
     original: type[nn.Module]
@@ -49,6 +51,7 @@ class Injected:
     index: int
     returns: Callable[[Tensor], Any]
     rope_table: str | None
+    parts: tuple[nn.Module, ...] = ()
 
 
 def is_injected(module: nn.Module) -> bool:
@@ -69,9 +72,11 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
         layer: An instance of `state.original`, in eval mode.
         state: The block, made of this layer's own tensors, and how to answer for it.
     """
-    layer.__dict__.pop("forward", None)  # set by some loaders around the class's own; the self-check compared with it
+    # Some loaders set a forward around the class's own; the self-check compared with it.
+    layer.__dict__.pop("forward", None)
     layer.__dict__[_STATE] = state
-    layer.__class__ = _injected_class(state.original)
+    state.parts = tuple(layer.modules())[1:]
+    layer.__class__ = _injected_class(state.original)  # type: ignore[arg-type]
     layer.register_state_dict_post_hook(_fill_state_dict)
     layer.register_load_state_dict_pre_hook(_refuse_load)
     _link(layer)
@@ -85,7 +90,7 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = injected_state(self)
         call = None
-        if not (self.training or wants_original()):
+        if not (self.training or wants_original()) and is_intact(self, state.parts):
             call = signature.read(args, kwargs, state.block.spec.heads)
         if call is None:
             return original_forward(self, *args, **kwargs)
@@ -96,7 +101,9 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         state = injected_state(self)
-        linked = {id(p) for p in _linked(self)}  # they follow the block, and need no copy of their own on the way
+        linked = {
+            id(p) for p in _linked(self)
+        }  # they follow the block, and need no copy of their own on the way
         nn.Module._apply(self, lambda t: t if t.is_meta or id(t) in linked else fn(t), recurse)
         state.block.apply(fn)
         _link(self)
@@ -111,7 +118,8 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
         _link(twin)
         return twin
 
-    # A subclass made by `type` runs `__init_subclass__` of transformers' layers, which wraps `forward` as for theirs.
+    # A subclass made by `type` runs `__init_subclass__` of transformers' layers, which wraps `forward` as
+    # for theirs.
     namespace = {
         "forward": forward,
         "_apply": _apply,
@@ -148,17 +156,19 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _twin(layer: nn.Module) -> nn.Module:
-    """A copy of the layer's module tree, of the original class, that shares every tensor and has the released ones."""
+    """A copy of the layer's module tree, of the original class, with every tensor, shared where it can be."""
     state = injected_state(layer)
     shared: dict[int, Any] = {id(t): t for t in (*layer.parameters(), *layer.buffers())}
     for module in layer.modules():
         shared |= {id(v): v for v in vars(module).values() if not isinstance(v, dict)}
-        shared |= {id(h): h for hooks in (module._forward_hooks, module._forward_pre_hooks) for h in hooks.values()}
+        shared |= {
+            id(h): h for hooks in (module._forward_hooks, module._forward_pre_hooks) for h in hooks.values()
+        }
     twin = _copy(layer, shared)
     del twin.__dict__[_STATE]
     twin.__class__ = state.original
     if any(p.is_meta for p in twin.parameters()):
-        _assign(twin, {n: t for n, t in restore_block(state.block.weights, state.plans).items()})
+        _assign(twin, restore_block(state.block.weights, state.plans))
     return twin
 
 
@@ -168,10 +178,16 @@ def _link(layer: nn.Module) -> None:
     for role, weight in state.block.weights.matrices.items():
         pieces = state.plans[role].weight
         names = {piece.name for piece in pieces}
-        if weight.format == "plain" and len(names) == len(pieces) and all(piece.step == 1 for piece in pieces):
+        if (
+            weight.format == "plain"
+            and len(names) == len(pieces)
+            and all(piece.step == 1 for piece in pieces)
+        ):
             _assign(layer, scatter(pieces, weight.dense()))
         else:
-            _assign(layer, {name: torch.empty_like(layer.get_parameter(name), device="meta") for name in names})
+            _assign(
+                layer, {name: torch.empty_like(layer.get_parameter(name), device="meta") for name in names}
+            )
 
 
 def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -192,6 +208,6 @@ def _fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, 
 def _refuse_load(layer: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: the block's tensors would not hear of it."""
     raise UnsupportedError(
-        f"{type(layer).__name__} runs a fused block, and load_state_dict would change only half of its weights; "
-        "load the weights into the model before init_inference"
+        f"{type(layer).__name__} runs a fused block, and load_state_dict would change only half of its "
+        "weights; load the weights into the model before init_inference"
     )

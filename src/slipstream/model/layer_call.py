@@ -1,4 +1,4 @@
-"""Reads the arguments that transformers passes to a decoder or encoder layer, and answers as the layer's class would.
+"""Reads the arguments that transformers passes to a layer, and answers as the layer's class would.
 
 Shapes: B batch, S sequence, C hidden, T = B * S packed tokens, H heads, K kv heads, D head dim, L keys.
 """
@@ -22,7 +22,9 @@ __all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _BIASES = ("alibi", "position_bias")
-_SILENT = frozenset({"use_cache", "position_ids", "cache_position", "position_embeddings", "output_hidden_states"})
+_SILENT = frozenset(
+    {"use_cache", "position_ids", "cache_position", "position_embeddings", "output_hidden_states"}
+)
 """Arguments that the block either reads or has no use for, whatever their value."""
 _TABLE_TYPES = (tuple, list)
 
@@ -136,7 +138,8 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
                 k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
             k, v = call.cache.update(k, v, layer_index)
         if call.mask is None and spec.causal and spec.mask == "whole" and length > 1:
-            # No mask is transformers' way to say that causality is all there is; a static cache has room after that.
+            # No mask is transformers' way to say that causality is all there is; a static cache has room
+            # after that.
             k, v = k[:, :, : seen + length], v[:, :, : seen + length]
         mask = _scores_mask(call, block, q, k)
         sinks = block.mask.sinks
@@ -159,12 +162,15 @@ def _scores_mask(call: LayerCall, block: Block, q: Tensor, k: Tensor) -> Tensor 
         missing = block.spec.alibi_scale - block.spec.alibi_in_mask
         bias = call.bias[..., -keys:] * missing if missing else None
     elif block.mask.alibi is not None:
-        # A constant per query leaves a softmax alone: slope times the key's index says the same as times the distance.
+        # A constant per query leaves a softmax alone: slope times the key's index says the same as times the
+        # distance.
         bias = block.mask.alibi.view(1, -1, 1, 1) * torch.arange(keys, device=k.device)
     if bias is None:
         return mask
     if mask is None and block.spec.causal and q.shape[2] > 1:
-        mask = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device).tril(keys - q.shape[2])[None, None]
+        mask = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device).tril(keys - q.shape[2])[
+            None, None
+        ]
     if bias.dtype != q.dtype and bias.shape[-2] == 1:
         # Measured from the query's own key, the bias of the keys that count is small and survives rounding.
         bias = bias - bias[..., keys - q.shape[2] :].mT
@@ -201,12 +207,16 @@ def _full_mask(
 def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
     batch, length, _ = call.hidden.shape
     if table is not None:
-        positions = call.positions if call.positions is not None else torch.arange(length, device=table.device)[None]
+        positions = (
+            call.positions if call.positions is not None else torch.arange(length, device=table.device)[None]
+        )
         sin, cos = table.to(call.hidden.device)[positions].chunk(2, dim=-1)
     elif call.rope is not None:
         cos, sin = (half_table(t, rope.table) for t in call.rope)
     else:
-        raise AssertionError("a layer that rotates was called without a table; its injected class checks for that")
+        raise AssertionError(
+            "a layer that rotates was called without a table; its injected class checks for that"
+        )
     cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))
     return cos, sin
 

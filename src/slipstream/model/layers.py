@@ -53,8 +53,10 @@ def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = No
     Returns:
         In the order of the model's modules; a module that stands in several places once.
     """
-    candidates = _candidates(model, "", policy)
-    return [_identify(model, name, layer, index, config=config, policy=policy) for name, layer, index in candidates]
+    return [
+        _identify(model, name, layer, index, config=config, policy=policy)
+        for name, layer, index in _candidates(model, "", policy)
+    ]
 
 
 def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator[tuple[str, nn.Module, int]]:
@@ -85,8 +87,8 @@ def _identify(
     root = next((path for path, module in parents if _takes_tokens(module)), "")
     target = target_of(policy, type(layer))
     if target is not None and not isinstance(target, Family):
-        reason = f"injection_policy names {', '.join(target)}, and no family"
-        return Found(name, layer, index, root, None, None, reason, wanted=True)
+        why = f"injection_policy names {', '.join(target)}, and no family"
+        return Found(name, layer, index, root, None, None, why, wanted=True)
     wanted = target is not None
     family = find_family(type(layer)) if target is None else target
     if family is None:

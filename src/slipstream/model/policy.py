@@ -35,32 +35,36 @@ def check_policy(model: nn.Module, policy: Policy | None) -> None:
     """Refuse a policy that the model does not bear out.
 
     Raises:
-        ConfigError: A class that does not occur, a name that is no linear of its class, or a value that is neither
-            names nor a family.
+        ConfigError: A class that does not occur, a name that is no linear of its class, or a value that is
+            neither names nor a family.
     """
-    for layer_class in policy or ():
+    for layer_class, target in (policy or {}).items():
         layers = [module for module in model.modules() if isinstance(module, layer_class)]
         if not layers:
             raise ConfigError(
-                f"injection_policy names {layer_class.__name__}, and {type(model).__name__} has no such layer; "
-                f"{_repeated(model)}"
+                f"injection_policy names {layer_class.__name__}, and {type(model).__name__} has no such "
+                f"layer; {_repeated(model)}"
             )
-        target = target_of(policy, layer_class)
-        if isinstance(target, Family):
-            continue
-        if target is None or not all(isinstance(name, str) for name in target):
+        if not isinstance(target, Family):
+            _check_names(layer_class, layers, target)
+
+
+def _check_names(layer_class: type[nn.Module], layers: Iterable[nn.Module], target: object) -> None:
+    """Refuse names that no layer of the class bears out."""
+    names = [target] if isinstance(target, str) else target
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"injection_policy has a {type(target).__name__} for {layer_class.__name__}; give the names of "
+            "its output linears, or a slipstream.families.Family"
+        )
+    linears = sorted({name for layer in layers for name in _linears(layer)})
+    for suffix in names:
+        if not any(_ends_in(name, suffix) for name in linears):
+            near = ", ".join(map(repr, _near(suffix, linears)))
             raise ConfigError(
-                f"injection_policy has a {type((policy or {})[layer_class]).__name__} for {layer_class.__name__}; "
-                "give the names of its output linears, or a slipstream.families.Family"
+                f"injection_policy names {suffix!r} for {layer_class.__name__}, and no linear of it has that "
+                f"name; {f'near it: {near}' if near else 'it has no linears at all'}"
             )
-        linears = sorted({name for layer in layers for name in _linears(layer)})
-        for suffix in target:
-            if not any(_ends_in(name, suffix) for name in linears):
-                near = _near(suffix, linears)
-                raise ConfigError(
-                    f"injection_policy names {suffix!r} for {layer_class.__name__}, and no linear of it has that name; "
-                    + (f"near it: {', '.join(map(repr, near))}" if near else "it has no linears at all")
-                )
 
 
 def _ends_in(name: str, suffix: str) -> bool:

@@ -64,15 +64,18 @@ class Report:
     def __str__(self) -> str:
         """A table; layers in a row that differ in nothing but their number share a line."""
         size = sum(layer.bytes for layer in self.layers)
-        lines = [f"level {self.level} on {self.device}, {len(self.layers)} layers, {_size(size)} of layer weights"]
-        rows = [("layers", "level", "family", "format", "size", "max error", "kernels")]
+        lines = [
+            f"level {self.level} on {self.device}, {len(self.layers)} layers, {_size(size)} of layer weights"
+        ]
+        rows: list[tuple[str, ...]] = [
+            ("layers", "level", "family", "format", "size", "max error", "kernels")
+        ]
         if self.times:
             rows[0] = (*rows[0], "ms")
-        for _, group in groupby(self.layers, key=_kind):
-            rows.append(self._row(list(group)))
+        rows.extend(self._row(list(group)) for _, group in groupby(self.layers, key=_kind))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows if self.layers else []:
-            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if self.layers:
+            lines.extend("  " + _aligned(row, widths) for row in rows)
         reasons = {layer.reason: layer.name for layer in reversed(self.layers) if layer.reason}
         lines += [f"  {name}: {reason}" for reason, name in reversed(reasons.items())]
         lines += [f"  note: {note}" for note in self.notes]
@@ -94,6 +97,10 @@ class Report:
         if self.times:
             return (*row, f"{sum(self.times.get(layer.name, 0.0) for layer in group):.3f}")
         return row
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _kind(layer: LayerReport) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Sends a forward that asks for attention maps or router logits through the original layers' code.
 
-transformers collects such outputs with hooks on the submodules inside of a layer, and does not tell the layer. So the
-model itself is watched: a forward that asks for them runs with `original_code`, on restored weights.
+transformers collects such outputs with hooks on the submodules of a layer, and does not tell the layer. So the
+model itself is watched: a forward that asks for them runs the original code, on restored weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def wants_original() -> bool:
 
 
 def asks_for_internals(kwargs: Mapping[str, Any], config: Any) -> bool:
-    """Whether a call, or the model's config by default, asks for what only the original submodules produce."""
+    """Whether a call, or by default the model's config, asks for what only the original parts produce."""
     return any(
         kwargs[name] if kwargs.get(name) is not None else getattr(config, name, False) for name in _ASKED
     )

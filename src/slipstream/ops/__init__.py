@@ -1,4 +1,4 @@
-"""The ops: each file has a signature, its reference in plain torch, and the cases that kernels are compared on."""
+"""The ops: each file has a signature, its reference in plain torch, and the cases that kernels must pass."""
 
 from __future__ import annotations
 

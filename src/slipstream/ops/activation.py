@@ -70,7 +70,8 @@ _OAI_ALPHA = 1.702
 def activate(x: Tensor, *, name: str, gated: bool) -> Tensor:
     """Apply the feed-forward's activation.
 
-    Plain: `f(x)`. Gated: `f(gate) * up` with `gate, up` the halves of the last dimension. "swiglu_oai" is GPT-OSS's
+    Plain: `f(x)`. Gated: `f(gate) * up` with `gate, up` the halves of the last dimension. "swiglu_oai" is
+        GPT-OSS's
     `(clamp(up) + 1) * gate' * sigmoid(1.702 gate')` with `gate' = min(gate, 7)` and `up` clamped to 7.
 
     Source: Shazeer 2020 (arXiv 2002.05202), eq. 5-6.
@@ -105,7 +106,10 @@ OP = Op(
     activate,
     (
         *(_case(name, 3, 37, gated=False) for name in ACTIVATIONS),
-        *(_case(name, 2, 64, gated=True) for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "swiglu_oai")),
+        *(
+            _case(name, 2, 64, gated=True)
+            for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "swiglu_oai")
+        ),
         _case("silu", 1, 1, gated=True),
     ),
 )

@@ -42,7 +42,8 @@ def attention(
         sinks: `(H,)`, a logit per head that takes part in the softmax and carries no value.
 
     Returns:
-        `(B, S, H, D)`, contiguous, in the dtype of `q`. Rows that see nothing are finite and otherwise undefined.
+        `(B, S, H, D)`, contiguous, in the dtype of `q`. Rows that see nothing are finite and otherwise
+        undefined.
     """
     queries, keys = q.shape[2], k.shape[2]
     if mask is None and causal and queries > 1:
@@ -101,7 +102,12 @@ def _case(
         k, v = (torch.randn(batch, kv_heads, keys, dim, generator=generator).to(dtype) for _ in range(2))
         mask = None
         if "padding" in options:
-            visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).expand(batch, 1, -1, -1).clone()
+            visible = (
+                torch.ones(queries, keys, dtype=torch.bool)
+                .tril(keys - queries)
+                .expand(batch, 1, -1, -1)
+                .clone()
+            )
             visible[0, :, :, : options["padding"]] = False
             mask = visible
             if options.get("additive"):

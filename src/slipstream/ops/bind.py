@@ -1,7 +1,8 @@
-"""Chooses, once and before the first token, which implementation runs each op, and remembers why others did not.
+"""Chooses, once and before the first token, which implementation runs each op, and notes why others did not.
 
-An op is a name, a reference in plain torch and a table of cases. A kernel is another implementation of the same
-signature for one device. `bind` asks the kernels in order; each accepts or says why not; the reference always accepts.
+An op is a name, a reference in plain torch and a table of cases. A kernel is another implementation of the
+same signature for one device. `bind` asks the kernels in order; each accepts or says why not; the reference
+always accepts.
 """
 
 from __future__ import annotations

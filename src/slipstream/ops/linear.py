@@ -47,7 +47,7 @@ class Weight:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> Weight:
-        """Return the weight with `fn` applied to every tensor (a move or a cast, as in `nn.Module._apply`)."""
+        """Return the weight with `fn`, a move or a cast, applied to each of its tensors."""
         bias = None if self.bias is None else fn(self.bias)
         return replace(self, planes=tuple(fn(plane) for plane in self.planes), bias=bias)
 

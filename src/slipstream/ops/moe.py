@@ -44,8 +44,8 @@ def route(logits: Tensor, spec: MoE) -> tuple[Tensor, Tensor]:
 def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """Two experts, each weighted by a softmax over the logits that lie close to the best remaining one.
 
-    Computed in the dtype of the logits, as the original does: whether an expert counts as close is a threshold, and
-    other rounding would put some on its other side.
+    Computed in the dtype of the logits, as the original does: whether an expert counts as close is a
+    threshold, and other rounding would put some on its other side.
 
     Source: Liu et al. 2023 (arXiv 2310.00811), as PhiMoE uses it at inference (without noise).
     """
@@ -61,7 +61,14 @@ def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 def moe(
-    x: Tensor, router: Weight, experts_in: Weight, experts_out: Weight, *, spec: MoE, activation: str, gated: bool
+    x: Tensor,
+    router: Weight,
+    experts_in: Weight,
+    experts_out: Weight,
+    *,
+    spec: MoE,
+    activation: str,
+    gated: bool,
 ) -> Tensor:
     """Return `sum_e weight_e * out_e(activation(in_e(x)))` over the chosen experts of each token.
 
@@ -119,7 +126,9 @@ OP = Op(
     (
         _case("softmax then best two, normalised", 7, MoE(4, 2, normalize=True)),
         _case("softmax then best, not normalised", 1, MoE(5, 1)),
-        _case("best two then softmax, biases", 6, MoE(4, 2, "topk_softmax"), activation="swiglu_oai", bias=True),
+        _case(
+            "best two then softmax, biases", 6, MoE(4, 2, "topk_softmax"), activation="swiglu_oai", bias=True
+        ),
         _case("sparsemixer", 9, MoE(4, 2, "sparsemixer", jitter=0.01)),
         _case("every expert", 3, MoE(3, 3, normalize=True)),
     ),

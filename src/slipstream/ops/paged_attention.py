@@ -31,7 +31,9 @@ def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: T
     v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, mask: AttentionMask) -> Tensor:
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, mask: AttentionMask
+) -> Tensor:
     """Return causal attention of every packed query over its own sequence's cache.
 
     Source: Kwon et al. 2023 (arXiv 2309.06180) for the paged layout; `attention` for the formula.
@@ -54,7 +56,9 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, 
     for i, length in enumerate(lens):
         tokens = slice(starts[i], starts[i + 1])
         blocks = step.block_table[i, : -(-length // size)].long()
-        k, v = (c[blocks].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype) for c in (k_cache, v_cache))
+        k, v = (
+            c[blocks].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype) for c in (k_cache, v_cache)
+        )
         positions = torch.arange(length - (starts[i + 1] - starts[i]), length, device=q.device)
         visible, bias = _visibility(positions[:, None], torch.arange(length, device=q.device)[None], mask)
         queries = q[tokens].transpose(0, 1)[None]
@@ -66,10 +70,13 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, mask: Atten
     """One query per sequence: the caches are gathered side by side and masked to their lengths."""
     size = k_cache.shape[1]
     blocks = step.block_table[:, : -(-step.max_kv_len // size)].long()
-    k, v = (c[blocks].flatten(1, 2)[:, : step.max_kv_len].transpose(1, 2).to(q.dtype) for c in (k_cache, v_cache))
+    k, v = (
+        c[blocks].flatten(1, 2)[:, : step.max_kv_len].transpose(1, 2).to(q.dtype) for c in (k_cache, v_cache)
+    )
     keys = torch.arange(step.max_kv_len, device=q.device)[None, None]
     if len(blocks) > 1:
-        # What lies beyond a sequence's end belongs to others, or to nobody; a NaN there survives a weight of zero.
+        # What lies beyond a sequence's end belongs to others, or to nobody; a NaN there survives a weight of
+        # zero.
         beyond = (keys >= step.kv_lens[:, None, None]).unsqueeze(-1)
         k, v = k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
     visible, bias = _visibility((step.kv_lens.long() - 1)[:, None, None], keys, mask)
@@ -91,7 +98,7 @@ def _visibility(queries: Tensor, keys: Tensor, mask: AttentionMask) -> tuple[Ten
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, mask: AttentionMask
 ) -> Tensor:
-    """`(B, S, H, D)` of queries `(B, H, S, D)` with visibility `(B, 1, S, L)` and bias broadcastable to the scores."""
+    """`(B, S, H, D)` of queries `(B, H, S, D)`, visibility `(B, 1, S, L)` and a bias upon the scores."""
     if bias is not None:
         bias = bias[None] if bias.dim() == 3 else bias.reshape(visible.shape[0], -1, *visible.shape[2:])
         blocked = torch.zeros_like(bias).masked_fill(~visible, torch.finfo(torch.float32).min)
@@ -113,7 +120,8 @@ def _case(name: str, queries: tuple[int, ...], lens: tuple[int, ...], **options:
         for i, count in enumerate(per_row):
             table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
         k_cache, v_cache = (
-            torch.randn(sum(per_row) + 1, size, kv_heads, dim, generator=generator).to(dtype) for _ in range(2)
+            torch.randn(sum(per_row) + 1, size, kv_heads, dim, generator=generator).to(dtype)
+            for _ in range(2)
         )
         for cache in (k_cache, v_cache):
             for i, length in enumerate(lens):

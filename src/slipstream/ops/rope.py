@@ -16,7 +16,7 @@ __all__ = ["OP", "half_table", "rope"]
 
 
 def half_table(table: Tensor, layout: Literal["halves", "pairs", "half"]) -> Tensor:
-    """Return each angle once, `(..., R / 2)`, from a table that repeats them as `layout` says (see `spec.Rope`)."""
+    """Return each angle once, `(..., R / 2)`, from a table that repeats them as `spec.Rope.table` says."""
     if layout == "half":
         return table
     return table[..., ::2] if layout == "pairs" else table[..., : table.shape[-1] // 2]

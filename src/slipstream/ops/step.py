@@ -14,10 +14,10 @@ __all__ = ["AttentionMask", "Step"]
 
 @dataclass(frozen=True)
 class Step:
-    """What one run of the model computes: packed tokens, where they go in the cache, and which rows need logits.
+    """What one run of the model computes: packed tokens, their places in the cache, which rows need logits.
 
-    Every tensor is on the engine's device and may be a static buffer of a captured graph; the plain integers bound
-    what the tensors hold, so that nothing has to be read back.
+    Every tensor is on the engine's device and may be a static buffer of a captured graph; the plain integers
+    bound what the tensors hold, so that nothing has to be read back.
 
     Attributes:
         token_ids: `(T,)` int64.

@@ -34,8 +34,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_NO_TOKEN = -1  # as the end-of-text token: every run then has the length that was asked for
-
 
 class Generates(Protocol):
     """A model or an engine: transformers' `generate`."""
@@ -203,12 +201,9 @@ def bench(
             f"{shape} with repeat={repeat}: each must be at least 1, and new_tokens at least 2"
         )
     ids = random_prompt(shape, vocabulary)
-    options = {
-        "max_new_tokens": shape.new_tokens,
-        "do_sample": False,
-        "eos_token_id": _NO_TOKEN,
-        "pad_token_id": 0,
-    }
+    # An end-of-text token outside of the vocabulary never comes: every run has the length asked for.
+    options = {"max_new_tokens": shape.new_tokens, "do_sample": False, "eos_token_id": vocabulary}
+    options["pad_token_id"] = 0
 
     def run(model: Generates) -> Callable[[], Run]:
         return lambda: time_generate(model, ids, device, **options)

@@ -55,7 +55,8 @@ class Profile:
     def watch(self, module: nn.Module, name: str) -> None:
         """Time every forward of a module under a name; several threads at once blur each other's times."""
         starts: list[Any] = []
-        # Bound methods, so that a deep copy of an engine times itself and not the one that it was copied from.
+        # Bound methods, so that a deep copy of an engine times itself and not the one that it was copied
+        # from.
         module.register_forward_pre_hook(partial(self._enter, starts))
         module.register_forward_hook(partial(self._leave, starts, name), always_call=True)
 

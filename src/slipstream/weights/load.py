@@ -1,4 +1,4 @@
-"""From a source to one block's weights: recipes resolved, shapes proved, nothing missing and nothing left over."""
+"""From a source to one block's weights: recipes resolved, shapes proved, nothing missing or left over."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class BlockWeights:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         vectors = [t for v in self.vectors.values() for t in (v.weight, v.bias) if t is not None]
-        return sum(w.nbytes for w in self.matrices.values()) + sum(t.numel() * t.element_size() for t in vectors)
+        return sum(w.nbytes for w in self.matrices.values()) + sum(
+            t.numel() * t.element_size() for t in vectors
+        )
 
 
 def plan_block(
@@ -75,13 +77,17 @@ def plan_block(
             plans[role] = plan
     missing = [role for role in wanted if role not in plans]
     if missing:
-        raise WeightError(f"no tensor of the layer plays the role {', '.join(missing)}; it has {_listing(source)}")
+        raise WeightError(
+            f"no tensor of the layer plays the role {', '.join(missing)}; it has {_listing(source)}"
+        )
     for role, shape in wanted.items():
         found = _shape(source, plans[role])
         if found != shape:
             raise WeightError(f"{role} has shape {found} where the config asks for {shape}")
     used = {name for plan in plans.values() for name in plan.names}
-    over = [n for n in source.names() if n not in used and not any(fnmatchcase(n, pattern) for pattern in ignored)]
+    over = [
+        n for n in source.names() if n not in used and not any(fnmatchcase(n, pattern) for pattern in ignored)
+    ]
     if over:
         raise WeightError(f"{', '.join(over)} plays no role in this family; it would be lost")
     return plans
@@ -99,7 +105,9 @@ def _listing(source: Source) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
-def load_block(source: Source, plans: Mapping[Role, Plan], *, matrix_format: Format, plain: Format) -> BlockWeights:
+def load_block(
+    source: Source, plans: Mapping[Role, Plan], *, matrix_format: Format, plain: Format
+) -> BlockWeights:
     """Read a block's tensors and pack its matrices.
 
     Args:
@@ -124,8 +132,8 @@ def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str
     """The layer's own matrices by name, out of the block's: `load_block` backwards.
 
     Returns:
-        Views of the block's tensors where one source tensor is one run of rows, else new tensors. Biases and vectors
-        are not among them: the layer keeps its own.
+        Views of the block's tensors where one source tensor is one run of rows, else new tensors. Biases and
+        vectors are not among them: the layer keeps its own.
     """
     tensors: dict[str, Tensor] = {}
     for role, weight in weights.matrices.items():
@@ -139,11 +147,18 @@ def check_finite(source: Source) -> None:
     Raises:
         WeightError: With the names of the tensors that hold one.
     """
-    # A sum is one pass without a temporary; it overflows only where the values themselves are beyond use.
-    bad = [n for n in source.names() if not bool(torch.isfinite(source.read(n).sum(dtype=torch.float32)))]
+    # A sum is one pass without a temporary, and NaN or infinity survives it; one that only overflows is looked
+    # at again. In the own dtype: asked for float32, torch sums bfloat16 25 times slower (1.66 s, not 0.06 s, for
+    # 2.2 GB on two cores), though it accumulates in float32 either way.
+    bad = [n for n in source.names() if not bool(torch.isfinite(_sum(source.read(n))))]
     bad = [n for n in bad if not bool(source.read(n).isfinite().all())]
     if bad:
+        names = ", ".join(bad[:8]) + (" ..." if len(bad) > 8 else "")
         raise WeightError(
-            f"{', '.join(bad[:8])}{' ...' if len(bad) > 8 else ''} hold NaN or infinity; load the checkpoint again, "
-            "or convert it with a wider dtype"
+            f"{names} hold NaN or infinity; load the checkpoint again, or convert it with a wider dtype"
         )
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    # The 8-bit floats have no sum of their own.
+    return tensor.sum(dtype=torch.float32) if tensor.element_size() == 1 else tensor.sum()

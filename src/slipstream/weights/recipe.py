@@ -1,8 +1,8 @@
 """Recipes: which rows of which source tensors make up a role's canonical tensor, and back again.
 
-A recipe does not touch data. It lists `Piece`s (runs of rows of named tensors) in canonical order; cutting the list to
-a rank's rows before anything is read gives the same bits as cutting the finished tensor. The same list read backwards
-restores the source tensors.
+A recipe does not touch data. It lists `Piece`s (runs of rows of named tensors) in canonical order; cutting
+the list to a rank's rows before anything is read gives the same bits as cutting the finished tensor. The same
+list read backwards restores the source tensors.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from slipstream.errors import WeightError
 from slipstream.spec import BlockSpec
+from slipstream.weights.memory import join
 from slipstream.weights.source import Source
 
 __all__ = [
@@ -147,11 +147,14 @@ class Stack(Recipe):
             raise WeightError(f"{', '.join(missing)} missing beside {', '.join(set(names) - set(missing))}")
         pairs = [pair for pair in found.values() if pair is not None]
         weight = tuple(
-            Piece(w, 0, _rows(source, w, transposed=self.transposed), transposed=self.transposed) for w, _ in pairs
+            Piece(w, 0, _rows(source, w, transposed=self.transposed), transposed=self.transposed)
+            for w, _ in pairs
         )
         biases = [b for _, b in pairs if b is not None]
         if biases and len(biases) != len(pairs):
-            raise WeightError(f"only {', '.join(biases)} of {', '.join(names)} have a bias; a stack needs all or none")
+            raise WeightError(
+                f"only {', '.join(biases)} of {', '.join(names)} have a bias; a stack needs all or none"
+            )
         return Plan(weight, tuple(Piece(b, 0, source.shape(b)[-1], bias=True) for b in biases))
 
 
@@ -159,7 +162,11 @@ def _expand(source: Source, name: str) -> list[str]:
     if "*" not in name:
         return [name]
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + r"\.weight")
-    found = [(int(match[1]), match[0].removesuffix(".weight")) for n in source.names() if (match := pattern.fullmatch(n))]
+    found = [
+        (int(match[1]), match[0].removesuffix(".weight"))
+        for n in source.names()
+        if (match := pattern.fullmatch(n))
+    ]
     return [full for _, full in sorted(found)] or [name]
 
 
@@ -212,7 +219,9 @@ class Alternating(Recipe):
             return None
 
         def halves(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-            return tuple(replace(p, start=start, count=p.count // 2, step=2) for start in (0, 1) for p in pieces)
+            return tuple(
+                replace(p, start=start, count=p.count // 2, step=2) for start in (0, 1) for p in pieces
+            )
 
         return Plan(halves(whole.weight), halves(whole.bias))
 
@@ -225,7 +234,9 @@ class First(Recipe):
 
     def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
         """See `Recipe.plan`."""
-        return next((plan for recipe in self.recipes if (plan := recipe.plan(source, spec)) is not None), None)
+        return next(
+            (plan for recipe in self.recipes if (plan := recipe.plan(source, spec)) is not None), None
+        )
 
 
 @dataclass(frozen=True)
@@ -271,7 +282,7 @@ def gather(source: Source, pieces: Sequence[Piece], columns: slice = slice(None)
     for piece in pieces:
         part = piece.of(source.read(piece.name))
         parts.append(part if _is_flat(piece, part) else part[..., columns])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1 if _is_flat(pieces[0], parts[0]) else -2)
+    return parts[0] if len(parts) == 1 else join(parts, -1 if _is_flat(pieces[0], parts[0]) else -2)
 
 
 def _is_flat(piece: Piece, part: Tensor) -> bool:

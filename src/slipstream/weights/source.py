@@ -1,4 +1,4 @@
-"""Where weights come from: a lazy mapping from tensor names to shapes and slices, the same for a module and a file."""
+"""Where weights come from: a lazy mapping from names to shapes and slices, for modules and files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Return a tensor, or a view whose slices are read when they are used; never a copy that the caller owns.
+        """Return a tensor, or a view whose slices are read when they are used; the caller must not change it.
 
         Raises:
             KeyError: No tensor has this name.

@@ -1,0 +1,103 @@
+"""What a user can mend is one line on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODEL = "{checkpoint}"
+
+
+def assert_one_line(done: Any, code: int, said: str) -> None:
+    assert done.exit_code == code, (done.stderr, done.exception)
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert said in done.stderr
+    assert done.stderr.startswith("slipstream: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "-m", "{}", "hello"), ("chat", "-m", "{}"), ("inspect", "{}"), ("bench", "-m", "{}")],
+)
+def test_a_wrong_path_is_named(run: Any, command: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(*(part.format(tmp_path / "absent") for part in command))
+    assert_one_line(done, 1, "absent: there is no such folder")
+
+
+def test_a_folder_without_a_model_is_named(run: Any, tmp_path: Path) -> None:
+    assert_one_line(run("generate", "-m", tmp_path, "hello"), 1, "no model could be loaded from")
+
+
+def test_a_missing_gguf_file_is_named(run: Any, tmp_path: Path) -> None:
+    assert_one_line(run("inspect", tmp_path / "absent.gguf"), 1, "absent.gguf: there is no such file")
+
+
+def test_a_checkpoint_cut_short_is_one_line(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = run("generate", "-m", broken, "hello")
+    assert done.exit_code == 1, (done.stderr, done.exception)
+    assert isinstance(done.exception, SystemExit)
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_missing_tokenizer_is_one_line(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors", "generation_config.json"):
+        shutil.copy(checkpoint / name, bare)
+    assert_one_line(run("generate", "-m", bare, "hello"), 1, "no tokenizer could be loaded from")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--top-p", 0.5, "hello"), "--top-p has no effect at --temperature 0"),
+        (("--compare", "--temperature", 1.0, "hello"), "--compare needs the same tokens"),
+        (("",), "the prompt is empty"),
+    ],
+)
+def test_options_that_contradict_each_other(
+    run: Any, checkpoint: Path, options: tuple[object, ...], said: str
+) -> None:
+    assert_one_line(run("generate", "-m", checkpoint, *options), 2, said)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("generate", "-m", MODEL, "--temperature", "-1", "hello"),
+        ("generate", "-m", MODEL, "--dtype", "int3", "hello"),
+        ("generate", "-m", MODEL, "-n", "0", "hello"),
+        ("generate", "hello"),
+        ("bench", "-m", MODEL, "--new-tokens", "1"),
+        ("bench", "-m", MODEL, "--compare", "nobody"),
+        ("inspect",),
+        ("fly",),
+    ],
+)
+def test_a_value_out_of_bounds_is_a_usage_error(run: Any, checkpoint: Path, options: tuple[str, ...]) -> None:
+    done = run(*(option.format(checkpoint=checkpoint) for option in options))
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert "Traceback" not in done.output
+
+
+def test_more_tokens_than_the_model_was_made_for(run: Any, checkpoint: Path) -> None:
+    done = run("generate", "-m", checkpoint, "-n", 500, "hello")
+    assert_one_line(done, 1, "max_out_tokens=96")
+
+
+def test_a_defect_keeps_its_traceback(run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("slipstream.cli.generate.open_session", broken)
+    done = run("generate", "-m", checkpoint, "hello")
+    assert isinstance(done.exception, KeyError)

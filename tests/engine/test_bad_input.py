@@ -1,0 +1,475 @@
+"""What cannot be served is refused with the reason and the way out, and the model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+import slipstream
+from slipstream.model.inject import is_injected
+from tests.helpers.models import close, inject, left_padded, make, prompt, roads
+
+FUSED: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": True}
+
+
+class Snapshot:
+    """Everything about a model that a refusal must not change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.training = {name: module.training for name, module in model.named_modules()}
+        self.classes = {name: type(module) for name, module in model.named_modules()}
+        self.hooks = {n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
+        self.parameters = dict(model.named_parameters())
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+        self.grads = {name: p.requires_grad for name, p in model.named_parameters()}
+        self.config = copy.deepcopy(getattr(model, "config", None))
+        self.output = self.run()
+
+    def run(self) -> Tensor | None:
+        if any(p.is_meta for p in self.model.parameters()):
+            return None
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        with torch.no_grad():
+            output = self.model(input_ids=prompt()).logits
+        for module in training:
+            module.training = True
+        return output
+
+    def check(self) -> None:
+        model = self.model
+        assert {name: module.training for name, module in model.named_modules()} == self.training
+        assert {name: type(module) for name, module in model.named_modules()} == self.classes
+        assert not any(is_injected(module) for module in model.modules())
+        assert {
+            n: (len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+        } == self.hooks
+        parameters = dict(model.named_parameters())
+        assert list(parameters) == list(self.parameters)
+        for name, parameter in parameters.items():
+            assert parameter is self.parameters[name], name
+            assert parameter.requires_grad == self.grads[name]
+            if not parameter.is_meta:
+                assert parameter.dtype == self.values[name].dtype
+                assert torch.equal(parameter.nan_to_num(), self.values[name].nan_to_num()), name
+        if self.config is not None:
+            assert model.config.to_dict() == self.config.to_dict()
+        output = self.run()
+        if output is not None and self.output is not None:
+            assert torch.equal(output.nan_to_num(), self.output.nan_to_num()), "the outputs changed"
+
+
+def refused(model: nn.Module, error: type[Exception], match: str, **settings: Any) -> str:
+    """The message of a refusal that left the model as it was."""
+    model.get_submodule("model.layers.0").train()  # one flag that differs from the others
+    before = Snapshot(model)
+    with pytest.raises(error, match=match) as caught:
+        slipstream.init_inference(model, **{**FUSED, **settings})
+    before.check()
+    return str(caught.value)
+
+
+# Models that are none.
+
+
+@pytest.mark.parametrize("model", [[], None, 3, {"a": 1}, nn.Linear], ids=str)
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(slipstream.ConfigError, match="torch.nn.Module"):
+        slipstream.init_inference(model)
+    with pytest.raises(slipstream.ConfigError, match="torch.nn.Module"):
+        slipstream.InferenceEngine(model)
+
+
+@pytest.mark.parametrize("place", ["/no/such/folder", "./nowhere", Path("missing"), "missing.gguf"], ids=str)
+def test_a_place_without_a_model_is_refused(place: Any) -> None:
+    with pytest.raises(slipstream.WeightError, match="no such"):
+        slipstream.init_inference(place)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(slipstream.WeightError, match="no model could be loaded"):
+        slipstream.init_inference(str(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(slipstream.WeightError, match="no model could be loaded"):
+        slipstream.init_inference(str(tmp_path), **FUSED)
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
+    """transformers warns, and fills them with random values."""
+    state = make("llama").state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    make("llama").save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(slipstream.WeightError, match=r"lacks model.layers.1.mlp.up_proj.weight.*1 tensors"):
+        slipstream.init_inference(str(tmp_path), **FUSED)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_tied_weights_are_not_missing(tmp_path: Path, kind: str) -> None:
+    model = make(kind, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    engine = slipstream.init_inference(str(tmp_path), **FUSED)
+    close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
+def test_a_pipeline_of_models_is_refused_by_name() -> None:
+    class StableDiffusionPipeline:
+        components: dict[str, Any] = {}
+
+    with pytest.raises(slipstream.UnsupportedError, match="StableDiffusionPipeline"):
+        slipstream.init_inference(StableDiffusionPipeline())
+
+
+def test_an_engine_is_refused() -> None:
+    engine = inject(make("llama"))
+    for again in (engine, engine.module):
+        with pytest.raises(slipstream.InjectionError, match="engine"):
+            slipstream.init_inference(again, **FUSED)
+    assert engine.generate(input_ids=prompt(1), max_new_tokens=2).shape == (1, 11)
+
+
+def test_an_engine_without_fused_layers_is_refused_too() -> None:
+    engine = slipstream.init_inference(make("llama"), dtype=torch.float32)
+    with pytest.raises(slipstream.InjectionError, match="engine"):
+        slipstream.init_inference(engine, **FUSED)
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float", "complex64", "no dtype", 16, torch.complex64, torch.int32], ids=str
+)
+def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
+    if dtype == "float":
+        pytest.skip("a name of float32")
+    refused(make("llama"), slipstream.ConfigError, "dtype", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"tensor_parallel": {"tp_size": 2}}, "tp_size"),
+        ({"quant": "int4"}, "int4|quant"),
+        ({"dtype": torch.int8}, "int8"),
+        ({"checkpoint": "somewhere"}, "checkpoint"),
+        ({"use_triton": True}, "triton"),
+        ({"triangular_masking": False}, "triangular_masking"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_not_served_is_refused_before_anything_changes(
+    settings: dict[str, Any], match: str
+) -> None:
+    if "use_triton" in settings and torch.cuda.is_available():
+        pytest.skip("it is served here")
+    refused(make("llama"), slipstream.SlipstreamError, match, **settings)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    model = make("llama")
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[3] = value
+    assert name in refused(model, slipstream.WeightError, "NaN or infinity")
+
+
+def test_weights_that_overflow_the_dtype_are_refused() -> None:
+    model = make("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = 1e5
+    message = refused(model, slipstream.WeightError, "float16", dtype=torch.float16)
+    assert "model.layers.1.mlp.up_proj.weight" in message and "65504" in message
+    slipstream.init_inference(model, dtype=torch.bfloat16)
+
+
+def test_a_damaged_pytorch_checkpoint_is_refused(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no weights at all")
+    with pytest.raises(slipstream.WeightError, match="no model could be loaded"):
+        slipstream.init_inference(str(tmp_path), **FUSED)
+
+
+def test_a_meta_model_is_refused() -> None:
+    with torch.device("meta"):
+        model = type(make("llama"))(make("llama").config)
+    refused(model, slipstream.WeightError, "meta")
+
+
+def test_one_meta_tensor_is_refused() -> None:
+    model = make("llama")
+    model.model.norm.weight = nn.Parameter(torch.empty(32, device="meta"))
+    refused(model, slipstream.WeightError, "model.norm.weight")
+
+
+class Int8Linear(nn.Module):
+    """As quantizers leave a linear: integers and a scale."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(linear.weight.abs().amax() / 127, requires_grad=False)
+        values = (linear.weight / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(values, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_a_model_quantized_in_part_is_refused() -> None:
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj = Int8Linear(model.model.layers[1].mlp.up_proj)
+    refused(model, slipstream.WeightError, "int8")
+
+
+def test_integers_in_buffers_are_found_too() -> None:
+    model = make("llama")
+    quantized = Int8Linear(model.model.layers[1].mlp.up_proj)
+    values = quantized.weight.detach()
+    del quantized.weight
+    quantized.register_buffer("weight", values)
+    model.model.layers[1].mlp.up_proj = quantized
+    refused(model, slipstream.WeightError, "model.layers.1")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dynamically_quantized_model_is_refused() -> None:
+    if "fbgemm" not in torch.backends.quantized.supported_engines or not hasattr(torch.ao, "quantization"):
+        pytest.skip("this torch cannot quantize dynamically")
+    model = torch.ao.quantization.quantize_dynamic(make("llama"), {nn.Linear}, dtype=torch.qint8)
+    refused(model, slipstream.WeightError, "quantized|plays|missing")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_runs_where_nothing_is_fused() -> None:
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj = Int8Linear(model.model.layers[1].mlp.up_proj)
+    expected = model(input_ids=prompt()).logits.detach()
+    engine = slipstream.init_inference(model, dtype=torch.float32)
+    close(expected, engine(input_ids=prompt()).logits)
+
+
+# Layers that are not what their family says.
+
+
+class ScaledResidual(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states + 0.9 * (super().forward(hidden_states, *args, **kwargs) - hidden_states)
+
+
+class ExtraNorm(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = super().forward(hidden_states, *args, **kwargs)
+        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class OtherActivation(LlamaDecoderLayer):
+    """See `with_layers`."""
+
+
+class NoCausality(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        length = hidden_states.shape[1]
+        mask = hidden_states.new_zeros(1, 1, length, length) if length > 1 else attention_mask
+        return super().forward(hidden_states, attention_mask=mask, **kwargs)
+
+
+CHANGED = [ScaledResidual, ExtraNorm, OtherActivation, NoCausality]
+
+
+def with_layers(layer_class: type[nn.Module], *indices: int) -> Any:
+    model = make("llama", num_hidden_layers=3)
+    for index in indices:
+        model.model.layers[index].__class__ = layer_class
+        if layer_class is OtherActivation:
+            model.model.layers[index].mlp.act_fn = nn.ReLU().eval()
+    return model
+
+
+@pytest.mark.parametrize("layer_class", CHANGED)
+@pytest.mark.parametrize("indices", [(0, 1, 2), (1,)], ids=["all", "one"])
+def test_a_layer_that_computes_something_else_is_caught(
+    layer_class: type[nn.Module], indices: tuple[int, ...]
+) -> None:
+    message = refused(with_layers(layer_class, *indices), slipstream.InjectionError, r"off by \d")
+    assert f"model.layers.{indices[0]}" in message and "fallback" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer_class", CHANGED)
+def test_it_is_caught_in_lower_precision_too(layer_class: type[nn.Module], dtype: torch.dtype) -> None:
+    refused(with_layers(layer_class, 2), slipstream.InjectionError, r"off by \d", dtype=dtype)
+
+
+@pytest.mark.parametrize("layer_class", CHANGED)
+def test_fallback_keeps_the_original_layer_and_its_answers(layer_class: type[nn.Module]) -> None:
+    model = with_layers(layer_class, 1)
+    ids, mask = left_padded()
+    expected = model(input_ids=ids, attention_mask=mask).logits.detach()
+    tokens = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5)
+    engine = inject(model, injection_check="fallback")
+    report = engine.report()
+    assert [layer.level for layer in report.layers] == ["block", report.layers[1].level, "block"]
+    assert report.layers[1].level != "block" and report.level == "module"
+    assert "off by" in report.layers[1].reason
+    close(expected, engine(input_ids=ids, attention_mask=mask).logits, mask=mask)
+    with roads(engine) as counts:
+        assert torch.equal(tokens, engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5))
+    assert counts.taken == "compatible"
+
+
+def test_off_trusts_the_family() -> None:
+    model = with_layers(ScaledResidual, 1)
+    engine = inject(model, injection_check="off")
+    assert engine.report().level == "block" and engine.report().layers[1].max_error is None
+    plain = make("llama", num_hidden_layers=3)
+    close(plain(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
+def test_a_forward_set_on_one_layer_alone_is_caught() -> None:
+    model = make("llama")
+    layer = model.model.layers[1]
+    layer.forward = lambda hidden_states, **kwargs: (
+        2 * LlamaDecoderLayer.forward(layer, hidden_states, **kwargs)
+    )
+    refused(model, slipstream.InjectionError, "model.layers.1.*off by")
+
+
+def test_a_frame_that_does_something_else_takes_the_compatible_road() -> None:
+    class Louder(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = make("llama")
+    model.lm_head.__class__ = Louder
+    expected = model.generate(input_ids=prompt(), max_new_tokens=5, do_sample=False, repetition_penalty=1.4)
+    engine = inject(model, injection_check="fallback")
+    assert engine.why_compatible() and "logits" in engine.why_compatible()
+    assert any("logits" in note for note in engine.report().notes)
+    with roads(engine) as counts:
+        got = engine.generate(input_ids=prompt(), max_new_tokens=5, do_sample=False, repetition_penalty=1.4)
+    assert counts.taken == "compatible" and torch.equal(expected, got)
+
+
+def extra(model: Any) -> None:
+    model.model.layers[1].post_norm = LlamaRMSNorm(32)
+
+
+def missing(model: Any) -> None:
+    del model.model.layers[1].self_attn.o_proj
+
+
+def reshaped(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj = nn.Linear(40, 32, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"), [(extra, "post_norm"), (missing, "attn_out"), (reshaped, "mlp_out.*48")], ids=str
+)
+def test_a_layer_with_other_tensors_is_refused(change: Callable[[Any], None], match: str) -> None:
+    model = make("llama")
+    change(model)
+    before = dict(model.named_parameters())
+    with pytest.raises(slipstream.WeightError, match=match) as caught:
+        slipstream.init_inference(model, **FUSED)
+    assert "model.layers.1" in str(caught.value)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert not any(is_injected(module) for module in model.modules())
+
+
+def test_fallback_keeps_a_layer_with_other_tensors() -> None:
+    model = make("llama")
+    extra(model)
+    engine = inject(model, injection_check="fallback")
+    first, second = engine.report().layers
+    assert first.level == "block" and second.level != "block" and "post_norm" in second.reason
+    close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
+# Inputs.
+
+
+@pytest.fixture(scope="module")
+def engine() -> slipstream.InferenceEngine:
+    return inject(make("llama"))
+
+
+@pytest.fixture(params=["forward", "generate"])
+def call(request: pytest.FixtureRequest, engine: slipstream.InferenceEngine) -> Callable[..., Any]:
+    return engine if request.param == "forward" else engine.generate
+
+
+INPUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "an empty batch": ({"input_ids": torch.empty(0, 5, dtype=torch.long)}, "batch is empty"),
+    "an empty prompt": ({"input_ids": torch.empty(2, 0, dtype=torch.long)}, "prompt is empty"),
+    "an id beyond the vocabulary": ({"input_ids": torch.tensor([[5, 100]])}, "100.*0 to 99"),
+    "a negative id": ({"input_ids": torch.tensor([[5, -1]])}, "-1.*0 to 99"),
+    "a mask of another batch": (
+        {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(3, 4)}, r"\(3, 4\).*\(2, 4\)",
+    ),
+    "a mask that is too short": (
+        {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(2, 3)}, r"\(2, 3\).*\(2, 4\)",
+    ),
+    "a mask that is too long": (
+        {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(2, 5)}, r"\(2, 5\).*\(2, 4\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_an_input_that_cannot_be_run_is_refused(
+    name: str, call: Callable[..., Any], engine: slipstream.InferenceEngine
+) -> None:
+    inputs, match = INPUTS[name]
+    with roads(engine) as counts, pytest.raises(slipstream.RequestError, match=match) as caught:
+        call(**inputs)
+    assert counts.taken == "none" and isinstance(caught.value, ValueError)
+    assert engine(input_ids=prompt(1)).logits.shape == (1, 9, 100)
+
+
+def test_positional_and_renamed_inputs_are_checked_too(engine: slipstream.InferenceEngine) -> None:
+    bad = torch.tensor([[5, 100]])
+    for call in (lambda: engine(bad), lambda: engine.generate(bad), lambda: engine.generate(inputs=bad)):
+        with pytest.raises(slipstream.RequestError, match="100"):
+            call()
+    with pytest.raises(slipstream.RequestError, match=r"\(1, 3\)"):
+        engine(torch.tensor([[5, 6]]), torch.ones(1, 3))
+
+
+def test_inputs_that_the_model_itself_refuses_raise_what_it_raises(
+    engine: slipstream.InferenceEngine,
+) -> None:
+    for inputs in ({}, {"input_ids": prompt(), "inputs_embeds": torch.zeros(3, 9, 32)}):
+        with pytest.raises(ValueError, match="input_ids"):
+            engine(**inputs)
+    with pytest.raises(TypeError):
+        engine(input_ids="hello")
+
+
+def test_no_place_for_more_positions_than_the_model_has() -> None:
+    """A learned position embedding ends; the original says so by an IndexError, and so does the engine."""
+    original = make("gpt2", n_positions=16)
+    engine = inject(original)
+    ids = prompt(1, 12)
+    close(
+        original.generate(input_ids=ids, max_new_tokens=4, eos_token_id=None),
+        engine.generate(input_ids=ids, max_new_tokens=4, eos_token_id=None),
+    )
+    for model in (original, engine):
+        with pytest.raises((IndexError, slipstream.RequestError)):
+            model.generate(input_ids=ids, max_new_tokens=6, eos_token_id=None)

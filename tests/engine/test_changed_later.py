@@ -1,0 +1,133 @@
+"""What is done to the model after its layers were fused counts: hooks, replaced parts, other embeddings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.models import Pair, close, make, pair, prompt, roads
+
+
+@pytest.fixture
+def models() -> Pair:
+    return pair("llama")
+
+
+def agree(models: Pair, road: str) -> None:
+    close(models.original(input_ids=prompt()).logits.detach(), models.engine(input_ids=prompt()).logits)
+    expected = models.original.generate(input_ids=prompt(), max_new_tokens=5)
+    with roads(models.engine) as counts:
+        got = models.engine.generate(input_ids=prompt(), max_new_tokens=5)
+    assert counts.taken == road
+    close(expected, got)
+
+
+PLACES = [
+    "model.layers.1",
+    "model.layers.1.mlp",
+    "model.layers.0.self_attn.o_proj",
+    "model.embed_tokens",
+    "model.norm",
+    "lm_head",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_hook_that_changes_an_output_counts(models: Pair, place: str) -> None:
+    def louder(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 1.5
+
+    handles = [
+        m.get_submodule(place).register_forward_hook(louder) for m in (models.original, models.engine.module)
+    ]
+    agree(models, "compatible")
+    for handle in handles:
+        handle.remove()
+    agree(models, "engine")
+
+
+def test_a_hook_before_a_part_counts(models: Pair) -> None:
+    for model in (models.original, models.engine.module):
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    agree(models, "compatible")
+
+
+def test_transformers_own_hooks_do_not(models: Pair) -> None:
+    for model in (models.original, models.engine):
+        model(input_ids=prompt(), output_hidden_states=True, output_attentions=True)
+    agree(models, "engine")
+
+
+class Adapted(nn.Module):
+    """A linear with a low-rank addition, as adapters put in a linear's place."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = linear
+        self.low = nn.Parameter(torch.randn(2, linear.in_features, generator=generator))
+        self.high = nn.Parameter(torch.randn(linear.out_features, 2, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.low.T @ self.high.T
+
+
+@pytest.mark.parametrize(
+    "place", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"]
+)
+def test_an_adapter_put_in_later_counts(models: Pair, place: str) -> None:
+    parent, _, leaf = place.rpartition(".")
+    for model in (models.original, models.engine.module):
+        owner = model.get_submodule(parent)
+        setattr(owner, leaf, Adapted(getattr(owner, leaf)))
+    agree(models, "compatible")
+
+
+def test_other_embeddings_count(models: Pair) -> None:
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(100, 32, generator=generator)
+    for model in (models.original, models.engine):
+        model.set_input_embeddings(nn.Embedding.from_pretrained(table.clone()))
+    agree(models, "compatible")
+
+
+def test_a_larger_vocabulary_counts(models: Pair) -> None:
+    for model in (models.original, models.engine):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(110)
+    assert models.engine(input_ids=torch.full((1, 3), 105)).logits.shape == (1, 3, 110)
+    agree(models, "compatible")
+
+
+def test_a_replaced_layer_counts(models: Pair) -> None:
+    other = make("llama", seed=8).model.layers[1]
+    for model in (models.original, models.engine.module):
+        model.model.layers[1] = copy.deepcopy(other)
+    agree(models, "compatible")
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a norm": lambda model: model.model.norm.weight.data.mul_(1.5),
+    "the head": lambda model: model.lm_head.weight.data.mul_(-1.0),
+    "a layer's matrix": lambda model: model.model.layers[1].mlp.up_proj.weight.data.mul_(-1.0),
+    "a layer's norm": lambda model: model.model.layers[0].input_layernorm.weight.data.mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_values_changed_in_place_count(models: Pair, name: str) -> None:
+    for model in (models.original, models.engine.module):
+        CHANGES[name](model)
+    agree(models, "engine")
+
+
+def test_training_mode_takes_the_original_code(models: Pair) -> None:
+    models.engine.train()
+    agree(models, "compatible")
+    models.engine.eval()
+    agree(models, "engine")
