@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
+
+from slipstream import DeviceError
 
 MODEL = "{checkpoint}"
 
@@ -101,3 +104,31 @@ def test_a_defect_keeps_its_traceback(run: Any, checkpoint: Path, monkeypatch: p
     monkeypatch.setattr("slipstream.cli.generate.open_session", broken)
     done = run("generate", "-m", checkpoint, "hello")
     assert isinstance(done.exception, KeyError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("header too large"),
+        PermissionError(13, "Permission denied"),
+        DeviceError("no\nmemory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_world_does_to_a_command_is_one_line(
+    run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("slipstream.cli.generate.open_session", failing)
+    assert_one_line(run("generate", "-m", checkpoint, "hello"), 1, " ".join(str(error).split()))
+
+
+def test_ctrl_c_leaves_without_a_word(run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.cli.generate.open_session", interrupted)
+    done = run("generate", "-m", checkpoint, "hello")
+    assert (done.exit_code, done.output) == (130, "")

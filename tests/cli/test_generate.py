@@ -94,3 +94,15 @@ def test_nothing_but_the_answer_goes_to_stdout_and_no_bar_to_stderr(run: Any, ch
     assert len(done.stdout.strip().splitlines()) == 1
     assert "it/s" not in done.stderr
     assert "Loading weights" not in done.stderr
+
+
+def test_a_high_temperature_flattens_the_choice_and_a_low_one_sharpens_it(run: Any, checkpoint: Path) -> None:
+    def sampled(*options: object) -> str:
+        done = run("generate", "-m", checkpoint, "-n", 15, *options, "w1 w2")
+        assert done.exit_code == 0, done.stderr
+        return done.stdout
+
+    greedy = sampled()
+    assert sampled("--temperature", 1e-4) == greedy
+    assert sampled("--temperature", 100.0, "--top-p", 1e-4) == greedy
+    assert sampled("--temperature", 100.0) != greedy

@@ -350,6 +350,25 @@ def test_a_forward_set_on_one_layer_alone_is_caught() -> None:
     refused(model, slipstream.InjectionError, "model.layers.1.*off by")
 
 
+def test_one_layer_in_the_middle_with_another_part_is_caught() -> None:
+    model = make("llama", num_hidden_layers=4)
+    model.model.layers[2].mlp.act_fn = nn.ReLU().eval()
+    refused(model, slipstream.InjectionError, "model.layers.2.*off by")
+    model = make("llama", num_hidden_layers=4)
+    mlp = model.model.layers[2].mlp
+    mlp.forward = lambda x: 2 * type(mlp).forward(mlp, x)
+    refused(model, slipstream.InjectionError, "model.layers.2.*off by")
+
+
+def test_a_layer_that_is_listened_to_keeps_its_code() -> None:
+    model = make("llama", num_hidden_layers=3)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    engine = inject(model)
+    layers = engine.report().layers
+    assert [layer.level == "block" for layer in layers] == [True, False, True] and "hooks" in layers[1].reason
+    close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
 def test_a_frame_that_does_something_else_takes_the_compatible_road() -> None:
     class Louder(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -379,7 +398,7 @@ def reshaped(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "match"), [(extra, "post_norm"), (missing, "attn_out"), (reshaped, "mlp_out.*48")], ids=str
+    ("change", "match"), [(extra, "post_norm"), (missing, "attn_out"), (reshaped, "mlp_out.*48")], ids=["extra", "missing", "reshaped"]
 )
 def test_a_layer_with_other_tensors_is_refused(change: Callable[[Any], None], match: str) -> None:
     model = make("llama")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig
 
 import slipstream
 from tests.helpers.models import inject, make, prompt, roads
@@ -101,3 +101,22 @@ def test_the_limit_is_the_documented_default() -> None:
     assert engine.inference_config.max_out_tokens == 1024
     with pytest.raises(slipstream.TokenLimitError, match="1024"):
         engine.generate(input_ids=prompt(1, 9), max_new_tokens=1016)
+
+
+def test_an_encoders_input_and_the_decoders_output_are_bounded_by_themselves() -> None:
+    options = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 50}
+    heads = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    torch.manual_seed(0)
+    original = BartForConditionalGeneration(BartConfig(**options, **heads, max_position_embeddings=64)).eval()
+    engine = inject(original, max_out_tokens=12, replace_with_kernel_inject=False)
+    ids = prompt(2, 9, vocabulary=50)
+    assert torch.equal(original.generate(ids, max_new_tokens=11), engine.generate(ids, max_new_tokens=11))
+    with pytest.raises(slipstream.TokenLimitError, match="13"):
+        engine.generate(ids, max_new_tokens=12)
+    with pytest.raises(slipstream.TokenLimitError, match="input has 13"):
+        engine.generate(prompt(2, 13, vocabulary=50), max_new_tokens=2)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from slipstream.model.cache import PagedCache
 from tests.helpers.models import close, inject, left_padded, make, pair, prompt
+from tests.helpers.tokens import letter_tokenizer
 
 
 @pytest.fixture
@@ -151,3 +153,16 @@ def test_every_road_may_run_at_once() -> None:
     for expected, results in zip(alone, together(*jobs, times=3), strict=True):
         for result in results:
             close(expected, result)
+
+
+def test_a_generation_in_a_thread_streams_to_this_one() -> None:
+    models = pair("llama")
+    tokenizer = letter_tokenizer()
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+    kwargs = {"input_ids": prompt(1), "max_new_tokens": 8, "eos_token_id": None, "streamer": streamer}
+    thread = threading.Thread(target=models.engine.generate, kwargs=kwargs)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    expected = models.original.generate(input_ids=prompt(1), max_new_tokens=8, eos_token_id=None)
+    assert text == tokenizer.decode(expected[0, 9:])

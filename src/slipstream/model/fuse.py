@@ -1,4 +1,4 @@
-"""Decides which layers can be fused, proves it on copies, and then puts the blocks in, one layer at a time."""
+"""Decides which layers can be fused, proves it on copies, and puts the blocks in, one layer at a time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slipstream.model.block import Block
 from slipstream.model.check import MODEL_ERRORS, RecordedCall, call_alone, compare, record_calls
 from slipstream.model.convert import convert
 from slipstream.model.inject import Injected, inject_layer
+from slipstream.model.intact import is_hooked
 from slipstream.model.layer_call import returns_of
 from slipstream.model.layers import Found
 from slipstream.ops import Ops
@@ -31,8 +32,9 @@ __all__ = ["Settings", "Verdict", "fuse", "judge"]
 log = logging.getLogger(__name__)
 
 _ROUTER_TIES = 0.4
-"""In 16 bits a router's scores often lie within one rounding of each other, and two right implementations choose
-different experts: for up to a third of the tokens, measured on random weights. A wrong formula is off everywhere."""
+"""In 16 bits a router's scores often lie within one rounding of each other, and two right implementations
+choose different experts: for up to a third of the tokens, measured on random weights. A wrong formula is off
+everywhere."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,7 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
         if reason:
             verdicts[found.name] = Verdict(None, reason=reason)
         else:
-            own_forward = found.name if "forward" in vars(found.layer) else ""
-            parts = tuple(name for name, _ in found.layer.named_parameters())  # ModernBERT's first has no norm
-            kinds.setdefault((found.root, type(found.layer), found.spec, parts, own_forward), []).append(found)
+            kinds.setdefault(_kind(found), []).append(found)
     for root in sorted({members[0].root for members in kinds.values()}):
         of_root = [members for members in kinds.values() if members[0].root == root]
         calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
@@ -103,11 +103,19 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
             recorded = calls.get(members[0].name) or _record_alone(members[0])
             verdict = _check(members[0], recorded, settings, why)
             if len(members) > 1 and verdict.returns is not None:
-                # What a layer's own code derives from its index, and its spec does not say, shows in the last one.
+                # What a layer's own code derives from its index, beside its spec, shows in the last one.
                 last = _check(members[-1], recorded[:1], settings)
                 verdict = last if last.returns is None else verdict
             verdicts |= {found.name: verdict for found in members}
     return verdicts
+
+
+def _kind(found: Found) -> tuple[Any, ...]:
+    """What layers of one kind share; a layer with a forward of its own inside is a kind by itself."""
+    modules = tuple((name, type(module)) for name, module in found.layer.named_modules())
+    names = tuple(name for name, _ in found.layer.named_parameters())  # ModernBERT's first has no norm
+    alone = found.name if any("forward" in vars(module) for module in found.layer.modules()) else ""
+    return found.root, found.spec, modules, names, alone
 
 
 def _record(root: nn.Module, layers: Sequence[Found]) -> tuple[dict[str, list[RecordedCall]], str]:
@@ -132,6 +140,8 @@ def _declines(found: Found) -> str:
         return f"no op for the activation {found.spec.activation!r}"
     if any(not p.is_floating_point() for p in found.layer.parameters()):
         return "its weights are already quantized"
+    if any(is_hooked(module) for module in list(found.layer.modules())[1:]):
+        return "someone listens to its parts by hooks, which a fused block would pass over"
     return ""
 
 
@@ -165,15 +175,21 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
         return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")
     if settings.check == "off":
         return Verdict(returns)
-    # Only what is to be converted is copied.
-    shared = [t for t in found.layer.parameters() if t.dtype == settings.dtype]
+    like = torch.empty(0, dtype=settings.dtype, device=settings.device)
+    # Only what is to be converted or moved is copied.
+    tensors = list(found.layer.parameters())
+    shared = [t for t in tensors if t.dtype == like.dtype] if all(t.device == like.device for t in tensors) else []
     twin = copy.deepcopy(found.layer, {id(t): t for t in shared})
     convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
+    if not shared:
+        twin.to(like.device)
     fused = copy.deepcopy(twin, {id(t): t for t in (*twin.parameters(), *twin.buffers())})
     inject_layer(fused, make_block(found, fused, settings, returns))
     try:
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
-        return Verdict(returns, compare(found.name, calls, twin.forward, fused.forward, settings.dtype, ties=ties))
+        return Verdict(
+            returns, compare(found.name, calls, twin.forward, fused.forward, like, ties=ties)
+        )
     except InjectionError as error:
         if settings.check == "error":
             raise
@@ -181,7 +197,9 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
         return Verdict(None, reason=str(error))
 
 
-def make_block(found: Found, layer: nn.Module, settings: Settings, returns: Callable[[Tensor], Any]) -> Injected:
+def make_block(
+    found: Found, layer: nn.Module, settings: Settings, returns: Callable[[Tensor], Any]
+) -> Injected:
     """Build a layer's block out of the layer's own tensors (or a copy's), which it shares where it can."""
     family, spec = _known(found)
     source = ModuleSource(layer)

@@ -1,7 +1,7 @@
 """Sends a forward that asks for attention maps or router logits through the original layers' code.
 
-transformers collects such outputs with hooks on the submodules of a layer, and does not tell the layer. So the
-model itself is watched: a forward that asks for them runs the original code, on restored weights.
+transformers collects such outputs with hooks on the submodules of a layer, and does not tell the layer. So
+the model itself is watched: a forward that asks for them runs the original code, on restored weights.
 """
 
 from __future__ import annotations

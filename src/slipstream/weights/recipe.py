@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from slipstream.errors import WeightError
 from slipstream.spec import BlockSpec
-from slipstream.weights.memory import join
 from slipstream.weights.source import Source
 
 __all__ = [
@@ -282,7 +282,7 @@ def gather(source: Source, pieces: Sequence[Piece], columns: slice = slice(None)
     for piece in pieces:
         part = piece.of(source.read(piece.name))
         parts.append(part if _is_flat(piece, part) else part[..., columns])
-    return parts[0] if len(parts) == 1 else join(parts, -1 if _is_flat(pieces[0], parts[0]) else -2)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1 if _is_flat(pieces[0], parts[0]) else -2)
 
 
 def _is_flat(piece: Piece, part: Tensor) -> bool:
