@@ -1,4 +1,4 @@
-"""What every test shares: one thread, so that runs compare and the machine is not fought over; and the sweeps' tables."""
+"""What every test shares: one thread, so that runs compare; one seed; and the tables of the sweeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what the sweeps recorded with `record_property(title, {column: cell})`, a table for each title."""
+    """Print a table of each title that tests gave to `record_property(title, {column: cell})`."""
     tables: dict[str, list[dict[str, str]]] = {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
@@ -23,7 +23,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         lines = [list(rows[0]), *sorted(list(row.values()) for row in rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         for line in lines:
-            terminalreporter.write_line("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+            terminalreporter.write_line(
+                "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+            )
 
 
 @pytest.fixture(autouse=True)

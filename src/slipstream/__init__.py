@@ -1,15 +1,15 @@
 """Slipstream makes a pretrained PyTorch or Hugging Face transformer fast for inference with one call.
 
-    engine = slipstream.init_inference(model, dtype=torch.bfloat16, replace_with_kernel_inject=True)
-    out = engine(**tokens)
-    ids = engine.generate(input_ids, max_new_tokens=100)
+engine = slipstream.init_inference(model, dtype=torch.bfloat16, replace_with_kernel_inject=True)
+out = engine(**tokens)
+ids = engine.generate(input_ids, max_new_tokens=100)
 """
 
 from __future__ import annotations
 
 from slipstream.config import InferenceConfig, default_inference_config
-from slipstream.engine.engine import InferenceEngine
 from slipstream.engine.build import inspect
+from slipstream.engine.engine import InferenceEngine
 from slipstream.engine.open import init_inference
 from slipstream.errors import (
     ConfigError,

@@ -1,13 +1,13 @@
 """The exception tree: everything Slipstream raises on purpose, one class per thing a user can mend.
 
     SlipstreamError
-    ├── ConfigError (ValueError)                 a configuration field, or two that contradict each other
-    ├── WeightError                              a tensor missing, left over, of the wrong shape, or not finite
-    ├── InjectionError                           a layer whose fused block does not agree with the original
-    ├── UnsupportedError (NotImplementedError)   a request that is understood and cannot be honoured here
-    ├── DeviceError (RuntimeError)               a device that is absent, full, or of another kind than the tensors
-    ├── RequestError (ValueError)                an input that cannot be run: empty, out of range, misshapen
-    └── TokenLimitError (RuntimeError)           a request for more tokens than `max_out_tokens`
+    ├── ConfigError (ValueError)                a configuration field, or two that contradict each other
+    ├── WeightError                             a tensor missing, left over, of the wrong shape, or not finite
+    ├── InjectionError                          a layer whose fused block does not agree with the original
+    ├── UnsupportedError (NotImplementedError)  a request that is understood and cannot be honoured here
+    ├── DeviceError (RuntimeError)              a device that is absent, full, or not where the tensors are
+    ├── RequestError (ValueError)               an input that cannot be run: empty, out of range, misshapen
+    └── TokenLimitError (RuntimeError)          a request for more tokens than `max_out_tokens`
 
 A message has the thing, the value, the bound and the way out.
 """

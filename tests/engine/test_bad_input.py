@@ -398,7 +398,9 @@ def reshaped(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "match"), [(extra, "post_norm"), (missing, "attn_out"), (reshaped, "mlp_out.*48")], ids=["extra", "missing", "reshaped"]
+    ("change", "match"),
+    [(extra, "post_norm"), (missing, "attn_out"), (reshaped, "mlp_out.*48")],
+    ids=["extra", "missing", "reshaped"],
 )
 def test_a_layer_with_other_tensors_is_refused(change: Callable[[Any], None], match: str) -> None:
     model = make("llama")

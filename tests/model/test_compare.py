@@ -38,11 +38,16 @@ def test_one_wrong_token_is_refused() -> None:
 
 def test_tokens_that_rounding_decides_may_differ_up_to_their_share() -> None:
     allowed = int(0.4 * TOKENS)
-    assert compare("layer", CALLS, _identity, _off(allowed), torch.empty(0, dtype=torch.bfloat16), ties=0.4) == 0.0
+    assert (
+        compare("layer", CALLS, _identity, _off(allowed), torch.empty(0, dtype=torch.bfloat16), ties=0.4)
+        == 0.0
+    )
     with pytest.raises(InjectionError):
         compare("layer", CALLS, _identity, _off(allowed + 1), torch.empty(0, dtype=torch.bfloat16), ties=0.4)
 
 
 def test_a_share_of_ties_does_not_excuse_what_is_not_finite() -> None:
     with pytest.raises(InjectionError):
-        compare("layer", CALLS, _identity, _off(1, float("nan")), torch.empty(0, dtype=torch.bfloat16), ties=0.4)
+        compare(
+            "layer", CALLS, _identity, _off(1, float("nan")), torch.empty(0, dtype=torch.bfloat16), ties=0.4
+        )

@@ -68,7 +68,7 @@ def set_up(verbose: bool) -> None:
 def answer_for_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Turn what a user can mend into one line on stderr; a defect keeps its traceback.
 
-    The exit code is 2 for a setting that cannot be (as typer's own), 1 for all else, 130 for Ctrl-C.
+    The exit code is 2 for a setting that cannot be, as for those that typer refuses, and 1 for all else.
 
     Args:
         command: Called by typer.
@@ -86,7 +86,5 @@ def answer_for_errors(command: Callable[..., None]) -> Callable[..., None]:
             message = " ".join(str(error).split()) or type(error).__name__
             note(f"slipstream: {message}")
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
 
     return run

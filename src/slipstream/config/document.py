@@ -26,8 +26,8 @@ or in an `InferenceConfig`, by its name or by its alias. The string `"auto"` mea
 twice must agree. Unknown names are refused with the nearest known one.
 
 A field **acts**, **warns** (a value other than the default changes nothing, and a warning says so) or is
-**refused** (a value other than the default is an error), or it is **unserved**: understood and checked, and an
-engine of this version refuses to be built with a value other than the default.
+**refused** (a value other than the default is an error), or it is **unserved**: understood and checked,
+and an engine of this version refuses to be built with a value other than the default.
 """
 _COLUMNS = ("field", "alias", "type", "default", "meaning", "effect")
 

@@ -1,7 +1,8 @@
 """What every field does in Slipstream, as data: the documentation is made of it, the configuration obeys it.
 
 `acts`: the value is honoured. `warns`: a value other than the default changes nothing, and a warning says so.
-`refused`: a value other than the default is an error. `unserved`: it is understood and checked, and building an engine
+`refused`: a value other than the default is an error. `unserved`: it is understood and checked, and building
+    an engine
 with it is an error in this version. Moving a field between kinds is one word here.
 """
 
@@ -48,7 +49,7 @@ _TOP = {
         "the report says what was replaced, and where that is nothing a warning names the layer classes."
     ),
     "dtype": _acts(
-        "The model is converted to it. int8 means 8-bit weights, which building an engine refuses in this version."
+        "The model is converted to it. int8 means 8-bit weights, which no engine of this version has."
     ),
     "enable_cuda_graph": _acts(
         "Accepted everywhere; no step is captured in this version, and the report says so."
@@ -88,14 +89,12 @@ _TOP = {
         "Says how many ways a checkpoint is split when its files do not; without a checkpoint it warns."
     ),
     "injection_policy": _acts(
-        "The linears and norms of its layers run the engine's ops; a family in place of names fuses the layer "
+        "The linears and norms of its layers run the engine's ops; a family in place of names fuses a layer "
         "whole. A name that matches nothing, or replace_with_kernel_inject beside it, is an error."
     ),
     "injection_policy_tuple": _warns("It is internal to DeepSpeed; give injection_policy."),
     "config": _acts("Its entries override the model's own configuration when layers are replaced."),
-    "max_out_tokens": _acts(
-        "A request whose prompt and new tokens exceed it is refused before it starts."
-    ),
+    "max_out_tokens": _acts("A request whose prompt and new tokens exceed it is refused before it starts."),
     "min_out_tokens": _acts(
         "A request for which fewer tokens than this fit is refused; at most max_out_tokens."
     ),
@@ -120,7 +119,9 @@ _PARALLEL = {
         "Where heads do not decide, shards of a model without a family are cut in multiples of it."
     ),
     "tensor_parallel.mpu": _unserved("Its model-parallel group and size are used."),
-    "tensor_parallel.tp_group": _unserved("Layers are split over this group instead of one made for the engine."),
+    "tensor_parallel.tp_group": _unserved(
+        "Layers are split over this group instead of one made for the engine."
+    ),
     "moe": _unserved("Spreads whole experts over ranks."),
     "moe.enabled": _acts("False beside an ep_size above 1 is refused as a contradiction."),
     "moe.ep_size": _unserved("Ranks that the experts are spread over."),
@@ -188,7 +189,9 @@ _ZERO = {
 }
 
 _CHECKPOINT = {
-    "checkpoint_config": _unserved("Fills three fields of the top level; a different value in both is an error."),
+    "checkpoint_config": _unserved(
+        "Fills three fields of the top level; a different value in both is an error."
+    ),
     "checkpoint_config.checkpoint_dir": _unserved("The same as `checkpoint`."),
     "checkpoint_config.save_mp_checkpoint_path": _unserved("The same as `save_mp_checkpoint_path`."),
     "checkpoint_config.base_dir": _unserved("The same as `base_dir`."),

@@ -23,7 +23,7 @@ RopeTable = tuple[Tensor, Tensor]
 """Cosines and sines of the packed tokens, `(T, R / 2)` each, every angle once."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention as a road provides it: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
+"""A road's attention: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
 
 
 class Block:
@@ -36,9 +36,9 @@ class Block:
           ─┬─ mlp_norm ─ mlp_in ─ activation ─ mlp_out  (or experts) ─ mlp_post_norm ─ * residual_scale ─(+)─▶
            └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-    Where `parallel`, both branches read the same `x` (the second through `attn_norm` if there is no `mlp_norm`) and are
-    added to it together. Where `place` is "post", `attn_norm` and `mlp_norm` normalise the sums instead. A norm whose
-    role is absent passes its input on.
+    Where `parallel`, both branches read the same `x` (the second through `attn_norm` if there is no
+    `mlp_norm`) and are added to it together. Where `place` is "post", `attn_norm` and `mlp_norm` normalise
+    the sums instead. A norm whose role is absent passes its input on.
 
     Attributes:
         spec: The block in numbers.

@@ -1,8 +1,9 @@
-"""The self-check: each kind of layer, as it will run, is compared with the layer it replaces before it is put in.
+"""The self-check: each kind of layer, as it will run, is compared with the layer that it will replace.
 
-A kind is a layer class with a spec. The model is run on a few random tokens until every kind was called once; the
-calls are recorded as transformers makes them (masks, positions, biases, cache) and the forward is cut short. Each
-recorded call is then replayed on a copy of the layer in the engine's dtype, with random hidden states, on both.
+A kind is a layer class with a spec. The model is run on a few random tokens until every kind was called once;
+the calls are recorded as transformers makes them (masks, positions, biases, cache) and the forward is cut
+short. Each recorded call is then replayed on a copy of the layer in the engine's dtype, with random hidden
+states, on both.
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ from slipstream.model.layers import Found
 
 __all__ = ["MODEL_ERRORS", "TOLERANCE", "RecordedCall", "call_alone", "compare", "record_calls", "replay"]
 
-TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-8}
-"""Bound on every element's error, relative to the root mean square of the original's output or to the element. One layer rounds a handful of
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+    torch.float64: 1e-8,
+}
+"""Bound on every element's error, relative to the root mean square of the original's output, or to itself.
+One layer rounds a handful of
 times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
 
 MODEL_ERRORS = (
@@ -68,9 +75,9 @@ def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[Rec
         layers: One per kind, in the order of the model.
 
     Returns:
-        Calls by layer name: a padded prompt; one more token, where the model keeps a cache; and a prompt without
-        padding, for which transformers often makes no mask at all. Empty for a model that does not take
-        tokens; one that does may still raise any of `MODEL_ERRORS`.
+        Calls by layer name: a padded prompt; one more token, where the model keeps a cache; and a prompt
+        without padding, for which transformers often makes no mask at all. Empty for a model that does not
+        take tokens; one that does may still raise any of `MODEL_ERRORS`.
     """
     vocabulary = _vocabulary(root)
     if vocabulary is None:
@@ -183,7 +190,8 @@ def replay(call: RecordedCall, run: Callable[..., Any], *, like: Tensor, seed: i
     Args:
         call: As recorded.
         run: The layer's forward, original or fused.
-        like: Has the dtype and the device that arguments are brought to; masks are kept within the dtype's range.
+        like: Has the dtype and the device that arguments are brought to; masks are kept within the dtype's
+            range.
         seed: Of the hidden states.
 
     Returns:
@@ -245,7 +253,9 @@ def compare(
         theirs = replay(call, original, like=like, seed=number)
         ours = replay(call, fused, like=like, seed=number)
         if ours.shape != theirs.shape:
-            raise InjectionError(f"{name}: the fused block answers {tuple(ours.shape)}, the original {tuple(theirs.shape)}")
+            raise InjectionError(
+                f"{name}: the fused block answers {tuple(ours.shape)}, the original {tuple(theirs.shape)}"
+            )
         rows = _real_rows(call, theirs)
         expected.append(theirs[rows])
         got.append(ours[rows])
@@ -258,9 +268,9 @@ def compare(
     error, dtype = float(errors[shares <= worst].max()) if worst.isfinite() else math.nan, like.dtype
     if not (float(worst) <= TOLERANCE[dtype] and bool(shares.isfinite().all())):
         raise InjectionError(
-            f"{name}: the fused block is off by {error:.3g} where the original's outputs are of size {size:.3g} "
-            f"(allowed {TOLERANCE[dtype]:g} of that, in {str(dtype).removeprefix('torch.')}); the layer does "
-            'something that its family does not say. Use injection_check="fallback" to keep the original layer'
+            f"{name}: the fused block is off by {error:.3g} where the original's outputs are of size "
+            f"{size:.3g} (allowed {TOLERANCE[dtype]:g} of that, in {str(dtype).removeprefix('torch.')}); the "
+            'layer does something that its family does not say. Use injection_check="fallback" to keep it'
         )
     return error
 

@@ -22,11 +22,14 @@ def kept_in_float32(model: nn.Module) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(rf"((^|\.){re.escape(name)}($|\.))") for name in sorted(names))
 
 
-def convert(module: nn.Module, dtype: torch.dtype, *, keep: Iterable[re.Pattern[str]] = (), prefix: str = "") -> None:
+def convert(
+    module: nn.Module, dtype: torch.dtype, *, keep: Iterable[re.Pattern[str]] = (), prefix: str = ""
+) -> None:
     """Cast floating parameters and persistent buffers in place, one tensor at a time.
 
-    Tables of angles and frequencies that are not saved keep their dtype, as they do when transformers loads a model in
-    half precision: rounded frequencies turn long prompts wrong. A tensor that stands in several places is cast once.
+    Tables of angles and frequencies that are not saved keep their dtype, as they do when transformers loads a
+    model in half precision: rounded frequencies turn long prompts wrong. A tensor that stands in several
+    places is cast once.
 
     Args:
         module: What to cast.

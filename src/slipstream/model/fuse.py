@@ -178,7 +178,8 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
     like = torch.empty(0, dtype=settings.dtype, device=settings.device)
     # Only what is to be converted or moved is copied.
     tensors = list(found.layer.parameters())
-    shared = [t for t in tensors if t.dtype == like.dtype] if all(t.device == like.device for t in tensors) else []
+    here = all(t.device == like.device for t in tensors)
+    shared = [t for t in tensors if here and t.dtype == like.dtype]
     twin = copy.deepcopy(found.layer, {id(t): t for t in shared})
     convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
     if not shared:
@@ -187,9 +188,7 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
     inject_layer(fused, make_block(found, fused, settings, returns))
     try:
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
-        return Verdict(
-            returns, compare(found.name, calls, twin.forward, fused.forward, like, ties=ties)
-        )
+        return Verdict(returns, compare(found.name, calls, twin.forward, fused.forward, like, ties=ties))
     except InjectionError as error:
         if settings.check == "error":
             raise

@@ -65,7 +65,9 @@ def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator
     for index, (name, child) in enumerate(children):
         full = f"{path}.{name}" if path else name
         known = _is_known(child, policy)
-        if known or (repeated and isinstance(module, nn.ModuleList) and next(child.children(), None) is not None):
+        if known or (
+            repeated and isinstance(module, nn.ModuleList) and next(child.children(), None) is not None
+        ):
             inner = [] if known else list(_candidates(child, full, policy))
             if any(_is_known(layer, policy) for _, layer, _ in inner):
                 yield from inner
@@ -111,4 +113,7 @@ def _parents(model: nn.Module, name: str) -> list[tuple[str, Any]]:
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    return hasattr(module, "get_input_embeddings") and "input_ids" in inspect.signature(module.forward).parameters
+    return (
+        hasattr(module, "get_input_embeddings")
+        and "input_ids" in inspect.signature(module.forward).parameters
+    )
