@@ -43,9 +43,15 @@ def test_bits_groups_and_type_find_a_format(asked: dict[str, Any], expected: str
         ({"num_bits": 5}, "no weight format has 5 bits; num_bits is 4, 6 or 8"),
         ({"num_bits": 8, "q_type": "asymmetric"}, "int8, which has no zero point.*int4"),
         ({"num_bits": 6, "q_type": "asymmetric"}, "fp6, which has no zero point"),
-        ({"num_bits": 8, "q_groups": 4, "width": 576}, "q_groups=4 does not go with int8, which has one scale"),
+        (
+            {"num_bits": 8, "q_groups": 4, "width": 576},
+            "q_groups=4 does not go with int8, which has one scale",
+        ),
         ({"name": "fp8", "q_groups": 2}, "q_groups=2 does not go with fp8"),
-        ({"num_bits": 4, "q_groups": 7, "width": 576}, r"groups of 82.* in rows of 576 inputs.*use 9, 18 or 1"),
+        (
+            {"num_bits": 4, "q_groups": 7, "width": 576},
+            r"groups of 82.* in rows of 576 inputs.*use 9, 18 or 1",
+        ),
         ({"num_bits": 4, "q_groups": 2, "width": 576}, "groups of 288"),
         ({"num_bits": 4, "q_groups": 2, "width": 50}, "groups of 25 in rows of 50.*leave it at 1"),
         ({"num_bits": 4, "q_groups": 2}, "config names none"),

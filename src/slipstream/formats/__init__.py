@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.formats.plain import PLAIN
+from slipstream.formats.choose import FORMATS, VARIANTS, format_of
 from slipstream.formats.weight_format import Format
 
-__all__ = ["FORMATS", "Format"]
-
-FORMATS: dict[str, Format] = {PLAIN.name: PLAIN}
-"""Every format by name."""
+__all__ = ["FORMATS", "VARIANTS", "Format", "format_of"]

@@ -6,6 +6,7 @@ tensor
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from slipstream.formats.weight_format import Format
@@ -17,8 +18,8 @@ def _pack(dense: Tensor) -> tuple[Tensor, ...]:
     return (dense,)
 
 
-def _unpack(planes: tuple[Tensor, ...]) -> Tensor:
-    return planes[0]
+def _unpack(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return planes[0].to(dtype)
 
 
 PLAIN = Format("plain", bits=0, error=0.0, pack=_pack, unpack=_unpack)

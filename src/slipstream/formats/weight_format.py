@@ -1,10 +1,11 @@
-"""What a weight format is: two functions and a bound."""
+"""What a weight format is: two functions, a bound on the error, and how the planes lie in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from slipstream.ops.linear import Weight
@@ -16,20 +17,34 @@ __all__ = ["Format"]
 class Format:
     """A way to store a matrix.
 
+    Planes are contiguous and keep the matrix's leading dims and rows: plane `p` of a matrix `(..., O, I)` is
+    `(..., O, n_p)`; the last one of every packed format is `(..., O)`, the float32 multiplier of each row. A
+    run of rows of every plane is therefore what packing that run of rows gives; a run of columns is what
+    packing those gives where the format has groups and the run starts and ends at one.
+
     Attributes:
         name: What configurations and reports call it.
-        bits: Bits per weight, scales included, at the default group size; 0 where the dtype decides.
+        bits: Bits per weight, the scales of groups included; a packed row has 32 more. 0 where the dtype
+            decides.
         error: Bound on `|unpacked - dense|`, relative to the largest magnitude of the weight's group.
-        pack: Dense `(..., O, I)` to planes.
-        unpack: Planes to dense.
+        pack: Dense `(..., O, I)`, of any floating dtype and finite, to planes; its argument is not changed.
+        unpack: Planes, shape and dtype to a new dense tensor.
+        group: Inputs that share a scale; 0 where the whole row does.
+        multiple: The planes hold a multiple of this many inputs; `I` is padded up to it.
+        floor: What is added to the bound, relative to the largest magnitude of the row: the scales of groups
+            have a narrower range than the weights.
     """
 
     name: str
     bits: float
     error: float
     pack: Callable[[Tensor], tuple[Tensor, ...]]
-    unpack: Callable[[tuple[Tensor, ...]], Tensor]
+    unpack: Callable[[tuple[Tensor, ...], tuple[int, ...], torch.dtype], Tensor]
+    group: int = 0
+    multiple: int = 1
+    floor: float = 0.0
 
     def weight(self, dense: Tensor, bias: Tensor | None) -> Weight:
-        """Pack a dense matrix, `(O, I)` or `(experts, O, I)`, with its bias."""
-        return Weight(self.name, tuple(dense.shape), self.pack(dense), self.unpack, bias)
+        """Pack a dense matrix, `(O, I)` or `(experts, O, I)`, with its bias; it unpacks to the same dtype."""
+        dtype = dense.dtype if self.bits else None
+        return Weight(self.name, tuple(dense.shape), self.pack(dense), self.unpack, bias, dtype)

@@ -23,10 +23,17 @@ from slipstream.model.intact import is_intact
 from slipstream.model.layer_call import LayerSignature, run_block
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
-from slipstream.weights.load import restore_block
-from slipstream.weights.recipe import Plan, scatter
+from slipstream.weights.load import own_views, restore_block
+from slipstream.weights.recipe import Plan
 
-__all__ = ["Injected", "inject_layer", "injected_state", "is_injected", "original_forward"]
+__all__ = [
+    "Injected",
+    "inject_layer",
+    "injected_state",
+    "is_injected",
+    "original_forward",
+    "restore_layer",
+]
 
 _STATE = "_slipstream"
 
@@ -155,6 +162,11 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return injected_state(layer).original.forward(_twin(layer), *args, **kwargs)
 
 
+def restore_layer(layer: nn.Module, state: Injected) -> None:
+    """Give a layer that is not injected the matrices that a block of its kind stands for, unpacked."""
+    _assign(layer, restore_block(state.block.weights, state.plans))
+
+
 def _twin(layer: nn.Module) -> nn.Module:
     """A copy of the layer's module tree, of the original class, with every tensor, shared where it can be."""
     state = injected_state(layer)
@@ -176,18 +188,11 @@ def _link(layer: nn.Module) -> None:
     """Make the layer's matrices views of the block's; release those that cannot be."""
     state = injected_state(layer)
     for role, weight in state.block.weights.matrices.items():
-        pieces = state.plans[role].weight
-        names = {piece.name for piece in pieces}
-        if (
-            weight.format == "plain"
-            and len(names) == len(pieces)
-            and all(piece.step == 1 for piece in pieces)
-        ):
-            _assign(layer, scatter(pieces, weight.dense()))
-        else:
-            _assign(
-                layer, {name: torch.empty_like(layer.get_parameter(name), device="meta") for name in names}
-            )
+        views = own_views(weight, state.plans[role])
+        if views is None:
+            own = {piece.name: layer.get_parameter(piece.name) for piece in state.plans[role].weight}
+            views = {name: torch.empty_like(matrix, device="meta") for name, matrix in own.items()}
+        _assign(layer, views)
 
 
 def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:

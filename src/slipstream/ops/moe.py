@@ -87,13 +87,13 @@ def moe(
         `(T, C)` in the dtype of `x`.
     """
     weights, chosen = route(F.linear(x, router.dense().to(x.dtype), router.bias), spec)
-    first, second = experts_in.dense(), experts_out.dense()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
-        y = F.linear(x[tokens], first[expert], None if experts_in.bias is None else experts_in.bias[expert])
+        bias_in, bias_out = (w.bias if w.bias is None else w.bias[expert] for w in (experts_in, experts_out))
+        y = F.linear(x[tokens], experts_in.expert(expert), bias_in)
         y = activate(y, name=activation, gated=gated)
-        y = F.linear(y, second[expert], None if experts_out.bias is None else experts_out.bias[expert])
+        y = F.linear(y, experts_out.expert(expert), bias_out)
         out.index_add_(0, tokens, y.float() * weights[tokens, place, None])
     return out.to(x.dtype)
 

@@ -16,7 +16,15 @@ from slipstream.spec import BlockSpec, Role
 from slipstream.weights.recipe import Plan, Recipe, gather, scatter
 from slipstream.weights.source import Source
 
-__all__ = ["BlockWeights", "Vector", "check_finite", "load_block", "plan_block", "restore_block"]
+__all__ = [
+    "BlockWeights",
+    "Vector",
+    "check_finite",
+    "load_block",
+    "own_views",
+    "plan_block",
+    "restore_block",
+]
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,12 @@ def _listing(source: Source) -> str:
 
 
 def load_block(
-    source: Source, plans: Mapping[Role, Plan], *, matrix_format: Format, plain: Format
+    source: Source,
+    plans: Mapping[Role, Plan],
+    *,
+    matrix_format: Format,
+    plain: Format,
+    plain_roles: frozenset[Role] = frozenset(),
 ) -> BlockWeights:
     """Read a block's tensors and pack its matrices.
 
@@ -115,30 +128,48 @@ def load_block(
         plans: From `plan_block`.
         matrix_format: Format of the roles that may be quantized.
         plain: Format of the routers, which stay dense.
+        plain_roles: Others that stay dense.
     """
     matrices: dict[Role, Weight] = {}
     vectors: dict[Role, Vector] = {}
     for role, plan in plans.items():
-        weight = gather(source, plan.weight) if plan.weight else None
         bias = gather(source, plan.bias) if plan.bias else None
-        if weight is not None and role.is_matrix:
-            matrices[role] = (matrix_format if role.is_quantizable else plain).weight(weight, bias)
+        if role.is_matrix:
+            matrices[role] = _matrix(source, plan, bias, matrix_format if role.is_quantizable else plain)
         else:
-            vectors[role] = Vector(None if weight is None else weight.flatten(), bias)
+            weight = gather(source, plan.weight).flatten() if plan.weight else None
+            vectors[role] = Vector(weight, bias)
     return BlockWeights(matrices, vectors)
+
+
+def _matrix(source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format) -> Weight:
+    if matrix_format.name != "plain" or not plan.is_whole:
+        return matrix_format.weight(gather(source, plan.weight), bias)
+    planes = tuple(piece.of(source.read(piece.name)) for piece in plan.weight)
+    shape = (*planes[0].shape[:-2], sum(plane.shape[-2] for plane in planes), planes[0].shape[-1])
+    return Weight(matrix_format.name, shape, planes, matrix_format.unpack, bias)
 
 
 def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Tensor]:
     """The layer's own matrices by name, out of the block's: `load_block` backwards.
 
     Returns:
-        Views of the block's tensors where one source tensor is one run of rows, else new tensors. Biases and
-        vectors are not among them: the layer keeps its own.
+        Views of the block's tensors where there are any (`own_views`), else new tensors. Biases and vectors are
+        not among them: the layer keeps its own.
     """
     tensors: dict[str, Tensor] = {}
     for role, weight in weights.matrices.items():
-        tensors |= scatter(plans[role].weight, weight.dense())
+        views = own_views(weight, plans[role])
+        tensors |= scatter(plans[role].weight, weight.dense()) if views is None else views
     return tensors
+
+
+def own_views(weight: Weight, plan: Plan) -> dict[str, Tensor] | None:
+    """The layer's own matrices as views of the block's, or None where the block holds them in another way."""
+    if weight.format != "plain" or not plan.is_whole:
+        return None
+    runs = zip(plan.weight, weight.planes, strict=True)
+    return {piece.name: rows.mT if piece.transposed else rows for piece, rows in runs}
 
 
 def check_finite(source: Source) -> None:

@@ -80,6 +80,12 @@ class Plan:
     bias: tuple[Piece, ...]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each piece of the matrix is the whole of its source tensor's rows, in order."""
+        names = {piece.name for piece in self.weight}
+        return len(names) == len(self.weight) and all(piece.step == 1 for piece in self.weight)
+
+    @property
     def names(self) -> frozenset[str]:
         """Source tensors that the plan consumes."""
         return frozenset(piece.name for piece in (*self.weight, *self.bias))

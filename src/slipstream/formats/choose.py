@@ -1,0 +1,83 @@
+"""From what a configuration says of weights to the format that does it, or the reason why none does."""
+
+from __future__ import annotations
+
+from slipstream.errors import ConfigError
+from slipstream.formats.fp6 import FP6, FP6_E3M2
+from slipstream.formats.fp8 import FP8
+from slipstream.formats.int4 import INT4, INT4_VARIANTS, int4
+from slipstream.formats.int8 import INT8
+from slipstream.formats.plain import PLAIN
+from slipstream.formats.weight_format import Format
+
+__all__ = ["FORMATS", "VARIANTS", "format_of"]
+
+FORMATS: dict[str, Format] = {f.name: f for f in (PLAIN, INT8, INT4, FP8, FP6)}
+"""The formats that a configuration names, by name."""
+VARIANTS: dict[str, Format] = {f.name: f for f in (*INT4_VARIANTS, FP6_E3M2)}
+"""The others: further group sizes and kinds, by name."""
+
+_BY_BITS = {8: "int8", 4: "int4", 6: "fp6"}
+_GROUPS = (128, 64, 32)
+
+
+def format_of(
+    name: str | None,
+    num_bits: int = 8,
+    q_groups: int = 1,
+    q_type: str | None = None,
+    *,
+    width: int | None = None,
+) -> Format:
+    """Choose the format that a configuration asks for.
+
+    DeepSpeed's `q_groups` counts the groups of a row of the model's hidden width. One (its default) means the
+    format's own groups; more than one makes groups of `width / q_groups` inputs, in every matrix.
+
+    Args:
+        name: `quant.weight.format`, a key of `FORMATS` or `VARIANTS`; None takes it from `num_bits`.
+        num_bits: 8, 4 or 6.
+        q_groups: Groups of a row of `width` inputs.
+        q_type: "symmetric" or "asymmetric" where it was asked for; None for the format's own.
+        width: The model's hidden width, where it is known.
+
+    Raises:
+        ConfigError: No format has those bits, groups and type together.
+    """
+    known = FORMATS | VARIANTS
+    name = name or _BY_BITS.get(num_bits)
+    if name not in known:
+        raise ConfigError(f"no weight format has {num_bits} bits; num_bits is 4, 6 or 8")
+    found = known[name]
+    if not found.group:
+        if q_groups != 1:
+            raise ConfigError(
+                f"q_groups={q_groups} does not go with {name}, which has one scale per row; leave "
+                'q_groups at 1, or use format="int4"'
+            )
+        if q_type == "asymmetric":
+            raise ConfigError(
+                f'q_type="asymmetric" does not go with {name}, which has no zero point; leave q_type out, '
+                'or use format="int4"'
+            )
+        return found
+    group = found.group if q_groups == 1 else _group(q_groups, width)
+    symmetric = found.name.endswith("-sym") if q_type is None else q_type == "symmetric"
+    wanted = int4(group, symmetric=symmetric)
+    return known[wanted.name]
+
+
+def _group(q_groups: int, width: int | None) -> int:
+    if width is None:
+        raise ConfigError(
+            f"q_groups={q_groups} divides rows of the hidden width, and the model's config names none; "
+            "leave it at 1"
+        )
+    if width % q_groups or width // q_groups not in _GROUPS:
+        sizes = [width // group for group in _GROUPS if width % group == 0]
+        way_out = f"use {', '.join(map(str, sizes))} or 1" if sizes else "leave it at 1"
+        raise ConfigError(
+            f"q_groups={q_groups} makes groups of {width / q_groups:g} in rows of {width} inputs, and "
+            f"int4 has groups of 32, 64 or 128; {way_out}"
+        )
+    return width // q_groups

@@ -1,0 +1,135 @@
+"""4-bit integers in groups along the input, each group with a scale and, where asymmetric, a minimum.
+
+    asymmetric   w = row * (scale * code + minimum)       code 0 to 15
+    symmetric    w = row * scale * (code - 8)             code 0 to 15, the scale may be negative
+
+A row is padded to P, a multiple of the group (32, 64 or 128 inputs), by its last weight again. 32 weights lie
+in 16 bytes, whatever the group, so that one half of 16 consecutive bytes holds 16 consecutive weights:
+
+plane 0   byte j (0-15) of a 32-block:   code[j] | code[j+16] << 4       uint8   `(..., O, P / 2)`
+plane 1   scale of group 0, 1, ...                                       float16 `(..., O, P / group)`
+plane 2   minimum of group 0, 1, ... (asymmetric only)                   float16 `(..., O, P / group)`
+last      row[0] row[1] ...                                              float32 `(..., O)`
+
+Within a group of 32 this is ggml's Q4_1 (asymmetric) and Q4_0 (symmetric), so such tensors are taken over bit
+by bit with `row = 1`. The row's multiplier is 1 where its largest magnitude lies in [2^-10, 2^14), as that of
+trained weights does, and else the power of 2^24 that brings it there: it keeps huge and tiny weights within
+the range of float16.
+
+The scale and the minimum are searched for: from a few ranges, codes; from these, the least squares fit; from
+the best fit once more. Against the plain range the squared error falls by an eighth. No weight is off by more
+than 1/14 of the largest magnitude of its group (asymmetric), or 2/15 (symmetric: -8 has no positive
+counterpart). A group whose range is below 1/32 of its minimum is stored as one number.
+
+Source: Dettmers and Zettlemoyer 2022 (arXiv 2212.09720), section 2.2, for groups; ggml, `ggml-common.h`
+(`block_q4_0`, `block_q4_1`) for the order of bytes, and its `make_qkx2_quants` for alternating codes and fit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.formats.rows import chunks, from_nibbles, inverse, read_chunk, unpack_rows
+from slipstream.formats.search import fit_range, fit_signed
+from slipstream.formats.weight_format import Format
+
+__all__ = ["INT4", "INT4_VARIANTS", "int4"]
+
+_GROUPS = (32, 64, 128)
+_BLOCK = 32
+_LOW, _STEP, _MOST_STEPS = -10, 24, 4
+"""Rows are brought to magnitudes of [2^-10, 2^14) by up to four steps of 2^24."""
+
+
+def int4(group: int = 32, *, symmetric: bool = False) -> Format:
+    """The format with groups of 32, 64 or 128 inputs.
+
+    Args:
+        group: Inputs that share a scale.
+        symmetric: Without a minimum.
+    """
+    if group not in _GROUPS:
+        raise AssertionError(f"int4 has groups of {_GROUPS}, not of {group}")
+    plain = group == _GROUPS[0] and not symmetric
+    name = "int4" if plain else f"int4-g{group}{'-sym' if symmetric else ''}"
+    return Format(
+        name,
+        bits=4 + (16 if symmetric else 32) / group,
+        error=0.1335 if symmetric else 0.0716,
+        pack=partial(_pack, group=group, symmetric=symmetric),
+        unpack=partial(_unpack, group=group),
+        group=group,
+        multiple=group,
+        floor=2.0**-11,
+    )
+
+
+def _pack(dense: Tensor, *, group: int, symmetric: bool) -> tuple[Tensor, ...]:
+    *lead, inputs = dense.shape
+    groups = -(-inputs // group)
+    codes = torch.empty((*lead, groups * group // 2), dtype=torch.uint8, device=dense.device)
+    scales, minima = (
+        torch.empty((*lead, groups), dtype=torch.float16, device=dense.device) for _ in range(2)
+    )
+    row = torch.empty(lead, dtype=torch.float32, device=dense.device)
+    for index in chunks(dense):
+        x = read_chunk(dense, index)
+        row[index] = multiplier = _multiplier(x)
+        x = x * (1.0 / multiplier)[:, None]
+        if groups * group > inputs:
+            x = F.pad(x[None], (0, groups * group - inputs), mode="replicate")[0]
+        # The group's inputs come first: then sums, and what is the same for a group, run along whole vectors.
+        columns = x.view(-1, group).t().contiguous()
+        if symmetric:
+            scale = fit_signed(columns)
+            found = torch.mul(columns, inverse(scale)).round_().clamp_(-8, 7).add_(8)
+        else:
+            scale, minimum = fit_range(columns)
+            found = torch.sub(columns, minimum).mul_(inverse(scale)).round_().clamp_(0, 15)
+            minima[index] = minimum.view(-1, groups)
+        scales[index] = scale.view(-1, groups)
+        codes[index] = _bytes(found.to(torch.uint8)).reshape(-1, codes.shape[-1])
+    return (codes, scales, row) if symmetric else (codes, scales, minima, row)
+
+
+def _multiplier(x: Tensor) -> Tensor:
+    """The row's multiplier, a power of 2^24; 1 for a row of zeros."""
+    largest = x.abs().amax(dim=-1)
+    _, exponent = torch.frexp(largest)  # the magnitude is in [2^(exponent - 1), 2^exponent)
+    steps = torch.div(exponent - 1 - _LOW, _STEP, rounding_mode="floor").clamp_(-_MOST_STEPS, _MOST_STEPS)
+    return torch.ldexp(torch.ones_like(largest), torch.where(largest == 0, 0, steps * _STEP))
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    """Codes `(group, n)` uint8 as bytes `(n, group / 2)`."""
+    low, high = codes.unflatten(0, (-1, 2, _BLOCK // 2)).unbind(1)
+    packed: Tensor = low | high << 4
+    return packed.flatten(0, 1).t()
+
+
+def _unpack(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype, *, group: int) -> Tensor:
+    codes, scales, *minima, row = planes
+
+    def values(index: tuple[int | slice, ...]) -> Tensor:
+        found: Tensor = from_nibbles(codes[index]).float().unflatten(-1, (-1, group))
+        scale = scales[index].float()[..., None]
+        if minima:  # two passes are five times as fast as `addcmul` with two tensors to broadcast
+            found = found.mul_(scale).add_(minima[0][index].float()[..., None])
+        else:
+            found = found.sub_(8).mul_(scale)
+        return found.flatten(-2)
+
+    return unpack_rows(shape, dtype, row, values)
+
+
+INT4 = int4()
+INT4_VARIANTS = tuple(
+    int4(group, symmetric=symmetric)
+    for symmetric in (False, True)
+    for group in _GROUPS
+    if symmetric or group != _GROUPS[0]
+)
