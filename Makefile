@@ -27,8 +27,8 @@ lint: install ## apply the mechanical fixes
 bench: install ## the benchmarks: make bench ARGS="..."
 	@scripts/bench $(ARGS)
 
-docs: install ## prove that what docs/ says is true
-	@scripts/test tests/test_docs.py
+docs: install ## write the parts of the documentation that are made from the code
+	@.venv/bin/python scripts/generate_docs
 
 clean: ## remove the environment, caches and builds
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

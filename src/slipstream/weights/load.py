@@ -135,7 +135,8 @@ def load_block(
     for role, plan in plans.items():
         bias = gather(source, plan.bias) if plan.bias else None
         if role.is_matrix:
-            matrices[role] = _matrix(source, plan, bias, matrix_format if role.is_quantizable else plain)
+            packed = role.is_quantizable and role not in plain_roles
+            matrices[role] = _matrix(source, plan, bias, matrix_format if packed else plain)
         else:
             weight = gather(source, plan.weight).flatten() if plan.weight else None
             vectors[role] = Vector(weight, bias)
@@ -154,8 +155,8 @@ def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str
     """The layer's own matrices by name, out of the block's: `load_block` backwards.
 
     Returns:
-        Views of the block's tensors where there are any (`own_views`), else new tensors. Biases and vectors are
-        not among them: the layer keeps its own.
+        Views of the block's tensors where there are any (`own_views`), else new tensors. Biases and vectors
+        are not among them: the layer keeps its own.
     """
     tensors: dict[str, Tensor] = {}
     for role, weight in weights.matrices.items():
