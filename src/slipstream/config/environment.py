@@ -10,13 +10,13 @@ from slipstream.errors import ConfigError
 
 __all__ = ["VARIABLES", "CpuIsa", "cache_dir", "cpu_isa", "launched", "local_rank", "rank", "world_size"]
 
-CpuIsa = Literal["reference", "avx2", "avx512", "amx"]
+CpuIsa = Literal["reference", "baseline", "avx2", "avx512", "amx"]
 
 VARIABLES = {
     "SLIPSTREAM_CACHE": "folder for what is built or downloaded once; without it "
     "`$XDG_CACHE_HOME/slipstream`, else `~/.cache/slipstream`",
     "SLIPSTREAM_CPU_ISA": "highest instruction set the CPU kernels may use: `reference` (no kernel), "
-    "`avx2`, `avx512` or `amx`; without it the best one the processor has",
+    "`baseline`, `avx2`, `avx512` or `amx`; without it the best one the processor has",
     "RANK": "this process among all, set by torchrun; without it 0",
     "LOCAL_RANK": "this process among those on this machine, set by torchrun; without it 0",
     "WORLD_SIZE": "number of processes, set by torchrun; without it 1",
