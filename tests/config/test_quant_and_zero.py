@@ -100,7 +100,8 @@ def test_quantized_activations_beside_plain_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["int5", "", "INT8", "nf4"])
 def test_an_unknown_format_is_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"quant\.weight\.format=.*'int8', 'int4', 'fp8' or 'fp6'"):
+    known = r"'int8', 'int4', 'fp8', 'fp6' or 'fp6-e3m2'"
+    with pytest.raises(ConfigError, match=rf"quant\.weight\.format=.*{known}"):
         InferenceConfig(quant=name)
 
 

@@ -161,8 +161,7 @@ def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
     ("settings", "match"),
     [
         ({"tensor_parallel": {"tp_size": 2}}, "tp_size"),
-        ({"quant": "int4"}, "int4|quant"),
-        ({"dtype": torch.int8}, "int8"),
+        ({"quant": {"activation": {"enabled": True}}}, "quant.activation"),
         ({"checkpoint": "somewhere"}, "checkpoint"),
         ({"use_triton": True}, "triton"),
         ({"triangular_masking": False}, "triangular_masking"),

@@ -49,7 +49,8 @@ _TOP = {
         "the report says what was replaced, and where that is nothing a warning names the layer classes."
     ),
     "dtype": _acts(
-        "The model is converted to it. int8 means 8-bit weights, which no engine of this version has."
+        "The model is converted to it. int8 means int8 weights, multiplied in bfloat16 where the model comes "
+        "in half precision, and else in its own float."
     ),
     "enable_cuda_graph": _acts(
         "Accepted everywhere; no step is captured in this version, and the report says so."
@@ -132,10 +133,10 @@ _PARALLEL = {
 }
 
 _QUANT = {
-    "quant": _unserved(
+    "quant": _acts(
         "In force once anything is set in it that does not switch it off; untouched, weights stay plain."
     ),
-    "quant.enabled": _unserved("False switches the whole section off; True alone means int8 weights."),
+    "quant.enabled": _acts("False switches the whole section off; True alone means int8 weights."),
     "quant.activation": _unserved("In force as soon as anything is set in it and `enabled` stays True."),
     "quant.activation.enabled": _unserved(
         "True, when set, quantizes the inputs of quantized linears; beside plain weights it is refused."
@@ -143,20 +144,27 @@ _QUANT = {
     "quant.activation.num_bits": _unserved("8; the widths 4 and 6 are refused, for no matmul takes them."),
     "quant.activation.q_type": _unserved("Without or with a zero point."),
     "quant.activation.q_groups": _unserved("Groups of an input row with a scale of their own."),
-    "quant.weight": _unserved("Chooses the format that the weights of linears are packed into."),
-    "quant.weight.enabled": _unserved("False leaves weights plain."),
-    "quant.weight.num_bits": _unserved(
+    "quant.weight": _acts(
+        "Chooses the format that the linears of the layers are packed into, with and without injection; "
+        "embeddings, the vocabulary projection and routers stay plain."
+    ),
+    "quant.weight.enabled": _acts("False leaves weights plain."),
+    "quant.weight.num_bits": _acts(
         "Without a format: 8 is int8, 4 is int4, 6 is fp6; with one it must agree."
     ),
-    "quant.weight.q_type": _unserved("Without or with a zero point, for integer formats."),
-    "quant.weight.q_groups": _unserved(
-        "Groups of a weight row with a scale of their own, where the format allows it."
+    "quant.weight.q_type": _acts(
+        "Only int4 has a choice: given as symmetric its groups have no minimum, left out or asymmetric they "
+        "have one. Asymmetric beside another format is refused."
     ),
-    "quant.weight.format": _unserved("int8, int4, fp8 or fp6."),
+    "quant.weight.q_groups": _acts(
+        "1 means the format's own groups: rows, or 32 inputs with int4. More means int4 in groups of the "
+        "hidden width divided by it, which must be 32, 64 or 128 inputs; anything else is refused."
+    ),
+    "quant.weight.format": _acts("int8, int4, fp8, fp6 (e2m3) or fp6-e3m2."),
     "quant.weight.quantized_initialization": _refused(_GROUPWISE),
     "quant.weight.post_init_quant": _refused(_GROUPWISE),
-    "quant.qkv": _unserved("Exempts one projection of every block."),
-    "quant.qkv.enabled": _unserved("False leaves the projection of query, key and value plain."),
+    "quant.qkv": _acts("Exempts one projection of every block."),
+    "quant.qkv.enabled": _acts("False leaves the projection of query, key and value plain."),
 }
 
 _ZERO = {

@@ -22,9 +22,9 @@ __all__ = [
     "WeightQuantConfig",
 ]
 
-WeightFormat = Literal["int8", "int4", "fp8", "fp6"]
+WeightFormat = Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2"]
 
-_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp6": 6}
+_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp6": 6, "fp6-e3m2": 6}
 _FORMATS: dict[int, WeightFormat] = {8: "int8", 4: "int4", 6: "fp6"}
 
 

@@ -25,12 +25,20 @@ from slipstream.errors import (
     WeightError,
 )
 from slipstream.model.inject import is_injected
+from slipstream.model.packed import is_packed
 from slipstream.model.parts import is_swapped
 from slipstream.model.policy import check_policy
 from slipstream.weights.load import check_finite
 from slipstream.weights.source import ModuleSource
 
-__all__ = ["check_inputs", "check_length", "check_model", "check_request", "check_settings"]
+__all__ = [
+    "check_inputs",
+    "check_length",
+    "check_model",
+    "check_request",
+    "check_settings",
+    "compute_dtype",
+]
 
 
 def check_model(model: Any, config: InferenceConfig) -> None:
@@ -52,7 +60,7 @@ def check_model(model: Any, config: InferenceConfig) -> None:
             f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
         )
     for name, module in model.named_modules():
-        if is_injected(module) or is_swapped(module):
+        if is_injected(module) or is_swapped(module) or is_packed(module):
             raise InjectionError(
                 f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or "
                 "load the model again"
@@ -74,7 +82,15 @@ def check_model(model: Any, config: InferenceConfig) -> None:
         )
     check_policy(model, config.injection_policy)
     check_finite(ModuleSource(model))
-    _check_range(parameters, torch.float16 if config.dtype is torch.int8 else config.dtype)
+    _check_range(parameters, compute_dtype(model, config))
+
+
+def compute_dtype(model: nn.Module, config: InferenceConfig) -> torch.dtype:
+    """What the engine computes in: for dtype int8 bfloat16, or the model's own float where that is wider."""
+    if config.dtype is not torch.int8:
+        return config.dtype
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.bfloat16)
+    return torch.bfloat16 if own.itemsize <= 2 else own
 
 
 def _check_range(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
@@ -104,13 +120,16 @@ def check_settings(config: InferenceConfig, device: Device) -> list[str]:
         UnsupportedError: With the field and the way out.
     """
     for name, value in config.departures():
+        if name.startswith("quant.activation.") and not config.activation_quantized:
+            continue  # what is switched off asks for nothing
         if EFFECTS[name].kind == "unserved":
             raise UnsupportedError(
                 f"{name}={value!r} is understood and not served by this version; leave it out"
             )
-    if config.dtype is torch.int8:
+    if config.activation_quantized:
         raise UnsupportedError(
-            "dtype=torch.int8 (8-bit weights) is not served by this version; use torch.bfloat16"
+            "quant.activation.enabled=True (int8 activations) is understood and not served by this version; "
+            "leave quant.activation out, and weights alone are quantized"
         )
     notes = []
     if config.enable_cuda_graph:

@@ -14,10 +14,11 @@ from torch import nn
 
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device, choose
-from slipstream.engine.admit import check_model, check_settings
+from slipstream.engine.admit import check_model, check_settings, compute_dtype
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
+from slipstream.formats import FORMATS, Format, format_of
 from slipstream.kernels import KERNELS
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32
@@ -25,12 +26,13 @@ from slipstream.model.frame import Frame
 from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.layers import Found, find_layers
+from slipstream.model.packed import pack_layers, packed_bytes, plan_packing
 from slipstream.model.parts import Part, fuse_parts, judge_parts
 from slipstream.model.report import LayerReport, Report
 from slipstream.model.watch import watch
 from slipstream.ops import OPS, Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts, bind
-from slipstream.spec import BlockSpec
+from slipstream.spec import BlockSpec, Role
 
 __all__ = ["Built", "build", "inspect", "offer"]
 
@@ -72,10 +74,11 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     model.eval()
     if any(module is model for module in training):
         notes.append("the model was in training mode and was switched to eval")
-    settings = _settings(model, config, device)
     try:
         layers = find_layers(model, _layers_config(model_config, config), config.injection_policy)
+        settings = _settings(model, config, device, _format(config, layers, model_config))
         verdicts = _judge(model, layers, config, settings)
+        packing = plan_packing(layers, verdicts, settings)
         parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
         frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings)
     except BaseException:
@@ -88,16 +91,20 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if not config.keep_module_on_host:
         model.to(device.torch_device)
     blocks = fuse(layers, verdicts, settings)
+    packed = pack_layers(layers, packing, settings)
     fuse_parts(layers, parts)
+    if settings.format.bits and not blocks and not packing:
+        notes.append(_nothing_packed(model, settings.format))
+        warnings.warn(notes[-1], UserWarning, stacklevel=4)
     if config.replace_with_kernel_inject and not blocks and not parts:
         notes.append(_nothing_replaced(model, layers))
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
     if blocks:
         watch(model)
-    runner = Runner(frame, list(blocks.values()), list(blocks)) if frame is not None else None
+    runner = None if frame is None else Runner(frame, list(blocks.values()), list(blocks))
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
-    report = _report(device, notes, layers, verdicts, blocks, parts, settings)
+    report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)
     log.info("%s", report)
     return Built(device, model_config, runner, why_no_runner, report)
 
@@ -118,7 +125,7 @@ def inspect(model: nn.Module) -> Report:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        settings = _settings(model, config, device)
+        settings = _settings(model, config, device, FORMATS["plain"])
         layers = find_layers(model)
         verdicts = judge(model, layers, settings)
         parts = judge_parts(layers, verdicts, settings, all_layers=True)
@@ -127,7 +134,7 @@ def inspect(model: nn.Module) -> Report:
             module.training = True
     replaced = bool(parts) or any(verdict.returns is not None for verdict in verdicts.values())
     notes = [] if replaced else [_nothing_replaced(model, layers)]
-    return _report(device, notes, layers, verdicts, {}, parts, settings)
+    return _report(device, notes, layers, verdicts, {}, parts, settings, {})
 
 
 def offer(dtype: torch.dtype) -> dict[str, Bound]:
@@ -144,6 +151,14 @@ def _nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
     return (
         f"replace_with_kernel_inject=True replaced nothing: {what}, and neither a family nor a known part "
         "is among them; the model runs its own code. engine.report() has the reason of each layer"
+    )
+
+
+def _nothing_packed(model: nn.Module, asked: Format) -> str:
+    """What to tell a user who asked for packed weights and gets none."""
+    return (
+        f"{asked.name} weights were asked for and nothing was packed: {type(model).__name__} has no layers "
+        "that repeat, or none with linears"
     )
 
 
@@ -171,14 +186,38 @@ def _layers_config(model_config: Any, config: InferenceConfig) -> Any:
     return dict(config.config) if model_config is None else model_config
 
 
-def _settings(model: nn.Module, config: InferenceConfig, device: Device) -> Settings:
-    dtype = config.dtype
+def _format(config: InferenceConfig, layers: Sequence[Found], model_config: Any) -> Format:
+    """The weight format that the configuration asks for."""
+    name = config.weight_format
+    if name is None:
+        return FORMATS["plain"]
+    weight = config.quant.weight
+    hidden = next((found.spec.hidden for found in layers if found.spec is not None), None)
+    return format_of(
+        name,
+        weight.num_bits,
+        weight.q_groups,
+        weight.q_type if "q_type" in weight.model_fields_set else None,
+        width=getattr(model_config, "hidden_size", None) if hidden is None else hidden,
+    )
+
+
+def _settings(model: nn.Module, config: InferenceConfig, device: Device, packed: Format) -> Settings:
+    dtype = compute_dtype(model, config)
 
     def bind(spec: BlockSpec | None) -> Ops:
-        return bind_ops(Facts(device.torch_device, dtype, spec), KERNELS)
+        return bind_ops(Facts(device.torch_device, dtype, spec, packed.name), KERNELS)
 
     place = torch.device("cpu") if config.keep_module_on_host else device.torch_device
-    return Settings(dtype, config.injection_check, bind, keep=kept_in_float32(model), device=place)
+    return Settings(
+        dtype,
+        config.injection_check,
+        bind,
+        packed,
+        plain_roles=frozenset() if config.quant.qkv.enabled else frozenset({Role.QKV}),
+        keep=kept_in_float32(model),
+        device=place,
+    )
 
 
 def _judge(
@@ -249,22 +288,23 @@ def _report(
     blocks: Mapping[str, Block],
     parts: Mapping[str, Part],
     settings: Settings,
+    packed: Mapping[str, str],
 ) -> Report:
     rows = []
+    dense = str(settings.dtype).removeprefix("torch.")
     for found in layers:
         verdict, block, part = verdicts[found.name], blocks.get(found.name), parts.get(found.name)
         fused = verdict.returns is not None
         level = "block" if fused else "module" if part is not None else "none"
-        kernels = block.ops.names() if block is not None else {} if part is None else dict(part.kernels)
-        size = block.weights.nbytes if block is not None else _bytes(found.layer)
+        kernels = {} if part is None else dict(part.kernels)
+        kernels |= {"linear": packed[found.name]} if found.name in packed else {}
+        kernels = kernels if block is None else block.ops.names()
+        size = block.weights.nbytes if block is not None else packed_bytes(found.layer)
         error = verdict.max_error if fused or part is None else part.max_error
         family = None if found.family is None else found.family.name
-        name = str(settings.dtype).removeprefix("torch.")
+        holds = settings.format.bits and (block is not None or found.name in packed)
+        name = settings.format.name if holds else dense
         rows.append(LayerReport(found.name, family, level, kernels, name, size, error, verdict.reason))
     levels = {row.level for row in rows}
-    level = "block" if levels == {"block"} else "none" if levels <= {"none"} and not parts else "module"
+    level = "block" if levels == {"block"} else "none" if levels <= {"none"} else "module"
     return Report(level, str(device.torch_device), tuple(notes), tuple(rows))
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())

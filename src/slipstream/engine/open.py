@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -46,16 +46,16 @@ def init_inference(
     """
     settings = resolve(config, kwargs)
     if isinstance(model, str | os.PathLike):
-        model = open_model(model, torch.float16 if settings.dtype is torch.int8 else settings.dtype)
+        model = open_model(model, "auto" if settings.dtype is torch.int8 else settings.dtype)
     return InferenceEngine(model, settings)
 
 
-def open_model(place: str | os.PathLike[str], dtype: torch.dtype) -> nn.Module:
+def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"]) -> nn.Module:
     """Load a transformers model by the architecture that its config names.
 
     Args:
         place: The folder of a checkpoint, a `.gguf` file, `demo`, or a hub id.
-        dtype: To load the weights in.
+        dtype: To load the weights in; "auto" for the checkpoint's own.
 
     Raises:
         WeightError: There is no readable checkpoint in that place.

@@ -211,7 +211,8 @@ def replay(call: RecordedCall, run: Callable[..., Any], *, like: Tensor, seed: i
 
 def _bring(value: Any, like: Tensor) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.clamp(min=torch.finfo(like.dtype).min).to(like)
+        lowest = max(torch.finfo(dtype).min for dtype in (value.dtype, like.dtype))
+        return value.clamp(min=lowest).to(like)
     if isinstance(value, Tensor):
         return value.to(like.device)
     if isinstance(value, tuple | list):

@@ -17,13 +17,13 @@ from slipstream.formats import FORMATS, Format
 from slipstream.model.block import Block
 from slipstream.model.check import MODEL_ERRORS, RecordedCall, call_alone, compare, record_calls
 from slipstream.model.convert import convert
-from slipstream.model.inject import Injected, inject_layer
+from slipstream.model.inject import Injected, inject_layer, restore_layer
 from slipstream.model.intact import is_hooked
 from slipstream.model.layer_call import returns_of
 from slipstream.model.layers import Found
 from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS
-from slipstream.spec import BlockSpec
+from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
 from slipstream.weights.source import ModuleSource
 
@@ -46,6 +46,7 @@ class Settings:
         check: "error" raises on a mismatch, "fallback" keeps the original layer, "off" trusts the families.
         bind: Chooses the implementations for a spec, or for parts outside of a block.
         format: Of the matrices that may be quantized.
+        plain_roles: Roles that stay dense though they may be quantized.
         keep: Patterns of parameters that stay in float32.
         device: Where the engine will run.
     """
@@ -54,6 +55,7 @@ class Settings:
     check: Literal["error", "fallback", "off"]
     bind: Callable[[BlockSpec | None], Ops]
     format: Format = FORMATS["plain"]
+    plain_roles: frozenset[Role] = frozenset()
     keep: tuple[re.Pattern[str], ...] = ()
     device: torch.device = torch.device("cpu")
 
@@ -185,8 +187,11 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
     if not shared:
         twin.to(like.device)
     fused = copy.deepcopy(twin, {id(t): t for t in (*twin.parameters(), *twin.buffers())})
-    inject_layer(fused, make_block(found, fused, settings, returns))
+    state = make_block(found, fused, settings, returns)
+    inject_layer(fused, state)
     try:
+        if settings.format.bits:
+            _unpack_into(twin, state, found.name, settings.format)
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
         return Verdict(returns, compare(found.name, calls, twin.forward, fused.forward, like, ties=ties))
     except InjectionError as error:
@@ -196,6 +201,23 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
         return Verdict(None, reason=str(error))
 
 
+def _unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> None:
+    """Let the original code run on what was packed, so that the check stays as strict as without a format."""
+    own = {path: p.detach() for path, p in twin.named_parameters()}
+    restore_layer(twin, state)
+    for path, parameter in twin.named_parameters():
+        before, after = own[path].float(), parameter.detach().float()
+        largest = float(before.abs().max()) if before.numel() else 0.0
+        # The bound for a group is at most this; rounding to the engine's dtype comes on top.
+        bound = largest * (packed.error + packed.floor + torch.finfo(parameter.dtype).eps)
+        off = float((after - before).abs().max()) if before.numel() else 0.0
+        if not off <= bound:
+            raise InjectionError(
+                f"{name}.{path} is off by {off:.3g} once packed as {packed.name}, where its largest weight "
+                f"is {largest:.3g} (allowed {bound:.3g}); the format, or the family's recipe, is wrong"
+            )
+
+
 def make_block(
     found: Found, layer: nn.Module, settings: Settings, returns: Callable[[Tensor], Any]
 ) -> Injected:
@@ -203,7 +225,13 @@ def make_block(
     family, spec = _known(found)
     source = ModuleSource(layer)
     plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
-    weights = load_block(source, plans, matrix_format=settings.format, plain=FORMATS["plain"])
+    weights = load_block(
+        source,
+        plans,
+        matrix_format=settings.format,
+        plain=FORMATS["plain"],
+        plain_roles=settings.plain_roles,
+    )
     block = Block(spec, weights, settings.bind(spec))
     return Injected(type(layer), block, plans, found.index, returns, family.rope_table)
 

@@ -32,6 +32,7 @@ from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import Found
+from slipstream.model.packed import is_packed
 from slipstream.ops import norm
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
@@ -119,7 +120,7 @@ def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
         part = parts.get(found.name)
         for path, run in part.swaps.items() if part is not None else ():
             module = found.layer.get_submodule(path)
-            if not is_swapped(module):
+            if not is_swapped(module) and not is_packed(module):
                 module.__dict__[_STATE] = run
                 module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type]
 
