@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, Format, format_of
-from slipstream.kernels import KERNELS
+from slipstream.kernels import KERNELS, bind_stack
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32
-from slipstream.model.frame import Frame
+from slipstream.model.frame import Frame, run_stack
 from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.layers import Found, find_layers
@@ -101,10 +101,14 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
     if blocks:
         watch(model)
-    runner = None if frame is None else Runner(frame, list(blocks.values()), list(blocks))
+    stack = bind_stack(list(blocks.values()), run_stack)
+    runner = None if frame is None else Runner(frame, list(blocks.values()), list(blocks), stack=stack.run)
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)
+    report = report if runner is None else _with_stack(report, stack.name)
+    if runner is not None and stack.refused:
+        log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)
     return Built(device, model_config, runner, why_no_runner, report)
 
@@ -262,9 +266,8 @@ def _frame(
         return None, f"{family.name} names no frame for this configuration"
     names = [found.name for found in fused]
     try:
-        ops = bind_ops(
-            Facts(torch.device("cpu"), settings.dtype)
-        )  # references: the check runs where the model is
+        # The check runs where the model is, before it moves; a kernel leaves tensors elsewhere to torch.
+        ops = bind_ops(Facts(torch.device("cpu"), settings.dtype), KERNELS)
         frame = Frame(model, spec, ops, rope_table=family.rope_table)
     except AttributeError as error:
         return None, str(error)
@@ -308,3 +311,9 @@ def _report(
     levels = {row.level for row in rows}
     level = "block" if levels == {"block"} else "none" if levels <= {"none"} else "module"
     return Report(level, str(device.torch_device), tuple(notes), tuple(rows))
+
+
+def _with_stack(report: Report, name: str) -> Report:
+    """The report with what the run of all layers is bound to."""
+    layers = tuple(replace(row, kernels={**row.kernels, "stack": name}) for row in report.layers)
+    return replace(report, layers=layers)

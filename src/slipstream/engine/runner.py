@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.schedule import Chunk
-from slipstream.model.block import Block
+from slipstream.model.block import Block, RopeTable
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame import Frame, run_stack
 from slipstream.ops.step import Step
+from slipstream.spec import Rope
 
-__all__ = ["Runner", "make_step"]
+__all__ = ["Runner", "Stack", "make_step"]
+
+Stack = Callable[
+    [Sequence[Block], Tensor, Step, Sequence[tuple[Tensor, Tensor]], dict[Rope, RopeTable]], Tensor
+]
+"""Runs layers that follow each other; `run_stack` is the definition."""
 
 Timer = Callable[[str], AbstractContextManager[None]]
 """Times what runs within its context under a name."""
@@ -35,12 +41,15 @@ class Runner:
         frame: What stands around the layers.
         blocks: The layers in order.
         names: Their paths, for the profile.
+        stack: Runs the layers.
         timer: Replaced while the engine is profiled.
     """
 
-    def __init__(self, frame: Frame, blocks: Sequence[Block], names: Sequence[str]) -> None:
+    def __init__(
+        self, frame: Frame, blocks: Sequence[Block], names: Sequence[str], *, stack: Stack = run_stack
+    ) -> None:
         """Take the parts as they are."""
-        self.frame, self.blocks, self.names = frame, list(blocks), list(names)
+        self.frame, self.blocks, self.names, self.stack = frame, list(blocks), list(names), stack
         self.timer: Timer = no_timer
 
     def __call__(self, step: Step, cache: PagedCache) -> Tensor:
@@ -57,11 +66,11 @@ class Runner:
             tables = self.frame.angles(step.positions, [block.spec.rope for block in self.blocks])
             x = self.frame.enter(step.token_ids, step.positions)
             if self.timer is no_timer:
-                x = run_stack(self.blocks, x, step, cache.layers, tables)
+                x = self.stack(self.blocks, x, step, cache.layers, tables)
             else:
                 for name, block, pair in zip(self.names, self.blocks, cache.layers, strict=True):
                     with self.timer(name):
-                        x = run_stack([block], x, step, [pair], tables)
+                        x = self.stack([block], x, step, [pair], tables)
             return self.frame.leave(x[step.logit_rows])
 
     def new_cache(self, blocks: int) -> PagedCache:

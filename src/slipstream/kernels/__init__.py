@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from slipstream.kernels import cpu
+from slipstream.kernels.cpu.stack import bind_stack
 from slipstream.ops.bind import Kernel
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "bind_stack"]
 
-KERNELS: tuple[Kernel, ...] = ()
+KERNELS: tuple[Kernel, ...] = cpu.KERNELS
 """Every kernel; where none accepts, an op runs its reference."""

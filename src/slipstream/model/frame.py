@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.model.block import Block, RopeTable
 from slipstream.ops import Ops
+from slipstream.ops.linear import Weight
 from slipstream.ops.paged_attention import write_cache
 from slipstream.ops.rope import half_table
 from slipstream.ops.step import Step
@@ -100,7 +101,7 @@ class Frame:
             )
             x = x * (spec.embed_scale if rounded is None else rounded)
         if self.project_in is not None:
-            x = F.linear(x, self.project_in.weight, self.project_in.bias)
+            x = self._linear(self.project_in, x)
         if self.pos_embed is not None:
             owner, name = self.pos_embed
             x = x + getattr(owner, name)[positions + spec.pos_offset].to(x.dtype)
@@ -112,13 +113,18 @@ class Frame:
         if self.final_norm is not None:
             x = self._norm(self.final_norm, x)
         if self.project_out is not None:
-            x = F.linear(x, self.project_out.weight, self.project_out.bias)
-        logits = F.linear(x, self.head.weight, getattr(self.head, "bias", None))
+            x = self._linear(self.project_out, x)
+        logits = self._linear(self.head, x)
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        matrix, bias = module.weight, getattr(module, "bias", None)
+        weight = Weight("plain", tuple(matrix.shape), (matrix,), lambda planes: planes[0], bias)
+        return self.ops.linear.run(x, weight)  # type: ignore[no-any-return]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

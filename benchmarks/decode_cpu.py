@@ -1,0 +1,151 @@
+"""Decode on the CPU: transformers eager, the layers one by one, and all of them in one native call.
+
+    python -m benchmarks.decode_cpu [--rounds 9] [--out benchmarks/results/decode_cpu.json]
+
+The rows take turns in one process, a few tokens each, upon a prompt of 128 tokens; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import slipstream
+from benchmarks.machine import describe
+from slipstream.engine.runner import Runner, make_step
+from slipstream.engine.schedule import Chunk
+from slipstream.model.cache import BLOCK_SIZE
+from slipstream.model.frame import run_stack
+
+SMOLLM2_135M: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+PROMPT, TOKENS = 128, 4
+
+Decode = Callable[[], None]
+
+
+def eager(model: LlamaForCausalLM, batch: int) -> Decode:
+    """Some steps of transformers' own forward; the cache is cut back to the prompt after each turn."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.randint(3, 1000, (batch, PROMPT))
+    model(ids, past_key_values=cache, use_cache=True)
+
+    def decode() -> None:
+        token = ids[:, -1:]
+        for _ in range(TOKENS):
+            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        cache.crop(-TOKENS)
+
+    return decode
+
+
+def engine(runner: Runner, batch: int) -> Decode:
+    """Some steps of the engine road."""
+    pages = -(-(PROMPT + TOKENS) // BLOCK_SIZE)
+    cache = runner.new_cache(batch * pages)
+    for pair in cache.layers:
+        for part in pair:
+            part.normal_()
+    places = [list(range(row * pages, (row + 1) * pages)) for row in range(batch)]
+
+    def decode() -> None:
+        tokens = torch.randint(3, 1000, (batch,))
+        for i in range(TOKENS):
+            chunks = [Chunk(row, PROMPT + i, 1, True) for row in range(batch)]
+            step = make_step(chunks, lambda c: tokens[c.row : c.row + 1], places, torch.device("cpu"))  # noqa: B023
+            tokens = runner(step, cache).argmax(-1)
+
+    return decode
+
+
+def read_rate() -> float:
+    """GB/s of a sum over 512 MiB, the best of a few."""
+    data = torch.ones(1 << 27)
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - start)
+    return data.numel() * 4 / min(times) / 1e9
+
+
+def measure(dtype: torch.dtype, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """One row per implementation, in turns."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMOLLM2_135M)).eval().to(dtype)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    ours = slipstream.init_inference(copy.deepcopy(model), dtype=dtype, replace_with_kernel_inject=True)
+    native = ours._built.runner
+    assert native is not None
+    plain = Runner(native.frame, native.blocks, native.names, stack=run_stack)
+    kernels = ours.report().layers[0].kernels
+    decoders = {
+        "transformers eager": eager(model, batch),
+        "layers one by one": engine(plain, batch),
+        f"stack ({kernels['stack']})": engine(native, batch),
+    }
+    times: dict[str, list[float]] = {name: [] for name in decoders}
+    rates = []
+    for turn in range(rounds + 1):
+        rates.append(read_rate())
+        for name, decode in decoders.items():
+            start = time.perf_counter()
+            decode()
+            if turn:  # the first one warms up
+                times[name].append((time.perf_counter() - start) / TOKENS)
+    base = statistics.median(times["transformers eager"])
+    rate = statistics.median(rates)
+    rows = []
+    for name, each in times.items():
+        median = statistics.median(each)
+        rows.append(
+            {
+                "row": name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "batch": batch,
+                "ms_per_step": round(median * 1e3, 2),
+                "ms_least": round(min(each) * 1e3, 2),
+                "tokens_per_second": round(batch / median, 1),
+                "times_eager": round(base / median, 2),
+                "weights_gb_per_second": round(size / median / 1e9, 1),
+                "read_gb_per_second": round(rate, 1),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_cpu.json")
+    options = parser.parse_args()
+    result = {"machine": describe(), "prompt": PROMPT, "rows": []}
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            for batch in (1, 8):
+                for row in measure(dtype, batch, options.rounds):
+                    result["rows"].append(row)
+                    print(*(f"{value!s:>20}" for value in row.values()), flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

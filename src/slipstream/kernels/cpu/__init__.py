@@ -1,0 +1,11 @@
+"""The CPU's kernels: one C++ library, loaded by ctypes, with a unit per instruction set."""
+
+from __future__ import annotations
+
+from slipstream.kernels.cpu import attention, linear
+from slipstream.ops.bind import Kernel
+
+__all__ = ["KERNELS"]
+
+KERNELS: tuple[Kernel, ...] = (*linear.KERNELS, *attention.KERNELS)
+"""Every kernel of the CPU, the best instruction set first."""

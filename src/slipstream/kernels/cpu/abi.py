@@ -1,0 +1,180 @@
+"""The C structs of `native/abi.h`, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "ABI",
+    "ACTIVATIONS",
+    "DTYPES",
+    "AttentionCall",
+    "Block",
+    "LinearCall",
+    "Mask",
+    "Matrix",
+    "Norm",
+    "Run",
+    "StackCall",
+    "Step",
+    "Table",
+    "address",
+]
+
+ABI = 1
+"""`kAbi` of the header that this file mirrors."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Storage types that the library reads."""
+
+ACTIVATIONS = {
+    "gelu": 0,
+    "gelu_python": 0,
+    "gelu_new": 1,
+    "gelu_pytorch_tanh": 1,
+    "gelu_python_tanh": 1,
+    "gelu_fast": 1,
+    "gelu_accurate": 1,
+    "quick_gelu": 2,
+    "silu": 3,
+    "swish": 3,
+    "relu": 4,
+    "relu2": 5,
+    "relu6": 6,
+    "leaky_relu": 7,
+    "mish": 8,
+    "tanh": 9,
+    "sigmoid": 10,
+    "linear": 11,
+    "swiglu_oai": 12,
+}
+"""Activations of `slipstream.ops.activation` by their number."""
+
+_Fields = list[tuple[str, type]]
+
+
+def _each(kind: type, names: str) -> _Fields:
+    return [(name, kind) for name in names.split()]
+
+
+class Run(ctypes.Structure):
+    """Some rows of a dense matrix."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("data", c_void_p),
+        *_each(c_int64, "rows stride"),
+        *_each(c_int32, "transposed unused"),
+    ]
+
+
+class Matrix(ctypes.Structure):
+    """A dense matrix in runs of rows, with its bias.
+
+    Attributes:
+        memory: What `runs` points to; whoever copies the struct keeps it.
+    """
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "runs bias"),
+        *_each(c_int64, "num_runs outputs inputs"),
+        *_each(c_int32, "dtype bias_dtype"),
+    ]
+    memory: ctypes.Array[Run]
+
+
+class Norm(ctypes.Structure):
+    """A vector norm."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "weight bias"),
+        ("count", c_int64),
+        *_each(c_float, "eps offset"),
+        *_each(c_int32, "kind weight_dtype bias_dtype unused"),
+    ]
+
+
+class Mask(ctypes.Structure):
+    """Which keys count and how much."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "alibi sinks"),
+        *_each(c_float, "scale softcap"),
+        *_each(c_int32, "window sinks_dtype"),
+    ]
+
+
+class Block(ctypes.Structure):
+    """One transformer block."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_int64, "hidden heads kv_heads head_dim ffn"),
+        *_each(c_int32, "post parallel residual_from_norm gated"),
+        *_each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
+        ("residual_scale", c_float),
+        ("mask", Mask),
+        *_each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
+        *_each(Matrix, "qkv attn_out mlp_in mlp_out"),
+    ]
+
+
+class Step(ctypes.Structure):
+    """What one step computes."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_int64, "tokens sequences table_width cache_blocks block_size"),
+        *_each(c_void_p, "query_starts kv_lens block_table slots"),
+    ]
+
+
+class Table(ctypes.Structure):
+    """Cosines and sines of the packed tokens."""
+
+    _fields_: ClassVar[_Fields] = [*_each(c_void_p, "cos sin"), ("half", c_int64)]
+
+
+class LinearCall(ctypes.Structure):
+    """Arguments of `slipstream_linear`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "x out"),
+        ("rows", c_int64),
+        *_each(c_int32, "dtype unused"),
+        ("weight", Matrix),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """Arguments of `slipstream_attention`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "q out k_cache v_cache"),
+        *_each(c_int64, "heads kv_heads head_dim"),
+        *_each(c_int32, "dtype cache_dtype"),
+        ("mask", Mask),
+        ("step", Step),
+    ]
+
+
+class StackCall(ctypes.Structure):
+    """Arguments of `slipstream_stack`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "x out"),
+        ("blocks", POINTER(Block)),
+        ("num_blocks", c_int64),
+        *_each(c_void_p, "k_caches v_caches"),
+        ("tables", POINTER(Table)),
+        ("num_tables", c_int64),
+        *_each(c_int32, "dtype cache_dtype"),
+        ("step", Step),
+    ]
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's memory begins, or null for None."""
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,122 @@
+"""Finds, loads and calls the native library; where there is none, says why."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from ctypes import byref, c_char_p, c_int32, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream.config.environment import cpu_isa
+from slipstream.errors import DeviceError
+from slipstream.kernels.cpu.abi import ABI
+
+__all__ = ["ISAS", "Library", "load", "refuse"]
+
+ISAS = ("avx512bf16", "avx512", "avx2", "baseline")
+"""Instruction sets that the library may be built for, best first."""
+
+_LIMIT = {"baseline": "baseline", "avx2": "avx2", "avx512": "avx512bf16", "amx": "avx512bf16"}
+"""Best instruction set under each value of SLIPSTREAM_CPU_ISA."""
+
+_FILE = "_native.so"
+
+
+@dataclass(frozen=True)
+class Library:
+    """The native library, called for one instruction set.
+
+    Attributes:
+        isa: One of `ISAS`.
+        index: Its number in the library.
+        handle: The loaded file.
+    """
+
+    isa: str
+    index: int
+    handle: ctypes.CDLL
+
+    def run(self, name: str, call: ctypes.Structure) -> None:
+        """Run `slipstream_<name>` on as many threads as torch uses.
+
+        Raises:
+            DeviceError: The library refuses the arguments; nothing was read or written.
+        """
+        function = self.handle[f"slipstream_{name}"]
+        status = function(self.index, torch.get_num_threads(), byref(call))
+        if status:
+            message = self.handle.slipstream_error(status).decode()
+            raise DeviceError(f"the native {name} of {self.isa} refuses its arguments: {message}")
+
+
+@functools.cache
+def _open(path: Path) -> ctypes.CDLL | str:
+    """The loaded file, or why it cannot be used."""
+    try:
+        handle = ctypes.CDLL(str(path))
+        number = handle.slipstream_abi()
+    except (OSError, AttributeError) as error:
+        return f"{path.name} cannot be loaded ({error}); build it again on this machine"
+    if number != ABI:
+        return f"{path.name} is of version {number}, this package needs {ABI}; install it again"
+    handle.slipstream_error.restype = c_char_p
+    for name in ("linear", "attention", "stack"):
+        handle[f"slipstream_{name}"].argtypes = [c_int32, c_int32, c_void_p]
+    return handle
+
+
+def _find() -> ctypes.CDLL | str:
+    beside = Path(__file__).with_name(_FILE)
+    if beside.exists():
+        return _open(beside)
+    # An editable install keeps what it built apart from the sources.
+    spec = importlib.util.find_spec(f"{__package__}.{_FILE.removesuffix('.so')}")
+    if spec is None or spec.origin is None:
+        return "the native library was not built; install the package where there is a C++ compiler"
+    return _open(Path(spec.origin))
+
+
+def load(isa: str | None = None) -> Library | None:
+    """Return the library for an instruction set, or for the best one that this machine has and may use.
+
+    Args:
+        isa: One of `ISAS`; None for the best under `SLIPSTREAM_CPU_ISA`.
+
+    Returns:
+        None where `refuse` has the reason.
+    """
+    if isa is None:
+        return next((_load(name) for name in ISAS if refuse(name) is None), None)
+    return _load(isa)
+
+
+@functools.cache
+def _load(isa: str) -> Library | None:
+    handle = _find()
+    if isinstance(handle, str):
+        return None
+    index = handle.slipstream_isa(isa.encode())
+    return Library(isa, index, handle) if index >= 0 else None
+
+
+def refuse(isa: str) -> str | None:
+    """Why kernels of an instruction set should not be chosen, or None where they should.
+
+    Raises:
+        ConfigError: `SLIPSTREAM_CPU_ISA` is none of the known names.
+    """
+    limit = cpu_isa()
+    if limit == "reference":
+        return "SLIPSTREAM_CPU_ISA=reference asks for no kernel"
+    handle = _find()
+    if isinstance(handle, str):
+        return handle
+    if limit is not None and ISAS.index(isa) < ISAS.index(_LIMIT[limit]):
+        return f"SLIPSTREAM_CPU_ISA={limit} asks for less"
+    if isa == "baseline" and limit != "baseline":
+        return "torch's own kernels are faster; SLIPSTREAM_CPU_ISA=baseline asks for it"
+    return None if _load(isa) is not None else "the processor has no such instructions"

@@ -1,0 +1,156 @@
+// The C interface of the library: plain structs, one status code per call, no exceptions, no torch.
+//
+// Shapes: T packed tokens, N sequences, C hidden, H heads, K kv heads, D head dim, F feed-forward width, P
+// cache blocks, Z tokens per cache block. Tensors are row-major with unit stride in the last dimension unless
+// said otherwise, and aligned to their element; the caller owns all memory, and only `x`/`out` and the caches
+// are written.
+#pragma once
+
+#include <cstdint>
+
+namespace slipstream {
+
+// Raised with every change of this file; the loader refuses a library of another number.
+constexpr int32_t kAbi = 1;
+
+enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+enum Status : int32_t {
+    kOk = 0,
+    kNoIsa = 1,      // the instruction set is unknown, or the processor lacks it
+    kNull = 2,       // a tensor that must be there is absent
+    kDtype = 3,      // unknown dtype
+    kShape = 4,      // shapes do not fit each other
+    kAlignment = 5,  // a tensor is not aligned to its element
+    kRange = 6,      // an index (slot, block, start) points outside
+    kMemory = 7,     // no memory for scratch
+    kUnsupported = 8 // an option this version does not know
+};
+
+// Some rows of a matrix. `stride` elements lie between rows, or, where `transposed`, between the columns of
+// inputs: element (o, i) is data[o * stride + i], transposed data[i * stride + o].
+struct Run {
+    const void* data;
+    int64_t rows, stride;
+    int32_t transposed, unused;
+};
+
+// `(outputs, inputs)`, its rows in one run or several (the model's own q, k and v), all of one dtype.
+struct Matrix {
+    const Run* runs;
+    const void* bias; // `(outputs,)` or null
+    int64_t num_runs, outputs, inputs;
+    int32_t dtype, bias_dtype;
+};
+
+enum NormKind : int32_t { kNoNorm = 0, kRms = 1, kLayer = 2 };
+
+// A vector norm; kNoNorm passes its input on. `count` is the length of weight and of bias (each may be null).
+struct Norm {
+    const void *weight, *bias;
+    int64_t count;
+    float eps, offset;
+    int32_t kind, weight_dtype, bias_dtype, unused;
+};
+
+enum Activation : int32_t {
+    kGelu = 0,
+    kGeluTanh = 1,
+    kQuickGelu = 2,
+    kSilu = 3,
+    kRelu = 4,
+    kRelu2 = 5,
+    kRelu6 = 6,
+    kLeakyRelu = 7,
+    kMish = 8,
+    kTanh = 9,
+    kSigmoid = 10,
+    kLinear = 11,
+    kSwigluOai = 12, // gated only
+    kActivations = 13
+};
+
+// What decides, beside causality, which keys count and how much.
+struct Mask {
+    const float* alibi;   // `(H,)` slopes or null
+    const void* sinks;    // `(H,)` or null
+    float scale, softcap; // softcap 0: none
+    int32_t window;       // 0: none
+    int32_t sinks_dtype;
+};
+
+enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kWhole = 2 };
+
+// One transformer block; the Python docstring of `Block` draws its residual stream.
+struct Block {
+    int64_t hidden, heads, kv_heads, head_dim, ffn;
+    int32_t post, parallel, residual_from_norm, gated;
+    int32_t activation, qk_norm, qk_norm_after_rope;
+    int32_t table; // which of the tables of angles, -1 for none
+    int32_t rope_interleaved;
+    float residual_scale;
+    Mask mask;
+    Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
+    Matrix qkv, attn_out, mlp_in, mlp_out;
+};
+
+// What one step computes; see ops/step.py. Every slot, start and used block is checked before it is followed.
+struct Step {
+    int64_t tokens, sequences, table_width;
+    int64_t cache_blocks, block_size; // P, Z
+    const int32_t* query_starts;      // `(N + 1,)`
+    const int32_t* kv_lens;           // `(N,)`
+    const int32_t* block_table;       // `(N, table_width)`
+    const int64_t* slots;             // `(T,)`
+};
+
+// Cosines and sines, `(T, half)` float32 each, every angle once.
+struct Table {
+    const float *cos, *sin;
+    int64_t half;
+};
+
+struct LinearCall {
+    const void* x; // `(rows, inputs)` contiguous
+    void* out;     // `(rows, outputs)` contiguous, same dtype
+    int64_t rows;
+    int32_t dtype, unused;
+    Matrix weight;
+};
+
+struct AttentionCall {
+    const void* q;                 // `(T, H, D)` contiguous
+    void* out;                     // same
+    const void *k_cache, *v_cache; // `(P, Z, K, D)` contiguous
+    int64_t heads, kv_heads, head_dim;
+    int32_t dtype, cache_dtype;
+    Mask mask;
+    Step step; // `slots` is not read
+};
+
+struct StackCall {
+    const void* x; // `(T, C)` contiguous
+    void* out;     // `(T, C)`, may be x
+    const Block* blocks;
+    int64_t num_blocks;
+    void *const *k_caches, *const *v_caches; // one per block, `(P, Z, K, D)` contiguous; updated
+    const Table* tables;
+    int64_t num_tables;
+    int32_t dtype, cache_dtype;
+    Step step;
+};
+
+} // namespace slipstream
+
+#define SLIPSTREAM_API __attribute__((visibility("default")))
+
+extern "C" {
+SLIPSTREAM_API int32_t slipstream_abi();
+// Index of an instruction set for the calls below, or -1: unknown, not built, or not in this processor.
+SLIPSTREAM_API int32_t slipstream_isa(const char* name);
+SLIPSTREAM_API const char* slipstream_error(int32_t status);
+SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
+SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
+                                            const slipstream::AttentionCall* call);
+SLIPSTREAM_API int32_t slipstream_stack(int32_t isa, int32_t threads, const slipstream::StackCall* call);
+}

@@ -1,0 +1,150 @@
+// The public functions: choose the instruction set, check, get scratch, run.
+#include <cstdlib>
+#include <cstring>
+
+#include "check.h"
+#include "kernels.h"
+
+namespace slipstream {
+namespace {
+
+struct Isa {
+    const char* name;
+    const Kernels* kernels;
+    bool (*here)();
+};
+
+bool always() {
+    return true;
+}
+
+#ifdef SLIPSTREAM_X86
+// The compiler's own test, which asks the processor and whether the system keeps the wide registers.
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() {
+    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
+constexpr Isa kIsas[] = {
+    {"baseline", &kBaseline, always},
+#ifdef SLIPSTREAM_X86
+    {"avx2", &kAvx2, has_avx2},
+    {"avx512", &kAvx512, has_avx512},
+    {"avx512bf16", &kAvx512Bf16, has_avx512_bf16},
+#endif
+};
+constexpr int32_t kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
+
+// Scratch of one calling thread, kept between its calls while it is small.
+class Arena {
+public:
+    ~Arena() { std::free(base_); }
+    char* of(int64_t bytes) {
+        if (bytes > size_) {
+            std::free(base_);
+            size_ = 0;
+            base_ = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
+            if (base_)
+                size_ = bytes;
+        }
+        return base_;
+    }
+    void trim() {
+        if (size_ <= kKept)
+            return;
+        std::free(base_);
+        base_ = nullptr;
+        size_ = 0;
+    }
+
+private:
+    static constexpr int64_t kKept = 16 << 20;
+    char* base_ = nullptr;
+    int64_t size_ = 0;
+};
+
+template <class Call>
+struct Work {
+    const Call* call;
+    char* scratch;
+    void (*run)(const Call&, char*, Team&, int);
+};
+
+template <class Call>
+int32_t start(int32_t isa, int32_t threads, const Call* call, int64_t (*Kernels::*bytes)(const Call&, int),
+              void (*Kernels::*run_one)(const Call&, char*, Team&, int)) {
+    if (isa < 0 || isa >= kNumIsas || !kIsas[isa].here())
+        return kNoIsa;
+    if (!call)
+        return kNull;
+    const Status status = check(*call);
+    if (status != kOk)
+        return status;
+    const Kernels& kernels = *kIsas[isa].kernels;
+    const int team = team_size(threads);
+    thread_local Arena arena;
+    Work<Call> work = {call, arena.of((kernels.*bytes)(*call, team)), kernels.*run_one};
+    if (!work.scratch)
+        return kMemory;
+    run(
+        [](void* context, Team& all, int rank) {
+            const auto& w = *static_cast<Work<Call>*>(context);
+            w.run(*w.call, w.scratch, all, rank);
+        },
+        &work, team);
+    arena.trim();
+    return kOk;
+}
+
+} // namespace
+} // namespace slipstream
+
+using namespace slipstream;
+
+extern "C" {
+
+int32_t slipstream_abi() {
+    return kAbi;
+}
+
+int32_t slipstream_isa(const char* name) {
+    for (int32_t i = 0; name && i < kNumIsas; ++i)
+        if (std::strcmp(kIsas[i].name, name) == 0 && kIsas[i].here())
+            return i;
+    return -1;
+}
+
+const char* slipstream_error(int32_t status) {
+    static const char* const kSentences[] = {
+        "no error",
+        "the processor lacks this instruction set",
+        "a tensor is missing",
+        "a dtype is unknown",
+        "shapes do not fit each other",
+        "a tensor is not aligned to its element",
+        "an index points outside of its tensor",
+        "there is no memory for scratch",
+        "an option is unknown to this library",
+    };
+    return status >= 0 && status <= kUnsupported ? kSentences[status] : "the status is unknown";
+}
+
+int32_t slipstream_linear(int32_t isa, int32_t threads, const LinearCall* call) {
+    return start(isa, threads, call, &Kernels::linear_bytes, &Kernels::linear);
+}
+
+int32_t slipstream_attention(int32_t isa, int32_t threads, const AttentionCall* call) {
+    return start(isa, threads, call, &Kernels::attention_bytes, &Kernels::attention);
+}
+
+int32_t slipstream_stack(int32_t isa, int32_t threads, const StackCall* call) {
+    return start(isa, threads, call, &Kernels::stack_bytes, &Kernels::stack);
+}
+}

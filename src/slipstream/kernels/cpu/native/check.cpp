@@ -1,0 +1,188 @@
+#include "check.h"
+
+#include <initializer_list>
+
+namespace slipstream {
+namespace {
+
+// Larger sizes are no tensors, and their products would overflow.
+constexpr int64_t kLargest = int64_t{1} << 31;
+
+bool is_size(int64_t n) {
+    return n > 0 && n < kLargest;
+}
+bool is_dtype(int32_t dtype) {
+    return dtype == kFloat32 || dtype == kBfloat16 || dtype == kFloat16;
+}
+uintptr_t item_size(int32_t dtype) {
+    return dtype == kFloat32 ? 4 : 2;
+}
+bool is_aligned(const void* p, uintptr_t size) {
+    return reinterpret_cast<uintptr_t>(p) % size == 0;
+}
+
+// A tensor that must be there.
+Status tensor(const void* p, int32_t dtype) {
+    if (!is_dtype(dtype))
+        return kDtype;
+    if (!p)
+        return kNull;
+    return is_aligned(p, item_size(dtype)) ? kOk : kAlignment;
+}
+
+Status optional(const void* p, int32_t dtype) {
+    return p ? tensor(p, dtype) : kOk;
+}
+
+Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
+    if (!is_size(m.outputs) || !is_size(m.inputs) || m.outputs != outputs || m.inputs != inputs)
+        return kShape;
+    if (!is_size(m.num_runs))
+        return kShape;
+    if (!m.runs)
+        return kNull;
+    int64_t rows = 0;
+    for (int64_t i = 0; i < m.num_runs; ++i) {
+        const Run& run = m.runs[i];
+        if (!is_size(run.rows) || run.stride < (run.transposed ? run.rows : inputs) || run.stride >= kLargest)
+            return kShape;
+        const Status status = tensor(run.data, m.dtype);
+        if (status != kOk)
+            return status;
+        rows += run.rows;
+    }
+    return rows == outputs ? optional(m.bias, m.bias_dtype) : kShape;
+}
+
+Status norm(const Norm& n, int64_t count, int64_t other_count) {
+    if (n.kind == kNoNorm)
+        return kOk;
+    if (n.kind != kRms && n.kind != kLayer)
+        return kUnsupported;
+    if ((n.weight || n.bias) && n.count != count && n.count != other_count)
+        return kShape;
+    const Status status = optional(n.weight, n.weight_dtype);
+    return status != kOk ? status : optional(n.bias, n.bias_dtype);
+}
+
+Status mask(const Mask& m) {
+    if (m.window < 0 || !(m.softcap >= 0.0f))
+        return kUnsupported;
+    if (m.alibi && !is_aligned(m.alibi, 4))
+        return kAlignment;
+    return optional(m.sinks, m.sinks_dtype);
+}
+
+Status heads(int64_t heads, int64_t kv_heads, int64_t dim) {
+    constexpr int64_t kWidest = 1 << 16; // of a head, and of all of them together a tensor
+    if (!is_size(heads) || !is_size(kv_heads) || !is_size(dim) || dim > kWidest)
+        return kShape;
+    return heads % kv_heads == 0 && is_size(heads * dim) ? kOk : kShape;
+}
+
+Status step(const Step& s, bool writes) {
+    if (!is_size(s.tokens) || !is_size(s.sequences) || !is_size(s.table_width))
+        return kShape;
+    if (!is_size(s.cache_blocks) || !is_size(s.block_size))
+        return kShape;
+    if (!s.query_starts || !s.kv_lens || !s.block_table || (writes && !s.slots))
+        return kNull;
+    if (!is_aligned(s.query_starts, 4) || !is_aligned(s.kv_lens, 4) || !is_aligned(s.block_table, 4))
+        return kAlignment;
+    if (writes && !is_aligned(s.slots, 8))
+        return kAlignment;
+    if (s.query_starts[0] != 0 || s.query_starts[s.sequences] != s.tokens)
+        return kRange;
+    for (int64_t n = 0; n < s.sequences; ++n) {
+        const int64_t queries = int64_t{s.query_starts[n + 1]} - s.query_starts[n], length = s.kv_lens[n];
+        if (queries < 0 || s.query_starts[n + 1] > s.tokens || length < queries)
+            return kRange;
+        const int64_t used = (length + s.block_size - 1) / s.block_size;
+        if (used > s.table_width)
+            return kRange;
+        for (int64_t i = 0; i < used; ++i) {
+            const int32_t block = s.block_table[n * s.table_width + i];
+            if (block < 0 || block >= s.cache_blocks)
+                return kRange;
+        }
+    }
+    for (int64_t t = 0; writes && t < s.tokens; ++t)
+        if (s.slots[t] < 0 || s.slots[t] >= s.cache_blocks * s.block_size)
+            return kRange;
+    return kOk;
+}
+
+Status first_of(Status a, Status b) {
+    return a != kOk ? a : b;
+}
+
+Status block(const Block& b, const StackCall& call) {
+    Status status = heads(b.heads, b.kv_heads, b.head_dim);
+    if (status != kOk)
+        return status;
+    if (!is_size(b.hidden) || !is_size(b.ffn) || b.hidden != call.blocks[0].hidden)
+        return kShape;
+    if (b.activation < 0 || b.activation >= kActivations || (b.activation == kSwigluOai && !b.gated))
+        return kUnsupported;
+    if (b.qk_norm < kNoQkNorm || b.qk_norm > kWhole)
+        return kUnsupported;
+    if (b.table < -1 || b.table >= call.num_tables)
+        return kRange;
+    if (b.table >= 0 && 2 * call.tables[b.table].half > b.head_dim)
+        return kShape;
+    const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;
+    status = first_of(status, matrix(b.qkv, q + 2 * kv, b.hidden));
+    status = first_of(status, matrix(b.attn_out, b.hidden, q));
+    status = first_of(status, matrix(b.mlp_in, b.gated ? 2 * b.ffn : b.ffn, b.hidden));
+    status = first_of(status, matrix(b.mlp_out, b.hidden, b.ffn));
+    for (const Norm* n : {&b.attn_norm, &b.attn_post_norm, &b.mlp_norm, &b.mlp_post_norm})
+        status = first_of(status, norm(*n, b.hidden, b.hidden));
+    if (b.qk_norm == kNoQkNorm && (b.q_norm.kind != kNoNorm || b.k_norm.kind != kNoNorm))
+        return kUnsupported;
+    status = first_of(status, norm(b.q_norm, q, b.qk_norm == kPerHead ? b.head_dim : q));
+    status = first_of(status, norm(b.k_norm, kv, b.qk_norm == kPerHead ? b.head_dim : kv));
+    return first_of(status, mask(b.mask));
+}
+
+} // namespace
+
+Status check(const LinearCall& call) {
+    Status status = matrix(call.weight, call.weight.outputs, call.weight.inputs);
+    if (!is_size(call.rows))
+        return kShape;
+    status = first_of(status, tensor(call.x, call.dtype));
+    return first_of(status, tensor(call.out, call.dtype));
+}
+
+Status check(const AttentionCall& call) {
+    Status status = heads(call.heads, call.kv_heads, call.head_dim);
+    status = first_of(status, tensor(call.q, call.dtype));
+    status = first_of(status, tensor(call.out, call.dtype));
+    status = first_of(status, tensor(call.k_cache, call.cache_dtype));
+    status = first_of(status, tensor(call.v_cache, call.cache_dtype));
+    status = first_of(status, mask(call.mask));
+    return first_of(status, step(call.step, false));
+}
+
+Status check(const StackCall& call) {
+    if (!is_size(call.num_blocks) || call.num_tables < 0 || call.num_tables >= kLargest)
+        return kShape;
+    if (!call.blocks || !call.k_caches || !call.v_caches || (call.num_tables && !call.tables))
+        return kNull;
+    Status status = first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype));
+    status = first_of(status, step(call.step, true));
+    for (int64_t i = 0; status == kOk && i < call.num_tables; ++i) {
+        const Table& table = call.tables[i];
+        if (!is_size(table.half))
+            return kShape;
+        status = first_of(tensor(table.cos, kFloat32), tensor(table.sin, kFloat32));
+    }
+    for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
+        status =
+            first_of(tensor(call.k_caches[i], call.cache_dtype), tensor(call.v_caches[i], call.cache_dtype));
+        status = first_of(status, block(call.blocks[i], call));
+    }
+    return status;
+}
+
+} // namespace slipstream

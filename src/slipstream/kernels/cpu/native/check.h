@@ -1,0 +1,12 @@
+// What every call must prove before anything is followed; inputs may be anything.
+#pragma once
+
+#include "abi.h"
+
+namespace slipstream {
+
+Status check(const LinearCall& call);
+Status check(const AttentionCall& call);
+Status check(const StackCall& call);
+
+} // namespace slipstream

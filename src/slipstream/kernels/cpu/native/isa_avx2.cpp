@@ -1,0 +1,108 @@
+// AVX2 with FMA and F16C: eight floats at a time.
+#include <immintrin.h>
+
+#include "types.h"
+
+namespace slipstream {
+namespace {
+
+struct Vec {
+    static constexpr int kWidth = 8, kRows = 4, kCols = 2;
+    static constexpr bool kBf16Dot = false;
+    __m256 v;
+
+    static Vec set(float x) { return {_mm256_set1_ps(x)}; }
+    static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+    static Vec load(const Bf16* p) {
+        const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16))};
+    }
+    static Vec load(const Half* p) {
+        return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    }
+    void store(float* p) const { _mm256_storeu_ps(p, v); }
+    void store(Bf16* p) const {
+        const __m256i bits = _mm256_castps_si256(v);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i high =
+            _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff)), 16);
+        const __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+        high = _mm256_blendv_epi8(high, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(nan));
+        const __m128i packed =
+            _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+    }
+    void store(Half* p) const {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    }
+    template <class T>
+    static Vec load(const T* p, int64_t n) {
+        T whole[8];
+        std::memset(whole, 0, sizeof(whole));
+        std::memcpy(whole, p, static_cast<size_t>(n) * sizeof(T));
+        return load(whole);
+    }
+    template <class T>
+    void store(T* p, int64_t n) const {
+        T whole[8];
+        store(whole);
+        std::memcpy(p, whole, static_cast<size_t>(n) * sizeof(T));
+    }
+    float sum() const {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+};
+
+template <int R, int C>
+inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c)
+            out[r * os + c] = v[r][c].sum();
+}
+
+inline Vec operator+(Vec a, Vec b) {
+    return {_mm256_add_ps(a.v, b.v)};
+}
+inline Vec operator-(Vec a, Vec b) {
+    return {_mm256_sub_ps(a.v, b.v)};
+}
+inline Vec operator*(Vec a, Vec b) {
+    return {_mm256_mul_ps(a.v, b.v)};
+}
+inline Vec operator/(Vec a, Vec b) {
+    return {_mm256_div_ps(a.v, b.v)};
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return {_mm256_fmadd_ps(a.v, b.v, c.v)};
+}
+inline Vec max(Vec a, Vec b) {
+    return {_mm256_max_ps(a.v, b.v)};
+}
+inline Vec min(Vec a, Vec b) {
+    return {_mm256_min_ps(a.v, b.v)};
+}
+inline Vec abs(Vec a) {
+    return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)};
+}
+inline Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
+    return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+inline Vec round(Vec a) {
+    return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline Vec power_of_two(Vec a) {
+    const __m256i shifted = _mm256_add_epi32(_mm256_cvtps_epi32(a.v), _mm256_set1_epi32(127));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(shifted, 23))};
+}
+
+} // namespace
+} // namespace slipstream
+
+#include "table.h"
+
+namespace slipstream {
+constexpr Kernels kAvx2 =
+    table(); // known at compile time: nothing of this unit runs when the library is loaded
+}

@@ -1,0 +1,7 @@
+// AVX-512 without further extensions.
+#include "isa_avx512.h"
+
+namespace slipstream {
+constexpr Kernels kAvx512 =
+    table(); // known at compile time: nothing of this unit runs when the library is loaded
+}

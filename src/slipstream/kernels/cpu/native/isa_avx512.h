@@ -1,0 +1,144 @@
+// AVX-512 (F, BW, DQ, VL): sixteen floats at a time; with SLIPSTREAM_BF16_DOT also pairs of bfloat16 at once.
+#pragma once
+
+#include <immintrin.h>
+
+#include "types.h"
+
+namespace slipstream {
+namespace {
+
+struct Vec {
+    static constexpr int kWidth = 16, kRows = 4, kCols = 4;
+#ifdef SLIPSTREAM_BF16_DOT
+    static constexpr bool kBf16Dot = true;
+#else
+    static constexpr bool kBf16Dot = false;
+#endif
+    __m512 v;
+
+    static __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+    static Vec widen(__m256i raw, const Bf16*) {
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+    }
+    static Vec widen(__m256i raw, const Half*) { return {_mm512_cvtph_ps(raw)}; }
+    __m256i narrow(const Bf16*) const {
+        const __m512i bits = _mm512_castps_si512(v);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
+        const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        return _mm512_cvtepi32_epi16(
+            _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0)));
+    }
+    __m256i narrow(const Half*) const {
+        return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+
+    static Vec set(float x) { return {_mm512_set1_ps(x)}; }
+    static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static Vec load(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+    template <class T>
+    static Vec load(const T* p) {
+        return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), p);
+    }
+    template <class T>
+    static Vec load(const T* p, int64_t n) {
+        return widen(_mm256_maskz_loadu_epi16(first(n), p), p);
+    }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+    void store(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, first(n), v); }
+    template <class T>
+    void store(T* p) const {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(p));
+    }
+    template <class T>
+    void store(T* p, int64_t n) const {
+        _mm256_mask_storeu_epi16(p, first(n), narrow(p));
+    }
+    float sum() const { return _mm512_reduce_add_ps(v); }
+};
+
+// Pairs of quarters: [a0 + a1, a2 + a3, b0 + b1, b2 + b3].
+inline __m512 fold(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+// out[r * os + c] = the sum of v[r][c]; for a whole block the sixteen sums are made side by side, which takes
+// a third of the instructions.
+template <int R, int C>
+inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
+    if constexpr (R == 4 && C == 4) {
+        __m512 quarter[4]; // by column; quarter r is what is left of v[r][c]
+        for (int c = 0; c < 4; ++c)
+            quarter[c] = fold(fold(v[0][c].v, v[1][c].v), fold(v[2][c].v, v[3][c].v));
+        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]),
+                                         _mm512_unpackhi_ps(quarter[0], quarter[1]));
+        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(quarter[2], quarter[3]),
+                                          _mm512_unpackhi_ps(quarter[2], quarter[3]));
+        const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+        const __m512 sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                          _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
+        _mm_storeu_ps(out + os, _mm512_extractf32x4_ps(sums, 1));
+        _mm_storeu_ps(out + 2 * os, _mm512_extractf32x4_ps(sums, 2));
+        _mm_storeu_ps(out + 3 * os, _mm512_extractf32x4_ps(sums, 3));
+    } else {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c)
+                out[r * os + c] = v[r][c].sum();
+    }
+}
+
+inline Vec operator+(Vec a, Vec b) {
+    return {_mm512_add_ps(a.v, b.v)};
+}
+inline Vec operator-(Vec a, Vec b) {
+    return {_mm512_sub_ps(a.v, b.v)};
+}
+inline Vec operator*(Vec a, Vec b) {
+    return {_mm512_mul_ps(a.v, b.v)};
+}
+inline Vec operator/(Vec a, Vec b) {
+    return {_mm512_div_ps(a.v, b.v)};
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+inline Vec max(Vec a, Vec b) {
+    return {_mm512_max_ps(a.v, b.v)};
+}
+inline Vec min(Vec a, Vec b) {
+    return {_mm512_min_ps(a.v, b.v)};
+}
+inline Vec abs(Vec a) {
+    return {_mm512_abs_ps(a.v)};
+}
+inline Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+inline Vec round(Vec a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline Vec power_of_two(Vec a) {
+    const __m512i shifted = _mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(shifted, 23))};
+}
+
+#ifdef SLIPSTREAM_BF16_DOT
+// Sums of products of 32 pairs, in float32.
+struct Bf16Lanes {
+    __m512i v;
+    static Bf16Lanes load(const Bf16* p) { return {_mm512_loadu_si512(p)}; }
+    static Bf16Lanes load(const Bf16* p, int64_t n) {
+        return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p)};
+    }
+};
+inline Vec dot(Vec sum, Bf16Lanes a, Bf16Lanes b) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
+}
+#endif
+
+} // namespace
+} // namespace slipstream
+
+#include "table.h"

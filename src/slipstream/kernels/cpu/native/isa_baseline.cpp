@@ -1,0 +1,151 @@
+// Any processor: four floats at a time in the compiler's own vectors.
+#include "types.h"
+
+namespace slipstream {
+namespace {
+
+typedef float F4 __attribute__((vector_size(16)));
+typedef int32_t I4 __attribute__((vector_size(16)));
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float widen(float x) {
+    return x;
+}
+inline float widen(Bf16 x) {
+    return from_bits(static_cast<uint32_t>(x.bits) << 16);
+}
+inline float widen(Half x) {
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+    if (rest >= 0x7c00)
+        return from_bits(sign | 0x7f800000 | ((rest & 0x3ff) << 13));
+    if (rest >= 0x400)
+        return from_bits(sign | ((rest + 0x1c000) << 13));
+    const float small = static_cast<float>(rest) * 5.9604644775390625e-8f; // 2^-24
+    return sign ? -small : small;
+}
+
+inline void narrow(float x, float* to) {
+    *to = x;
+}
+inline void narrow(float x, Bf16* to) {
+    const uint32_t bits = to_bits(x);
+    to->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, Half* to) {
+    const uint32_t bits = to_bits(x), sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+    uint32_t half;
+    if (rest > 0x7f800000)
+        half = 0x7e00;
+    else if (rest >= 0x477ff000)
+        half = 0x7c00;
+    else if (rest < 0x38800000)
+        half = to_bits(from_bits(rest) + 0.5f) - 0x3f000000; // the addition rounds to multiples of 2^-24
+    else
+        half = (rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13;
+    to->bits = static_cast<uint16_t>(sign | half);
+}
+
+struct Vec {
+    static constexpr int kWidth = 4, kRows = 2, kCols = 4;
+    static constexpr bool kBf16Dot = false;
+    F4 v;
+
+    static Vec set(float x) { return {F4{x, x, x, x}}; }
+    static Vec load(const float* p) {
+        Vec r;
+        std::memcpy(&r.v, p, 16);
+        return r;
+    }
+    template <class T>
+    static Vec load(const T* p) {
+        return {F4{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}};
+    }
+    template <class T>
+    static Vec load(const T* p, int64_t n) {
+        Vec r = set(0);
+        for (int64_t i = 0; i < n; ++i)
+            r.v[i] = widen(p[i]);
+        return r;
+    }
+    template <class T>
+    void store(T* p) const {
+        for (int i = 0; i < 4; ++i)
+            narrow(v[i], p + i);
+    }
+    template <class T>
+    void store(T* p, int64_t n) const {
+        for (int64_t i = 0; i < n; ++i)
+            narrow(v[i], p + i);
+    }
+    float sum() const { return (v[0] + v[2]) + (v[1] + v[3]); }
+};
+
+template <int R, int C>
+inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c)
+            out[r * os + c] = v[r][c].sum();
+}
+
+inline Vec operator+(Vec a, Vec b) {
+    return {a.v + b.v};
+}
+inline Vec operator-(Vec a, Vec b) {
+    return {a.v - b.v};
+}
+inline Vec operator*(Vec a, Vec b) {
+    return {a.v * b.v};
+}
+inline Vec operator/(Vec a, Vec b) {
+    return {a.v / b.v};
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return {a.v * b.v + c.v};
+}
+// As the x86 instructions: the second operand where either is NaN.
+inline Vec max(Vec a, Vec b) {
+    return {a.v > b.v ? a.v : b.v};
+}
+inline Vec min(Vec a, Vec b) {
+    return {a.v < b.v ? a.v : b.v};
+}
+inline Vec abs(Vec a) {
+    return max(a, Vec{-a.v});
+}
+// a < b ? yes : no, lane by lane.
+inline Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
+    return {a.v < b.v ? yes.v : no.v};
+}
+// To the nearest integer, |a| < 2^22.
+inline Vec round(Vec a) {
+    const F4 magic = F4{12582912, 12582912, 12582912, 12582912};
+    return {(a.v + magic) - magic};
+}
+// 2^a of integers from -126 to 127.
+inline Vec power_of_two(Vec a) {
+    const I4 bits = (__builtin_convertvector(a.v, I4) + 127) << 23;
+    Vec r;
+    std::memcpy(&r.v, &bits, 16);
+    return r;
+}
+
+} // namespace
+} // namespace slipstream
+
+#include "table.h"
+
+namespace slipstream {
+constexpr Kernels kBaseline =
+    table(); // known at compile time: nothing of this unit runs when the library is loaded
+}

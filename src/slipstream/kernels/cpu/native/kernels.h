@@ -1,0 +1,26 @@
+// What one instruction set offers: the same functions in every isa_*.cpp, which check nothing (check.cpp
+// has).
+#pragma once
+
+#include "abi.h"
+#include "pool.h"
+
+namespace slipstream {
+
+struct Kernels {
+    // Bytes of scratch that a call needs for a team of `threads`.
+    int64_t (*linear_bytes)(const LinearCall&, int threads);
+    int64_t (*attention_bytes)(const AttentionCall&, int threads);
+    int64_t (*stack_bytes)(const StackCall&, int threads);
+    // Run by every thread of a team; `scratch` is shared and aligned to 64 bytes.
+    void (*linear)(const LinearCall&, char* scratch, Team&, int rank);
+    void (*attention)(const AttentionCall&, char* scratch, Team&, int rank);
+    void (*stack)(const StackCall&, char* scratch, Team&, int rank);
+};
+
+extern const Kernels kBaseline;
+#ifdef SLIPSTREAM_X86
+extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
+#endif
+
+} // namespace slipstream

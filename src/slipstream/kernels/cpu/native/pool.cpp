@@ -1,0 +1,176 @@
+#include "pool.h"
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace slipstream {
+namespace {
+
+// About 20 us: long enough to catch the next call of a loop, short enough not to disturb torch's own threads.
+constexpr int kIdleSpins = 500;
+// Within a job the others are at work; after this the processor is offered to whoever keeps them from it.
+constexpr int kMeetSpins = 4000;
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+int allowed_processors() {
+#ifdef __linux__
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof(set), &set) == 0)
+        return CPU_COUNT(&set);
+#endif
+    const unsigned count = std::thread::hardware_concurrency();
+    return count ? static_cast<int>(count) : 1;
+}
+
+struct Job {
+    Body body = nullptr;
+    void* context = nullptr;
+    Team* team = nullptr;
+};
+
+class Pool {
+public:
+    bool try_run(Body body, void* context, int threads) {
+        std::unique_lock<std::mutex> busy(busy_, std::try_to_lock);
+        if (!busy.owns_lock())
+            return false;
+        grow(threads - 1);
+        const int helpers = workers_ < threads - 1 ? workers_ : threads - 1;
+        Team team(helpers + 1);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            job_ = {body, context, &team};
+            wanted_ = helpers;
+            running_.store(helpers, std::memory_order_relaxed);
+            ticket_.fetch_add(1, std::memory_order_release);
+        }
+        if (helpers)
+            wake_.notify_all();
+        body(context, team, 0);
+        for (int i = 0; running_.load(std::memory_order_acquire) != 0; ++i) {
+            if (i < kMeetSpins)
+                pause();
+            else
+                std::this_thread::yield();
+        }
+        return true;
+    }
+
+private:
+    // Workers are never joined: they are parked when the process ends, and the pool outlives every static
+    // object.
+    void grow(int count) {
+        while (workers_ < count) {
+            try {
+                std::thread(&Pool::work, this, workers_ + 1, ticket_.load()).detach();
+            } catch (const std::system_error&) {
+                return; // the machine gives no more threads; the job runs on fewer
+            }
+            ++workers_;
+        }
+    }
+
+    void work(int rank, unsigned seen) {
+        for (;;) {
+            for (int i = 0; i < kIdleSpins && ticket_.load(std::memory_order_acquire) == seen; ++i)
+                pause();
+            Job job;
+            int wanted;
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                wake_.wait(lock, [&] { return ticket_.load(std::memory_order_relaxed) != seen; });
+                seen = ticket_.load(std::memory_order_relaxed);
+                job = job_;
+                wanted = wanted_;
+            }
+            if (rank > wanted)
+                continue;
+            job.body(job.context, *job.team, rank);
+            running_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    std::mutex busy_, mutex_;
+    std::condition_variable wake_;
+    Job job_;
+    int wanted_ = 0, workers_ = 0;
+    std::atomic<unsigned> ticket_{0};
+    std::atomic<int> running_{0};
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+// A child of fork has none of its parent's threads: it starts with a pool of its own.
+Pool& instance() {
+    Pool* now = pool.load(std::memory_order_acquire);
+    if (now)
+        return *now;
+    static std::once_flag once;
+    std::call_once(once, [] {
+#ifdef __linux__
+        pthread_atfork(nullptr, nullptr, [] { pool.store(new Pool, std::memory_order_release); });
+#endif
+    });
+    Pool* fresh = new Pool;
+    if (pool.compare_exchange_strong(now, fresh))
+        return *fresh;
+    delete fresh;
+    return *now;
+}
+
+} // namespace
+
+int Team::size() const {
+    return size_;
+}
+
+int64_t Team::take(int64_t grain) {
+    return next_.fetch_add(grain, std::memory_order_relaxed);
+}
+
+void Team::meet() {
+    if (size_ == 1) {
+        next_.store(0, std::memory_order_relaxed);
+        return;
+    }
+    const unsigned phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+        arrived_.store(0, std::memory_order_relaxed);
+        next_.store(0, std::memory_order_relaxed);
+        phase_.store(phase + 1, std::memory_order_release);
+        return;
+    }
+    for (int i = 0; phase_.load(std::memory_order_acquire) == phase; ++i) {
+        if (i < kMeetSpins)
+            pause();
+        else
+            std::this_thread::yield();
+    }
+}
+
+int team_size(int wish) {
+    const int most = allowed_processors();
+    return wish < 1 ? 1 : (wish > most ? most : wish);
+}
+
+void run(Body body, void* context, int threads) {
+    if (threads > 1 && instance().try_run(body, context, threads))
+        return;
+    Team alone(1);
+    body(context, alone, 0);
+}
+
+} // namespace slipstream

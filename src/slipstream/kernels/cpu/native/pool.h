@@ -1,0 +1,41 @@
+// The threads: one team runs one job at a time; between jobs the workers spin briefly and then park.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace slipstream {
+
+// The threads of one running job. Every member is defined in pool.cpp, which is compiled for any processor:
+// nothing here may be inlined into a unit of one instruction set and then be shared by the linker with
+// another.
+class Team {
+public:
+    explicit Team(int size) : size_(size) {}
+
+    int size() const;
+
+    // The next `grain` items that nobody has taken; the caller stops once the answer reaches the count.
+    int64_t take(int64_t grain);
+
+    // Waits for all threads of the team; then the count of taken items is zero again.
+    void meet();
+
+private:
+    const int size_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<unsigned> phase_{0};
+};
+
+using Body = void (*)(void* context, Team& team, int rank);
+
+// How many threads `run` would use at most for this wish: no more than this process may run at once.
+int team_size(int wish);
+
+// Runs `body` on `threads` threads (from team_size), this one among them, and returns when all are done.
+// While another thread's job holds the workers, the job runs on the calling thread alone: `body` sees a team
+// of one.
+void run(Body body, void* context, int threads);
+
+} // namespace slipstream

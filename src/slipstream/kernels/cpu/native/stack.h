@@ -1,0 +1,219 @@
+// All layers of one step in one job. The residual stream is float32 from end to end; the threads of the team
+// go through the phases of a layer together, and share out each phase's tokens, outputs or heads.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+class Stack {
+public:
+    Stack(const StackCall& call, char* base, int threads) : call_(call), tokens_(call.step.tokens) {
+        int64_t hidden = 0, inner = 0, qkv = 0, joined = 0, dim = 0;
+        for (int64_t i = 0; i < call.num_blocks; ++i) {
+            const Block& b = call.blocks[i];
+            hidden = most(hidden, b.hidden);
+            inner = most(inner, b.ffn);
+            joined = most(joined, b.heads * b.head_dim);
+            qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
+            dim = most(dim, b.head_dim);
+        }
+        Scratch scratch(base);
+        num_tiles_ = scratch.part<int64_t>(1);
+        tiles_ = scratch.part<Tile>(most_tiles(call.step));
+        x_ = scratch.part<float>(tokens_ * hidden);
+        normed_ = scratch.part<float>(tokens_ * hidden);
+        entry_ = scratch.part<float>(tokens_ * hidden);
+        attended_ = scratch.part<float>(tokens_ * hidden);
+        fed_ = scratch.part<float>(tokens_ * hidden);
+        qkv_ = scratch.part<float>(tokens_ * qkv);
+        joined_ = scratch.part<float>(tokens_ * joined);
+        inner_ = scratch.part<float>(tokens_ * inner);
+        if (Vec::kBf16Dot) {
+            rounded_ = scratch.part<Bf16>(tokens_ * hidden);
+            rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
+            rounded_inner_ = scratch.part<Bf16>(tokens_ * inner);
+        }
+        own_floats_ = most(attention_floats(dim), tokens_ * 128);
+        own_floats_ = ceil_div(own_floats_, 16) * 16;
+        own_ = scratch.part<float>(own_floats_ * threads);
+        bytes_ = scratch.used();
+    }
+
+    int64_t bytes() const { return bytes_; }
+
+    void run(Team& team, int rank) {
+        float* own = own_ + own_floats_ * rank;
+        if (rank == 0)
+            *num_tiles_ = make_tiles(call_.step, tiles_);
+        const Block& first = call_.blocks[0];
+        over_tokens(team, [&](int64_t t) {
+            read_row(call_.x, call_.dtype, t * first.hidden, x_ + t * first.hidden, first.hidden);
+            enter(first, t);
+        });
+        for (int64_t i = 0; i < call_.num_blocks; ++i) {
+            const Block& b = call_.blocks[i];
+            attention(b, i, team, own);
+            if (!b.parallel)
+                over_tokens(team, [&](int64_t t) { between(b, t); });
+            feed_forward(b, team, own);
+            over_tokens(team, [&](int64_t t) {
+                leave(b, t);
+                if (i + 1 < call_.num_blocks)
+                    enter(call_.blocks[i + 1], t);
+                else
+                    write_row(x_ + t * b.hidden, call_.out, call_.dtype, t * b.hidden, b.hidden);
+            });
+        }
+    }
+
+private:
+    template <class F>
+    void over_tokens(Team& team, F f) {
+        each(team, tokens_, ceil_div(tokens_, 2 * static_cast<int64_t>(team.size())),
+             [&](int64_t begin, int64_t end) {
+                 for (int64_t t = begin; t < end; ++t)
+                     f(t);
+             });
+    }
+
+    // What enters the attention, and where the branches are parallel what enters the feed-forward.
+    void enter(const Block& b, int64_t t) {
+        const int64_t at = t * b.hidden;
+        if (b.post)
+            std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
+        else
+            norm_row(x_ + at, normed_ + at, b.hidden, b.attn_norm);
+        if (rounds(b.qkv.dtype, tokens_))
+            copy_row(normed_ + at, rounded_ + at, b.hidden);
+        if (b.parallel && b.mlp_norm.kind != kNoNorm)
+            norm_row(x_ + at, entry_ + at, b.hidden, b.mlp_norm);
+    }
+
+    void attention(const Block& b, int64_t layer, Team& team, float* own) {
+        const int64_t width = (b.heads + 2 * b.kv_heads) * b.head_dim, joined = b.heads * b.head_dim;
+        const Rows rows = {normed_, rounds(b.qkv.dtype, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
+        each(team, width, grain(width, team.size()),
+             [&](int64_t begin, int64_t end) { multiply(rows, b.qkv, begin, end, qkv_ + begin, width); });
+        over_tokens(team, [&](int64_t t) { place(b, layer, t, qkv_ + t * width); });
+        Bf16* rounded = rounds(b.attn_out.dtype, tokens_) ? rounded_joined_ : nullptr;
+        const Attention a = {qkv_,
+                             joined_,
+                             rounded,
+                             width,
+                             joined,
+                             call_.k_caches[layer],
+                             call_.v_caches[layer],
+                             call_.cache_dtype,
+                             b.heads,
+                             b.kv_heads,
+                             b.head_dim,
+                             &b.mask,
+                             &call_.step,
+                             tiles_,
+                             *num_tiles_};
+        attend(a, team, own);
+        const Rows out = {joined_, rounded, joined, tokens_};
+        each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
+            multiply(out, b.attn_out, begin, end, attended_ + begin, b.hidden);
+        });
+    }
+
+    // Queries and keys of one token are normed and turned; key and value go into the cache.
+    void place(const Block& b, int64_t layer, int64_t t, float* q) {
+        float *k = q + b.heads * b.head_dim, *v = k + b.kv_heads * b.head_dim;
+        auto norms = [&] {
+            norm_heads(q, b.heads, b.head_dim, b.q_norm, b.qk_norm);
+            norm_heads(k, b.kv_heads, b.head_dim, b.k_norm, b.qk_norm);
+        };
+        if (!b.qk_norm_after_rope)
+            norms();
+        if (b.table >= 0) {
+            const Table& table = call_.tables[b.table];
+            const float *cos = table.cos + t * table.half, *sin = table.sin + t * table.half;
+            rotate_heads(q, b.heads, b.head_dim, cos, sin, table.half, b.rope_interleaved);
+            rotate_heads(k, b.kv_heads, b.head_dim, cos, sin, table.half, b.rope_interleaved);
+        }
+        if (b.qk_norm_after_rope)
+            norms();
+        const int64_t width = b.kv_heads * b.head_dim, slot = call_.step.slots[t] * width;
+        write_row(k, call_.k_caches[layer], call_.cache_dtype, slot, width);
+        write_row(v, call_.v_caches[layer], call_.cache_dtype, slot, width);
+    }
+
+    // After the attention's sum, where the feed-forward follows it.
+    void between(const Block& b, int64_t t) {
+        const int64_t at = t * b.hidden;
+        if (b.post) {
+            add(b, x_ + at, x_ + at, attended_ + at);
+            norm_row(x_ + at, x_ + at, b.hidden, b.attn_norm);
+            std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
+        } else {
+            norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
+            add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at);
+            norm_row(x_ + at, normed_ + at, b.hidden, b.mlp_norm);
+        }
+        if (rounds(b.mlp_in.dtype, tokens_))
+            copy_row(normed_ + at, rounded_ + at, b.hidden);
+    }
+
+    void feed_forward(const Block& b, Team& team, float* own) {
+        const bool rounded = rounds(b.mlp_in.dtype, tokens_);
+        const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
+        if (apart && rounded)
+            over_tokens(
+                team, [&](int64_t t) { copy_row(entry_ + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
+        const Rows in = {apart ? entry_ : normed_, rounded ? rounded_ : nullptr, b.hidden, tokens_};
+        const bool rounded_out = rounds(b.mlp_out.dtype, tokens_);
+        each(team, b.ffn, grain(b.ffn, team.size()), [&](int64_t begin, int64_t end) {
+            const int64_t n = end - begin;
+            multiply(in, b.mlp_in, begin, end, inner_ + begin, b.ffn);
+            if (b.gated)
+                multiply(in, b.mlp_in, b.ffn + begin, b.ffn + end, own, n);
+            for (int64_t t = 0; t < tokens_; ++t) {
+                float* row = inner_ + t * b.ffn + begin;
+                activate_row(b.activation, row, b.gated ? own + t * n : nullptr, n);
+                if (rounded_out)
+                    copy_row(row, rounded_inner_ + t * b.ffn + begin, n);
+            }
+        });
+        const Rows out = {inner_, rounded_out ? rounded_inner_ : nullptr, b.ffn, tokens_};
+        each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
+            multiply(out, b.mlp_out, begin, end, fed_ + begin, b.hidden);
+        });
+    }
+
+    void leave(const Block& b, int64_t t) {
+        const int64_t at = t * b.hidden;
+        if (b.post) {
+            add(b, x_ + at, x_ + at, fed_ + at);
+            norm_row(x_ + at, x_ + at, b.hidden, b.mlp_norm);
+            return;
+        }
+        norm_row(fed_ + at, fed_ + at, b.hidden, b.mlp_post_norm);
+        add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, fed_ + at);
+        if (!b.parallel)
+            return;
+        norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
+        add(b, x_ + at, x_ + at, attended_ + at);
+    }
+
+    // out = residual + scale * branch
+    static void add(const Block& b, float* out, const float* residual, const float* branch) {
+        const Vec scale = Vec::set(b.residual_scale);
+        for (int64_t j = 0; j < b.hidden; j += Vec::kWidth) {
+            const int64_t n = least(b.hidden - j, Vec::kWidth);
+            fma(Vec::load(branch + j, n), scale, Vec::load(residual + j, n)).store(out + j, n);
+        }
+    }
+
+    const StackCall& call_;
+    const int64_t tokens_;
+    Tile* tiles_;
+    int64_t* num_tiles_; // written by the first thread, read by all after the first meeting
+    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *inner_, *own_;
+    Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr, *rounded_inner_ = nullptr;
+    int64_t own_floats_, bytes_;
+};
+
+} // namespace
+} // namespace slipstream

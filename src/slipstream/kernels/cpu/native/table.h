@@ -1,0 +1,114 @@
+// The functions of this unit's instruction set as a table; the last thing that every isa_*.cpp includes.
+#pragma once
+
+// clang-format off: each builds upon those before it
+#include "matmul.h"
+#include "functions.h"
+#include "rows.h"
+#include "attention.h"
+#include "stack.h"
+// clang-format on
+
+namespace slipstream {
+namespace {
+
+constexpr int64_t kRowTile = 256; // rows of a linear's output that one thread holds in float32
+
+struct LinearScratch {
+    LinearScratch(const LinearCall& call, char* base, int threads) {
+        Scratch scratch(base);
+        full = scratch.part<float>(call.rows * call.weight.inputs);
+        rounded = scratch.part<Bf16>(Vec::kBf16Dot ? call.rows * call.weight.inputs : 0);
+        own_floats = least(call.rows, kRowTile) * 128;
+        own = scratch.part<float>(own_floats * threads);
+        bytes = scratch.used();
+    }
+    float *full, *own;
+    Bf16* rounded;
+    int64_t own_floats, bytes;
+};
+
+inline int64_t linear_bytes(const LinearCall& call, int threads) {
+    return LinearScratch(call, nullptr, threads).bytes;
+}
+
+inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
+    const LinearScratch scratch(call, base, team.size());
+    const Matrix& m = call.weight;
+    const bool rounded = rounds(m.dtype, call.rows);
+    each(team, call.rows, ceil_div(call.rows, 2 * static_cast<int64_t>(team.size())),
+         [&](int64_t begin, int64_t end) {
+             for (int64_t r = begin; r < end; ++r) {
+                 float* row = scratch.full + r * m.inputs;
+                 read_row(call.x, call.dtype, r * m.inputs, row, m.inputs);
+                 if (rounded)
+                     copy_row(row, scratch.rounded + r * m.inputs, m.inputs);
+             }
+         });
+    float* own = scratch.own + scratch.own_floats * rank;
+    each(team, m.outputs, grain(m.outputs, team.size()), [&](int64_t begin, int64_t end) {
+        const int64_t n = end - begin;
+        for (int64_t r = 0; r < call.rows; r += kRowTile) {
+            const int64_t at = r * m.inputs, count = least(kRowTile, call.rows - r);
+            const Rows rows = {scratch.full + at, rounded ? scratch.rounded + at : nullptr, m.inputs, count};
+            multiply(rows, m, begin, end, own, n);
+            for (int64_t i = 0; i < count; ++i)
+                write_row(own + i * n, call.out, call.dtype, (r + i) * m.outputs + begin, n);
+        }
+    });
+}
+
+struct AttentionScratch {
+    AttentionScratch(const AttentionCall& call, char* base, int threads) {
+        const int64_t width = call.step.tokens * call.heads * call.head_dim;
+        Scratch scratch(base);
+        num_tiles = scratch.part<int64_t>(1);
+        tiles = scratch.part<Tile>(most_tiles(call.step));
+        q = scratch.part<float>(width);
+        out = scratch.part<float>(width);
+        own_floats = ceil_div(attention_floats(call.head_dim), 16) * 16;
+        own = scratch.part<float>(own_floats * threads);
+        bytes = scratch.used();
+    }
+    Tile* tiles;
+    int64_t* num_tiles;
+    float *q, *out, *own;
+    int64_t own_floats, bytes;
+};
+
+inline int64_t attention_bytes(const AttentionCall& call, int threads) {
+    return AttentionScratch(call, nullptr, threads).bytes;
+}
+
+inline void attention(const AttentionCall& call, char* base, Team& team, int rank) {
+    const AttentionScratch scratch(call, base, team.size());
+    const int64_t width = call.heads * call.head_dim, tokens = call.step.tokens;
+    const int64_t share = ceil_div(tokens, 2 * static_cast<int64_t>(team.size()));
+    if (rank == 0)
+        *scratch.num_tiles = make_tiles(call.step, scratch.tiles);
+    each(team, tokens, share, [&](int64_t begin, int64_t end) {
+        read_row(call.q, call.dtype, begin * width, scratch.q + begin * width, (end - begin) * width);
+    });
+    const Attention a = {scratch.q,     scratch.out,  nullptr,          width,         width,
+                         call.k_cache,  call.v_cache, call.cache_dtype, call.heads,    call.kv_heads,
+                         call.head_dim, &call.mask,   &call.step,       scratch.tiles, *scratch.num_tiles};
+    attend(a, team, scratch.own + scratch.own_floats * rank);
+    each(team, tokens, share, [&](int64_t begin, int64_t end) {
+        write_row(scratch.out + begin * width, call.out, call.dtype, begin * width, (end - begin) * width);
+    });
+}
+
+inline int64_t stack_bytes(const StackCall& call, int threads) {
+    return Stack(call, nullptr, threads).bytes();
+}
+
+inline void stack(const StackCall& call, char* base, Team& team, int rank) {
+    Stack(call, base, team.size()).run(team, rank);
+}
+
+constexpr Kernels table() {
+    return {linear_bytes, attention_bytes, stack_bytes, linear, attention, stack};
+}
+
+} // namespace
+} // namespace slipstream

@@ -1,0 +1,68 @@
+// Storage types, small arithmetic and the dispatch over dtypes. Included by the isa_*.cpp alone: everything
+// is in an anonymous namespace, so that no unit's code can be taken for another's.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels.h"
+
+namespace slipstream {
+namespace {
+
+struct Bf16 {
+    uint16_t bits;
+};
+struct Half {
+    uint16_t bits;
+};
+
+inline int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+inline int64_t most(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+inline int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+// Calls `f` with a null pointer of the storage type.
+template <class F>
+inline void with_dtype(int32_t dtype, F f) {
+    if (dtype == kFloat32)
+        f(static_cast<float*>(nullptr));
+    else if (dtype == kBfloat16)
+        f(static_cast<Bf16*>(nullptr));
+    else
+        f(static_cast<Half*>(nullptr));
+}
+
+// Shares [0, count) out to the team in pieces of `grain`, and returns when all of it is done.
+template <class F>
+inline void each(Team& team, int64_t count, int64_t grain, F f) {
+    for (int64_t begin; (begin = team.take(grain)) < count;)
+        f(begin, least(begin + grain, count));
+    team.meet();
+}
+
+// Cuts scratch into parts, each aligned to 64 bytes; with a null base it only counts.
+class Scratch {
+public:
+    explicit Scratch(char* base) : base_(base) {}
+    template <class T>
+    T* part(int64_t count) {
+        T* at = reinterpret_cast<T*>(base_ + used_);
+        used_ += ceil_div(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
+        return at;
+    }
+    int64_t used() const { return used_; }
+
+private:
+    char* base_;
+    int64_t used_ = 0;
+};
+
+} // namespace
+} // namespace slipstream

@@ -1,0 +1,144 @@
+"""Every native kernel agrees with its op's reference: each case, dtype and instruction set at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.errors import DeviceError
+from slipstream.kernels.cpu import KERNELS
+from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
+from slipstream.kernels.cpu.attention import native_attention
+from slipstream.kernels.cpu.library import ISAS, Library, load
+from slipstream.kernels.cpu.linear import matrix_of, native_linear
+from slipstream.ops import OPS
+from slipstream.ops.bind import Case, Facts, Kernel
+from slipstream.ops.linear import Weight
+
+NATIVE: dict[str, Callable[..., Tensor]] = {"linear": native_linear, "paged_attention": native_attention}
+"""What each kernel calls where it does not leave the work to torch."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Beside the reference in double: rounding of the result alone, and of the rows in products of bfloat16."""
+
+pytestmark = pytest.mark.skipif(
+    load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
+)
+
+
+def library(isa: str) -> Library:
+    found = load(isa)
+    if found is None:
+        pytest.skip(f"this machine has no {isa}")
+    return found
+
+
+def double(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value.apply(lambda t: t.double()) if isinstance(value, Weight) else value
+
+
+def compare(case: Case, op: str, dtype: torch.dtype, run: Callable[..., Tensor]) -> None:
+    arguments = case.make(torch.Generator().manual_seed(3), dtype)
+    expected = OPS[op].reference(**{name: double(value) for name, value in arguments.items()})
+    got = run(**arguments)
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    assert got.isfinite().all()
+    error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+    assert float(error) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [(op, case) for op in NATIVE for case in OPS[op].cases],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_a_kernel_agrees_with_its_reference(op: str, case: Case, isa: str, dtype: torch.dtype) -> None:
+    compare(case, op, dtype, lambda **given: NATIVE[op](**given, library=library(isa)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.op} {kernel.name}")
+def test_what_is_registered_agrees_as_it_is_called(kernel: Kernel) -> None:
+    assert kernel.op in NATIVE
+    for dtype in TOLERANCE:
+        for case in OPS[kernel.op].cases:
+            compare(case, kernel.op, dtype, kernel.run)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 576, 1536), (8, 1536, 576), (3, 64, 1000), (19, 200, 333), (300, 70, 40)]
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_linear_of_other_shapes(
+    shape: tuple[int, int, int], dtype: torch.dtype, isa: str, transposed: bool
+) -> None:
+    rows, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    matrix = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+    bias = torch.randn(outputs, generator=generator)
+    matrix = matrix.t().contiguous().t() if transposed else matrix
+    weight = Weight("plain", (outputs, inputs), (matrix,), lambda *_: matrix, bias)
+    expected = x.double() @ matrix.double().t() + bias.double()
+    error = (native_linear(x, weight, library(isa)).double() - expected).abs().max() / expected.abs().max()
+    assert float(error) <= TOLERANCE[dtype]
+
+
+def test_linear_reads_a_view_within_a_larger_matrix() -> None:
+    whole = torch.randn(40, 50)
+    weight = Weight("plain", (10, 20), (whole[5:15, 3:23],), lambda planes: planes[0])
+    x = torch.randn(2, 20)
+    got = native_linear(x, weight, library("baseline"))
+    torch.testing.assert_close(got, x @ whole[5:15, 3:23].t())
+
+
+def test_a_strided_matrix_is_no_native_one() -> None:
+    weight = Weight("plain", (4, 4), (torch.randn(8, 8)[::2, ::2],), lambda planes: planes[0])
+    assert "strides" in str(matrix_of(weight))
+    with pytest.raises(ValueError, match="strides"):
+        native_linear(torch.randn(1, 4), weight, library("baseline"))
+
+
+def test_shapes_that_do_not_fit_are_refused_before_memory_is_touched() -> None:
+    weight = Weight("plain", (8, 4), (torch.randn(8, 4),), lambda planes: planes[0])
+    matrix = matrix_of(weight)
+    assert not isinstance(matrix, str)
+    x, lib = torch.randn(1, 4), library("baseline")
+    for change, message in (
+        ({"rows": 0}, "shapes"),
+        ({"x": None}, "missing"),
+        ({"dtype": 9}, "dtype"),
+        ({"x": x.data_ptr() + 1}, "aligned"),
+    ):
+        given = {"x": x.data_ptr(), "out": x.data_ptr(), "rows": 1, "dtype": 0, "weight": matrix, **change}
+        with pytest.raises(DeviceError, match=message):
+            lib.run("linear", LinearCall(**given))
+    with pytest.raises(DeviceError, match="shapes"):
+        lib.run("stack", StackCall())
+
+
+def test_a_limit_names_the_best_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, names in (("baseline", {"baseline"}), ("avx2", {"avx2"}), ("reference", set())):
+        monkeypatch.setenv("SLIPSTREAM_CPU_ISA", limit)
+        facts = Facts(torch.device("cpu"), torch.float32)
+        accepted = {kernel.name for kernel in KERNELS if kernel.refuse(facts) is None}
+        assert accepted <= {f"cpu-{name}" for name in names}
+
+
+def test_without_the_file_every_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_find", lambda: "the native library was not built")
+    facts = Facts(torch.device("cpu"), torch.float32)
+    monkeypatch.delenv("SLIPSTREAM_CPU_ISA", raising=False)
+    assert all("not built" in str(kernel.refuse(facts)) for kernel in KERNELS)
+    assert load() is None

@@ -1,0 +1,90 @@
+"""The library's threads: callers at once get right answers, and nobody works while nothing is asked."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.library import Library, load
+from slipstream.kernels.cpu.linear import native_linear
+from slipstream.ops.linear import Weight
+
+pytestmark = pytest.mark.skipif(
+    load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
+)
+
+
+@pytest.fixture
+def library() -> Library:
+    found = load("baseline")
+    assert found is not None
+    return found
+
+
+def weight(seed: int) -> Weight:
+    matrix = torch.randn(700, 300, generator=torch.Generator().manual_seed(seed))
+    return Weight("plain", (700, 300), (matrix,), lambda *_: matrix)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_callers_at_once_get_their_own_answers(library: Library) -> None:
+    wrong: list[float] = []
+
+    def call(seed: int) -> None:
+        own = weight(seed)
+        for rows in (1, 2, 3, 5) * 20:
+            x = torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows))
+            error = float((native_linear(x, own, library) - x @ own.dense().t()).abs().max())
+            if not error <= 1e-3:
+                wrong.append(error)
+
+    callers = [threading.Thread(target=call, args=(seed,)) for seed in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_more_threads_than_processors_are_no_more(library: Library) -> None:
+    torch.set_num_threads(64)
+    x, own = torch.randn(2, 300), weight(1)
+    torch.testing.assert_close(native_linear(x, own, library), x @ own.dense().t())
+
+
+def test_nobody_works_while_nothing_is_asked(library: Library) -> None:
+    x, own = torch.randn(1, 300), weight(1)
+    for _ in range(50):
+        native_linear(x, own, library)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_has_threads_of_its_own(library: Library) -> None:
+    x, own = torch.randn(1, 300), weight(1)
+    expected = native_linear(x, own, library)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(native_linear(x, own, library), expected) else 1)
+    deadline = time.monotonic() + 30
+    while (found := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if found[0] == 0:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert found == (child, 0)

@@ -1,0 +1,185 @@
+"""The native stack does what `run_stack` does: every family it accepts, prefill, chunk and decode."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream.engine.runner import make_step
+from slipstream.engine.schedule import Chunk
+from slipstream.errors import DeviceError
+from slipstream.families import Family, Tiny
+from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.library import ISAS, load
+from slipstream.kernels.cpu.stack import NativeStack, refuse_block
+from slipstream.model.block import Block
+from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.model.frame import run_stack
+from slipstream.ops.step import Step
+from tests.families.sweep import VARIANTS, label, peaked_model
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
+"""Of the largest value; in bfloat16 the reference rounds after every operation."""
+
+pytestmark = pytest.mark.skipif(
+    load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
+)
+
+
+def engine_of(tiny: Tiny, dtype: torch.dtype) -> slipstream.InferenceEngine:
+    return slipstream.init_inference(peaked_model(tiny), dtype=dtype, replace_with_kernel_inject=True)
+
+
+def refuse_to_run(*_: object) -> Tensor:
+    raise AssertionError("the step was left to the reference")
+
+
+class Rounds:
+    """A few steps of ragged sequences, run by two stacks upon a cache each."""
+
+    def __init__(self, engine: slipstream.InferenceEngine, isa: str) -> None:
+        self.runner = engine._built.runner
+        assert self.runner is not None
+        library = load(isa)
+        if library is None:
+            pytest.skip(f"this machine has no {isa}")
+        self.blocks: list[Block] = self.runner.blocks
+        self.stack = NativeStack(self.blocks, library, refuse_to_run)
+        self.stack.most_tokens = 10_000
+        self.caches = [self._cache() for _ in range(2)]
+        places = list(range(12))
+        random.Random(2).shuffle(places)
+        self.places = [places[i : i + 3] for i in range(0, 12, 3)]
+        self.generator = torch.Generator().manual_seed(4)
+
+    def _cache(self) -> PagedCache:
+        cache = self.runner.new_cache(12)
+        for pair in cache.layers:
+            for part in pair:
+                part.fill_(torch.nan)
+        return cache
+
+    def step(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Step, Tensor]:
+        chunks = [Chunk(row, start, count, True) for row, start, count in spans]
+        total = sum(count for _, _, count in spans)
+        step = make_step(
+            chunks,
+            lambda c: torch.randint(3, 60, (c.count,), generator=self.generator),
+            self.places,
+            torch.device("cpu"),
+        )
+        assert step.slots.shape[0] == total
+        return step, self.runner.frame.enter(step.token_ids, step.positions)
+
+    @torch.no_grad()
+    def error(self, spans: Sequence[tuple[int, int, int]]) -> float:
+        step, x = self.step(spans)
+        before = x.clone()
+        tables = self.runner.frame.angles(step.positions, [block.spec.rope for block in self.blocks])
+        expected = run_stack(self.blocks, x, step, self.caches[0].layers, tables)
+        got = self.stack(self.blocks, x, step, self.caches[1].layers, tables)
+        assert torch.equal(x, before)
+        assert got.dtype == x.dtype
+        worst = [float((got.float() - expected.float()).abs().max() / expected.float().abs().max())]
+        for ours, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                a, b = a.flatten(0, 1)[step.slots].float(), b.flatten(0, 1)[step.slots].float()
+                worst.append(float((a - b).abs().max() / b.abs().max().clamp(min=1.0)))
+        return max(worst)
+
+
+PREFILL = ((0, 0, 7), (1, 0, 1), (2, 0, 40), (3, 0, 13))
+CHUNK = ((0, 7, 5), (1, 1, 20), (2, 40, 1))
+DECODE = ((0, 12, 1), (1, 21, 1), (2, 41, 1), (3, 13, 1))
+SINGLE = ((2, 42, 1),)
+
+
+def accepted(variant: tuple[Family, Tiny], dtype: torch.dtype) -> slipstream.InferenceEngine:
+    engine = engine_of(variant[1], dtype)
+    runner = engine._built.runner
+    if runner is None:
+        pytest.skip("has no engine road")
+    reason = next(filter(None, map(refuse_block, runner.blocks)), None)
+    if reason:
+        pytest.skip(reason)
+    return engine
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_every_family_s_layers(variant: tuple[Family, Tiny]) -> None:
+    engine = accepted(variant, torch.float32)
+    isa = next(name for name in ISAS if load(name) is not None)
+    rounds = Rounds(engine, isa)
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+        if max(s + c for _, s, c in spans) <= getattr(engine.config, "max_position_embeddings", 64):
+            assert rounds.error(spans) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_neox", "bloom", "gpt_oss", "olmo2", "mpt"])
+def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
+    variant = next(v for v in VARIANTS if v[0].name == name)
+    rounds = Rounds(accepted(variant, dtype), isa)
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+        assert rounds.error(spans) <= TOLERANCE[dtype]
+
+
+@pytest.fixture
+def rounds() -> Rounds:
+    variant = next(v for v in VARIANTS if v[0].name == "llama")
+    return Rounds(accepted(variant, torch.float32), "baseline")
+
+
+def test_weights_changed_in_place_and_replaced_count(rounds: Rounds) -> None:
+    assert rounds.error(PREFILL) <= 2e-5
+    with torch.no_grad():
+        for block in rounds.blocks:
+            for weight in block.weights.matrices.values():
+                weight.planes[0].mul_(1.5)
+    assert rounds.error(CHUNK) <= 2e-5
+    for block in rounds.blocks:
+        block.apply(lambda t: t.clone() * 0.7)
+    assert rounds.error(DECODE) <= 2e-5
+
+
+def test_a_block_that_leaves_is_left_to_the_reference(rounds: Rounds) -> None:
+    for block in rounds.blocks:
+        block.apply(lambda t: t.double())
+    step, x = rounds.step(PREFILL)
+    with pytest.raises(AssertionError, match="left to the reference"):
+        rounds.stack(rounds.blocks, x.double(), step, rounds.caches[1].layers, {})
+
+
+def test_some_layers_in_a_row(rounds: Rounds) -> None:
+    step, x = rounds.step(PREFILL)
+    tables = rounds.runner.frame.angles(step.positions, [block.spec.rope for block in rounds.blocks])
+    one_by_one = x
+    for block, pair in zip(rounds.blocks, rounds.caches[0].layers, strict=True):
+        one_by_one = rounds.stack([block], one_by_one, step, [pair], tables)
+    torch.testing.assert_close(
+        one_by_one, rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
+    )
+
+
+def test_a_step_that_points_outside_is_refused_before_the_cache_is_touched(rounds: Rounds) -> None:
+    step, x = rounds.step(PREFILL)
+    tables = rounds.runner.frame.angles(step.positions, [block.spec.rope for block in rounds.blocks])
+    for name, value in (
+        ("slots", 12 * BLOCK_SIZE),
+        ("block_table", 12),
+        ("kv_lens", 10_000),
+        ("query_starts", -1),
+    ):
+        tensor = getattr(step, name)
+        kept = tensor.clone()
+        tensor.view(-1)[0] = value
+        with pytest.raises(DeviceError, match="outside"):
+            rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
+        tensor.copy_(kept)
+    assert all(bool(t.isnan().all()) for pair in rounds.caches[1].layers for t in pair)
