@@ -10,6 +10,7 @@ import torch
 
 import slipstream
 from slipstream.model.block import Block
+from slipstream.model.frame import run_stack
 from tests.helpers.models import inject, make, prompt
 
 
@@ -65,6 +66,8 @@ def test_times_are_milliseconds_and_the_layers_are_within_the_model(
         return run(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Block, "__call__", slow)
+    # A native stack runs no block's own code: the layers are slowed one by one.
+    monkeypatch.setattr(engine._built.runner, "stack", run_stack)
     for call in (
         lambda: engine(input_ids=prompt()),
         lambda: engine.generate(input_ids=prompt(), max_new_tokens=1),
