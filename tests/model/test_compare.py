@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 from slipstream.errors import InjectionError
 from slipstream.model.check import RecordedCall, compare
 
-CALLS = [RecordedCall((torch.empty(2, 6, 4),), {}, None), RecordedCall((torch.empty(2, 1, 4),), {}, None)]
+CALLS = [
+    RecordedCall((torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)),), {}, None)
+    for n in (6, 1)
+]
 TOKENS = 14
 
 
@@ -51,3 +55,10 @@ def test_a_share_of_ties_does_not_excuse_what_is_not_finite() -> None:
         compare(
             "layer", CALLS, _identity, _off(1, float("nan")), torch.empty(0, dtype=torch.bfloat16), ties=0.4
         )
+
+
+def test_a_recorded_answer_stands_for_the_original() -> None:
+    calls = [replace(call, output=(call.args[0] + 1,)) for call in CALLS]
+    assert compare("layer", calls, None, lambda hidden: hidden + 1, torch.empty(0)) == 0.0
+    with pytest.raises(InjectionError, match="off by 1"):
+        compare("layer", calls, None, _identity, torch.empty(0))

@@ -103,7 +103,7 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
         calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
         for members in of_root:
             recorded = calls.get(members[0].name) or _record_alone(members[0])
-            verdict = _check(members[0], recorded, settings, why)
+            verdict = _check(members[0], recorded, settings, why, answered=True)
             if len(members) > 1 and verdict.returns is not None:
                 # What a layer's own code derives from its index, beside its spec, shows in the last one.
                 last = _check(members[-1], recorded[:1], settings)
@@ -167,8 +167,15 @@ def _known(found: Found) -> tuple[Any, BlockSpec]:
     return found.family, found.spec
 
 
-def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why: str = "") -> Verdict:
-    """The verdict on one kind, by its first layer."""
+def _check(
+    found: Found,
+    calls: Sequence[RecordedCall],
+    settings: Settings,
+    why: str = "",
+    *,
+    answered: bool = False,
+) -> Verdict:
+    """The verdict on one kind, by one of its layers: `answered` where the calls were recorded of that one."""
     _, spec = _known(found)
     if not calls:
         return Verdict(None, reason=f"the model cannot be run on random tokens to check the block{why}")
@@ -193,7 +200,9 @@ def _check(found: Found, calls: Sequence[RecordedCall], settings: Settings, why:
         if settings.format.bits:
             _unpack_into(twin, state, found.name, settings.format)
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
-        return Verdict(returns, compare(found.name, calls, twin.forward, fused.forward, like, ties=ties))
+        stands = answered and len(shared) == len(tensors) and not settings.format.bits
+        original = None if stands else twin.forward
+        return Verdict(returns, compare(found.name, calls, original, fused.forward, like, ties=ties))
     except InjectionError as error:
         if settings.check == "error":
             raise
