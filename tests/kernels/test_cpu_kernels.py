@@ -15,7 +15,8 @@ from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
 from slipstream.kernels.cpu.attention import native_attention
 from slipstream.kernels.cpu.library import ISAS, Library, load
-from slipstream.kernels.cpu.linear import matrix_of, native_linear
+from slipstream.kernels.cpu.linear import native_linear
+from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Facts, Kernel
 from slipstream.ops.linear import Weight

@@ -14,6 +14,7 @@ from slipstream.engine.runner import make_step
 from slipstream.engine.schedule import Chunk
 from slipstream.errors import DeviceError
 from slipstream.families import Family, Tiny
+from slipstream.formats import FORMATS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import ISAS, load
 from slipstream.kernels.cpu.stack import NativeStack, refuse_block
@@ -31,8 +32,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def engine_of(tiny: Tiny, dtype: torch.dtype) -> slipstream.InferenceEngine:
-    return slipstream.init_inference(peaked_model(tiny), dtype=dtype, replace_with_kernel_inject=True)
+def engine_of(tiny: Tiny, dtype: torch.dtype, quant: str | None = None) -> slipstream.InferenceEngine:
+    more = {} if quant is None else {"quant": quant}
+    return slipstream.init_inference(peaked_model(tiny), dtype=dtype, replace_with_kernel_inject=True, **more)
 
 
 def refuse_to_run(*_: object) -> Tensor:
@@ -99,8 +101,10 @@ DECODE = ((0, 12, 1), (1, 21, 1), (2, 41, 1), (3, 13, 1))
 SINGLE = ((2, 42, 1),)
 
 
-def accepted(variant: tuple[Family, Tiny], dtype: torch.dtype) -> slipstream.InferenceEngine:
-    engine = engine_of(variant[1], dtype)
+def accepted(
+    variant: tuple[Family, Tiny], dtype: torch.dtype, quant: str | None = None
+) -> slipstream.InferenceEngine:
+    engine = engine_of(variant[1], dtype, quant)
     runner = engine._built.runner
     if runner is None:
         pytest.skip("has no engine road")
@@ -128,6 +132,18 @@ def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
     rounds = Rounds(accepted(variant, dtype), isa)
     for spans in (PREFILL, CHUNK, DECODE, SINGLE):
         assert rounds.error(spans) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("quant", [name for name in FORMATS if name != "plain"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_weights(name: str, quant: str, dtype: torch.dtype) -> None:
+    variant = next(v for v in VARIANTS if v[0].name == name)
+    engine = accepted(variant, dtype, quant)
+    for isa in (name for name in ISAS if load(name) is not None):
+        rounds = Rounds(engine, isa)
+        for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+            assert rounds.error(spans) <= TOLERANCE[dtype], isa
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ __all__ = [
     "ABI",
     "ACTIVATIONS",
     "DTYPES",
+    "FACTORS",
+    "FORMATS",
     "AttentionCall",
     "Block",
     "LinearCall",
@@ -26,7 +28,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 1
+ABI = 2
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,6 +57,20 @@ ACTIVATIONS = {
 }
 """Activations of `slipstream.ops.activation` by their number."""
 
+FORMATS = {
+    "plain": 0,
+    "int8": 1,
+    **dict.fromkeys(("int4", "int4-g64", "int4-g128"), 2),
+    **{f"int4-g{group}-sym": 3 for group in (32, 64, 128)},
+    "fp8": 4,
+    "fp6": 5,
+    "fp6-e3m2": 6,
+}
+"""Weight formats that the library reads, by their number."""
+
+FACTORS = 3
+"""Where a packed matrix has the multipliers of its rows among its four planes."""
+
 _Fields = list[tuple[str, type]]
 
 
@@ -73,7 +89,7 @@ class Run(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """A dense matrix in runs of rows, with its bias.
+    """A matrix with its bias: dense in runs of rows, or packed in planes.
 
     Attributes:
         memory: What `runs` points to; whoever copies the struct keeps it.
@@ -82,7 +98,9 @@ class Matrix(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *_each(c_void_p, "runs bias"),
         *_each(c_int64, "num_runs outputs inputs"),
-        *_each(c_int32, "dtype bias_dtype"),
+        *_each(c_int32, "dtype bias_dtype format group"),
+        ("planes", c_void_p * (FACTORS + 1)),
+        ("plane_bytes", c_int64 * (FACTORS + 1)),
     ]
     memory: ctypes.Array[Run]
 

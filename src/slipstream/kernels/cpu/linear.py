@@ -1,11 +1,10 @@
-"""`linear` of dense weights on the CPU: rows times a matrix that is read once, where torch reads it slower.
+"""`linear` on the CPU: rows times a matrix that is read once as it is stored, where torch reads it slower.
 
 Shapes: T packed tokens, I input width, O output width.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 
@@ -13,53 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.cpu.abi import DTYPES, LinearCall, Matrix, Run, address
+from slipstream.kernels.cpu.abi import DTYPES, FORMATS, LinearCall, address
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
+from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight
 
-__all__ = ["KERNELS", "matrix_of", "native_linear"]
+__all__ = ["KERNELS", "native_linear"]
 
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 1 << 20}
 """Rows up to which torch's own product is slower: measured without AMX; in float16 it is 20 times as slow."""
 
+_MOST_ROWS_PACKED = 64
+"""The same where torch's product must wait for the matrix to be unpacked."""
+
 _LEAST_BYTES = 1 << 16
 """Below this a call costs more than it saves."""
-
-
-def matrix_of(weight: Weight) -> Matrix | str:
-    """Describe a dense weight to the library, or say why it cannot be.
-
-    The tensors must be kept alive, and where the struct is copied also its `memory`.
-    """
-    if weight.format != "plain":
-        return f"no native kernel reads the weight format {weight.format!r}"
-    dtype, bias = weight.planes[0].dtype, weight.bias
-    if bias is not None and (bias.dtype not in DTYPES or not bias.is_contiguous()):
-        return f"a bias in {bias.dtype} is not read"
-    runs = []
-    for plane in weight.planes:
-        if plane.dim() != 2 or plane.dtype != dtype or dtype not in DTYPES or plane.device.type != "cpu":
-            return f"a matrix of {plane.dim()} dimensions in {plane.dtype} on {plane.device} is not read"
-        (rows, inputs), (down, across) = plane.shape, plane.stride()
-        transposed = across != 1 and inputs > 1
-        if transposed and down != 1 and rows > 1:
-            return f"a matrix with strides {plane.stride()} is not read"
-        # A single row or column may have any stride.
-        stride = max(across, rows) if transposed else max(down, inputs)
-        runs.append(Run(data=address(plane), rows=rows, stride=stride, transposed=int(transposed)))
-    memory = (Run * len(runs))(*runs)
-    matrix = Matrix(
-        runs=ctypes.addressof(memory),
-        bias=address(bias),
-        num_runs=len(runs),
-        outputs=weight.shape[0],
-        inputs=weight.shape[1],
-        dtype=DTYPES[dtype],
-        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
-    )
-    matrix.memory = memory
-    return matrix
 
 
 def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
@@ -67,7 +35,7 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
 
     Args:
         x: `(T, I)` in float32, bfloat16 or float16.
-        weight: Dense, `(O, I)`, of any of these dtypes.
+        weight: `(O, I)`, dense in any of these dtypes or packed.
         library: For one instruction set.
 
     Returns:
@@ -94,17 +62,19 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
 def _refuse(facts: Facts, *, isa: str) -> str | None:
     if facts.dtype not in DTYPES:
         return f"computes in float32, bfloat16 and float16, not {facts.dtype}"
-    if facts.format != "plain":
-        return f"reads dense weights, not {facts.format}"
+    if facts.format not in FORMATS:
+        return f"does not read the weight format {facts.format!r}"
     return refuse(isa)
 
 
 def _run(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
+    packed = weight.format != "plain"
+    most_rows = _MOST_ROWS_PACKED if packed else _MOST_ROWS.get(x.dtype, 0)
     if (
-        weight.format == "plain"
-        and x.dim() == 2
-        and 0 < x.shape[0] <= _MOST_ROWS.get(x.dtype, 0)
-        and weight.planes[0].dtype == x.dtype
+        x.dim() == 2
+        and x.dtype in DTYPES
+        and 0 < x.shape[0] <= most_rows
+        and (packed or weight.planes[0].dtype == x.dtype)
         and weight.nbytes >= _LEAST_BYTES
         and not isinstance(matrix_of(weight), str)
         and (library := load(isa)) is not None

@@ -17,7 +17,7 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import ACTIVATIONS, DTYPES, StackCall, address
 from slipstream.kernels.cpu.attention import mask_of, serves, step_of
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
-from slipstream.kernels.cpu.linear import matrix_of
+from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import AttentionMask, Step
@@ -30,6 +30,9 @@ _MOST_TOKENS = {torch.float32: 1024, torch.bfloat16: 1024, torch.float16: 1 << 2
 
 _MOST_TOKENS_BESIDE_AMX = 64
 """The same in bfloat16 where torch multiplies by AMX, which this library does not."""
+
+_MOST_TOKENS_PACKED = 64
+"""The same where the other stack unpacks every matrix first."""
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _NORMS = {
@@ -157,9 +160,12 @@ class NativeStack:
             otherwise: For steps of many tokens, and for blocks that are no longer accepted.
         """
         self.name = f"cpu-{library.isa}"
-        dtype = blocks[0].weights.matrices[Role.QKV].planes[0].dtype
+        weight = blocks[0].weights.matrices[Role.QKV]
+        dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
         beside_amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
         self.most_tokens = _MOST_TOKENS_BESIDE_AMX if beside_amx else _MOST_TOKENS[dtype]
+        if weight.format != "plain":
+            self.most_tokens = _MOST_TOKENS_PACKED
         self._library, self._otherwise = library, otherwise
         self._blocks = tuple(blocks)
         self._place = {id(block): index for index, block in enumerate(blocks)}

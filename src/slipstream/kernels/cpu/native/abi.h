@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 1;
+constexpr int32_t kAbi = 2;
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
@@ -35,12 +35,37 @@ struct Run {
     int32_t transposed, unused;
 };
 
-// `(outputs, inputs)`, its rows in one run or several (the model's own q, k and v), all of one dtype.
+// How a matrix is stored: dense, or packed as the docstring of formats/<name>.py draws it.
+enum Format : int32_t {
+    kPlain = 0,
+    kInt8 = 1,
+    kInt4 = 2,          // with a minimum
+    kInt4Symmetric = 3, // without
+    kFp8 = 4,           // e4m3
+    kFp6E2m3 = 5,
+    kFp6E3m2 = 6,
+    kFormats = 7
+};
+
+// Planes of a packed matrix, by what they hold. Each is contiguous with the matrix's rows one after another.
+enum Plane : int32_t {
+    kCodes = 0,   // every format; of fp6 the lower four bits
+    kScales = 1,  // int4: float16 per group; of fp6 the upper two bits of each code
+    kMinima = 2,  // int4 with a minimum: float16 per group
+    kFactors = 3, // every format: float32 per row
+    kPlanes = 4
+};
+
+// `(outputs, inputs)`. Dense, its rows lie in one run or several (the model's own q, k and v), all of one
+// dtype; packed, it has planes instead, and `dtype` is what it would be unpacked to.
 struct Matrix {
-    const Run* runs;
+    const Run* runs;  // dense only
     const void* bias; // `(outputs,)` or null
     int64_t num_runs, outputs, inputs;
     int32_t dtype, bias_dtype;
+    int32_t format, group;        // inputs per group: int4 32, 64 or 128, else 0
+    const void* planes[kPlanes];  // packed only; null where the format has none
+    int64_t plane_bytes[kPlanes]; // must be what format, group and shape say
 };
 
 enum NormKind : int32_t { kNoNorm = 0, kRms = 1, kLayer = 2 };

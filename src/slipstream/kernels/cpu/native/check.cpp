@@ -34,9 +34,49 @@ Status optional(const void* p, int32_t dtype) {
     return p ? tensor(p, dtype) : kOk;
 }
 
+// One plane of a packed matrix, `row_bytes` for each of its rows; none where that is 0.
+Status plane(const Matrix& m, Plane which, int64_t row_bytes, uintptr_t item) {
+    const void* p = m.planes[which];
+    if (m.plane_bytes[which] != m.outputs * row_bytes)
+        return kShape;
+    if (!row_bytes)
+        return p ? kUnsupported : kOk;
+    if (!p)
+        return kNull;
+    return is_aligned(p, item) ? kOk : kAlignment;
+}
+
+Status packed(const Matrix& m) {
+    const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
+    const bool fp6 = m.format == kFp6E2m3 || m.format == kFp6E3m2;
+    if (int4 ? m.group != 32 && m.group != 64 && m.group != 128 : m.group != 0)
+        return kUnsupported;
+    if (!is_dtype(m.dtype))
+        return kDtype;
+    if (m.runs || m.num_runs)
+        return kUnsupported;
+    const int64_t group = int4 ? m.group : (fp6 ? 64 : 1), padded = (m.inputs + group - 1) / group * group;
+    const int64_t scales = int4 ? 2 * (padded / group) : (fp6 ? padded / 4 : 0);
+    const Status statuses[] = {
+        plane(m, kCodes, int4 || fp6 ? padded / 2 : padded, 1),
+        plane(m, kScales, scales, int4 ? 2 : 1),
+        plane(m, kMinima, m.format == kInt4 ? scales : 0, 2),
+        plane(m, kFactors, 4, 4),
+        optional(m.bias, m.bias_dtype),
+    };
+    for (const Status status : statuses)
+        if (status != kOk)
+            return status;
+    return kOk;
+}
+
 Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
     if (!is_size(m.outputs) || !is_size(m.inputs) || m.outputs != outputs || m.inputs != inputs)
         return kShape;
+    if (m.format < kPlain || m.format >= kFormats)
+        return kUnsupported;
+    if (m.format != kPlain)
+        return packed(m);
     if (!is_size(m.num_runs))
         return kShape;
     if (!m.runs)

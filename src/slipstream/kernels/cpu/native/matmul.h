@@ -151,8 +151,8 @@ inline void mix(const float* x, int64_t xs, int64_t rows, const T* v, int64_t vs
         mix_rows<T, 1>(x + r * xs, xs, v, vs, n, width, out + r * os, os);
 }
 
-// Rows as the matrices take them: in float32, and where a matrix is in bfloat16 and rows are many also
-// rounded to that.
+// Rows as the matrices take them: in float32, and where a matrix is in bfloat16 (or packed and would be
+// unpacked to that) and rows are many also rounded to that.
 struct Rows {
     const float* full;
     const Bf16* rounded; // null: not wanted
@@ -190,9 +190,52 @@ inline void multiply_run(const Rows& x, const Run& run, int64_t inputs, int64_t 
     dots<Widened<T>>(x.full, x.stride, x.count, w + begin * run.stride, run.stride, columns, inputs, out, os);
 }
 
+// out[r * os + j] = x row r . row begin + j of a packed matrix, for up to kPanel rows of it.
+template <class P, int kPanel>
+inline void multiply_panel(const typename P::X* x, const Rows& rows, const Matrix& m, int64_t begin,
+                           int64_t columns, float* out, int64_t os) {
+    constexpr int64_t kDeep = 512, kRowsAtOnce = 16;
+    alignas(64) typename P::W panel[kPanel * kDeep];
+    alignas(64) float part[kRowsAtOnce * kPanel];
+    for (int64_t r = 0; r < rows.count; ++r)
+        std::memset(out + r * os, 0, static_cast<size_t>(columns) * sizeof(float));
+    for (int64_t k = 0; k < m.inputs; k += kDeep) {
+        const int64_t n = least(kDeep, m.inputs - k);
+        decode(m, begin, columns, k, n, panel, kDeep);
+        for (int64_t r = 0; r < rows.count; r += kRowsAtOnce) {
+            const int64_t count = least(kRowsAtOnce, rows.count - r);
+            dots<P>(x + r * rows.stride + k, rows.stride, count, panel, kDeep, columns, n, part, kPanel);
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t j = 0; j < columns; ++j)
+                    out[(r + i) * os + j] += part[i * kPanel + j];
+        }
+    }
+    const float* factors = row_factors(m) + begin;
+    for (int64_t r = 0; r < rows.count; ++r)
+        for (int64_t j = 0; j < columns; ++j)
+            out[r * os + j] *= factors[j];
+}
+
+inline void multiply_packed(const Rows& x, const Matrix& m, int64_t begin, int64_t end, float* out,
+                            int64_t os) {
+    constexpr int kPanel = 8;
+    for (int64_t o = begin; o < end; o += kPanel, out += kPanel) {
+        const int64_t columns = least(kPanel, end - o);
+#ifdef SLIPSTREAM_BF16_DOT
+        if (x.rounded) {
+            multiply_panel<Bf16Pairs, kPanel>(x.rounded, x, m, o, columns, out, os);
+            continue;
+        }
+#endif
+        multiply_panel<Widened<float>, kPanel>(x.full, x, m, o, columns, out, os);
+    }
+}
+
 // out[r * os + o - begin] = x row r . matrix row o + bias, for outputs [begin, end).
 inline void multiply(const Rows& x, const Matrix& m, int64_t begin, int64_t end, float* out, int64_t os) {
     const int64_t columns = end - begin;
+    if (m.format != kPlain)
+        multiply_packed(x, m, begin, end, out, os);
     int64_t first = 0;
     for (int64_t i = 0; i < m.num_runs; first += m.runs[i++].rows) {
         const int64_t from = most(begin, first), to = least(end, first + m.runs[i].rows);

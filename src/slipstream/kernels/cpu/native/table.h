@@ -2,6 +2,7 @@
 #pragma once
 
 // clang-format off: each builds upon those before it
+#include "formats.h"
 #include "matmul.h"
 #include "functions.h"
 #include "rows.h"

@@ -1,0 +1,82 @@
+"""How a weight is described to the library, dense or packed, without copying anything.
+
+Shapes: I input width, O output width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu.abi import DTYPES, FACTORS, FORMATS, Matrix, Run, address
+from slipstream.ops.linear import Weight
+
+__all__ = ["matrix_of"]
+
+
+def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
+    """Describe a weight to the library, or say why it cannot be.
+
+    The tensors must be kept alive, and where the struct is copied also its `memory`.
+
+    Args:
+        weight: `(O, I)`, or `(experts, O, I)` together with `expert`.
+        expert: Which of the experts' matrices.
+    """
+    planes, bias, shape = weight.planes, weight.bias, weight.shape
+    if expert is not None:
+        planes, shape = tuple(plane[expert] for plane in planes), shape[1:]
+        bias = None if bias is None else bias[expert]
+    dtype = planes[0].dtype if weight.dtype is None else weight.dtype
+    if weight.format not in FORMATS:
+        return f"no native kernel reads the weight format {weight.format!r}"
+    if len(shape) != 2 or dtype not in DTYPES:
+        return f"a matrix of {len(shape)} dimensions in {dtype} is not read"
+    if bias is not None and (bias.dtype not in DTYPES or not bias.is_contiguous()):
+        return f"a bias in {bias.dtype} is not read"
+    matrix = Matrix(
+        bias=address(bias),
+        outputs=shape[0],
+        inputs=shape[1],
+        dtype=DTYPES[dtype],
+        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
+        format=FORMATS[weight.format],
+    )
+    reason = _dense(matrix, planes) if weight.format == "plain" else _packed(matrix, planes)
+    return reason or matrix
+
+
+def _dense(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
+    """Fill in the runs of rows, or say why not."""
+    runs = []
+    for plane in planes:
+        if plane.dim() != 2 or plane.dtype != planes[0].dtype or plane.device.type != "cpu":
+            return f"a matrix of {plane.dim()} dimensions in {plane.dtype} on {plane.device} is not read"
+        (rows, inputs), (down, across) = plane.shape, plane.stride()
+        transposed = across != 1 and inputs > 1
+        if transposed and down != 1 and rows > 1:
+            return f"a matrix with strides {plane.stride()} is not read"
+        # A single row or column may have any stride.
+        stride = max(across, rows) if transposed else max(down, inputs)
+        runs.append(Run(data=address(plane), rows=rows, stride=stride, transposed=int(transposed)))
+    matrix.memory = (Run * len(runs))(*runs)
+    matrix.runs, matrix.num_runs = ctypes.addressof(matrix.memory), len(runs)
+    return None
+
+
+def _packed(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
+    """Fill in the planes, or say why not; the library itself compares their sizes with the shape."""
+    matrix.memory = (Run * 0)()
+    *others, factors = planes
+    if factors.dtype != torch.float32:
+        return f"multipliers of rows in {factors.dtype} are not read"
+    if others[-1].dtype == torch.float16:
+        matrix.group = 2 * planes[0].shape[-1] // planes[1].shape[-1]
+    for place, plane in (*enumerate(others), (FACTORS, factors)):
+        if plane.device.type != "cpu" or not plane.is_contiguous():
+            return f"a plane with strides {plane.stride()} on {plane.device} is not read"
+        matrix.planes[place] = address(plane)
+        matrix.plane_bytes[place] = plane.nbytes
+    return None

@@ -1,0 +1,149 @@
+"""Packed weights are multiplied as they are stored: every format, instruction set and awkward shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.errors import DeviceError
+from slipstream.formats import FORMATS, VARIANTS
+from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.abi import LinearCall, Matrix
+from slipstream.kernels.cpu.library import ISAS, Library, load
+from slipstream.kernels.cpu.linear import KERNELS, native_linear
+from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.ops.bind import Kernel
+from slipstream.ops.linear import Weight
+
+PACKED = {name: f for name, f in (FORMATS | VARIANTS).items() if name != "plain"}
+ROWS = (1, 2, 3, 5, 8, 16, 33)
+SHAPES = ((1, 32), (7, 96), (33, 129), (64, 128), (40, 1), (19, 576), (70, 1100))
+"""Outputs and inputs: one, odd, prime, less and more than a group, a block and a panel."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Beside the product with the unpacked matrix in double: rounding of the result, and of rows (and of int4's
+scaled weights) in products of bfloat16."""
+
+pytestmark = pytest.mark.skipif(
+    load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
+)
+
+
+def library(isa: str) -> Library:
+    found = load(isa)
+    if found is None:
+        pytest.skip(f"this machine has no {isa}")
+    return found
+
+
+def weight(name: str, *shape: int, dtype: torch.dtype = torch.float32, bias: bool = False) -> Weight:
+    generator = torch.Generator().manual_seed(shape[-1])
+    # Rows of many sizes, none centred: multipliers and minima all count.
+    size = torch.logspace(-2, 1, shape[-2])[:, None]
+    dense = (torch.randn(*shape, generator=generator) + 0.3) * size / shape[-1] ** 0.5
+    b = torch.randn(*shape[:-1], generator=generator).to(dtype) if bias else None
+    return PACKED[name].weight(dense.to(dtype), b)
+
+
+def error(got: Tensor, x: Tensor, own: Weight) -> float:
+    own = own.apply(lambda t: t.double())
+    dense = own.dense()
+    expected = x.double() @ dense.t()
+    # Of what the terms of a sum could make together: whether they cancel is chance.
+    size = x.double().norm(dim=-1)[:, None] * dense.norm(dim=-1)
+    if own.bias is not None:
+        expected, size = expected + own.bias, size + own.bias.abs()
+    assert got.isfinite().all()
+    return float(((got.double() - expected).abs() / size.clamp(min=1e-30)).max())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", PACKED)
+def test_rows_times_a_packed_matrix(name: str, isa: str, dtype: torch.dtype) -> None:
+    lib = library(isa)
+    for outputs, inputs in SHAPES:
+        own = weight(name, outputs, inputs, dtype=dtype, bias=outputs % 2 == 1)
+        for rows in ROWS:
+            x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            assert error(native_linear(x, own, lib), x, own) <= TOLERANCE[dtype], (outputs, inputs, rows)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_last_byte_is_the_last_that_is_read(name: str) -> None:
+    """Each plane ends where its memory does (under the sanitizers a read beyond it is an error)."""
+    own = weight(name, 3, 65)
+    x = torch.randn(2, 65)
+    for isa in ISAS:
+        if (lib := load(isa)) is not None:
+            assert error(native_linear(x, own.apply(torch.clone), lib), x, own) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["plain", *PACKED])
+def test_one_expert_is_described_where_it_lies(name: str) -> None:
+    own = weight(name, 3, 10, 96, bias=True) if name in PACKED else None
+    if own is None:
+        own = Weight("plain", (3, 10, 96), (torch.randn(3, 10, 96),), lambda *_: None, torch.randn(3, 10))
+    x, out = torch.randn(2, 96), torch.empty(2, 10)
+    matrix = matrix_of(own, expert=1)
+    assert isinstance(matrix, Matrix)
+    call = LinearCall(x=x.data_ptr(), out=out.data_ptr(), rows=2, dtype=0, weight=matrix)
+    library("baseline").run("linear", call)
+    assert own.bias is not None
+    torch.testing.assert_close(out, x @ own.expert(1).t() + own.bias[1], atol=1e-4, rtol=1e-4)
+    assert "3 dimensions" in str(matrix_of(own))
+
+
+def test_planes_that_do_not_fit_are_refused_before_memory_is_touched() -> None:
+    x, out, lib = torch.randn(1, 96), torch.empty(1, 8), library("baseline")
+
+    def run(own: Weight, **change: int) -> None:
+        matrix = matrix_of(own)
+        assert isinstance(matrix, Matrix)
+        for field, value in change.items():
+            setattr(matrix, field, value)
+        call = LinearCall(x=x.data_ptr(), out=out.data_ptr(), rows=1, dtype=0, weight=matrix)
+        lib.run("linear", call)
+
+    own = weight("int4", 8, 96)
+    run(own)
+    for change, message in (
+        ({"group": 0}, "unknown"),
+        ({"group": 48}, "unknown"),
+        ({"group": 64}, "shapes"),
+        ({"format": 9}, "unknown"),
+        ({"format": -1}, "unknown"),
+        ({"format": 3}, "shapes"),
+        ({"format": 1}, "unknown"),
+        ({"inputs": 128}, "shapes"),
+        ({"outputs": 9}, "shapes"),
+        ({"dtype": 5}, "dtype"),
+    ):
+        with pytest.raises(DeviceError, match=message):
+            run(own, **change)
+    for place in range(4):
+        matrix = matrix_of(own)
+        assert isinstance(matrix, Matrix)
+        for value, message in ((None, "missing"), (own.planes[place].data_ptr() + 1, "aligned")):
+            if place or value is None:
+                matrix.planes[place] = value
+                call = LinearCall(x=x.data_ptr(), out=out.data_ptr(), rows=1, dtype=0, weight=matrix)
+                with pytest.raises(DeviceError, match=message):
+                    lib.run("linear", call)
+
+
+def test_a_plane_with_holes_is_no_native_one() -> None:
+    codes, factors = weight("int8", 8, 96).planes
+    own = Weight("int8", (8, 48), (codes[:, :48], factors), lambda *_: None, None, torch.float32)
+    assert "strides" in str(matrix_of(own))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("name", PACKED)
+def test_what_is_registered_takes_many_rows_too(name: str, kernel: Kernel) -> None:
+    own = weight(name, 192, 576)
+    for rows in (1, 65, 200):
+        x = torch.randn(rows, 576)
+        got = kernel.run(x, own)
+        assert error(got, x, own) <= TOLERANCE[torch.float32]
