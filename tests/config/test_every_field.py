@@ -65,6 +65,8 @@ EXAMPLES: dict[str, Any] = {
     "quant.weight.quantized_initialization": {"num_bits": 4},
     "quant.weight.post_init_quant": {"fc": {"num_bits": 4}},
     "quant.qkv.enabled": False,
+    "quant.head": "int4",
+    "quant.embedding": "int8",
     "injection_check": "fallback",
     "checkpoint": "weights.json",
     "base_dir": "weights",

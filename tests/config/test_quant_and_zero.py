@@ -48,6 +48,45 @@ def test_a_string_is_the_format(name: str) -> None:
     assert not config.activation_quantized
 
 
+@pytest.mark.parametrize(
+    ("quant", "head", "embedding"),
+    [
+        ({}, None, None),
+        ("int4", "int8", None),
+        ({"enabled": True}, "int8", None),
+        ({"enabled": False, "head": "int4", "embedding": "int8"}, None, None),
+        ({"head": "none", "weight": {"num_bits": 4}}, None, None),
+        ({"head": False, "weight": {"num_bits": 4}}, None, None),
+        ({"head": "int4"}, "int4", None),
+        ({"head": "int4", "weight": {"enabled": False}}, "int4", None),
+        ({"weight": {"enabled": False}}, None, None),
+        ({"embedding": "int8"}, "int8", "int8"),
+        ({"embedding": "int4", "weight": {"enabled": False}}, None, "int4"),
+    ],
+    ids=str,
+)
+def test_what_is_quantized_outside_of_the_layers(quant: Any, head: str | None, embedding: str | None) -> None:
+    config = InferenceConfig(quant=quant)
+    assert (config.head_format, config.quant.embedding_format) == (head, embedding)
+
+
+@pytest.mark.parametrize("quant", [{"head": "none"}, {"head": False}, {"embedding": "none"}], ids=str)
+def test_leaving_a_matrix_plain_asks_for_nothing(quant: Any) -> None:
+    config = InferenceConfig(quant=quant)
+    assert config.weight_format is None and config.head_format is None
+
+
+def test_int8_as_a_dtype_quantizes_the_head_unless_told_otherwise() -> None:
+    assert InferenceConfig(dtype=torch.int8).head_format == "int8"
+    assert InferenceConfig(dtype=torch.int8, quant={"head": "none"}).head_format is None
+
+
+@pytest.mark.parametrize("value", ["int3", True, 8])
+def test_a_head_has_a_format_of_the_list(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"quant\.head"):
+        InferenceConfig(quant={"head": value})
+
+
 def test_without_quant_weights_are_plain_unless_the_dtype_is_int8() -> None:
     assert InferenceConfig().weight_format is None
     assert InferenceConfig(dtype=torch.bfloat16).weight_format is None

@@ -146,7 +146,7 @@ _QUANT = {
     "quant.activation.q_groups": _unserved("Groups of an input row with a scale of their own."),
     "quant.weight": _acts(
         "Chooses the format that the linears of the layers are packed into, with and without injection; "
-        "embeddings, the vocabulary projection and routers stay plain."
+        "routers stay plain."
     ),
     "quant.weight.enabled": _acts("False leaves weights plain."),
     "quant.weight.num_bits": _acts(
@@ -165,6 +165,15 @@ _QUANT = {
     "quant.weight.post_init_quant": _refused(_GROUPWISE),
     "quant.qkv": _acts("Exempts one projection of every block."),
     "quant.qkv.enabled": _acts("False leaves the projection of query, key and value plain."),
+    "quant.head": _acts(
+        "Packs the vocabulary projection, which every new token reads whole, whatever the format of the "
+        "layers; none or False leaves it plain. A projection that is tied to the embedding gets planes of "
+        "its own, and the embedding keeps the tensor. Beside weights that are switched off it acts when set."
+    ),
+    "quant.embedding": _acts(
+        "Packs the token embedding, whose rows are unpacked as they are looked up. A projection that is tied "
+        "to it shares its planes, unless quant.head asks for another format, and the tensor is freed."
+    ),
 }
 
 _ZERO = {

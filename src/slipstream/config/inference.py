@@ -164,6 +164,13 @@ class InferenceConfig(Section):
         return "int8" if self.dtype is torch.int8 else self.quant.weight_format
 
     @property
+    def head_format(self) -> WeightFormat | None:
+        """Format that the vocabulary projection is quantized to, or None where it stays plain."""
+        if self.dtype is torch.int8:
+            return None if self.quant.head == "none" else self.quant.head
+        return self.quant.head_format
+
+    @property
     def activation_quantized(self) -> bool:
         """Whether the inputs of quantized linears are quantized as well."""
         return self.quant.activation_quantized

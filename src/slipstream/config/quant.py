@@ -6,9 +6,9 @@ force when the caller wrote something into the section and did not switch it off
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from slipstream.config.section import Section
 from slipstream.config.values import BitWidth, Count, Flag
@@ -16,6 +16,7 @@ from slipstream.config.values import BitWidth, Count, Flag
 __all__ = [
     "ActivationQuantConfig",
     "BaseQuantConfig",
+    "OutsideFormat",
     "QKVQuantConfig",
     "QuantizationConfig",
     "WeightFormat",
@@ -23,6 +24,11 @@ __all__ = [
 ]
 
 WeightFormat = Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2"]
+OutsideFormat = Annotated[
+    Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2", "none"],
+    BeforeValidator(lambda value: "none" if value is False else value),
+]
+"""Of a matrix outside of the layers; False is "none"."""
 
 _BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp6": 6, "fp6-e3m2": 6}
 _FORMATS: dict[int, WeightFormat] = {8: "int8", 4: "int4", 6: "fp6"}
@@ -96,6 +102,10 @@ class QuantizationConfig(Section):
     )
     weight: WeightQuantConfig = Field(default=WeightQuantConfig(), description="the weights of linears")
     qkv: QKVQuantConfig = Field(default=QKVQuantConfig(), description="the projection of q, k and v")
+    head: OutsideFormat = Field(
+        default="int8", description='format of the vocabulary projection once `quant` is in force, or "none"'
+    )
+    embedding: OutsideFormat = Field(default="none", description='format of the token embedding, or "none"')
 
     @classmethod
     def shorthand(cls, value: object) -> object:
@@ -108,6 +118,20 @@ class QuantizationConfig(Section):
         if not (self._asked_for and self.enabled and self.weight.enabled):
             return None
         return self.weight.format or _FORMATS[self.weight.num_bits]
+
+    @property
+    def head_format(self) -> WeightFormat | None:
+        """Name of the vocabulary projection's format, or None where it stays plain.
+
+        It follows the weights; beside plain weights it has to be asked for by name.
+        """
+        follows = self.weight_format is not None or "head" in self.model_fields_set
+        return self.head if self.enabled and follows and self.head != "none" else None
+
+    @property
+    def embedding_format(self) -> WeightFormat | None:
+        """Name of the token embedding's format, or None where it stays plain."""
+        return self.embedding if self.enabled and self.embedding != "none" else None
 
     @property
     def activation_quantized(self) -> bool:
@@ -140,5 +164,6 @@ def _asks(given: dict[str, Any]) -> bool:
         _asks(value)
         if name in ("activation", "weight", "qkv")
         else not (name == "enabled" and value is False)
+        and not (name in ("head", "embedding") and value == "none")
         for name, value in given.items()
     )

@@ -185,9 +185,12 @@ def _vocabulary(model: nn.Module) -> int | None:
     if not hasattr(model, "get_input_embeddings"):
         return None
     try:
-        weight = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
     except NotImplementedError:
         return None
+    # Read as an attribute, a packed matrix would be unpacked.
+    own = embedding._parameters.get("weight") if isinstance(embedding, nn.Module) else None
+    weight = getattr(embedding, "weight", None) if own is None else own
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 

@@ -26,7 +26,9 @@ from slipstream.model.frame import Frame, run_stack
 from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.layers import Found, find_layers
-from slipstream.model.packed import pack_layers, packed_bytes, plan_packing
+from slipstream.model.outside import OutsideFormats, OutsidePlan, pack_outside, plan_outside
+from slipstream.model.packed import packed_bytes
+from slipstream.model.packing import pack_layers, plan_packing
 from slipstream.model.parts import Part, fuse_parts, judge_parts
 from slipstream.model.report import LayerReport, Report
 from slipstream.model.watch import watch
@@ -80,7 +82,8 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         verdicts = _judge(model, layers, config, settings)
         packing = plan_packing(layers, verdicts, settings)
         parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
-        frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings)
+        outside, stays = _outside(model, config, settings)
+        frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings, outside)
     except BaseException:
         for module in training:
             module.training = True
@@ -92,6 +95,8 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         model.to(device.torch_device)
     blocks = fuse(layers, verdicts, settings)
     packed = pack_layers(layers, packing, settings)
+    notes += stays
+    around = tuple(pack_outside(model, outside))
     fuse_parts(layers, parts)
     if settings.format.bits and not blocks and not packing:
         notes.append(_nothing_packed(model, settings.format))
@@ -106,7 +111,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)
-    report = report if runner is None else _with_stack(report, stack.name)
+    report = replace(report if runner is None else _with_stack(report, stack.name), outside=around)
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)
@@ -243,12 +248,30 @@ def _judge(
     return verdicts
 
 
+def _outside(
+    model: nn.Module, config: InferenceConfig, settings: Settings
+) -> tuple[list[OutsidePlan], list[str]]:
+    """What is packed outside of the layers, and why other things are not."""
+    head, embedding = config.head_format, config.quant.embedding_format
+    wanted = OutsideFormats(
+        None if head is None else format_of(head),
+        None if embedding is None else format_of(embedding),
+        follows="head" not in config.quant.model_fields_set,
+    )
+
+    def bind(packed: Format) -> Bound:
+        return bind_ops(Facts(settings.device, settings.dtype, None, packed.name), KERNELS).linear
+
+    return plan_outside(model, wanted, bind=bind, dtype=settings.dtype, strict=settings.check)
+
+
 def _frame(
     model: nn.Module,
     model_config: Any,
     layers: Sequence[Found],
     verdicts: Mapping[str, Verdict],
     settings: Settings,
+    outside: Sequence[OutsidePlan],
 ) -> tuple[Frame | None, str]:
     """The frame of the engine road, or why there is none."""
     fused = [found for found in layers if verdicts[found.name].returns is not None]
@@ -267,7 +290,8 @@ def _frame(
     names = [found.name for found in fused]
     try:
         # The check runs where the model is, before it moves; a kernel leaves tensors elsewhere to torch.
-        ops = bind_ops(Facts(torch.device("cpu"), settings.dtype), KERNELS)
+        head = next((plan.format.name for plan in outside if plan.role == "head"), "plain")
+        ops = bind_ops(Facts(torch.device("cpu"), settings.dtype, None, head), KERNELS)
         frame = Frame(model, spec, ops, rope_table=family.rope_table)
     except AttributeError as error:
         return None, str(error)

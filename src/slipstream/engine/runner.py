@@ -75,7 +75,7 @@ class Runner:
 
     def new_cache(self, blocks: int) -> PagedCache:
         """A cache of `blocks` blocks per layer, in the model's dtype and on its device."""
-        weight = self.frame.embed.weight
+        weight = self.frame.embed._parameters["weight"]  # as an attribute, it would be unpacked
         return PagedCache(
             [block.spec for block in self.blocks], blocks, dtype=weight.dtype, device=weight.device
         )

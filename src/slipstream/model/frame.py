@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.model.block import Block, RopeTable
+from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
-from slipstream.ops.linear import Weight
 from slipstream.ops.paged_attention import write_cache
 from slipstream.ops.rope import half_table
 from slipstream.ops.step import Step
@@ -31,7 +30,8 @@ _FIXED_ROPES = frozenset({"default", "linear", "yarn", "llama3"})
 class Frame:
     """The parts of a causal language model outside of its layers, by the model's own tensors.
 
-    Nothing is copied: the tensors are looked up in the live model, so a move or a new tie is seen at once.
+    Nothing is copied: the tensors (or packed planes) are looked up in the live model, so a move or a new tie
+    is seen at once.
     """
 
     def __init__(self, model: nn.Module, spec: FrameSpec, ops: Ops, *, rope_table: str | None = None) -> None:
@@ -40,7 +40,7 @@ class Frame:
         Args:
             model: The causal language model.
             spec: Names and numbers.
-            ops: Bound implementations for norms.
+            ops: Bound implementations for norms and for the head's format.
             rope_table: Path of a `[sin | cos]` table within a layer, where the model has no rotary module.
 
         Raises:
@@ -94,7 +94,7 @@ class Frame:
             `(T, C)`, what enters the first layer.
         """
         spec = self.spec
-        x = F.embedding(token_ids, self.embed.weight)
+        x = weight_of(self.embed).rows(token_ids)
         if spec.embed_scale != 1.0:
             rounded = (
                 torch.tensor(spec.embed_scale, dtype=x.dtype).item() if spec.embed_scale_rounded else None
@@ -122,9 +122,7 @@ class Frame:
         return logits
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        matrix, bias = module.weight, getattr(module, "bias", None)
-        weight = Weight("plain", tuple(matrix.shape), (matrix,), lambda planes: planes[0], bias)
-        return self.ops.linear.run(x, weight)  # type: ignore[no-any-return]
+        return self.ops.linear.run(x, weight_of(module))  # type: ignore[no-any-return]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-__all__ = ["LayerReport", "Report"]
+__all__ = ["LayerReport", "OutsideReport", "Report"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,31 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class OutsideReport:
+    """One packed matrix outside of the layers.
+
+    Attributes:
+        name: Its path in the model.
+        role: "head" or "embedding".
+        kernels: Implementation by op; empty for an embedding.
+        format: Weight format.
+        bytes: Of its planes; 0 where it shares those of the embedding.
+    """
+
+    name: str
+    role: str
+    kernels: Mapping[str, str]
+    format: str
+    bytes: int
+
+    def __str__(self) -> str:
+        """One line."""
+        size = _size(self.bytes) if self.bytes else "in the embedding's planes"
+        run = f", {_kernels(self.kernels)}" if self.kernels else ""
+        return f"{self.role} {self.name}: {self.format}, {size}{run}"
+
+
+@dataclass(frozen=True)
 class Report:
     """A whole engine (or what an engine would be, from `inspect`).
 
@@ -45,6 +70,7 @@ class Report:
         notes: What a user should know: settings without effect here, fallbacks and their reasons.
         layers: In the order of the model.
         times: Milliseconds per call by layer name, where profiling is on.
+        outside: What is packed outside of the layers.
     """
 
     level: str
@@ -52,14 +78,17 @@ class Report:
     notes: tuple[str, ...]
     layers: tuple[LayerReport, ...]
     times: Mapping[str, float] = field(default_factory=dict)
+    outside: tuple[OutsideReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: strings, integers, floats, lists and dictionaries."""
+        """Plain data: strings, integers, floats, lists and dictionaries; `outside` where anything is."""
         keys = ("name", "family", "level", "kernels", "format", "bytes", "max_error")
         layers = [{key: getattr(layer, key) for key in keys} for layer in self.layers]
         for layer in layers:
             layer["kernels"] = dict(layer["kernels"])
-        return {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
+        found = {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
+        outside = [{**asdict(part), "kernels": dict(part.kernels)} for part in self.outside]
+        return {**found, "outside": outside} if outside else found
 
     def __str__(self) -> str:
         """A table; layers in a row that differ in nothing but their number share a line."""
@@ -76,6 +105,7 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         if self.layers:
             lines.extend("  " + _aligned(row, widths) for row in rows)
+        lines += [f"  {part}" for part in self.outside]
         reasons = {layer.reason: layer.name for layer in reversed(self.layers) if layer.reason}
         lines += [f"  {name}: {reason}" for reason, name in reversed(reasons.items())]
         lines += [f"  note: {note}" for note in self.notes]

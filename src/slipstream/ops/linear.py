@@ -53,6 +53,20 @@ class Weight:
             return runs[0] if len(runs) == 1 else torch.cat(runs)
         return self.unpack(tuple(plane[index] for plane in self.planes), self.shape[1:], self.dtype)
 
+    def rows(self, index: Tensor) -> Tensor:
+        """Return rows of a matrix, `(n, I)`, without unpacking the others.
+
+        Args:
+            index: `(n,)` int64 within the rows, in any order.
+
+        Raises:
+            IndexError: A row that is not there.
+        """
+        if self.dtype is None:
+            return self.dense().index_select(0, index)
+        planes = tuple(plane.index_select(0, index) for plane in self.planes)
+        return self.unpack(planes, (len(index), self.shape[-1]), self.dtype)
+
     @property
     def nbytes(self) -> int:
         """Bytes held by the planes and the bias."""

@@ -1,0 +1,144 @@
+"""Which linears, Conv1D and parameters of experts are packed in layers that keep their own code.
+
+Shapes: I input width, O output width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from slipstream.errors import WeightError
+from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.layers import Found
+from slipstream.model.packed import holds, pack
+from slipstream.spec import Role
+from slipstream.weights.load import plan_block
+from slipstream.weights.recipe import Plan
+from slipstream.weights.source import ModuleSource
+
+__all__ = ["PackPlan", "pack_layers", "plan_packing"]
+
+_ROUTER = re.compile(r"(^|_)(gate|router)$")
+_QKV = re.compile(r"^(q|k|v|qkv|query|key|value|query_key_value|c_attn|Wqkv)(_proj|_lin|_attn)?$")
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """One parameter that is packed.
+
+    Attributes:
+        path: Of its module, from the layer.
+        name: Of the parameter within the module.
+        transposed: It is stored `(..., I, O)`.
+        linear: The module is nothing but this matrix and a bias, so that it may run the op.
+    """
+
+    path: str
+    name: str
+    transposed: bool
+    linear: bool
+
+
+def plan_packing(
+    layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings
+) -> dict[str, tuple[PackPlan, ...]]:
+    """List what is packed in the layers that are not fused; the model is only read.
+
+    Every linear is, but routers and the roles that `settings` leaves plain; parameters of experts are where a
+    family knows them.
+
+    Args:
+        layers: From `find_layers`.
+        verdicts: From `judge`.
+        settings: Has the format, and the roles that stay plain.
+
+    Returns:
+        By layer name, for layers in which anything is packed.
+    """
+    plans: dict[str, tuple[PackPlan, ...]] = {}
+    if settings.format.bits == 0:
+        return plans
+    for found in layers:
+        if verdicts[found.name].returns is None:
+            chosen = tuple(_choose(found, settings.plain_roles))
+            if chosen:
+                plans[found.name] = chosen
+    return plans
+
+
+def _choose(found: Found, plain_roles: frozenset[Role]) -> Iterator[PackPlan]:
+    roles = _roles(found)
+    for path, module in found.layer.named_modules():
+        if not path or "forward" in vars(module) or not (_is_linear(module) or _is_conv1d(module)):
+            continue
+        full, leaf = f"{path}.weight", path.rpartition(".")[2]
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.is_floating_point() or weight.numel() == 0:
+            continue
+        if full in roles:
+            plain = not roles[full][0].is_quantizable or roles[full][0] in plain_roles
+        else:
+            plain = bool(_ROUTER.search(leaf)) or (Role.QKV in plain_roles and bool(_QKV.match(leaf)))
+        if not plain:
+            yield PackPlan(path, "weight", transposed=_is_conv1d(module), linear=True)
+    for full, (role, transposed) in roles.items():
+        path, _, leaf = full.rpartition(".")
+        tensor = found.layer.get_parameter(full)
+        if path and tensor.dim() == 3 and role.is_quantizable and role not in plain_roles:
+            yield PackPlan(path, leaf, transposed=transposed, linear=False)
+
+
+def _roles(found: Found) -> dict[str, tuple[Role, bool]]:
+    """Role of each matrix of a layer that a family knows, and whether it is stored transposed."""
+    if found.family is None or found.spec is None:
+        return {}
+    try:
+        source = ModuleSource(found.layer)
+        plans: Mapping[Role, Plan] = plan_block(
+            source, found.family.recipes, found.spec, ignored=found.family.ignored
+        )
+    except WeightError:
+        return {}
+    matrices = ((role, piece) for role, plan in plans.items() if role.is_matrix for piece in plan.weight)
+    return {piece.name: (role, piece.transposed) for role, piece in matrices}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def pack_layers(
+    layers: Iterable[Found], plans: Mapping[str, Sequence[PackPlan]], settings: Settings
+) -> dict[str, str]:
+    """Pack, in place, one parameter at a time: each is released before the next one is read.
+
+    Args:
+        layers: Already in the engine's dtype and on its device.
+        plans: From `plan_packing`.
+        settings: Has the format and the implementations.
+
+    Returns:
+        The implementation that packed linears run, by name of each layer in which anything is packed.
+    """
+    bound = settings.bind(None).linear
+    for found in layers:
+        for plan in plans.get(found.name, ()):
+            module = found.layer.get_submodule(plan.path)
+            if holds(module, plan.name):
+                continue  # layers that share their parts
+            tensor = module.get_parameter(plan.name).detach()
+            bias = module._parameters.get("bias") if plan.linear else None
+            weight = settings.format.weight(tensor.mT if plan.transposed else tensor, bias)
+            run = bound.run if plan.linear else None
+            pack(module, plan.name, weight, transposed=plan.transposed, run=run)
+            del tensor
+    return dict.fromkeys(plans, bound.name)
