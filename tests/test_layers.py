@@ -97,7 +97,7 @@ def test_imports_point_down(file: Path) -> None:
         ("ops/norm.py", "from slipstream.devices import cpu", 1),
         ("ops/norm.py", "from .bind import choose\nfrom slipstream.errors import WeightError", 0),
         ("engine/engine.py", "from slipstream.kernels import triton", 1),
-        ("engine/build.py", "from slipstream.kernels import triton", 0),
+        ("engine/build.py", "from slipstream.kernels import kernels_for", 0),
         ("families/llama.py", "from slipstream.ops import norm", 1),
         ("weights/gguf.py", "from slipstream.config.environment import cache_dir", 0),
         ("kernels/cpu/norm.py", "from slipstream.kernels.cpu import library", 0),
@@ -161,7 +161,8 @@ def test_a_function_has_at_most_60_lines_and_8_arguments(file: Path) -> None:
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
         count = len(names) + len(node.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
-        if lines > 60 or count > 8:
+        jitted = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        if lines > 60 or (count > 8 and not jitted):  # a kernel's arguments are what a launch hands over
             wrong.append(f"{relative(file)}:{node.lineno} {node.name}: {lines} lines, {count} arguments")
     assert not wrong
 

@@ -71,7 +71,7 @@ def test_install_refuses_a_part_it_does_not_know() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "'everything'" in done.stderr
-    assert "scripts/install [oldest] [demo]" in done.stderr
+    assert "scripts/install [oldest] [triton] [demo]" in done.stderr
 
 
 def test_install_names_a_python_that_is_too_old(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, Format, format_of
-from slipstream.kernels import KERNELS, bind_stack
+from slipstream.kernels import bind_stack, kernels_for
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32
 from slipstream.model.frame import Frame, run_stack
@@ -149,7 +149,7 @@ def inspect(model: nn.Module) -> Report:
 def offer(dtype: torch.dtype) -> dict[str, Bound]:
     """What each op would run on here outside of any block, with the reasons of the kernels that declined."""
     facts = Facts(choose().torch_device, dtype)
-    return {name: bind(op, facts, KERNELS) for name, op in OPS.items()}
+    return {name: bind(op, facts, kernels_for(facts.device)) for name, op in OPS.items()}
 
 
 def _nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
@@ -215,7 +215,9 @@ def _settings(model: nn.Module, config: InferenceConfig, device: Device, packed:
     dtype = compute_dtype(model, config)
 
     def bind(spec: BlockSpec | None) -> Ops:
-        return bind_ops(Facts(device.torch_device, dtype, spec, packed.name), KERNELS)
+        return bind_ops(
+            Facts(device.torch_device, dtype, spec, packed.name), kernels_for(device.torch_device)
+        )
 
     place = torch.device("cpu") if config.keep_module_on_host else device.torch_device
     return Settings(
@@ -260,7 +262,9 @@ def _outside(
     )
 
     def bind(packed: Format) -> Bound:
-        return bind_ops(Facts(settings.device, settings.dtype, None, packed.name), KERNELS).linear
+        return bind_ops(
+            Facts(settings.device, settings.dtype, None, packed.name), kernels_for(settings.device)
+        ).linear
 
     return plan_outside(model, wanted, bind=bind, dtype=settings.dtype, strict=settings.check)
 
@@ -291,7 +295,8 @@ def _frame(
     try:
         # The check runs where the model is, before it moves; a kernel leaves tensors elsewhere to torch.
         head = next((plan.format.name for plan in outside if plan.role == "head"), "plain")
-        ops = bind_ops(Facts(torch.device("cpu"), settings.dtype, None, head), KERNELS)
+        cpu = torch.device("cpu")
+        ops = bind_ops(Facts(cpu, settings.dtype, None, head), kernels_for(cpu))
         frame = Frame(model, spec, ops, rope_table=family.rope_table)
     except AttributeError as error:
         return None, str(error)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import torch
+
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.stack import bind_stack
 from slipstream.ops.bind import Kernel
 
-__all__ = ["KERNELS", "bind_stack"]
+__all__ = ["bind_stack", "kernels_for"]
 
-KERNELS: tuple[Kernel, ...] = cpu.KERNELS
-"""Every kernel; where none accepts, an op runs its reference."""
+
+def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
+    """Every kernel of a device; where none accepts, an op runs its reference.
+
+    Args:
+        device: Where the engine runs. The GPU's kernels are only there where Triton is installed.
+    """
+    if device.type == "cpu":
+        return cpu.KERNELS
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return ()
+    from slipstream.kernels import triton
+
+    return triton.KERNELS

@@ -1,0 +1,140 @@
+"""`norm` on the GPU: one program per row, which is read once.
+
+Shapes: R rows, C width.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.triton.register import operator
+from slipstream.kernels.triton.target import Build, Launch, refuse
+from slipstream.ops.bind import Kernel
+from slipstream.ops.norm import norm
+from slipstream.spec import Norm
+
+__all__ = ["BUILDS", "KERNELS"]
+
+_WIDEST = 1 << 15
+"""A wider row does not fit into the registers of one program."""
+
+
+@triton.jit
+def _norm_rows(
+    x,
+    weight,
+    bias,
+    out,
+    width,
+    weight_rows,
+    eps,
+    offset,
+    LAYER: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    y = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if LAYER:
+        y = tl.where(inside, y - tl.sum(y, 0) / width, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps)
+    own = (row % weight_rows) * width + column
+    if HAS_WEIGHT:
+        y = y * (tl.load(weight + own, mask=inside, other=0.0).to(tl.float32) + offset)
+    if HAS_BIAS:
+        y = y + tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
+
+
+def _launch_of(width: int) -> Launch:
+    block = triton.next_power_of_2(width)
+    # 16 bytes per thread and load, up to what one program may have.
+    return Launch({"BLOCK": block}, warps=min(max(block // 256, 1), 16))
+
+
+def _launch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float, offset: float
+) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // max(width, 1)
+    if rows:
+        some = weight if weight is not None else bias
+        weight_rows = 1 if some is None else max(some.numel() // width, 1)
+        _norm_rows[(rows,)](
+            x,
+            x if weight is None else weight,
+            x if bias is None else bias,
+            out,
+            width,
+            weight_rows,
+            eps,
+            offset,
+            LAYER=layer,
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            **_launch_of(width).options(),
+        )
+    return out
+
+
+_norm = operator(
+    "norm(Tensor x, Tensor? weight, Tensor? bias, bool layer, float eps, float offset) -> Tensor",
+    _launch,
+    lambda x, weight, bias, layer, eps, offset: torch.empty_like(x),
+)
+
+
+def _fits(x: Tensor, vector: Tensor | None) -> bool:
+    """Whether a weight or bias is `(C,)`, or one row for each of the last rows of `x`."""
+    return vector is None or (vector.is_contiguous() and vector.shape == x.shape[x.dim() - vector.dim() :])
+
+
+def _run(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -> Tensor:
+    same = weight is None or bias is None or weight.shape == bias.shape
+    if x.shape[-1] > _WIDEST or not same or not _fits(x, weight) or not _fits(x, bias):
+        return norm(x, weight, bias, spec=spec)
+    return _norm(x, weight, bias, spec.kind == "layer", spec.eps, spec.offset)  # type: ignore[no-any-return]
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+KERNELS = (Kernel("norm", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), _run),)
+
+
+def _build(width: int, layer: bool) -> Build:
+    types = {
+        "x": "*bf16",
+        "weight": "*bf16",
+        "bias": "*bf16",
+        "out": "*bf16",
+        "width": "i32",
+        "weight_rows": "i32",
+        "eps": "fp32",
+        "offset": "fp32",
+        "LAYER": layer,
+        "HAS_WEIGHT": True,
+        "HAS_BIAS": layer,
+    }
+    name = f"norm, {'layer' if layer else 'rms'}, {width}"
+    return Build(
+        name,
+        _norm_rows,
+        types,
+        _launch_of(width),
+        frozenset({"width"}),
+        registers=64,
+        wide_loads=1,
+    )
+
+
+BUILDS = (_build(2048, False), _build(4096, False), _build(4096, True))

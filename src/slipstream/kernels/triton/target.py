@@ -1,0 +1,77 @@
+"""What the kernels are compiled for, and what each compiled form must hold to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+
+from slipstream.ops.bind import Facts
+
+__all__ = ["Build", "Launch", "interpreted", "refuse"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one shape bucket of a kernel is launched.
+
+    Attributes:
+        sizes: Values of the kernel's own constants, by name.
+        warps: Warps per program.
+        stages: Depth of the software pipeline.
+    """
+
+    sizes: Mapping[str, int]
+    warps: int = 4
+    stages: int = 1
+
+    def options(self) -> dict[str, int]:
+        """The keywords of a launch."""
+        return {**self.sizes, "num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One form of a kernel, to be compiled ahead of time on a machine without a GPU.
+
+    Attributes:
+        name: Kernel and what is particular about this form.
+        kernel: The jitted function.
+        types: Triton's type of each argument by name ("*bf16", "i32"), or the value of a constant.
+        launch: As the form is launched.
+        divisible: Integers that are multiples of 16 when it is launched; pointers always are.
+        registers: Most registers that a thread may use.
+        wide_loads: Least number of 128-bit loads.
+        needs: Instructions that must be in it, by target ("sm_90").
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, Any]
+    launch: Launch
+    divisible: frozenset[str] = frozenset()
+    registers: int = 255
+    wide_loads: int = 0
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels by its interpreter, on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def refuse(facts: Facts, *, dtypes: tuple[Any, ...]) -> str | None:
+    """Why no kernel of this backend should be chosen, or None.
+
+    Args:
+        facts: As `bind` gives them.
+        dtypes: That the kernel computes in.
+    """
+    if facts.dtype not in dtypes:
+        return f"computes in {', '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {facts.dtype}"
+    return None
+
+
+Refuse = Callable[[Facts], str | None]

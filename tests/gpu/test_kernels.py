@@ -1,0 +1,42 @@
+"""Every kernel of the GPU agrees with its op's reference: each case and dtype, by Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.triton import KERNELS
+from slipstream.ops import OPS
+from slipstream.ops.bind import Case, Facts, Kernel
+from slipstream.ops.linear import Weight
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Beside the reference in double: the result's own rounding, and that of rows in products of 16 bits."""
+
+
+def double(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value.apply(lambda t: t.double()) if isinstance(value, Weight) else value
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [(kernel, case) for kernel in KERNELS for case in OPS[kernel.op].cases],
+    ids=lambda value: f"{value.op}-{value.name}" if isinstance(value, Kernel) else value.name,
+)
+def test_a_kernel_agrees_with_its_reference(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
+    if kernel.refuse(Facts(torch.device("cuda"), dtype)) is not None:
+        pytest.skip(f"{kernel.name} does not compute in {dtype}")
+    arguments = case.make(torch.Generator().manual_seed(3), dtype)
+    expected = OPS[kernel.op].reference(**{name: double(value) for name, value in arguments.items()})
+    got = kernel.run(**arguments)
+    assert got.shape == expected.shape
+    assert got.dtype == dtype
+    assert got.isfinite().all()
+    error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+    assert float(error) <= TOLERANCE[dtype]
