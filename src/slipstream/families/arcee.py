@@ -9,11 +9,11 @@ from slipstream.weights.recipe import Take
 
 
 def _arcee(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, gated=False, window=None)
+    return llama_like(config, index, gated=False)
 
 
 def _jais2(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, norm=Norm("layer", config.layer_norm_eps), gated=False, window=None)
+    return llama_like(config, index, norm=Norm("layer", config.layer_norm_eps), gated=False)
 
 
 def _jais2_frame(config: Config) -> FrameSpec:

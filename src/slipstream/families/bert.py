@@ -11,8 +11,12 @@ from slipstream.spec import BlockSpec, Role
 from slipstream.weights.recipe import Recipe, Stack, Take
 
 
+def _post_norm(config: Config, index: int) -> BlockSpec:
+    return bert_like(config, index, causal=config.is_decoder)
+
+
 def _pre_norm(config: Config, index: int) -> BlockSpec:
-    return bert_like(config, index, place="pre")
+    return bert_like(config, index, place="pre", causal=config.is_decoder)
 
 
 def _refuse(config: Config) -> str | None:
@@ -50,7 +54,7 @@ def _family(
     return Family(
         name=name,
         layers=(f"{prefix}Layer",),
-        spec=bert_like if norms is None else _pre_norm,
+        spec=_post_norm if norms is None else _pre_norm,
         recipes={**_RECIPES, **first},
         refuse=_refuse_decoder if causal is None else _refuse,
         tiny=tuple(tiny),

@@ -16,7 +16,6 @@ def _spec(config: Config, index: int) -> BlockSpec:
         parallel=True,
         rope=rope(config, interleaved=True, table="pairs"),
         qk_norm=QKNorm(norm) if config.use_qk_norm else None,
-        window=None,
     )
 
 

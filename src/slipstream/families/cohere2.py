@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, rope, tiny, window
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_windowed, rope, tiny, window
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, FrameSpec, Norm
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(
+    return llama_windowed(
         config,
         index,
         norm=Norm("layer", config.layer_norm_eps),

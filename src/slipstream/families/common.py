@@ -20,15 +20,18 @@ __all__ = [
     "QK_NORMS",
     "SANDWICH_RECIPES",
     "TINY",
-    "activation",
     "alibi_slopes",
     "bert_like",
     "bert_tiny",
     "field",
+    "gpt_frame",
+    "gpt_like",
     "head_dim",
     "layer_type",
     "llama_frame",
     "llama_like",
+    "llama_windowed",
+    "plain_like",
     "rope",
     "sparse_layer",
     "tiny",
@@ -110,13 +113,8 @@ def field(config: Config, *names: str, default: Any = None) -> Any:
 
 
 def head_dim(config: Config) -> int:
-    """Width of a head: the config's own field, or hidden size over heads."""
+    """Width of a head where the class reads the config's own field for it, else hidden size over heads."""
     return int(field(config, "head_dim", default=config.hidden_size // config.num_attention_heads))
-
-
-def activation(config: Config) -> str:
-    """Name of the feed-forward's activation."""
-    return str(field(config, "hidden_activation", "hidden_act", "activation_function", default="silu"))
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
@@ -137,7 +135,7 @@ def layer_type(config: Config, index: int) -> str | None:
 
 
 def window(config: Config, index: int) -> int | None:
-    """Sliding window of a layer: by `layer_types` where there are any, else `sliding_window` for all."""
+    """Sliding window of a layer by `layer_types`, or where there are none `sliding_window` for all."""
     kind = layer_type(config, index)
     size = field(config, "sliding_window")
     return None if size is None or kind not in (None, "sliding_attention") else int(size)
@@ -157,7 +155,7 @@ def rope(config: Config, *, interleaved: bool = False, **options: Any) -> Rope:
 
 
 def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a llama-like layer; `changes` replace single fields."""
+    """The spec of a llama-like layer, which sees all that came before; `changes` replace single fields."""
     dim = head_dim(config)
     spec = BlockSpec(
         hidden=config.hidden_size,
@@ -165,30 +163,54 @@ def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
         kv_heads=int(field(config, "num_key_value_heads", default=config.num_attention_heads)),
         head_dim=dim,
         ffn=config.intermediate_size,
-        norm=Norm("rms", float(field(config, "rms_norm_eps", "layer_norm_eps", default=1e-6))),
-        activation=activation(config),
+        norm=Norm("rms", float(field(config, "rms_norm_eps", default=1e-6))),
+        activation=str(field(config, "hidden_act", default="silu")),
         scale=dim**-0.5,
-        window=window(config, index),
         rope=rope(config),
     )
     return replace(spec, **changes)
 
 
-def bert_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a BERT-like layer; `changes` replace single fields."""
-    dim = head_dim(config)
+def llama_windowed(config: Config, index: int, **changes: Any) -> BlockSpec:
+    """The spec of a llama-like layer whose window is said by `layer_types`; `changes` replace fields."""
+    return llama_like(config, index, **{"window": window(config, index), **changes})
+
+
+def plain_like(config: Config, index: int, **changes: Any) -> BlockSpec:
+    """The spec of a causal layer with LayerNorms and no gate; `changes` replace single fields."""
+    dim = config.hidden_size // config.num_attention_heads
     spec = BlockSpec(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
         head_dim=dim,
-        ffn=config.intermediate_size,
-        norm=Norm("layer", float(field(config, "layer_norm_eps", default=1e-12))),
-        place="post",
-        activation=activation(config),
+        ffn=int(field(config, "intermediate_size", default=4 * config.hidden_size)),
+        norm=Norm("layer", float(field(config, "layer_norm_eps", default=1e-5))),
+        activation=str(field(config, "hidden_act", default="gelu")),
         gated=False,
         scale=dim**-0.5,
-        causal=bool(field(config, "is_decoder", default=False)),
+    )
+    return replace(spec, **changes)
+
+
+def bert_like(config: Config, index: int, **changes: Any) -> BlockSpec:
+    """The spec of a BERT-like encoder's layer; `changes` replace single fields."""
+    return plain_like(config, index, **{"place": "post", "causal": False, **changes})
+
+
+def gpt_like(config: Config, index: int, **changes: Any) -> BlockSpec:
+    """The spec of a layer with GPT-2's field names; `changes` replace single fields."""
+    dim = config.n_embd // config.n_head
+    spec = BlockSpec(
+        hidden=config.n_embd,
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        head_dim=dim,
+        ffn=config.n_inner or 4 * config.n_embd,
+        norm=Norm("layer", config.layer_norm_epsilon),
+        activation=config.activation_function,
+        gated=False,
+        scale=dim**-0.5,
     )
     return replace(spec, **changes)
 
@@ -202,5 +224,18 @@ def llama_frame(config: Config, **changes: Any) -> FrameSpec:
         norm=Norm("rms", float(field(config, "rms_norm_eps", default=1e-6))),
         final_norm="model.norm",
         rotary="model.rotary_emb",
+    )
+    return replace(frame, **changes)
+
+
+def gpt_frame(config: Config, **changes: Any) -> FrameSpec:
+    """The frame of a model with GPT-2's names; `changes` replace single fields."""
+    frame = FrameSpec(
+        layers="transformer.h",
+        embed="transformer.wte",
+        pos_embed="transformer.wpe",
+        head="lm_head",
+        norm=Norm("layer", config.layer_norm_epsilon),
+        final_norm="transformer.ln_f",
     )
     return replace(frame, **changes)

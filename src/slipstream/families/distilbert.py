@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
+from slipstream.families.common import bert_like
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, Norm, Role
 from slipstream.weights.recipe import Stack, Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    dim = config.dim // config.n_heads
-    return BlockSpec(
-        hidden=config.dim,
-        heads=config.n_heads,
-        kv_heads=config.n_heads,
-        head_dim=dim,
-        ffn=config.hidden_dim,
-        norm=Norm("layer", 1e-12),
-        place="post",
-        activation=config.activation,
-        gated=False,
-        scale=dim**-0.5,
-        causal=False,
-    )
+    norm = Norm("layer", 1e-12)
+    return bert_like(config, index, ffn=config.hidden_dim, norm=norm, activation=config.activation)
 
 
 _TINY = {

@@ -8,7 +8,7 @@ from slipstream.spec import BlockSpec
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, rope=rope(config, interleaved=True), window=None)
+    return llama_like(config, index, rope=rope(config, interleaved=True))
 
 
 FAMILY = Family(

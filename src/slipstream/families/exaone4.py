@@ -6,7 +6,7 @@ from slipstream.families.common import (
     POST_NORM_RECIPES,
     QK_NORMS,
     llama_frame,
-    llama_like,
+    llama_windowed,
     rope,
     tiny,
     window,
@@ -17,7 +17,7 @@ from slipstream.spec import BlockSpec, Norm, QKNorm
 
 def _spec(config: Config, index: int) -> BlockSpec:
     rotates = config.sliding_window is None or window(config, index) is not None
-    return llama_like(
+    return llama_windowed(
         config,
         index,
         qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)),

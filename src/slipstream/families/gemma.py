@@ -12,8 +12,7 @@ def _norm(config: Config) -> Norm:
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    # Old checkpoints carry a `hidden_activation` too, which the model does not read.
-    return llama_like(config, index, norm=_norm(config), activation=config.hidden_act, window=None)
+    return llama_like(config, index, norm=_norm(config))
 
 
 def _frame(config: Config) -> FrameSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, SANDWICH_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.common import LLAMA_RECIPES, SANDWICH_RECIPES, llama_frame, llama_windowed, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import Take
@@ -16,10 +16,11 @@ def _norm(config: Config) -> Norm:
 
 def _spec(config: Config, index: int) -> BlockSpec:
     # Releases of transformers that run this model under "sdpa" leave the cap of the scores out there.
-    return llama_like(
+    return llama_windowed(
         config,
         index,
         norm=_norm(config),
+        activation=config.hidden_activation,
         scale=config.query_pre_attn_scalar**-0.5,
         softcap=None if config._attn_implementation == "sdpa" else config.attn_logit_softcapping,
     )

@@ -29,6 +29,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
         config,
         index,
         norm=_norm(config),
+        activation=config.hidden_activation,
         qk_norm=QKNorm(_norm(config)),
         rope=rope(config, layer_type=layer_type(config, index)),
         scale=config.query_pre_attn_scalar**-0.5,

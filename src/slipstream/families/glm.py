@@ -9,7 +9,7 @@ from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, rope=rope(config, interleaved=True), window=None)
+    return llama_like(config, index, rope=rope(config, interleaved=True))
 
 
 FAMILY = Family(

@@ -1,44 +1,47 @@
-"""GPT-2: learned positions, matrices stored `(in, out)`."""
+"""GPT-2 with its matrices stored `(in, out)`, and GPT-BigCode (StarCoder): one key head for all queries."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.families.common import gpt_frame, gpt_like
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
-from slipstream.weights.recipe import Conv1D, Take
+from slipstream.spec import BlockSpec, Role
+from slipstream.weights.recipe import Conv1D, Interleaved, Recipe, Take
 
 
-def _spec(config: Config, index: int) -> BlockSpec:
-    dim = config.n_embd // config.n_head
-    scale = dim**-0.5 if config.scale_attn_weights else 1.0
-    return BlockSpec(
-        hidden=config.n_embd,
-        heads=config.n_head,
-        kv_heads=config.n_head,
-        head_dim=dim,
-        ffn=config.n_inner or 4 * config.n_embd,
-        norm=Norm("layer", config.layer_norm_epsilon),
-        activation=config.activation_function,
-        gated=False,
-        scale=scale / (index + 1) if config.scale_attn_by_inverse_layer_idx else scale,
+def _gpt2(config: Config, index: int) -> BlockSpec:
+    scale = _scale(config)
+    return gpt_like(
+        config, index, scale=scale / (index + 1) if config.scale_attn_by_inverse_layer_idx else scale
     )
 
 
-def _frame(config: Config) -> FrameSpec:
-    return FrameSpec(
-        layers="transformer.h",
-        embed="transformer.wte",
-        pos_embed="transformer.wpe",
-        head="lm_head",
-        norm=Norm("layer", config.layer_norm_epsilon),
-        final_norm="transformer.ln_f",
-    )
+def _bigcode(config: Config, index: int) -> BlockSpec:
+    return gpt_like(config, index, kv_heads=1 if config.multi_query else config.n_head, scale=_scale(config))
+
+
+def _scale(config: Config) -> float:
+    return float((config.n_embd // config.n_head) ** -0.5) if config.scale_attn_weights else 1.0
 
 
 def _refuse(config: Config) -> str | None:
     return "cross attention" if config.add_cross_attention else None
 
 
-_TINY = {
+def _recipes(qkv: Recipe, matrix: Callable[[str], Recipe]) -> dict[Role, Recipe]:
+    return {
+        Role.ATTN_NORM: Take("ln_1"),
+        Role.QKV: qkv,
+        Role.ATTN_OUT: matrix("attn.c_proj"),
+        Role.MLP_NORM: Take("ln_2"),
+        Role.MLP_IN: matrix("mlp.c_fc"),
+        Role.MLP_OUT: matrix("mlp.c_proj"),
+    }
+
+
+_TINY: dict[str, Any] = {
     "vocab_size": 128,
     "n_embd": 64,
     "n_layer": 3,
@@ -48,27 +51,41 @@ _TINY = {
     "eos_token_id": 2,
 }
 
-FAMILY = Family(
-    name="gpt2",
-    layers=("GPT2Block",),
-    spec=_spec,
-    recipes={
-        Role.ATTN_NORM: Take("ln_1"),
-        Role.QKV: Conv1D("attn.c_attn"),
-        Role.ATTN_OUT: Conv1D("attn.c_proj"),
-        Role.MLP_NORM: Take("ln_2"),
-        Role.MLP_IN: Conv1D("mlp.c_fc"),
-        Role.MLP_OUT: Conv1D("mlp.c_proj"),
-    },
-    frame=_frame,
-    refuse=_refuse,
-    tiny=(
-        Tiny("GPT2LMHeadModel", "GPT2Config", _TINY),
-        Tiny(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            {**_TINY, "scale_attn_by_inverse_layer_idx": True, "n_inner": 80},
-            "scale by layer",
+
+def _tiny(model: str, config: str, label: str = "", **options: Any) -> Tiny:
+    return Tiny(model, config, {**_TINY, **options}, label)
+
+
+FAMILIES = (
+    Family(
+        name="gpt2",
+        layers=("GPT2Block",),
+        spec=_gpt2,
+        recipes=_recipes(Conv1D("attn.c_attn"), Conv1D),
+        frame=gpt_frame,
+        refuse=_refuse,
+        tiny=(
+            _tiny("GPT2LMHeadModel", "GPT2Config"),
+            _tiny(
+                "GPT2LMHeadModel",
+                "GPT2Config",
+                "scale by layer",
+                scale_attn_by_inverse_layer_idx=True,
+                n_inner=80,
+            ),
+        ),
+    ),
+    Family(
+        name="gpt_bigcode",
+        layers=("GPTBigCodeBlock",),
+        spec=_bigcode,
+        recipes=_recipes(Interleaved("attn.c_attn"), Take),
+        frame=gpt_frame,
+        refuse=_refuse,
+        tiny=(
+            _tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig"),
+            _tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", "many keys", multi_query=False, n_inner=80),
+            _tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", "unscaled", scale_attn_weights=False),
         ),
     ),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import activation
+from slipstream.families.common import gpt_frame
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
+from slipstream.spec import BlockSpec, Norm, Role
 from slipstream.weights.recipe import Stack, Take
 
 
@@ -16,21 +16,10 @@ def _spec(config: Config, index: int) -> BlockSpec:
         head_dim=config.hidden_size // config.num_heads,
         ffn=config.intermediate_size or 4 * config.hidden_size,
         norm=Norm("layer", config.layer_norm_epsilon),
-        activation=activation(config),
+        activation=config.activation_function,
         gated=False,
         mask="padding",
         window=config.window_size if config.attention_layers[index] == "local" else None,
-    )
-
-
-def _frame(config: Config) -> FrameSpec:
-    return FrameSpec(
-        layers="transformer.h",
-        embed="transformer.wte",
-        pos_embed="transformer.wpe",
-        head="lm_head",
-        norm=Norm("layer", config.layer_norm_epsilon),
-        final_norm="transformer.ln_f",
     )
 
 
@@ -58,7 +47,7 @@ FAMILY = Family(
         Role.MLP_IN: Take("mlp.c_fc"),
         Role.MLP_OUT: Take("mlp.c_proj"),
     },
-    frame=_frame,
+    frame=gpt_frame,
     tiny=(
         Tiny("GPTNeoForCausalLM", "GPTNeoConfig", _TINY),
         Tiny("GPTNeoForCausalLM", "GPTNeoConfig", {**_TINY, "intermediate_size": 80}, "own width"),

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from slipstream.families.common import TINY, activation, field, head_dim, rope
+from slipstream.families.common import TINY, plain_like, rope
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import Interleaved, Take
 
 
-def _spec(config: Config, index: int) -> BlockSpec:
-    dim, hidden = head_dim(config), config.hidden_size
-    width = field(config, "intermediate_size")
-    return BlockSpec(
-        hidden=hidden,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=dim,
-        ffn=int(hidden * config.intermediate_multiple_size) if width is None else width,
-        norm=Norm("layer", config.layer_norm_eps),
-        parallel=field(config, "use_parallel_residual", default=False),
-        activation=activation(config),
-        gated=False,
-        scale=dim**-0.5,
-        rope=rope(config),
-    )
+def _neox(config: Config, index: int) -> BlockSpec:
+    return plain_like(config, index, parallel=config.use_parallel_residual, rope=rope(config))
 
 
-def _family(name: str, prefix: str, head: str, variants: dict[str, dict[str, Any]]) -> Family:
+def _japanese(config: Config, index: int) -> BlockSpec:
+    width = int(config.intermediate_multiple_size * config.hidden_size)
+    return plain_like(config, index, ffn=width, rope=rope(config))
+
+
+def _family(
+    name: str,
+    prefix: str,
+    spec: Callable[[Config, int], BlockSpec],
+    *,
+    head: str,
+    variants: dict[str, dict[str, Any]],
+) -> Family:
     def frame(config: Config) -> FrameSpec:
         return FrameSpec(
             layers=f"{name}.layers",
@@ -42,7 +41,7 @@ def _family(name: str, prefix: str, head: str, variants: dict[str, dict[str, Any
     return Family(
         name=name,
         layers=(f"{prefix}Layer",),
-        spec=_spec,
+        spec=spec,
         recipes={
             Role.ATTN_NORM: Take("input_layernorm"),
             Role.QKV: Interleaved("attention.query_key_value"),
@@ -67,13 +66,14 @@ FAMILIES = (
     _family(
         "gpt_neox",
         "GPTNeoX",
-        "lm_head",
-        {
+        _neox,
+        head="lm_head",
+        variants={
             "": _TINY,
             "sequential": {**_TINY, "use_parallel_residual": False},
             "no bias, whole head": {**_TINY, "attention_bias": False, "rotary_pct": 1.0},
         },
     ),
     # Its last layer, and no other, has a bias in the attention's output.
-    _family("gpt_neox_japanese", "GPTNeoXJapanese", "embed_out", {"": _SHARED}),
+    _family("gpt_neox_japanese", "GPTNeoXJapanese", _japanese, head="embed_out", variants={"": _SHARED}),
 )

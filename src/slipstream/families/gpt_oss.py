@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import MOE_RECIPES, field, llama_frame, llama_like, rope, tiny
+from slipstream.families.common import MOE_RECIPES, field, llama_frame, llama_windowed, rope, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Role
 from slipstream.weights.recipe import Alternating, Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(
+    return llama_windowed(
         config,
         index,
         activation="swiglu_oai",

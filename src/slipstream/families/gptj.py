@@ -4,37 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import activation
+from slipstream.families.common import gpt_frame, gpt_like
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, FrameSpec, Norm, Role, Rope
+from slipstream.spec import BlockSpec, FrameSpec, Role, Rope
 from slipstream.weights.recipe import Interleaved, Recipe, Stack, Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    dim = config.n_embd // config.n_head
-    return BlockSpec(
-        hidden=config.n_embd,
-        heads=config.n_head,
-        kv_heads=config.n_head,
-        head_dim=dim,
-        ffn=config.n_inner or 4 * config.n_embd,
-        norm=Norm("layer", config.layer_norm_epsilon),
-        parallel=True,
-        activation=activation(config),
-        gated=False,
-        scale=dim**-0.5,
-        rope=Rope(config.rotary_dim or config.n_embd, interleaved=True, table="half", source="buffer"),
-    )
+    rope = Rope(config.rotary_dim or config.n_embd, interleaved=True, table="half", source="buffer")
+    return gpt_like(config, index, parallel=True, rope=rope)
 
 
 def _frame(config: Config) -> FrameSpec:
-    return FrameSpec(
-        layers="transformer.h",
-        embed="transformer.wte",
-        head="lm_head",
-        norm=Norm("layer", config.layer_norm_epsilon),
-        final_norm="transformer.ln_f",
-    )
+    return gpt_frame(config, pos_embed=None)
 
 
 _TINY = {

@@ -12,7 +12,7 @@ from slipstream.weights.recipe import Take
 
 def _spec(config: Config, index: int) -> BlockSpec:
     scale, residual = float(config.attention_multiplier), float(config.residual_multiplier)
-    return llama_like(config, index, scale=scale, residual_scale=residual, window=None)
+    return llama_like(config, index, scale=scale, residual_scale=residual)
 
 
 def _granite_frame(config: Config) -> FrameSpec:

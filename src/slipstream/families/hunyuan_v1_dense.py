@@ -10,7 +10,7 @@ from slipstream.weights.recipe import Take
 
 def _spec(config: Config, index: int) -> BlockSpec:
     qk_norm = QKNorm(Norm("rms", config.rms_norm_eps), after_rope=True)
-    return llama_like(config, index, qk_norm=qk_norm, window=None)
+    return llama_like(config, index, qk_norm=qk_norm)
 
 
 _NTK = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
-from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec
-
-
-def _spec(config: Config, index: int) -> BlockSpec:
-    # Converted checkpoints may carry a `sliding_window`, which the model does not read.
-    return llama_like(config, index, window=None)
+from slipstream.families.family import Family, Tiny
 
 
 def _tiny(label: str = "", **options: Any) -> Tiny:
@@ -33,7 +27,7 @@ _LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 
 FAMILY = Family(
     name="llama",
     layers=("LlamaDecoderLayer",),
-    spec=_spec,
+    spec=llama_like,
     recipes=LLAMA_RECIPES,
     frame=llama_frame,
     tiny=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_windowed, tiny
 from slipstream.families.family import Family
 
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -10,7 +10,7 @@ _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILY = Family(
     name="ministral",
     layers=("MinistralDecoderLayer",),
-    spec=llama_like,
+    spec=llama_windowed,
     recipes=LLAMA_RECIPES,
     frame=llama_frame,
     tiny=(

@@ -11,7 +11,7 @@ from slipstream.spec import BlockSpec, MoE
 
 def _spec(config: Config, index: int) -> BlockSpec:
     moe = MoE(config.num_local_experts, config.num_experts_per_tok, normalize=True)
-    return llama_like(config, index, moe=moe)
+    return llama_like(config, index, moe=moe, window=config.sliding_window)
 
 
 _TINY: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import bert_like, bert_tiny, head_dim, layer_type
+from slipstream.families.common import bert_like, bert_tiny, layer_type
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, Role, Rope
 from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    kind = layer_type(config, index)
+    kind, dim = layer_type(config, index), config.hidden_size // config.num_attention_heads
     return bert_like(
         config,
         index,
         norm=Norm("layer", config.norm_eps),
         place="pre",
+        activation=config.hidden_activation,
         gated=True,
-        rope=Rope(head_dim(config), layer_type=kind),
+        rope=Rope(dim, layer_type=kind),
         window=config.local_attention if kind == "sliding_attention" else None,
     )
 

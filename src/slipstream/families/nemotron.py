@@ -13,7 +13,7 @@ def _norm(config: Config) -> Norm:
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, norm=_norm(config), gated=False, window=None)
+    return llama_like(config, index, norm=_norm(config), gated=False)
 
 
 def _frame(config: Config) -> FrameSpec:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import LLAMA_RECIPES, bert_like, bert_tiny, rope
+from slipstream.families.common import LLAMA_RECIPES, bert_like, bert_tiny, head_dim, rope
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return bert_like(config, index, gated=True, rope=rope(config))
+    dim = head_dim(config)
+    return bert_like(config, index, head_dim=dim, scale=dim**-0.5, gated=True, rope=rope(config))
 
 
 FAMILY = Family(

@@ -11,7 +11,7 @@ _NORM = Norm("layer", 1e-5)
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, norm=_NORM, clip_qkv=config.clip_qkv, window=None)
+    return llama_like(config, index, norm=_NORM, clip_qkv=config.clip_qkv)
 
 
 def _frame(config: Config) -> FrameSpec:

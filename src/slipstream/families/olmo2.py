@@ -8,6 +8,7 @@ from slipstream.families.common import (
     layer_type,
     llama_frame,
     llama_like,
+    llama_windowed,
     rope,
     tiny,
 )
@@ -17,12 +18,13 @@ from slipstream.spec import BlockSpec, Norm, QKNorm
 
 def _olmo2(config: Config, index: int) -> BlockSpec:
     qk_norm = QKNorm(Norm("rms", config.rms_norm_eps), over="all")
-    return llama_like(config, index, qk_norm=qk_norm, window=None)
+    return llama_like(config, index, qk_norm=qk_norm)
 
 
 def _olmo3(config: Config, index: int) -> BlockSpec:
     qk_norm = QKNorm(Norm("rms", config.rms_norm_eps), over="all")
-    return llama_like(config, index, qk_norm=qk_norm, rope=rope(config, layer_type=layer_type(config, index)))
+    angles = rope(config, layer_type=layer_type(config, index))
+    return llama_windowed(config, index, qk_norm=qk_norm, rope=angles)
 
 
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]

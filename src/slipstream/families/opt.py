@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import QKV, TINY, activation, head_dim
+from slipstream.families.common import QKV, TINY, plain_like
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import First, Take, Unit
@@ -13,18 +13,13 @@ _NORM = Norm("layer", 1e-5)
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    dim = head_dim(config)
-    return BlockSpec(
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=dim,
+    return plain_like(
+        config,
+        index,
         ffn=config.ffn_dim,
         norm=_NORM,
         place="pre" if config.do_layer_norm_before else "post",
-        activation=activation(config),
-        gated=False,
-        scale=dim**-0.5,
+        activation=config.activation_function,
     )
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import TINY, llama_frame, llama_like
+from slipstream.families.common import TINY, llama_frame, plain_like, rope
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, QKNorm, Role
 from slipstream.weights.recipe import Interleaved, Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    norm = Norm("layer", config.layer_norm_eps)
-    qk_norm = QKNorm(norm) if config.qk_layernorm else None
-    return llama_like(config, index, norm=norm, gated=False, qk_norm=qk_norm)
+    qk_norm = QKNorm(Norm("layer", config.layer_norm_eps)) if config.qk_layernorm else None
+    return plain_like(config, index, qk_norm=qk_norm, rope=rope(config))
 
 
 def _frame(config: Config) -> FrameSpec:

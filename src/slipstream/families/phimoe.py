@@ -13,7 +13,8 @@ from slipstream.weights.recipe import Take
 def _spec(config: Config, index: int) -> BlockSpec:
     # The original's router chooses two whatever `num_experts_per_tok` says.
     moe = MoE(config.num_local_experts, 2, scoring="sparsemixer", jitter=config.router_jitter_noise)
-    return llama_like(config, index, norm=Norm("layer", config.rms_norm_eps), moe=moe)
+    norm = Norm("layer", config.rms_norm_eps)
+    return llama_like(config, index, norm=norm, moe=moe, window=config.sliding_window)
 
 
 def _frame(config: Config) -> FrameSpec:

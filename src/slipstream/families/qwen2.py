@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_windowed, tiny
 from slipstream.families.family import Family
 
 _WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -10,7 +10,7 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers":
 FAMILY = Family(
     name="qwen2",
     layers=("Qwen2DecoderLayer",),
-    spec=llama_like,
+    spec=llama_windowed,
     recipes=LLAMA_RECIPES,
     frame=llama_frame,
     tiny=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, sparse_layer, tiny
+from slipstream.families.common import MOE_RECIPES, llama_frame, llama_windowed, sparse_layer, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Role
 from slipstream.weights.recipe import Stack, Take
@@ -12,7 +12,7 @@ from slipstream.weights.recipe import Stack, Take
 
 def _spec(config: Config, index: int) -> BlockSpec:
     if not sparse_layer(config, index):
-        return llama_like(config, index)
+        return llama_windowed(config, index)
     moe = MoE(
         config.num_experts,
         config.num_experts_per_tok,
@@ -20,7 +20,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
         shared=config.shared_expert_intermediate_size,
         shared_gate=True,
     )
-    return llama_like(config, index, ffn=config.moe_intermediate_size, moe=moe)
+    return llama_windowed(config, index, ffn=config.moe_intermediate_size, moe=moe)
 
 
 _TINY: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import LLAMA_RECIPES, QK_NORMS, llama_frame, llama_like, tiny
+from slipstream.families.common import LLAMA_RECIPES, QK_NORMS, llama_frame, llama_windowed, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, QKNorm
 
@@ -10,7 +10,7 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers":
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)))
+    return llama_windowed(config, index, qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)))
 
 
 FAMILY = Family(

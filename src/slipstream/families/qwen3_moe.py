@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, sparse_layer, tiny
@@ -11,11 +12,13 @@ from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    qk_norm = QKNorm(Norm("rms", config.rms_norm_eps))
+    dense = llama_like(
+        config, index, qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)), window=config.sliding_window
+    )
     if not sparse_layer(config, index):
-        return llama_like(config, index, qk_norm=qk_norm)
+        return dense
     moe = MoE(config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
-    return llama_like(config, index, qk_norm=qk_norm, ffn=config.moe_intermediate_size, moe=moe)
+    return replace(dense, ffn=config.moe_intermediate_size, moe=moe)
 
 
 _TINY: dict[str, Any] = {

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
-from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec
-
-
-def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, window=None)
-
+from slipstream.families.family import Family
 
 FAMILY = Family(
     name="seed_oss",
     layers=("SeedOssDecoderLayer",),
-    spec=_spec,
+    spec=llama_like,
     recipes=LLAMA_RECIPES,
     frame=llama_frame,
     tiny=(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, rope, tiny
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_windowed, rope, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, rope=rope(config) if config.no_rope_layers[index] else None)
+    return llama_windowed(config, index, rope=rope(config) if config.no_rope_layers[index] else None)
 
 
 _TINY: dict[str, Any] = {"no_rope_layer_interval": 2}

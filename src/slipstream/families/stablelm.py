@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.common import LLAMA_RECIPES, llama_frame, plain_like, rope, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, FrameSpec, Norm, QKNorm, Role
 from slipstream.weights.recipe import Stack
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    norm = Norm("layer", config.layer_norm_eps)
-    return llama_like(
+    return plain_like(
         config,
         index,
-        norm=norm,
+        kv_heads=config.num_key_value_heads,
+        gated=True,
+        rope=rope(config),
         parallel=config.use_parallel_residual,
-        qk_norm=QKNorm(norm) if config.qk_layernorm else None,
-        window=None,
+        qk_norm=QKNorm(Norm("layer", config.layer_norm_eps)) if config.qk_layernorm else None,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from slipstream.families.common import QKV, activation, field
+from slipstream.families.common import QKV, field, plain_like
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import Take
@@ -13,26 +14,27 @@ from slipstream.weights.recipe import Take
 _NORM = Norm("layer", 1e-5)
 
 
-def _spec(config: Config, index: int) -> BlockSpec:
-    dim = config.hidden_size // config.num_attention_heads
-    return BlockSpec(
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=dim,
-        ffn=field(config, "ffn_dim", "intermediate_size"),
-        norm=_NORM,
-        activation=activation(config),
-        gated=False,
-        scale=dim**-0.5,
-    )
+def _xglm(config: Config, index: int) -> BlockSpec:
+    return plain_like(config, index, ffn=config.ffn_dim, norm=_NORM, activation=config.activation_function)
+
+
+def _biogpt(config: Config, index: int) -> BlockSpec:
+    return plain_like(config, index, norm=_NORM)
 
 
 def _refuse(config: Config) -> str | None:
     return "cross attention" if field(config, "add_cross_attention", default=False) else None
 
 
-def _family(name: str, prefix: str, *, root: str, head: str, options: dict[str, Any]) -> Family:
+def _family(
+    name: str,
+    prefix: str,
+    spec: Callable[[Config, int], BlockSpec],
+    *,
+    root: str,
+    head: str,
+    options: dict[str, Any],
+) -> Family:
     def frame(config: Config) -> FrameSpec:
         return FrameSpec(
             layers=f"{root}.layers",
@@ -49,7 +51,7 @@ def _family(name: str, prefix: str, *, root: str, head: str, options: dict[str, 
     return Family(
         name=name,
         layers=(f"{prefix}DecoderLayer",),
-        spec=_spec,
+        spec=spec,
         recipes={
             Role.ATTN_NORM: Take("self_attn_layer_norm"),
             Role.QKV: QKV,
@@ -76,6 +78,7 @@ FAMILIES = (
     _family(
         "xglm",
         "XGLM",
+        _xglm,
         root="model",
         head="lm_head",
         options={"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4},
@@ -83,6 +86,7 @@ FAMILIES = (
     _family(
         "biogpt",
         "BioGpt",
+        _biogpt,
         root="biogpt",
         head="output_projection",
         options={

@@ -1,0 +1,77 @@
+"""Checkpoints carry fields that their class does not read: the answers are the original's all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from slipstream.families import FAMILIES, Family, Tiny
+from tests.families.sweep import Row, measure
+from tests.families.test_sweep import TOLERANCE
+
+FOREIGN: dict[str, Any] = {
+    "activation_function": "relu",
+    "hidden_act": "relu",
+    "hidden_activation": "relu",
+    "head_dim": 8,
+    "num_key_value_heads": 1,
+    "intermediate_size": 40,
+    "intermediate_multiple_size": 2,
+    "ffn_dim": 40,
+    "n_inner": 40,
+    "rms_norm_eps": 0.2,
+    "layer_norm_eps": 0.2,
+    "layer_norm_epsilon": 0.2,
+    "norm_eps": 0.2,
+    "use_sliding_window": True,
+    "use_parallel_residual": True,
+    "qk_layernorm": True,
+    "use_qk_norm": True,
+    "clip_qkv": 0.2,
+    "alibi": True,
+    "query_pre_attn_scalar": 3,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 0.5,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 3.0,
+    "logit_scale": 3.0,
+    "scale_embedding": True,
+    "is_decoder": True,
+}
+"""Names that other families give to what they do, with values that would show."""
+
+
+_HALF_READ = {
+    "gpt_neox_japanese": ("head_dim",),
+    "modernbert": ("head_dim",),
+    "olmoe": ("head_dim",),
+    "persimmon": ("head_dim",),
+    "stablelm": ("head_dim",),
+}
+"""Fields that a part of the original reads and another does not, so that it cannot run with them itself."""
+
+
+def _with_foreign_fields(family: Family) -> Tiny:
+    """The family's first tiny model, with every field of the table that its config does not declare."""
+    tiny = family.tiny[0]
+    config_class = getattr(transformers, tiny.config)
+    own = {*config_class(**tiny.options).to_dict(), *config_class.attribute_map, *dir(config_class)}
+    half_read = _HALF_READ.get(family.name, ())
+    foreign = {name: value for name, value in FOREIGN.items() if name not in own and name not in half_read}
+    return Tiny(tiny.model, tiny.config, {**tiny.options, **foreign}, "foreign fields")
+
+
+def _errors(row: Row) -> tuple[float, ...]:
+    return row.single, row.left, row.right, row.cached, row.states
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_fields_that_a_class_does_not_read_change_nothing(family: Family) -> None:
+    row = measure(family, _with_foreign_fields(family))
+    assert row.level == "block"
+    assert max(_errors(row)) <= TOLERANCE, row
+    assert row.greedy in ("identical", "-")
