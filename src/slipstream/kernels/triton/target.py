@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 
 from slipstream.ops.bind import Facts
 
-__all__ = ["Build", "Launch", "interpreted", "refuse"]
+__all__ = ["Build", "Launch", "generation", "interpreted", "processors", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Build:
         divisible: Integers that are multiples of 16 when it is launched; pointers always are.
         registers: Most registers that a thread may use.
         wide_loads: Least number of 128-bit loads.
-        needs: Instructions that must be in it, by target ("sm_90").
+        needs: Instructions that must be in NVIDIA's machine code.
+        targets: Names of what it is compiled for.
     """
 
     name: str
@@ -54,12 +57,26 @@ class Build:
     divisible: frozenset[str] = frozenset()
     registers: int = 255
     wide_loads: int = 0
-    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")
 
 
 def interpreted() -> bool:
     """Whether Triton runs kernels by its interpreter, on the CPU."""
     return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; interpreted, a number that makes small cases take the ways of large ones."""
+    return 8 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def generation(device: torch.device) -> int:
+    """A GPU's compute capability as one number (80, 90); interpreted, 90."""
+    major, minor = (9, 0) if interpreted() else torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def refuse(facts: Facts, *, dtypes: tuple[Any, ...]) -> str | None:
@@ -72,6 +89,3 @@ def refuse(facts: Facts, *, dtypes: tuple[Any, ...]) -> str | None:
     if facts.dtype not in dtypes:
         return f"computes in {', '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {facts.dtype}"
     return None
-
-
-Refuse = Callable[[Facts], str | None]
