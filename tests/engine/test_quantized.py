@@ -347,7 +347,7 @@ def test_a_packing_that_does_not_keep_its_bound_is_found(monkeypatch: pytest.Mon
     from slipstream.formats import choose
 
     honest = FORMATS["int8"]
-    broken = replace(honest, pack=lambda dense: honest.pack(dense.roll(1, -1)))
+    broken = replace(honest, unpack=lambda *stored: honest.unpack(*stored).roll(1, -1))
     monkeypatch.setitem(choose.FORMATS, "int8", broken)
     with pytest.raises(slipstream.InjectionError, match="once packed as int8"):
         inject(make("llama"), quant="int8")

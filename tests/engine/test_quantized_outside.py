@@ -196,7 +196,7 @@ def test_a_head_that_does_not_multiply_right_is_found(monkeypatch: pytest.Monkey
     from slipstream.formats import choose
 
     honest = FORMATS["int8"]
-    broken = replace(honest, pack=lambda dense: honest.pack(dense.roll(1, -1)))
+    broken = replace(honest, unpack=lambda *stored: honest.unpack(*stored).roll(1, -1))
     monkeypatch.setitem(choose.FORMATS, "int8", broken)
     with pytest.raises(slipstream.InjectionError, match="lm_head is off by"):
         inject(llama(tied=False), replace_with_kernel_inject=False, **only(head="int8"))

@@ -250,6 +250,14 @@ def test_random_shapes_and_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKED)
+def test_the_planes_are_laid_out_as_stated(name: str) -> None:
+    fmt = ALL[name]
+    for shape in ((3, 1), (5, 100), (2, 7, 192)):
+        planes = fmt.pack(matrix("normal", *shape))
+        assert [(tuple(plane.shape), plane.dtype) for plane in planes] == fmt.layout(shape)
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_the_planes_have_the_stated_size(name: str) -> None:
     fmt = ALL[name]
     weight = fmt.weight(matrix("normal", 16, 512), torch.zeros(16))

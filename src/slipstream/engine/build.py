@@ -19,7 +19,7 @@ from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, Format, format_of
-from slipstream.kernels import bind_stack, kernels_for
+from slipstream.kernels import bind_pack, bind_stack, kernels_for
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32
 from slipstream.model.frame import Frame, run_stack
@@ -202,13 +202,19 @@ def _format(config: InferenceConfig, layers: Sequence[Found], model_config: Any)
         return FORMATS["plain"]
     weight = config.quant.weight
     hidden = next((found.spec.hidden for found in layers if found.spec is not None), None)
-    return format_of(
+    found = format_of(
         name,
         weight.num_bits,
         weight.q_groups,
         weight.q_type if "q_type" in weight.model_fields_set else None,
         width=getattr(model_config, "hidden_size", None) if hidden is None else hidden,
     )
+    return _packing_fast(found)
+
+
+def _packing_fast(packed: Format) -> Format:
+    """The same format, packed by the native library where there is one."""
+    return replace(packed, pack=bind_pack(packed))
 
 
 def _settings(model: nn.Module, config: InferenceConfig, device: Device, packed: Format) -> Settings:
@@ -256,8 +262,8 @@ def _outside(
     """What is packed outside of the layers, and why other things are not."""
     head, embedding = config.head_format, config.quant.embedding_format
     wanted = OutsideFormats(
-        None if head is None else format_of(head),
-        None if embedding is None else format_of(embedding),
+        None if head is None else _packing_fast(format_of(head)),
+        None if embedding is None else _packing_fast(format_of(embedding)),
         follows="head" not in config.quant.model_fields_set,
     )
 

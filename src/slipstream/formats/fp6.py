@@ -78,7 +78,8 @@ def _unpack(
 
 def _format(name: str, kind: MiniFloat, targets: tuple[float, ...], error: float) -> Format:
     pack, unpack = partial(_pack, kind=kind, targets=targets), partial(_unpack, kind=kind)
-    return Format(name, bits=6.0, error=error, pack=pack, unpack=unpack, multiple=_MULTIPLE)
+    planes = ((torch.uint8, 2), (torch.uint8, 4))
+    return Format(name, 6.0, error, pack, unpack, multiple=_MULTIPLE, planes=planes)
 
 
 FP6 = _format("fp6", _E2M3, (7.5, 7.625, 7.75), error=0.0339)

@@ -44,4 +44,4 @@ def _unpack(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dty
     return unpack_rows(shape, dtype, row, lambda index: _E4M3.decode(codes[index]))
 
 
-FP8 = Format("fp8", bits=8.0, error=0.0506, pack=_pack, unpack=_unpack)
+FP8 = Format("fp8", bits=8.0, error=0.0506, pack=_pack, unpack=_unpack, planes=((torch.uint8, 1),))

@@ -65,6 +65,7 @@ def int4(group: int = 32, *, symmetric: bool = False) -> Format:
         group=group,
         multiple=group,
         floor=2.0**-11,
+        planes=((torch.uint8, 2), *((torch.float16, group),) * (1 if symmetric else 2)),
     )
 
 

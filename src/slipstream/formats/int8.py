@@ -42,4 +42,4 @@ def _unpack(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dty
     return unpack_rows(shape, dtype, row, lambda index: codes[index].float())
 
 
-INT8 = Format("int8", bits=8.0, error=0.004, pack=_pack, unpack=_unpack)
+INT8 = Format("int8", bits=8.0, error=0.004, pack=_pack, unpack=_unpack, planes=((torch.int8, 1),))

@@ -33,6 +33,7 @@ class Format:
         multiple: The planes hold a multiple of this many inputs; `I` is padded up to it.
         floor: What is added to the bound, relative to the largest magnitude of the row: the scales of groups
             have a narrower range than the weights.
+        planes: Of each plane but the last the dtype, and how many inputs one element of it serves.
     """
 
     name: str
@@ -43,6 +44,14 @@ class Format:
     group: int = 0
     multiple: int = 1
     floor: float = 0.0
+    planes: tuple[tuple[torch.dtype, int], ...] = ()
+
+    def layout(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each plane of a matrix `(..., O, I)` in a packed format."""
+        *rows, inputs = shape
+        padded = -(-inputs // self.multiple) * self.multiple
+        planes = [((*rows, padded // each), dtype) for dtype, each in self.planes]
+        return [*planes, (tuple(rows), torch.float32)]
 
     def weight(self, dense: Tensor, bias: Tensor | None) -> Weight:
         """Pack a dense matrix, `(O, I)` or `(experts, O, I)`, with its bias; it unpacks to the same dtype."""

@@ -21,6 +21,7 @@ __all__ = [
     "Mask",
     "Matrix",
     "Norm",
+    "PackCall",
     "Run",
     "StackCall",
     "Step",
@@ -28,7 +29,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 2
+ABI = 3
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -190,6 +191,17 @@ class StackCall(ctypes.Structure):
         ("num_tables", c_int64),
         *_each(c_int32, "dtype cache_dtype"),
         ("step", Step),
+    ]
+
+
+class PackCall(ctypes.Structure):
+    """Arguments of `slipstream_pack`."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("dense", c_void_p),
+        ("stride", c_int64),
+        *_each(c_int32, "dtype unused"),
+        ("packed", Matrix),
     ]
 
 

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 2;
+constexpr int32_t kAbi = 3;
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
@@ -165,6 +165,13 @@ struct StackCall {
     Step step;
 };
 
+struct PackCall {
+    const void* dense; // `(outputs, inputs)`, `stride` elements between rows; finite
+    int64_t stride;
+    int32_t dtype, unused;
+    Matrix packed; // its planes are written; no bias
+};
+
 } // namespace slipstream
 
 #define SLIPSTREAM_API __attribute__((visibility("default")))
@@ -178,4 +185,5 @@ SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const sli
 SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
                                             const slipstream::AttentionCall* call);
 SLIPSTREAM_API int32_t slipstream_stack(int32_t isa, int32_t threads, const slipstream::StackCall* call);
+SLIPSTREAM_API int32_t slipstream_pack(int32_t isa, int32_t threads, const slipstream::PackCall* call);
 }

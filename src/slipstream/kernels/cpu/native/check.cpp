@@ -225,4 +225,13 @@ Status check(const StackCall& call) {
     return status;
 }
 
+Status check(const PackCall& call) {
+    const Matrix& m = call.packed;
+    if (m.format == kPlain || m.bias)
+        return kUnsupported;
+    if (call.stride < m.inputs || call.stride >= kLargest)
+        return kShape;
+    return first_of(matrix(m, m.outputs, m.inputs), tensor(call.dense, call.dtype));
+}
+
 } // namespace slipstream

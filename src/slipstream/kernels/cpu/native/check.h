@@ -8,5 +8,6 @@ namespace slipstream {
 Status check(const LinearCall& call);
 Status check(const AttentionCall& call);
 Status check(const StackCall& call);
+Status check(const PackCall& call);
 
 } // namespace slipstream

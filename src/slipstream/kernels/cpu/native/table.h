@@ -8,6 +8,7 @@
 #include "rows.h"
 #include "attention.h"
 #include "stack.h"
+#include "pack.h"
 // clang-format on
 
 namespace slipstream {
@@ -108,7 +109,7 @@ inline void stack(const StackCall& call, char* base, Team& team, int rank) {
 }
 
 constexpr Kernels table() {
-    return {linear_bytes, attention_bytes, stack_bytes, linear, attention, stack};
+    return {linear_bytes, attention_bytes, stack_bytes, pack_bytes, linear, attention, stack, pack};
 }
 
 } // namespace

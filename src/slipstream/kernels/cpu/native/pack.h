@@ -1,0 +1,45 @@
+// The packing of a dense matrix, shared out by rows.
+#pragma once
+
+#include "pack_groups.h"
+#include "pack_rows.h"
+
+namespace slipstream {
+namespace {
+
+constexpr int64_t kPackTile = 16;  // rows of one tile of int4: whole vectors of groups, whatever their number
+constexpr int64_t kLongRow = 4096; // longer rows are packed in tiles of one
+
+struct PackScratch {
+    PackScratch(const PackCall& call, char* base, int threads) {
+        const Matrix& m = call.packed;
+        int4 = m.format == kInt4 || m.format == kInt4Symmetric;
+        rows = int4 && m.inputs <= kLongRow ? kPackTile : 1;
+        own_floats = int4 ? rows * ceil_div(m.inputs, m.group) * m.group : 2 * m.inputs;
+        own_floats = ceil_div(own_floats, 16) * 16;
+        Scratch scratch(base);
+        own = scratch.part<float>(own_floats * threads);
+        bytes = scratch.used();
+    }
+    bool int4;
+    int64_t rows, own_floats, bytes;
+    float* own;
+};
+
+inline int64_t pack_bytes(const PackCall& call, int threads) {
+    return PackScratch(call, nullptr, threads).bytes;
+}
+
+inline void pack(const PackCall& call, char* base, Team& team, int rank) {
+    const PackScratch scratch(call, base, team.size());
+    float* own = scratch.own + scratch.own_floats * rank;
+    each(team, call.packed.outputs, scratch.rows, [&](int64_t begin, int64_t end) {
+        if (scratch.int4)
+            pack_groups(call, begin, end - begin, own);
+        else
+            pack_row(call, begin, own);
+    });
+}
+
+} // namespace
+} // namespace slipstream
