@@ -7,13 +7,13 @@ to).
 
 from __future__ import annotations
 
-from slipstream.kernels.triton import activation, attention, norm, rope
+from slipstream.kernels.triton import activation, attention, linear, norm, rope
 from slipstream.kernels.triton.target import Build
 from slipstream.ops.bind import Kernel
 
 __all__ = ["BUILDS", "KERNELS"]
 
-_MODULES = (activation, attention, norm, rope)
+_MODULES = (activation, attention, linear, norm, rope)
 
 KERNELS: tuple[Kernel, ...] = tuple(kernel for module in _MODULES for kernel in module.KERNELS)
 """Every kernel of the GPU, in order of preference."""

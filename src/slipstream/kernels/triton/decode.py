@@ -1,0 +1,57 @@
+"""Weight formats as float32 blocks, inside of kernels; `slipstream.formats` draws the bytes.
+
+Every code becomes a number by placing its bits into a wider float, which costs two or three operations;
+converting integers has a quarter of their rate. What the placed exponent is off by is in `RESCALE`, for the
+row's multiplier.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["FORMATS", "PARTS", "RESCALE", "fp6_part", "fp8_codes", "int8_codes", "nibble"]
+
+FORMATS = {"plain": 0, "int8": 1, "fp8": 2, "int4": 3, "int4-sym": 4, "fp6": 5, "fp6-e3m2": 6}
+"""Formats by the number that kernels know them by; those of int4 in groups of 64 and 128 share int4's."""
+
+PARTS = {0: 1, 1: 1, 2: 1, 3: 2, 4: 2, 5: 4, 6: 4}
+"""Runs of consecutive inputs that the fields of one run of bytes hold."""
+
+RESCALE = {0: 1.0, 1: 1.0, 2: 2.0**8, 3: 1.0, 4: 1.0, 5: 2.0**14, 6: 2.0**12}
+"""What a decoded number must be multiplied by."""
+
+
+@triton.jit
+def _small_integer(code, BIAS: tl.constexpr):
+    """Of an unsigned code below 2^8, less the bias: the low bits of 2^23 + code."""
+    return (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + BIAS)
+
+
+@triton.jit
+def int8_codes(raw):
+    """Of int8 codes, loaded as uint8."""
+    return _small_integer(raw ^ 0x80, 128.0)
+
+
+@triton.jit
+def fp8_codes(raw):
+    """Of e4m3 codes, 2^-8 times what they stand for."""
+    bits = raw.to(tl.uint16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def nibble(raw, HIGH: tl.constexpr, BIAS: tl.constexpr):
+    """Of 4-bit codes, the low or the high ones of some bytes."""
+    return _small_integer(raw >> 4 if HIGH else raw & 15, BIAS)
+
+
+@triton.jit
+def fp6_part(low, high, PART: tl.constexpr, E3M2: tl.constexpr):
+    """Of the 6-bit codes of one part: `low` holds parts 2n and 2n + 1, `high` all four."""
+    four = (low >> 4 if PART % 2 else low & 15).to(tl.uint16)
+    code = four | (((high >> (2 * PART)) & 3).to(tl.uint16) << 4)
+    shift: tl.constexpr = 8 if E3M2 else 7
+    bits = ((code & 0x20) << 10) | ((code & 0x1F) << shift)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)

@@ -1,0 +1,41 @@
+"""A few rows times a matrix in each weight format, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.formats import FORMATS, VARIANTS, Format
+from slipstream.kernels.triton.linear import KERNELS
+from slipstream.ops.bind import Facts
+
+ALL = {**FORMATS, **VARIANTS}
+SHAPES = [(1, 64, 8), (1, 200, 5), (2, 129, 33), (3, 640, 6), (4, 31, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", ALL.values(), ids=lambda packed: packed.name)
+def test_packed_weights_are_multiplied_as_they_are_stored(packed: Format, dtype: torch.dtype) -> None:
+    (kernel,) = KERNELS
+    assert kernel.refuse(Facts(torch.device("cuda"), dtype, None, packed.name)) is None
+    for rows, inputs, outputs in SHAPES:
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, inputs, generator=generator).to(dtype)
+        bias = torch.randn(outputs, generator=generator).to(dtype)
+        weight = packed.weight(torch.randn(outputs, inputs, generator=generator).to(dtype), bias)
+        dense = (
+            weight.dense() if not packed.bits else weight.unpack(weight.planes, weight.shape, torch.float32)
+        )
+        expected = x.double() @ dense.double().T + bias.double()
+        error = (kernel.run(x, weight).double() - expected).abs().max() / expected.abs().max()
+        # Products are summed in float32; what is left is the rounding of the result, and of fp16 in
+        # unpacking.
+        assert float(error) <= (1e-5 if dtype == torch.float32 else 8e-3)
+
+
+def test_what_the_kernel_does_not_read_is_left_to_the_reference() -> None:
+    (kernel,) = KERNELS
+    weight = FORMATS["plain"].weight(torch.randn(6, 4).T, None)
+    x = torch.randn(2, 6)
+    assert torch.equal(kernel.run(x, weight), torch.nn.functional.linear(x, weight.dense()))
+    assert "unheard-of" in str(kernel.refuse(Facts(torch.device("cuda"), torch.float32, None, "unheard-of")))
