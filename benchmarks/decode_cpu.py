@@ -1,26 +1,22 @@
 """Decode on the CPU: transformers eager, the layers one by one, and all of them in one native call.
 
-    python -m benchmarks.decode_cpu [--rounds 9] [--out benchmarks/results/decode_cpu.json]
-
 The rows take turns in one process, a few tokens each, upon a prompt of 128 tokens; figures are medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import slipstream
-from benchmarks.machine import describe
+from benchmarks.models import LLAMA_TINY
+from benchmarks.request import Request
 from slipstream.engine.runner import Runner, make_step
 from slipstream.engine.schedule import Chunk
 from slipstream.model.cache import BLOCK_SIZE
@@ -86,10 +82,21 @@ def read_rate() -> float:
     return data.numel() * 4 / min(times) / 1e9
 
 
-def measure(dtype: torch.dtype, batch: int, rounds: int) -> list[dict[str, Any]]:
+def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for each implementation, dtype and batch."""
+    rows = []
+    shape, rounds = (LLAMA_TINY, 1) if request.quick else (SMOLLM2_135M, request.rounds or 9)
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            for batch in (1, 8):
+                rows += _rows(shape, dtype, batch, rounds)
+    yield "decode_cpu", {"prompt": PROMPT, "rows": rows}
+
+
+def _rows(shape: dict[str, Any], dtype: torch.dtype, batch: int, rounds: int) -> list[dict[str, Any]]:
     """One row per implementation, in turns."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SMOLLM2_135M)).eval().to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**shape)).eval().to(dtype)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     ours = slipstream.init_inference(copy.deepcopy(model), dtype=dtype, replace_with_kernel_inject=True)
     native = ours._built.runner
@@ -129,23 +136,3 @@ def measure(dtype: torch.dtype, batch: int, rounds: int) -> list[dict[str, Any]]
             }
         )
     return rows
-
-
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_cpu.json")
-    options = parser.parse_args()
-    result = {"machine": describe(), "prompt": PROMPT, "rows": []}
-    with torch.inference_mode():
-        for dtype in (torch.float32, torch.bfloat16):
-            for batch in (1, 8):
-                for row in measure(dtype, batch, options.rounds):
-                    result["rows"].append(row)
-                    print(*(f"{value!s:>20}" for value in row.values()), flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

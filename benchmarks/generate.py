@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import slipstream
 from benchmarks.models import LLAMA_1B, LLAMA_TINY, make_llama
+from benchmarks.request import Request
 from slipstream.devices import choose
 from slipstream.profile.bench import Row, Shape, bench
 
@@ -19,8 +21,9 @@ __all__ = ["measure"]
 _SHAPES = ((1, 128, 16), (4, 128, 16))
 
 
-def measure(quick: bool) -> list[dict[str, Any]]:
+def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row for each model, dtype and shape; the original and the engine take turns."""
+    quick = request.quick
     rows = []
     for name in ("float32", "bfloat16"):
         dtype = getattr(torch, name)
@@ -40,10 +43,10 @@ def measure(quick: bool) -> list[dict[str, Any]]:
                     shape,
                     device=device,
                     vocabulary=vocabulary,
-                    repeat=1 if quick else 3,
+                    repeat=1 if quick else request.rounds or 3,
                 )
                 rows += [_flat(row, name) for row in found]
-    return rows
+    yield "generate", {"rows": rows}
 
 
 def _flat(row: Row, dtype: str) -> dict[str, Any]:

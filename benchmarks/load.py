@@ -17,29 +17,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.models import LLAMA_1B, LLAMA_TINY, make_llama
+from benchmarks.request import Request
 
 __all__ = ["measure"]
 
 _REPEAT = 3
 
 
-def measure(quick: bool) -> list[dict[str, Any]]:
+def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row for each dtype and each way to load."""
+    quick = request.quick
     rows = []
     for stored in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory(prefix="slipstream-load-") as folder:
             make_llama(LLAMA_TINY if quick else LLAMA_1B, Path(folder), getattr(torch, stored))
             other = "bfloat16" if stored == "float32" else "float32"
             for way, dtype in (("mapped", stored), ("read", stored), ("converted", other)):
-                runs = [_in_a_process(folder, dtype, way) for _ in range(1 if quick else _REPEAT)]
+                runs = [
+                    _in_a_process(folder, dtype, way)
+                    for _ in range(1 if quick else request.rounds or _REPEAT)
+                ]
                 rows.append(_row(dtype, way, runs))
-    return rows
+    yield "load", {"rows": rows}
 
 
 def _in_a_process(folder: str, dtype: str, way: str) -> dict[str, float]:

@@ -1,25 +1,31 @@
-"""The runner: `python -m benchmarks.run [NAME ...]` measures and writes one file of `results/` for each name.
+"""The runner: `python -m benchmarks.run [NAME ...]` measures, and writes into `results/`.
 
-A benchmark is a module here with `measure(quick) -> list of rows`; a row is a flat dictionary that names its
-shape, and has a median and a range for whatever it measured. A baseline's rows come from the same run.
+A benchmark is a module with `measure(request)`, which yields pairs of a file's name and what it says: `rows`,
+flat dictionaries that name their shape and have a median and a range for whatever was measured, and anything
+beside them. A baseline's rows come from the same run. Every file also describes the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import generate, load
+from benchmarks import decode_cpu, generate, load
 from benchmarks.machine import describe
+from benchmarks.peers import measure as peers
+from benchmarks.request import Request
 
 RESULTS = Path(__file__).parent / "results"
-BENCHMARKS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
+BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]] = {
+    "peers": peers.measure,
+    "decode_cpu": decode_cpu.measure,
     "generate": generate.measure,
     "load": load.measure,
 }
+_UNSHOWN = ("version", "notes", "weight_bytes")
 
 
 def main() -> None:
@@ -29,28 +35,48 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; all without one"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="small models, to see that it runs; writes nothing"
+        "--quick", action="store_true", help="small models, to see that it runs; writes nothing without --out"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--rounds", type=int, default=0, help="turns of each row")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="of peers: MODEL or MODEL/PRECISION; repeatable",
+    )
+    parser.add_argument("--out", type=Path, help=f"folder of the results (default: {RESULTS})")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark is called {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
-    for name in arguments.names or BENCHMARKS:
+    if arguments.rounds < 0:
+        parser.error(f"--rounds {arguments.rounds}: give 1 or more")
+    request = Request(arguments.quick, arguments.rounds, tuple(arguments.only))
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    for benchmark in arguments.names or BENCHMARKS:
         machine = describe()
-        rows = BENCHMARKS[name](arguments.quick)
-        print(f"{name}: {machine['device']}, {machine['threads']} threads, torch {machine['torch']}")
-        print(table(rows))
-        if not arguments.quick:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            path = arguments.out / f"{name}.json"
-            path.write_text(json.dumps({"benchmark": name, **machine, "rows": rows}, indent=1) + "\n")
-            print(f"written to {path}\n")
+        try:
+            for name, result in BENCHMARKS[benchmark](request):
+                publish(name, {"benchmark": benchmark, **machine, **result}, out)
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def publish(name: str, result: dict[str, Any], out: Path | None) -> None:
+    """Print one file's rows, and write it."""
+    print(f"{name}: {result['device']}, {result['threads']} threads, torch {result['torch']}")
+    print(table(result["rows"]))
+    if out is not None:
+        path = out / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {path}\n", flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as aligned text, one column for each key."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in _UNSHOWN]
     lines = [keys, *([_cell(row.get(key, "")) for key in keys] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]
     return "\n".join(

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # triton comes with the CUDA build of torch, in the version which that build wants.
 PINNED = [*PROJECT["dependencies"], *(r for extra in EXTRAS if extra != "gpu" for r in EXTRAS[extra])]
-SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run", ROOT / "benchmarks/peers/install"]
 
 
 def pins(name: str) -> dict[str, str]:
@@ -72,6 +72,14 @@ def test_install_refuses_a_part_it_does_not_know() -> None:
     assert done.returncode == 2
     assert "'everything'" in done.stderr
     assert "scripts/install [oldest] [triton] [demo]" in done.stderr
+
+
+def test_the_peers_installer_refuses_a_peer_it_does_not_know() -> None:
+    command = [ROOT / "benchmarks/peers/install", "chart", "tensorrt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "'tensorrt'" in done.stderr
+    assert "llama_cpp openvino onnxruntime" in done.stderr
 
 
 def test_install_names_a_python_that_is_too_old(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""Measures one table: loads its rows, lets them take turns, and works out medians, ranges and shares."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models import MODELS, Facts, Model, facts
+from benchmarks.peers.conductor import Failed, Worker, environments, not_installed
+from benchmarks.peers.rows import TASKS, Row, Task, rows_of, tables
+from benchmarks.request import Request
+
+__all__ = ["Entry", "measure", "measure_table"]
+
+Limits = dict[str, float | None]
+Alone = Callable[[], AbstractContextManager[Any]]
+
+
+class Entry:
+    """A row while it is measured: its worker, what was answered, or why there is no answer."""
+
+    def __init__(self, row: Row) -> None:
+        """Nothing runs yet."""
+        self.row = row
+        self.error = not_installed(row)
+        self.loaded: dict[str, Any] = {}
+        self.answers: dict[str, list[dict[str, Any]]] = {}
+        self.peak_bytes: int | None = None
+        self._worker: Worker | None = None
+
+    def start(self, folder: Path, threads: int, stack: ExitStack) -> None:
+        """Make what the row needs in one process; load it in another, whose memory is then the row's."""
+        if self.error:
+            return
+        log = folder / "logs" / f"{self.row.name}.log"
+        given = {"folder": str(folder), "precision": self.row.precision}
+        try:
+            if self.row.environment:
+                with Worker(self.row, log) as preparing:
+                    preparing.ask("prepare", **given)
+            self._worker = stack.enter_context(Worker(self.row, log))
+            self.loaded = self._worker.ask("load", **given, threads=threads, **self.row.options)
+        except Failed as failed:
+            self.error = str(failed)
+
+    def measure(self, task: Task, model: Model, vocabulary: int, *, keep: bool) -> None:
+        """Ask for one figure; a row that fails takes no further part."""
+        if self.error or self._worker is None:
+            return
+        given = {"vocabulary": vocabulary, "batch": task.batch, "tokens": task.tokens}
+        try:
+            if model.decodes:
+                answer = self._worker.ask("generate", **given, new=model.new_tokens if task.decodes else 1)
+            else:
+                answer = self._worker.ask("encode", **given)
+            if keep:
+                self.answers.setdefault(task.name, []).append(answer)
+        except Failed as failed:
+            self.error = str(failed)
+
+    def finish(self) -> None:
+        """Ask for the memory."""
+        if not self.error and self._worker is not None:
+            self.peak_bytes = self._worker.ask("peak")["bytes"]
+
+
+def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One file for each model and precision.
+
+    Raises:
+        ValueError: A part of the request is unknown.
+    """
+    for name, precision in tables(request.only, quick=request.quick):
+        yield (
+            f"peers/{name}-{precision}",
+            measure_table(name, precision, rounds=request.rounds, quick=request.quick),
+        )
+
+
+def measure_table(
+    name: str, precision: str, *, rounds: int = 0, quick: bool = False, alone: Alone = nullcontext
+) -> dict[str, Any]:
+    """Measure one model at one precision.
+
+    Args:
+        name: A key of `MODELS`.
+        precision: One of `PRECISIONS`.
+        rounds: Turns of each row; the model's own number where it is 0.
+        quick: Without rows that are compiled.
+        alone: Entered around each round: whoever shares a machine can keep others away meanwhile.
+
+    Returns:
+        `limits` (of the machine, by name), `rows`, and what they are about.
+
+    Raises:
+        Failed: The model or the meter could not be made.
+    """
+    model, folder = MODELS[name], environments() / "models" / name
+    counted = facts(_checkpoint(name, folder / "hf"))
+    threads = len(os.sched_getaffinity(0))
+    meter = _meter()
+    limits: list[Limits] = []
+    entries = [Entry(row) for row in rows_of(name, precision, quick=quick)]
+    with ExitStack() as stack:
+        for entry in entries:
+            entry.start(folder, threads, stack)
+        for turn in range((rounds or model.rounds) + 1):
+            # The first turn warms up, compiles and fills caches; nobody has to keep away for that.
+            with alone() if turn else nullcontext():
+                if turn and meter:
+                    limits.append(json.loads(_run([str(meter), str(threads)])))
+                for task in TASKS[model.decodes]:
+                    for entry in entries[::-1] if turn % 2 else entries:
+                        entry.measure(task, model, counted.vocabulary, keep=turn > 0)
+        for entry in entries:
+            entry.finish()
+    best = _medians(limits)
+    return {
+        "model": model.title,
+        "precision": precision,
+        "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "threads": threads,
+        "new_tokens": model.new_tokens,
+        "limits": best,
+        "rows": [_flat(entry, entries, model, counted, best) for entry in entries],
+    }
+
+
+def _checkpoint(name: str, folder: Path) -> Path:
+    """Make the model in a process of its own, once."""
+    if not folder.exists():
+        partial = folder.with_name("partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        _run([sys.executable, "-m", "benchmarks.models", name, str(partial)])
+        partial.rename(folder)
+    return folder
+
+
+def _meter() -> Path | None:
+    """Build `roof.cpp` for this machine; None without a compiler."""
+    compiler, source = shutil.which("c++"), Path(__file__).with_name("roof.cpp")
+    if compiler is None:
+        return None
+    meter = environments() / "roof"
+    if not meter.exists() or meter.stat().st_mtime < source.stat().st_mtime:
+        meter.parent.mkdir(parents=True, exist_ok=True)
+        options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-pthread"]
+        _run([compiler, *options, str(source), "-o", str(meter)])
+    return meter
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failed(f"{' '.join(command)}: {(done.stderr.splitlines() or ['no further word'])[-1]}")
+    return done.stdout
+
+
+def _medians(limits: list[Limits]) -> Limits:
+    """Of each limit over the rounds; GB/s and TFLOP/s."""
+    values = {key: [each[key] for each in limits] for key in (limits[0] if limits else ())}
+    return {
+        key: None if None in numbers else round(statistics.median(n for n in numbers if n), 3)
+        for key, numbers in values.items()
+    }
+
+
+def _flat(entry: Entry, entries: list[Entry], model: Model, counted: Facts, limits: Limits) -> dict[str, Any]:
+    """One row of the results."""
+    row: dict[str, Any] = {"row": entry.row.name, **entry.loaded}
+    if entry.error:
+        return {**row, "error": entry.error}
+    row["peak_bytes"] = entry.peak_bytes
+    for task in TASKS[model.decodes]:
+        answers = entry.answers[task.name]
+        numbers = [_figure(task, answer) for answer in answers]
+        row[task.name] = _rounded(statistics.median(numbers))
+        row[f"{task.name}_range"] = [_rounded(min(numbers)), _rounded(max(numbers))]
+        if share := _share(task, statistics.median(numbers), entry, model, counted, limits):
+            row[f"{task.name}_share"] = round(share, 3)
+    if model.decodes:
+        firsts = [answer["first"] for answer in entry.answers["decode_1"]]
+        row["first_token_128_s"] = _rounded(statistics.median(firsts))
+        row["same_tokens"] = _same_tokens(entry, entries)
+    return row
+
+
+def _figure(task: Task, answer: dict[str, Any]) -> float:
+    """The number of a task, in its unit."""
+    if task.unit == "ms":
+        return float(answer["seconds"] * 1e3)
+    if task.unit == "sequences/s":
+        return float(task.batch / answer["seconds"])
+    if task.decodes:
+        return float(task.batch / answer["step"])
+    return float(task.batch * task.tokens / answer["first"])
+
+
+def _share(
+    task: Task, figure: float, entry: Entry, model: Model, counted: Facts, limits: Limits
+) -> float | None:
+    """Of what the machine can do: of its read rate where tokens are decoded, else of its units' rate."""
+    if task.decodes:
+        read, weights = limits.get("read"), entry.loaded.get("weight_bytes")
+        if not read or not weights:
+            return None
+        width = 4 if entry.row.precision == "float32" else 2
+        cache = task.batch * (task.tokens + model.new_tokens / 2) * counted.cache * width
+        return (weights * counted.decode_share(task.batch) + cache) * figure / task.batch / (read * 1e9)
+    units = limits.get(entry.row.units)
+    if not units:
+        return None
+    seconds = {"ms": figure / 1e3, "sequences/s": task.batch / figure}.get(
+        task.unit, task.batch * task.tokens / figure
+    )
+    return counted.flops(task.batch, task.tokens, causal=model.decodes) / seconds / (units * 1e12)
+
+
+def _same_tokens(entry: Entry, entries: list[Entry]) -> int | None:
+    """How many tokens come before this row's first difference from transformers eager; None without that."""
+    eager = next(
+        (e for e in entries if e.row.options.get("how") == "eager" and e.answers.get("decode_1")), None
+    )
+    if eager is None:
+        return None
+    mine, theirs = (each.answers["decode_1"][0]["tokens"] for each in (entry, eager))
+    return next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), len(mine))
+
+
+def _rounded(value: float) -> float:
+    """To four digits: what a measurement is good for."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,99 @@
+"""A worker's side of the conversation: a request is a line of JSON on stdin, its answer a line on stdout.
+
+Runs in every peer's environment, so nothing but the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["Peer", "Timed", "prompts", "repeat", "serve"]
+
+
+class Timed:
+    """One greedy call: when its tokens came, and which came in the first sequence."""
+
+    def __init__(self) -> None:
+        """Start the clock."""
+        self.start = time.perf_counter()
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+
+    def note(self, token: int) -> None:
+        """A step is done."""
+        self.times.append(time.perf_counter() - self.start)
+        self.tokens.append(token)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`first`: seconds to the first token; `step`: seconds per token after it, or None."""
+        steps = len(self.times) - 1
+        step = (self.times[-1] - self.times[0]) / steps if steps else None
+        return {"first": self.times[0], "step": step, "tokens": self.tokens}
+
+
+class Peer(Protocol):
+    """What a peer can be asked; what it has no answer to it lacks the method for."""
+
+    def prepare(self, folder: str, precision: str) -> None:
+        """Make what `load` needs out of the checkpoint `folder/hf`, once."""
+
+    def load(self, folder: str, precision: str, threads: int, **options: Any) -> dict[str, Any]:
+        """Get ready; answers `version` and `weight_bytes` (without tables that are only looked up)."""
+
+    def generate(self, ids: list[list[int]], new: int) -> Timed:
+        """Continue prompts of one length by `new` tokens each, greedily, whatever they are."""
+
+    def encode(self, ids: list[list[int]]) -> Callable[[], Any]:
+        """Return a forward of these sequences, ready to be timed."""
+
+
+def prompts(vocabulary: int, batch: int, tokens: int) -> list[list[int]]:
+    """Token ids, the same in every process."""
+    draw = random.Random(0)
+    return [[draw.randrange(vocabulary) for _ in range(tokens)] for _ in range(batch)]
+
+
+def repeat(call: Callable[[], Any], seconds: float = 0.3) -> float:
+    """Median seconds of a call, repeated until `seconds` are over."""
+    times: list[float] = []
+    while sum(times) < seconds:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def serve(peer: Any) -> None:
+    """Answer requests until stdin ends. An error ends the process; the conductor reads its last words."""
+    # Libraries print: what they say goes to stderr, and stdout is the conversation's alone.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answers.write(json.dumps(_answer(peer, request)) + "\n")
+
+
+def _answer(peer: Any, request: dict[str, Any]) -> Any:
+    do = request.pop("do")
+    if do == "generate":
+        ids = prompts(request["vocabulary"], request["batch"], request["tokens"])
+        return peer.generate(ids, request["new"]).to_dict()
+    if do == "encode":
+        call = peer.encode(prompts(request["vocabulary"], request["batch"], request["tokens"]))
+        return {"seconds": repeat(call)}
+    if do == "peak":
+        return {"bytes": _peak_bytes()}
+    return getattr(peer, do)(**request)
+
+
+def _peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
