@@ -78,7 +78,18 @@ def test_what_is_registered_agrees_as_it_is_called(kernel: Kernel) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 576, 1536), (8, 1536, 576), (3, 64, 1000), (19, 200, 333), (300, 70, 40)]
+    "shape",
+    [
+        (1, 576, 1536),
+        (8, 1536, 576),
+        (3, 64, 1000),
+        (19, 200, 333),
+        # Many rows: packed tokens; more of them than stay near, and inputs that take several passes.
+        (300, 70, 40),
+        (577, 33, 130),
+        (49, 6500, 20),
+        (545, 3100, 17),
+    ],
 )
 @pytest.mark.parametrize("transposed", [False, True])
 def test_linear_of_other_shapes(

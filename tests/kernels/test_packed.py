@@ -17,7 +17,7 @@ from slipstream.ops.bind import Kernel
 from slipstream.ops.linear import Weight
 
 PACKED = {name: f for name, f in (FORMATS | VARIANTS).items() if name != "plain"}
-ROWS = (1, 2, 3, 5, 8, 16, 33)
+ROWS = (1, 2, 3, 5, 8, 16, 33, 50)
 SHAPES = ((1, 32), (7, 96), (33, 129), (64, 128), (40, 1), (19, 576), (70, 1100))
 """Outputs and inputs: one, odd, prime, less and more than a group, a block and a panel."""
 

@@ -25,14 +25,11 @@ from slipstream.spec import BlockSpec, Norm, Role, Rope
 
 __all__ = ["NativeStack", "bind_stack", "refuse_block"]
 
-_MOST_TOKENS = {torch.float32: 1024, torch.bfloat16: 1024, torch.float16: 1 << 20}
-"""Packed tokens up to which the layers are slower one by one: 1.1 to 1.2 times at 1024, without AMX."""
+_MOST_TOKENS = 1 << 20
+"""Packed tokens of a step up to which the layers are slower one by one: none has more."""
 
 _MOST_TOKENS_BESIDE_AMX = 64
 """The same in bfloat16 where torch multiplies by AMX, which this library does not."""
-
-_MOST_TOKENS_PACKED = 64
-"""The same where the other stack unpacks every matrix first."""
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _NORMS = {
@@ -163,9 +160,7 @@ class NativeStack:
         weight = blocks[0].weights.matrices[Role.QKV]
         dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
         beside_amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-        self.most_tokens = _MOST_TOKENS_BESIDE_AMX if beside_amx else _MOST_TOKENS[dtype]
-        if weight.format != "plain":
-            self.most_tokens = _MOST_TOKENS_PACKED
+        self.most_tokens = _MOST_TOKENS_BESIDE_AMX if beside_amx else _MOST_TOKENS
         self._library, self._otherwise = library, otherwise
         self._blocks = tuple(blocks)
         self._place = {id(block): index for index, block in enumerate(blocks)}

@@ -8,6 +8,7 @@ namespace {
 
 struct Vec {
     static constexpr int kWidth = 8, kRows = 4, kCols = 2;
+    static constexpr int kBlockRows = 4, kBlockGroups = 3;
     static constexpr bool kBf16Dot = false;
     __m256 v;
 
@@ -95,6 +96,27 @@ inline Vec round(Vec a) {
 inline Vec power_of_two(Vec a) {
     const __m256i shifted = _mm256_add_epi32(_mm256_cvtps_epi32(a.v), _mm256_set1_epi32(127));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(shifted, 23))};
+}
+
+// out[c * os + r] = in[r * is + c] of eight words by eight.
+inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
+    __m256 a[8], b[8];
+    for (int r = 0; r < 4; ++r)
+        for (int half = 0; half < 2; ++half) {
+            const __m128 low = _mm_loadu_ps(in + r * is + 4 * half);
+            a[r + 4 * half] = _mm256_insertf128_ps(_mm256_castps128_ps256(low),
+                                                   _mm_loadu_ps(in + (r + 4) * is + 4 * half), 1);
+        }
+    for (int r = 0; r < 8; r += 2) {
+        b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
+        b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
+    }
+    for (int r = 0; r < 8; r += 4)
+        for (int i = 0; i < 2; ++i) {
+            const __m256d low = _mm256_castps_pd(b[r + i]), high = _mm256_castps_pd(b[r + i + 2]);
+            _mm256_storeu_ps(out + (r + 2 * i) * os, _mm256_castpd_ps(_mm256_unpacklo_pd(low, high)));
+            _mm256_storeu_ps(out + (r + 2 * i + 1) * os, _mm256_castpd_ps(_mm256_unpackhi_pd(low, high)));
+        }
 }
 
 } // namespace

@@ -10,6 +10,7 @@ namespace {
 
 struct Vec {
     static constexpr int kWidth = 16, kRows = 4, kCols = 4;
+    static constexpr int kBlockRows = 8, kBlockGroups = 3;
 #ifdef SLIPSTREAM_BF16_DOT
     static constexpr bool kBf16Dot = true;
 #else
@@ -124,6 +125,34 @@ inline Vec power_of_two(Vec a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(shifted, 23))};
 }
 
+// out[c * os + r] = in[r * is + c] of sixteen words by sixteen.
+inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
+    __m512 a[16], b[16];
+    for (int r = 0; r < 16; ++r)
+        a[r] = _mm512_loadu_ps(in + r * is);
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
+    }
+    for (int r = 0; r < 16; r += 4)
+        for (int i = 0; i < 2; ++i) {
+            const __m512d low = _mm512_castps_pd(b[r + i]), high = _mm512_castps_pd(b[r + i + 2]);
+            a[r + 2 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            a[r + 2 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    // a[4 q + i] holds columns i, i + 4, i + 8, i + 12 of rows 4 q to 4 q + 3.
+    for (int i = 0; i < 4; ++i) {
+        const __m512 even_low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
+        const __m512 odd_low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
+        const __m512 even_high = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+        const __m512 odd_high = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+        _mm512_storeu_ps(out + i * os, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
+        _mm512_storeu_ps(out + (i + 8) * os, _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
+        _mm512_storeu_ps(out + (i + 4) * os, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+        _mm512_storeu_ps(out + (i + 12) * os, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+    }
+}
+
 #ifdef SLIPSTREAM_BF16_DOT
 // Sums of products of 32 pairs, in float32.
 struct Bf16Lanes {
@@ -132,6 +161,18 @@ struct Bf16Lanes {
     static Bf16Lanes load(const Bf16* p, int64_t n) {
         return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p)};
     }
+    // The pair at `p` in all lanes.
+    static Bf16Lanes spread(const Bf16* p) {
+        int32_t pair;
+        std::memcpy(&pair, p, sizeof(pair));
+        return {_mm512_set1_epi32(pair)};
+    }
+    static Bf16Lanes pair(Vec even, Vec odd) {
+        const Bf16* type = nullptr;
+        const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd.narrow(type)), 16);
+        return {_mm512_or_si512(_mm512_cvtepu16_epi32(even.narrow(type)), high)};
+    }
+    void store(Bf16* p) const { _mm512_storeu_si512(p, v); }
 };
 inline Vec dot(Vec sum, Bf16Lanes a, Bf16Lanes b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};

@@ -58,6 +58,7 @@ inline void narrow(float x, Half* to) {
 
 struct Vec {
     static constexpr int kWidth = 4, kRows = 2, kCols = 4;
+    static constexpr int kBlockRows = 4, kBlockGroups = 2;
     static constexpr bool kBf16Dot = false;
     F4 v;
 
@@ -138,6 +139,13 @@ inline Vec power_of_two(Vec a) {
     Vec r;
     std::memcpy(&r.v, &bits, 16);
     return r;
+}
+
+// out[c * os + r] = in[r * is + c] of four words by four; they are moved as bits.
+inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
+    for (int r = 0; r < 4; ++r)
+        for (int c = 0; c < 4; ++c)
+            std::memcpy(out + c * os + r, in + r * is + c, sizeof(float));
 }
 
 } // namespace

@@ -27,13 +27,18 @@ public:
         fed_ = scratch.part<float>(tokens_ * hidden);
         qkv_ = scratch.part<float>(tokens_ * qkv);
         joined_ = scratch.part<float>(tokens_ * joined);
-        inner_ = scratch.part<float>(tokens_ * inner);
-        if (Vec::kBf16Dot) {
+        if (many(tokens_)) {
+            packed_ = scratch.part<char>(packed_bytes(tokens_, most(hidden, joined)));
+            packed_inner_ = scratch.part<char>(packed_bytes(tokens_, inner));
+        } else {
+            inner_ = scratch.part<float>(tokens_ * inner);
+        }
+        if (Vec::kBf16Dot && !many(tokens_)) {
             rounded_ = scratch.part<Bf16>(tokens_ * hidden);
             rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
             rounded_inner_ = scratch.part<Bf16>(tokens_ * inner);
         }
-        own_floats_ = most(attention_floats(dim), tokens_ * 128);
+        own_floats_ = most(attention_floats(dim), many(tokens_) ? kProductBytes / 4 : tokens_ * 128);
         own_floats_ = ceil_div(own_floats_, 16) * 16;
         own_ = scratch.part<float>(own_floats_ * threads);
         bytes_ = scratch.used();
@@ -76,6 +81,9 @@ private:
              });
     }
 
+    // Whether rows are rounded apart from being packed.
+    bool rounds_rows(const Matrix& m) const { return !many(tokens_) && rounds(m.dtype, tokens_); }
+
     // What enters the attention, and where the branches are parallel what enters the feed-forward.
     void enter(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
@@ -83,7 +91,7 @@ private:
             std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
         else
             norm_row(x_ + at, normed_ + at, b.hidden, b.attn_norm);
-        if (rounds(b.qkv.dtype, tokens_))
+        if (rounds_rows(b.qkv))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
         if (b.parallel && b.mlp_norm.kind != kNoNorm)
             norm_row(x_ + at, entry_ + at, b.hidden, b.mlp_norm);
@@ -91,11 +99,10 @@ private:
 
     void attention(const Block& b, int64_t layer, Team& team, float* own) {
         const int64_t width = (b.heads + 2 * b.kv_heads) * b.head_dim, joined = b.heads * b.head_dim;
-        const Rows rows = {normed_, rounds(b.qkv.dtype, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
-        each(team, width, grain(width, team.size()),
-             [&](int64_t begin, int64_t end) { multiply(rows, b.qkv, begin, end, qkv_ + begin, width); });
+        const Rows rows = {normed_, rounds_rows(b.qkv) ? rounded_ : nullptr, b.hidden, tokens_};
+        project(rows, b.qkv, qkv_, team, own);
         over_tokens(team, [&](int64_t t) { place(b, layer, t, qkv_ + t * width); });
-        Bf16* rounded = rounds(b.attn_out.dtype, tokens_) ? rounded_joined_ : nullptr;
+        Bf16* rounded = rounds_rows(b.attn_out) ? rounded_joined_ : nullptr;
         const Attention a = {qkv_,
                              joined_,
                              rounded,
@@ -113,8 +120,31 @@ private:
                              *num_tiles_};
         attend(a, team, own);
         const Rows out = {joined_, rounded, joined, tokens_};
-        each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
-            multiply(out, b.attn_out, begin, end, attended_ + begin, b.hidden);
+        project(out, b.attn_out, attended_, team, own);
+    }
+
+    // out = x times a matrix.
+    void project(const Rows& x, const Matrix& m, float* out, Team& team, float* own) {
+        if (many(tokens_)) {
+            with_word(m.dtype, [&](auto unit) {
+                pack_rows<decltype(unit)>(x.full, kFloat32, tokens_, m.inputs, packed_, team);
+            });
+            project_packed(packed_, m, out, team, own);
+            return;
+        }
+        each(team, m.outputs, grain(m.outputs, team.size()),
+             [&](int64_t begin, int64_t end) { multiply(x, m, begin, end, out + begin, m.outputs); });
+    }
+
+    void project_packed(const char* packed, const Matrix& m, float* out, Team& team, float* own) {
+        with_word(m.dtype, [&](auto unit) {
+            const Product<decltype(unit)> product(m, m.outputs, 0, tokens_, team.size());
+            product.run(packed, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
+                each_row(piece, [&](int64_t t, const float* values) {
+                    std::memcpy(out + t * m.outputs + piece.begin, values,
+                                static_cast<size_t>(piece.outputs) * sizeof(float));
+                });
+            });
         });
     }
 
@@ -152,18 +182,22 @@ private:
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at);
             norm_row(x_ + at, normed_ + at, b.hidden, b.mlp_norm);
         }
-        if (rounds(b.mlp_in.dtype, tokens_))
+        if (rounds_rows(b.mlp_in))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
     void feed_forward(const Block& b, Team& team, float* own) {
-        const bool rounded = rounds(b.mlp_in.dtype, tokens_);
+        const bool rounded = rounds_rows(b.mlp_in);
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         if (apart && rounded)
             over_tokens(
                 team, [&](int64_t t) { copy_row(entry_ + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
+        if (many(tokens_)) {
+            feed_forward_many(b, apart ? entry_ : normed_, team, own);
+            return;
+        }
         const Rows in = {apart ? entry_ : normed_, rounded ? rounded_ : nullptr, b.hidden, tokens_};
-        const bool rounded_out = rounds(b.mlp_out.dtype, tokens_);
+        const bool rounded_out = rounds_rows(b.mlp_out);
         each(team, b.ffn, grain(b.ffn, team.size()), [&](int64_t begin, int64_t end) {
             const int64_t n = end - begin;
             multiply(in, b.mlp_in, begin, end, inner_ + begin, b.ffn);
@@ -177,9 +211,25 @@ private:
             }
         });
         const Rows out = {inner_, rounded_out ? rounded_inner_ : nullptr, b.ffn, tokens_};
-        each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
-            multiply(out, b.mlp_out, begin, end, fed_ + begin, b.hidden);
+        project(out, b.mlp_out, fed_, team, own);
+    }
+
+    // What the activation leaves is packed for the second matrix at once: it never lies anywhere in float32.
+    void feed_forward_many(const Block& b, const float* x, Team& team, float* own) {
+        with_word(b.mlp_in.dtype, [&](auto unit) {
+            using U = decltype(unit);
+            pack_rows<U>(x, kFloat32, tokens_, b.hidden, packed_, team);
+            const Product<U> product(b.mlp_in, b.ffn, b.gated ? b.ffn : 0, tokens_, team.size());
+            product.run(packed_, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
+                for (int64_t j = 0; j < piece.outputs; ++j)
+                    activate_row(b.activation, piece.c + j * piece.stride,
+                                 piece.up ? piece.up + j * piece.stride : nullptr,
+                                 ceil_div(piece.tokens, kGroup) * kGroup);
+                with_word(b.mlp_out.dtype,
+                          [&](auto next) { pack_piece<decltype(next)>(piece, b.ffn, packed_inner_); });
+            });
         });
+        project_packed(packed_inner_, b.mlp_out, fed_, team, own);
     }
 
     void leave(const Block& b, int64_t t) {
@@ -210,7 +260,8 @@ private:
     const int64_t tokens_;
     Tile* tiles_;
     int64_t* num_tiles_; // written by the first thread, read by all after the first meeting
-    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *inner_, *own_;
+    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *inner_ = nullptr, *own_;
+    char *packed_ = nullptr, *packed_inner_ = nullptr; // rows as products of many take them
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr, *rounded_inner_ = nullptr;
     int64_t own_floats_, bytes_;
 };

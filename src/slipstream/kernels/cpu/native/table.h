@@ -6,6 +6,7 @@
 #include "matmul.h"
 #include "functions.h"
 #include "rows.h"
+#include "gemm.h"
 #include "attention.h"
 #include "stack.h"
 #include "pack.h"
@@ -14,28 +15,51 @@
 namespace slipstream {
 namespace {
 
-constexpr int64_t kRowTile = 256; // rows of a linear's output that one thread holds in float32
-
 struct LinearScratch {
     LinearScratch(const LinearCall& call, char* base, int threads) {
+        const int64_t items = call.rows * call.weight.inputs;
         Scratch scratch(base);
-        full = scratch.part<float>(call.rows * call.weight.inputs);
-        rounded = scratch.part<Bf16>(Vec::kBf16Dot ? call.rows * call.weight.inputs : 0);
-        own_floats = least(call.rows, kRowTile) * 128;
-        own = scratch.part<float>(own_floats * threads);
+        if (many(call.rows)) {
+            packed = scratch.part<char>(packed_bytes(call.rows, call.weight.inputs));
+            own_bytes = kProductBytes;
+        } else {
+            full = scratch.part<float>(items);
+            rounded = scratch.part<Bf16>(Vec::kBf16Dot ? items : 0);
+            own_bytes = call.rows * 128 * static_cast<int64_t>(sizeof(float));
+        }
+        own = scratch.part<char>(own_bytes * threads);
         bytes = scratch.used();
     }
-    float *full, *own;
-    Bf16* rounded;
-    int64_t own_floats, bytes;
+    float* full = nullptr;
+    Bf16* rounded = nullptr;
+    char *packed = nullptr, *own;
+    int64_t own_bytes, bytes;
 };
 
 inline int64_t linear_bytes(const LinearCall& call, int threads) {
     return LinearScratch(call, nullptr, threads).bytes;
 }
 
+inline void linear_many(const LinearCall& call, const LinearScratch& scratch, Team& team, int rank) {
+    const Matrix& m = call.weight;
+    with_word(m.dtype, [&](auto unit) {
+        using U = decltype(unit);
+        pack_rows<U>(call.x, call.dtype, call.rows, m.inputs, scratch.packed, team);
+        const Product<U> product(m, m.outputs, 0, call.rows, team.size());
+        product.run(scratch.packed, team, scratch.own + scratch.own_bytes * rank, [&](const Piece& piece) {
+            each_row(piece, [&](int64_t token, const float* values) {
+                write_row(values, call.out, call.dtype, token * m.outputs + piece.begin, piece.outputs);
+            });
+        });
+    });
+}
+
 inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
     const LinearScratch scratch(call, base, team.size());
+    if (many(call.rows)) {
+        linear_many(call, scratch, team, rank);
+        return;
+    }
     const Matrix& m = call.weight;
     const bool rounded = rounds(m.dtype, call.rows);
     each(team, call.rows, ceil_div(call.rows, 2 * static_cast<int64_t>(team.size())),
@@ -47,16 +71,13 @@ inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
                      copy_row(row, scratch.rounded + r * m.inputs, m.inputs);
              }
          });
-    float* own = scratch.own + scratch.own_floats * rank;
+    float* own = reinterpret_cast<float*>(scratch.own + scratch.own_bytes * rank);
+    const Rows rows = {scratch.full, rounded ? scratch.rounded : nullptr, m.inputs, call.rows};
     each(team, m.outputs, grain(m.outputs, team.size()), [&](int64_t begin, int64_t end) {
         const int64_t n = end - begin;
-        for (int64_t r = 0; r < call.rows; r += kRowTile) {
-            const int64_t at = r * m.inputs, count = least(kRowTile, call.rows - r);
-            const Rows rows = {scratch.full + at, rounded ? scratch.rounded + at : nullptr, m.inputs, count};
-            multiply(rows, m, begin, end, own, n);
-            for (int64_t i = 0; i < count; ++i)
-                write_row(own + i * n, call.out, call.dtype, (r + i) * m.outputs + begin, n);
-        }
+        multiply(rows, m, begin, end, own, n);
+        for (int64_t i = 0; i < call.rows; ++i)
+            write_row(own + i * n, call.out, call.dtype, i * m.outputs + begin, n);
     });
 }
 

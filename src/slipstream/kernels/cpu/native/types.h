@@ -18,13 +18,13 @@ struct Half {
     uint16_t bits;
 };
 
-inline int64_t least(int64_t a, int64_t b) {
+constexpr int64_t least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
-inline int64_t most(int64_t a, int64_t b) {
+constexpr int64_t most(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
-inline int64_t ceil_div(int64_t a, int64_t b) {
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
