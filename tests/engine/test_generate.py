@@ -402,6 +402,11 @@ def test_masks_of_every_dtype(llama: Pair, mask: Tensor) -> None:
     both(llama, input_ids=prompt(), attention_mask=mask)
 
 
+def test_a_prompt_in_int32_becomes_int64_as_by_transformers(llama: Pair) -> None:
+    expected, _ = both(llama, prompt().int(), max_new_tokens=4)
+    assert expected.dtype == torch.int64
+
+
 def test_padding_is_found_in_the_ids_where_no_mask_is_given(llama: Pair) -> None:
     ids, _ = left_padded()
     both(llama, input_ids=ids)

@@ -137,7 +137,8 @@ class _Batch:
         rows, length = input_ids.shape
         self._runner = runner
         self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
-        self._tokens = input_ids.new_empty(rows, max(int(config.max_length), length + 1))
+        # As transformers' loops, whose first new token makes int64 of a prompt in int32.
+        self._tokens = input_ids.new_empty(rows, max(int(config.max_length), length + 1), dtype=torch.long)
         self._tokens[:, :length] = input_ids
         self._length = length
         # Where angles depend on the longest sequence, all prompts run at once, as they do in the original.
