@@ -13,6 +13,7 @@ from torch import nn
 from slipstream.config import InferenceConfig, resolve
 from slipstream.engine.engine import InferenceEngine
 from slipstream.errors import ConfigError, WeightError
+from slipstream.model.check import MODEL_ERRORS
 
 __all__ = ["init_inference", "open_model"]
 
@@ -62,6 +63,7 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
         ConfigError: The config names no architecture that transformers has.
     """
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     folder = resolve_place(place)
@@ -79,7 +81,7 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
         )
     except ConfigError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+    except (*MODEL_ERRORS, OSError, SafetensorError, StrictDataclassError, UnpicklingError) as error:
         raise WeightError(f"no model could be loaded from {str(place)!r}: {_first_line(error)}") from error
     if loaded["missing_keys"]:
         missing = sorted(loaded["missing_keys"])
@@ -102,14 +104,14 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
     text = os.fspath(place)
     if text == "demo":
         return str(cached_checkpoint(demo_model()))
-    path = Path(text)
+    path = Path(os.path.expanduser(text))
     if path.suffix == ".gguf":
         if not path.is_file():
             raise WeightError(f"{text}: there is no such file")
         return str(cached_checkpoint(path))
     looks_local = isinstance(place, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1
-    if path.expanduser().exists():
-        return str(path.expanduser())
+    if os.path.exists(path):  # which answers, where a Path raises: a name may be too long to be a file's
+        return str(path)
     if looks_local:
         raise WeightError(f"{text}: there is no such folder")
     return text
