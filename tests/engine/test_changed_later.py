@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+import slipstream
 from tests.helpers.models import Pair, close, make, pair, prompt, roads
 
 
@@ -131,3 +135,116 @@ def test_training_mode_takes_the_original_code(models: Pair) -> None:
     agree(models, "compatible")
     models.engine.eval()
     agree(models, "engine")
+
+
+@contextmanager
+def everywhere(hook: Callable[..., Any], *, before: bool = False) -> Iterator[None]:
+    register = register_module_forward_pre_hook if before else register_module_forward_hook
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_a_hook_on_all_modules_counts(models: Pair) -> None:
+    def louder(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 1.5 if isinstance(module, nn.Linear) else None
+
+    with everywhere(louder):
+        agree(models, "compatible")
+    with everywhere(
+        lambda module, args: (args[0] * 0.5,) if isinstance(module, nn.Linear) else None, before=True
+    ):
+        agree(models, "compatible")
+    agree(models, "engine")
+
+
+def louder(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose answer is larger, in the form it had."""
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if isinstance(output, Tensor):
+            return output * 1.5
+        if isinstance(output, tuple):
+            return (output[0] * 1.5, *output[1:])
+        output["last_hidden_state"] = output["last_hidden_state"] * 1.5
+        return output
+
+    return patched
+
+
+@pytest.mark.parametrize("place", [*PLACES, "model.rotary_emb", "model"])
+def test_a_forward_set_on_an_object_counts(models: Pair, place: str) -> None:
+    parts: list[Any] = [model.get_submodule(place) for model in (models.original, models.engine.module)]
+    for part in parts:
+        part.forward = louder(part.forward)
+    agree(models, "compatible")
+    for part in parts:
+        del part.forward
+    agree(models, "engine")
+
+
+@pytest.mark.parametrize("place", ["model.layers.0", "model.layers.0.self_attn"])
+def test_a_forward_set_on_a_class_counts(models: Pair, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(models.original.get_submodule(place))
+    monkeypatch.setattr(kind, "forward", functools.wraps(kind.forward)(louder(kind.forward)))
+    agree(models, "compatible")
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj.weight", "post_attention_layernorm.weight"])
+@pytest.mark.parametrize("way", ["data", "parameter"])
+def test_a_tensor_put_in_anothers_place_counts(models: Pair, name: str, way: str) -> None:
+    for model in (models.original, models.engine.module):
+        path, _, leaf = name.rpartition(".")
+        owner = model.model.layers[1].get_submodule(path)
+        larger = owner.get_parameter(leaf).detach() * 1.5
+        if way == "data":
+            owner.get_parameter(leaf).data = larger
+        else:
+            setattr(owner, leaf, nn.Parameter(larger))
+    agree(models, "compatible")
+    for changed in (copy.deepcopy(models.engine), models.engine.double().float()):
+        agree(Pair(models.original, changed), "compatible")
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_biases_changed_in_place_count(moved: bool) -> None:
+    models = pair("llama", attention_bias=True)
+    if moved:
+        models.engine.double().float()
+    for model in (models.original, models.engine.module):
+        layer = model.model.layers[0]
+        layer.self_attn.k_proj.bias.data.mul_(-3.0)
+        layer.input_layernorm.weight.data.mul_(1.5)
+    agree(models, "engine")
+
+
+CHANGES_OF_RELEASED: dict[str, Callable[[nn.Parameter], Any]] = {
+    "an operation in place": lambda parameter: parameter.mul_(2.0),
+    "its data": lambda parameter: parameter.data.mul_(2.0),
+    "other data": lambda parameter: setattr(parameter, "data", torch.zeros(parameter.shape)),
+    "an item": lambda parameter: parameter.__setitem__(0, 1.0),
+    "a copy": lambda parameter: parameter.copy_(torch.zeros(parameter.shape)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_RELEASED)
+@pytest.mark.parametrize("leaf", ["weight", "bias"])
+def test_what_the_block_holds_in_another_layout_refuses_to_be_written_to(change: str, leaf: str) -> None:
+    models = pair("bloom")
+    parameter = models.engine.transformer.h[0].self_attention.query_key_value.get_parameter(leaf)
+    with torch.no_grad(), pytest.raises(slipstream.UnsupportedError, match=r"before init_inference"):
+        CHANGES_OF_RELEASED[change](parameter)
+    agree(models, "engine")
+
+
+def test_an_adapter_around_what_the_block_holds_in_another_layout_counts() -> None:
+    models = pair("bloom")
+    for model in (models.original, models.engine.module):
+        owner = model.transformer.h[0].self_attention
+        owner.query_key_value = Adapted(owner.query_key_value)
+    agree(models, "compatible")
+    close(models.original.state_dict(), models.engine.state_dict())
+    agree(Pair(models.original, copy.deepcopy(models.engine)), "compatible")

@@ -175,6 +175,25 @@ def test_loading_into_fused_layers_is_refused_with_a_way_out(llama: Pair) -> Non
         llama.engine.load_checkpoint("somewhere")
 
 
+@pytest.mark.parametrize("settings", [{}, {"quant": "int8"}], ids=["plain", "int8"])
+def test_a_state_dict_can_be_loaded_where_nothing_is_fused(settings: dict[str, Any]) -> None:
+    engine = inject(make("llama"), replace_with_kernel_inject=False, **settings)
+    other = make("llama", seed=5)
+    if settings:
+        with pytest.raises(slipstream.UnsupportedError, match="before init_inference"):
+            engine.load_state_dict(other.state_dict())
+        return
+    engine.load_state_dict(other.state_dict())
+    close(other(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+    assert engine.load_state_dict({}, strict=False).missing_keys == list(other.state_dict())
+
+
+def test_pickling_is_refused_with_a_way_out(llama: Pair, tmp_path: Path) -> None:
+    for what in (llama.engine, llama.engine.module):
+        with pytest.raises(slipstream.UnsupportedError, match="save_checkpoint"):
+            torch.save(what, tmp_path / "model.pt")
+
+
 def test_a_head_can_still_be_loaded(llama: Pair) -> None:
     engine = copy.deepcopy(llama.engine)
     engine.module.lm_head.load_state_dict({"weight": torch.zeros_like(engine.lm_head.weight)})

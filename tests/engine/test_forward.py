@@ -231,6 +231,42 @@ def test_a_mask_of_four_dimensions_is_honoured(pairs: dict[str, Pair], kind: str
     assert not torch.allclose(got.logits, plain.logits, atol=1e-2), "the mask did not matter"
 
 
+@pytest.mark.parametrize("kind", ["gptj", "gemma2"])
+def test_a_boolean_mask_that_eager_attention_adds_is_added(kind: str) -> None:
+    """Adding ones is hardly what the caller meant, and it is what the original does."""
+    original = make(kind)
+    original.set_attn_implementation("eager")
+    visible = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    both(Pair(original, inject(original)), input_ids=prompt(1, 6), attention_mask=visible)
+
+
+@pytest.mark.parametrize("filled", [0, 3])
+def test_a_mask_may_be_as_long_as_a_static_cache(llama: Pair, filled: int) -> None:
+    ids, outputs = prompt(2, 7), []
+    for model in (llama.original, llama.engine):
+        cache = transformers.StaticCache(config=llama.original.config, max_cache_len=12)
+        mask = torch.ones(2, 12, dtype=torch.long)
+        mask[0, :2] = 0
+        if filled:
+            model(input_ids=ids[:, :filled], attention_mask=mask, past_key_values=cache)
+        outputs.append(model(input_ids=ids[:, filled:], attention_mask=mask, past_key_values=cache).logits)
+    close(outputs[0].detach(), outputs[1], mask=mask[:, filled:7])
+
+
+def test_windows_over_a_static_cache_are_the_originals() -> None:
+    """GPT-Neo counts its windows from the end of the cache, though most of that may be empty."""
+    original = make("gpt_neo")
+    models = Pair(original, inject(original))
+    assert models.engine.report().level == "block"
+    ids, mask = left_padded()
+    caches = [transformers.StaticCache(config=original.config, max_cache_len=20) for _ in range(2)]
+    outputs = [
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+        for model, cache in zip((models.original, models.engine), caches, strict=True)
+    ]
+    close(outputs[0].detach(), outputs[1], mask=mask)
+
+
 def test_a_4d_mask_packs_sequences_with_positions(llama: Pair) -> None:
     """Two sequences in one row, told apart by the mask and by positions that start again."""
     ids = prompt(1, 8)

@@ -48,6 +48,19 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "bloom": ("BloomForCausalLM", "BloomConfig", {**_COMMON, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "gptj": ("GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            **_COMMON,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 5,
+            "max_position_embeddings": 128,
+        },
+    ),
     "bert": ("BertForMaskedLM", "BertConfig", _BERT),
     "distilbert": (
         "DistilBertForMaskedLM",

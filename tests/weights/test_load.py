@@ -11,7 +11,7 @@ from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
 from slipstream.model.layers import find_layers
 from slipstream.spec import Role
-from slipstream.weights.load import check_finite, load_block, plan_block, restore_block
+from slipstream.weights.load import check_finite, load_block, own_views, plan_block, restore_block
 from slipstream.weights.source import ModuleSource
 from tests.families.sweep import VARIANTS, label, peaked_model
 
@@ -20,7 +20,7 @@ LLAMA = next(variant for variant in VARIANTS if variant[0].name == "llama")
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
-def test_the_layers_own_matrices_can_be_restored(variant: tuple[Family, Tiny]) -> None:
+def test_the_layers_own_tensors_can_be_restored(variant: tuple[Family, Tiny]) -> None:
     family, tiny = variant
     for found in find_layers(peaked_model(tiny)):
         assert found.spec is not None
@@ -28,11 +28,13 @@ def test_the_layers_own_matrices_can_be_restored(variant: tuple[Family, Tiny]) -
         plans = plan_block(source, family.recipes, found.spec, ignored=family.ignored)
         weights = load_block(source, plans, matrix_format=PLAIN, plain=PLAIN)
         restored = restore_block(weights, plans)
-        matrices = {
-            n for role, plan in plans.items() if role.is_matrix for n in (p.name for p in plan.weight)
-        }
-        assert restored.keys() == matrices
-        assert all(torch.equal(tensor, source.read(name)) for name, tensor in restored.items())
+        assert restored.keys() == {name for plan in plans.values() for name in plan.names}
+        views = own_views(weights, plans)
+        assert views.keys() == restored.keys()
+        for name, tensor in restored.items():
+            own, view = source.read(name), views[name]
+            assert torch.equal(tensor.view(own.shape), own)
+            assert view is None or torch.equal(view.view(own.shape), own)
         assert {role: w.shape for role, w in weights.matrices.items()} == dict(found.spec.matrix_shapes())
 
 
@@ -77,7 +79,12 @@ def test_weights_that_are_not_finite_are_named(value: float) -> None:
         check_finite(ModuleSource(layer))
 
 
-def test_large_finite_weights_pass() -> None:
-    module = nn.Linear(2, 2, bias=False)
-    module.weight.data.fill_(3e38)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_finite_weights_pass_though_their_sum_overflows(dtype: torch.dtype) -> None:
+    module = nn.Linear(2, 2, bias=False, dtype=dtype)
+    module.weight.data.fill_(torch.finfo(dtype).max)
+    assert module.weight.sum().isinf()
     check_finite(ModuleSource(module))
+    module.weight.data[1, 1] = torch.nan
+    with pytest.raises(WeightError, match="weight hold NaN or infinity"):
+        check_finite(ModuleSource(module))

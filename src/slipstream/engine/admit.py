@@ -173,7 +173,10 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         return
     past: Any = given.get("past_key_values")
     seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
-    if mask.shape[0] != batch or not length <= mask.shape[1] <= max(length, length + seen):
+    # A mask may be as long as a static cache, so that its shape stays the same from step to step.
+    has_room = hasattr(past, "get_max_length") and getattr(past, "layers", None)
+    room = int(past.get_max_length()) if has_room else 0
+    if mask.shape[0] != batch or not length <= mask.shape[1] <= max(length + seen, room):
         wanted = f"({batch}, {length})" if not seen else f"({batch}, {length + seen})"
         raise RequestError(
             f"attention_mask has shape {tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}; it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 from collections.abc import Callable
@@ -100,6 +101,32 @@ class InferenceEngine(nn.Module):
         """The model's own names and values, as if nothing had been fused."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's own names, where nothing was fused or packed.
+
+        Raises:
+            UnsupportedError: A layer that is to be loaded runs a fused block, or holds packed weights.
+        """
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InferenceEngine:
+        """An engine of its own, with weights of its own."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled: bound kernels and their structs do not travel.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "an engine cannot be pickled; write the model with save_checkpoint, or state_dict(), and make an "
+            "engine of it where it is needed"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward, without autograd; tensors on another device are moved.

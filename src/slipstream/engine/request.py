@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from slipstream.engine.runner import Runner
 from slipstream.model.frame import Frame
-from slipstream.model.inject import injected_state, is_injected
-from slipstream.model.intact import is_hooked, is_intact
+from slipstream.model.inject import injected_state, is_injected, is_untouched
+from slipstream.model.intact import is_hooked, listens_everywhere
 
 __all__ = [
     "Request",
@@ -200,16 +200,16 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     """
     if model.training:
         return "the model is in training mode"
-    if any(map(is_hooked, model.modules())):
+    if listens_everywhere() or any(map(is_hooked, model.modules())):
         return "someone listens to the model's parts by hooks"
     changed = runner.frame.replaced(model)
     if changed is not None:
-        return f"{changed} was replaced"
+        return f"{changed or 'the model'} was replaced, or its forward was"
     for layer, block in zip(runner.frame.layers, runner.blocks, strict=True):
         if not is_injected(layer) or injected_state(layer).block is not block:
             return "a layer was replaced"
-        if not is_intact(layer, injected_state(layer).parts):
-            return "a part of a layer was replaced"
+        if "forward" in vars(layer) or not is_untouched(layer):
+            return "a part of a layer, its code or a tensor was replaced"
     return None
 
 

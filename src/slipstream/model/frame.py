@@ -6,6 +6,7 @@ Shapes: T packed tokens, C hidden, V vocabulary, R rotated dims.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,14 +59,21 @@ class Frame:
         self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
         self.layers: nn.ModuleList = part(spec.layers)
         self._rope_table = rope_table
+        around = {"", *(path[:i] for path in self._parts for i in range(len(path)) if path[i] == ".")}
+        self._forwards = {name: _own_forward(model, name) for name in (*self._parts, *sorted(around))}
         self._by_type = (
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )
 
     def replaced(self, model: nn.Module) -> str | None:
-        """Name of a part that is no longer the one in the model, or None."""
+        """Name of a part that is no longer the one in the model, or was given another forward, or None.
+
+        The modules around the parts are asked for their forwards too, up to the model itself, which is "".
+        """
         now = dict(model.named_modules(remove_duplicate=False))
-        return next((name for name, part in self._parts.items() if now.get(name) is not part), None)
+        other = (name for name, part in self._parts.items() if now.get(name) is not part)
+        patched = (name for name, own in self._forwards.items() if _own_forward(model, name) is not own)
+        return next(itertools.chain(other, patched), None)
 
     @property
     def max_positions(self) -> int | None:
@@ -157,6 +165,11 @@ class Frame:
         if self._rope_table is None:
             raise AssertionError("the family names no table of angles")
         return self.layers[0].get_buffer(self._rope_table)
+
+
+def _own_forward(model: nn.Module, path: str) -> Any:
+    """A forward set on an object, around its class's; accelerate does so, too."""
+    return vars(model.get_submodule(path)).get("forward")
 
 
 def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -68,11 +68,13 @@ class Verdict:
         returns: How to answer for the layer; None where it is not fused.
         max_error: Of the self-check; None where that did not run.
         reason: Why the layer is not fused; empty where it is.
+        bool_masks: The model makes boolean masks for the layer.
     """
 
     returns: Callable[[Tensor], Any] | None
     max_error: float | None = None
     reason: str = ""
+    bool_masks: bool = False
 
 
 def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict[str, Verdict]:
@@ -183,7 +185,7 @@ def _check(
     if returns is None:
         return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")
     if settings.check == "off":
-        return Verdict(returns)
+        return Verdict(returns, bool_masks=_has_bool_mask(calls))
     like = torch.empty(0, dtype=settings.dtype, device=settings.device)
     # Only what is to be converted or moved is copied.
     tensors = list(found.layer.parameters())
@@ -194,7 +196,8 @@ def _check(
     if not shared:
         twin.to(like.device)
     fused = copy.deepcopy(twin, {id(t): t for t in (*twin.parameters(), *twin.buffers())})
-    state = make_block(found, fused, settings, returns)
+    verdict = Verdict(returns, bool_masks=_has_bool_mask(calls))
+    state = make_block(found, fused, settings, verdict)
     inject_layer(fused, state)
     try:
         if settings.format.bits:
@@ -202,12 +205,19 @@ def _check(
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
         stands = answered and len(shared) == len(tensors) and not settings.format.bits
         original = None if stands else twin.forward
-        return Verdict(returns, compare(found.name, calls, original, fused.forward, like, ties=ties))
-    except InjectionError as error:
+        error = compare(found.name, calls, original, fused.forward, like, ties=ties)
+        return replace(verdict, max_error=error)
+    except InjectionError as failure:
         if settings.check == "error":
             raise
-        log.warning("%s", error)
-        return Verdict(None, reason=str(error))
+        log.warning("%s", failure)
+        return Verdict(None, reason=str(failure))
+
+
+def _has_bool_mask(calls: Sequence[RecordedCall]) -> bool:
+    """Whether the model makes boolean masks; attention that adds masks to scores would add ones."""
+    given = (value for call in calls for value in (*call.args, *call.kwargs.values()))
+    return any(isinstance(value, Tensor) and value.dtype == torch.bool for value in given)
 
 
 def _unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> None:
@@ -227,11 +237,11 @@ def _unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) ->
             )
 
 
-def make_block(
-    found: Found, layer: nn.Module, settings: Settings, returns: Callable[[Tensor], Any]
-) -> Injected:
+def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verdict) -> Injected:
     """Build a layer's block out of the layer's own tensors (or a copy's), which it shares where it can."""
     family, spec = _known(found)
+    if verdict.returns is None:
+        raise AssertionError("only layers that are to be fused come here")
     source = ModuleSource(layer)
     plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
     weights = load_block(
@@ -242,7 +252,16 @@ def make_block(
         plain_roles=settings.plain_roles,
     )
     block = Block(spec, weights, settings.bind(spec))
-    return Injected(type(layer), block, plans, found.index, returns, family.rope_table)
+    return Injected(
+        original=type(layer),
+        block=block,
+        plans=plans,
+        index=found.index,
+        returns=verdict.returns,
+        rope_table=family.rope_table,
+        bool_masks=verdict.bool_masks,
+        forward=type(layer).forward,
+    )
 
 
 def fuse(layers: Iterable[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> dict[str, Block]:
@@ -260,10 +279,10 @@ def fuse(layers: Iterable[Found], verdicts: Mapping[str, Verdict], settings: Set
     """
     blocks: dict[str, Block] = {}
     for found in layers:
-        returns = verdicts[found.name].returns
-        if returns is None:
+        verdict = verdicts[found.name]
+        if verdict.returns is None:
             continue
-        state = make_block(found, found.layer, settings, returns)
+        state = make_block(found, found.layer, settings, verdict)
         inject_layer(found.layer, state)
         blocks[found.name] = state.block
     return blocks

@@ -1,9 +1,9 @@
 """Puts fused blocks into a live model: layers stay, their class becomes a subclass that runs the block.
 
 The object keeps its class along the MRO, its place and its names, because transformers records hidden states
-by class and everyone else finds layers by path. The layer's matrices become views of the block's where one is
-a run of the other's rows, and are released (moved to the meta device) where it is not; `restore_block` brings
-them back for a state dict, and for the rare call that only the original code can serve.
+by class and everyone else finds layers by path. The layer's parameters become views of the block's tensors
+where one is a run of the other's rows, and are released (moved to the meta device) where it is not
+(`links.py`); they come back for a state dict, and for the rare call that only the original code can serve.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
 from slipstream.model.block import Block
-from slipstream.model.intact import is_intact
+from slipstream.model.intact import PartState, is_intact, parts_of
 from slipstream.model.layer_call import LayerSignature, run_block
+from slipstream.model.links import Link, link, relink, restored
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
-from slipstream.weights.load import own_views, restore_block
+from slipstream.weights.load import restore_block
 from slipstream.weights.recipe import Plan
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "inject_layer",
     "injected_state",
     "is_injected",
+    "is_untouched",
     "original_forward",
     "restore_layer",
 ]
@@ -49,7 +50,10 @@ class Injected:
         index: The layer's place in the cache.
         returns: Turns `(B, S, C)` into what the original class returns.
         rope_table: Path of the layer's own `[sin | cos]` table, if the model passes none.
+        bool_masks: The model makes boolean masks; where it does not, only its own code knows what one means.
+        forward: The original class's code.
         parts: The modules inside of the layer when it was injected.
+        links: The layer's parameters as the block holds them.
     """
 
     original: type[nn.Module]
@@ -58,7 +62,10 @@ class Injected:
     index: int
     returns: Callable[[Tensor], Any]
     rope_table: str | None
-    parts: tuple[nn.Module, ...] = ()
+    bool_masks: bool
+    forward: Callable[..., Any]
+    parts: tuple[PartState, ...] = ()
+    links: tuple[Link, ...] = ()
 
 
 def is_injected(module: nn.Module) -> bool:
@@ -72,6 +79,13 @@ def injected_state(layer: nn.Module) -> Injected:
     return state
 
 
+def is_untouched(layer: nn.Module) -> bool:
+    """Whether an injected layer's parts, their code and their tensors are still those that were fused."""
+    state = injected_state(layer)
+    same_code = state.original.forward is state.forward
+    return same_code and all(one.holds() for one in state.links) and is_intact(layer, state.parts)
+
+
 def inject_layer(layer: nn.Module, state: Injected) -> None:
     """Turn a layer into its fused self, in place; nothing here can fail half-way.
 
@@ -82,11 +96,11 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
     # Some loaders set a forward around the class's own; the self-check compared with it.
     layer.__dict__.pop("forward", None)
     layer.__dict__[_STATE] = state
-    state.parts = tuple(layer.modules())[1:]
+    state.parts = parts_of(layer)
     layer.__class__ = _injected_class(state.original)  # type: ignore[arg-type]
     layer.register_state_dict_post_hook(_fill_state_dict)
     layer.register_load_state_dict_pre_hook(_refuse_load)
-    _link(layer)
+    state.links = link(layer, state.block.weights, state.plans)
 
 
 @functools.cache
@@ -97,8 +111,10 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = injected_state(self)
         call = None
-        if not (self.training or wants_original()) and is_intact(self, state.parts):
+        if not (self.training or wants_original()) and is_untouched(self):
             call = signature.read(args, kwargs, state.block.spec.heads)
+        if call is not None and call.has_bool_mask and not state.bool_masks:
+            call = None
         if call is None:
             return original_forward(self, *args, **kwargs)
         table = None if state.rope_table is None else self.get_buffer(state.rope_table)
@@ -108,22 +124,31 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         state = injected_state(self)
-        linked = {
-            id(p) for p in _linked(self)
-        }  # they follow the block, and need no copy of their own on the way
-        nn.Module._apply(self, lambda t: t if t.is_meta or id(t) in linked else fn(t), recurse)
+        held = [one.holds() for one in state.links]
+        # What is linked follows the block, and needs no copy of its own on the way.
+        linked = {id(one.parameter) for one, holds in zip(state.links, held, strict=True) if holds}
+        nn.Module._apply(self, lambda t: t if id(t) in linked else fn(t), recurse)
         state.block.apply(fn)
-        _link(self)
+        state.links = relink(state.links, held, state.block.weights, state.plans)
         return self
 
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        linked = _linked(self)
-        memo |= {id(p): p for p in linked}
+        links = injected_state(self).links
+        held = [one.holds() for one in links]
+        linked = {id(one.parameter): one.parameter for one, holds in zip(links, held, strict=True) if holds}
+        memo |= linked
         twin = _copy(self, memo)
-        for parameter in linked:
-            del memo[id(parameter)]
-        _link(twin)
+        for key in linked:
+            del memo[key]
+        state = injected_state(twin)
+        state.links = relink(state.links, held, state.block.weights, state.plans)
         return twin
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"{type(self).__name__} runs a fused block, which cannot be pickled; pickle its state_dict(), or "
+            "use save_checkpoint"
+        )
 
     # A subclass made by `type` runs `__init_subclass__` of transformers' layers, which wraps `forward` as
     # for theirs.
@@ -131,6 +156,7 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
         "forward": forward,
         "_apply": _apply,
         "__deepcopy__": __deepcopy__,
+        "__reduce_ex__": __reduce_ex__,
         "__module__": original.__module__,
         "__doc__": original.__doc__,
     }
@@ -139,15 +165,8 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def _linked(layer: nn.Module) -> list[nn.Parameter]:
-    """The layer's matrices, which are views of the block's or released."""
-    state = injected_state(layer)
-    names = {piece.name for role in state.block.weights.matrices for piece in state.plans[role].weight}
-    return [layer.get_parameter(name) for name in names]
-
-
 def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of an injected layer whose matrices are not linked to its block yet."""
+    """A deep copy of an injected layer whose parameters are not linked to its block yet."""
     twin = layer.__class__.__new__(layer.__class__)
     memo[id(layer)] = twin
     twin.__dict__.update(copy.deepcopy(layer.__dict__, memo))
@@ -163,8 +182,9 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def restore_layer(layer: nn.Module, state: Injected) -> None:
-    """Give a layer that is not injected the matrices that a block of its kind stands for, unpacked."""
-    _assign(layer, restore_block(state.block.weights, state.plans))
+    """Give a layer that is not injected the tensors that a block of its kind stands for, unpacked."""
+    tensors = restore_block(state.block.weights, state.plans)
+    _assign(layer, {name: tensor.view(layer.get_parameter(name).shape) for name, tensor in tensors.items()})
 
 
 def _twin(layer: nn.Module) -> nn.Module:
@@ -179,20 +199,8 @@ def _twin(layer: nn.Module) -> nn.Module:
     twin = _copy(layer, shared)
     del twin.__dict__[_STATE]
     twin.__class__ = state.original
-    if any(p.is_meta for p in twin.parameters()):
-        _assign(twin, restore_block(state.block.weights, state.plans))
+    _assign(twin, restored(layer, state.links, state.block.weights, state.plans))
     return twin
-
-
-def _link(layer: nn.Module) -> None:
-    """Make the layer's matrices views of the block's; release those that cannot be."""
-    state = injected_state(layer)
-    for role, weight in state.block.weights.matrices.items():
-        views = own_views(weight, state.plans[role])
-        if views is None:
-            own = {piece.name: layer.get_parameter(piece.name) for piece in state.plans[role].weight}
-            views = {name: torch.empty_like(matrix, device="meta") for name, matrix in own.items()}
-        _assign(layer, views)
 
 
 def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -202,12 +210,11 @@ def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook: put the released matrices back under their names."""
-    if any(p.is_meta for p in layer.parameters()):
-        state = injected_state(layer)
-        for name, tensor in restore_block(state.block.weights, state.plans).items():
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = tensor
+    """State-dict hook: put the released parameters' values in under their names."""
+    state = injected_state(layer)
+    for name, tensor in restored(layer, state.links, state.block.weights, state.plans).items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = tensor
 
 
 def _refuse_load(layer: nn.Module, *args: Any) -> None:

@@ -49,6 +49,11 @@ class LayerCall:
     rope: tuple[Tensor, Tensor] | None
     positions: Tensor | None
 
+    @property
+    def has_bool_mask(self) -> bool:
+        """Whether the mask says what is visible, rather than what to add to the scores."""
+        return self.mask is not None and self.mask.dtype == torch.bool
+
 
 class LayerSignature:
     """How one layer class takes its arguments; made once per class."""
@@ -201,7 +206,11 @@ def _full_mask(
         return visible[None, None]
     if mask.dtype == torch.bool:
         return mask & visible
-    return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+    # Added, as the original does: what both hide weighs less than what one of them hides, which is all that
+    # tells keys apart in a row that sees none.
+    return mask + torch.zeros_like(visible, dtype=mask.dtype).masked_fill(
+        ~visible, torch.finfo(mask.dtype).min
+    )
 
 
 def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -13,7 +13,7 @@ from slipstream.errors import WeightError
 from slipstream.formats import Format
 from slipstream.ops.linear import Weight
 from slipstream.spec import BlockSpec, Role
-from slipstream.weights.recipe import Plan, Recipe, gather, scatter
+from slipstream.weights.recipe import Piece, Plan, Recipe, gather, scatter
 from slipstream.weights.source import Source
 
 __all__ = [
@@ -152,25 +152,57 @@ def _matrix(source: Source, plan: Plan, bias: Tensor | None, matrix_format: Form
 
 
 def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Tensor]:
-    """The layer's own matrices by name, out of the block's: `load_block` backwards.
+    """The layer's own tensors by name, out of the block's: `load_block` backwards.
 
     Returns:
-        Views of the block's tensors where there are any (`own_views`), else new tensors. Biases and vectors
-        are not among them: the layer keeps its own.
+        Views of the block's tensors where there are any (`own_views`), else new tensors. Vectors are flat.
     """
     tensors: dict[str, Tensor] = {}
-    for role, weight in weights.matrices.items():
-        views = own_views(weight, plans[role])
-        tensors |= scatter(plans[role].weight, weight.dense()) if views is None else views
+    for role, matrix in weights.matrices.items():
+        views = _matrix_views(matrix, plans[role])
+        tensors |= scatter(plans[role].weight, matrix.dense()) if views is None else views
+    for pieces, joined in _vectors(weights, plans):
+        views = _vector_views(pieces, joined)
+        tensors |= scatter(pieces, joined) if views is None else views
     return tensors
 
 
-def own_views(weight: Weight, plan: Plan) -> dict[str, Tensor] | None:
-    """The layer's own matrices as views of the block's, or None where the block holds them in another way."""
+def own_views(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Tensor | None]:
+    """The layer's own tensors as views of the block's, or None where the block holds one in another way.
+
+    Vectors are flat.
+    """
+    own: dict[str, Tensor | None] = {}
+    for role, matrix in weights.matrices.items():
+        own |= _matrix_views(matrix, plans[role]) or dict.fromkeys(p.name for p in plans[role].weight)
+    for pieces, joined in _vectors(weights, plans):
+        own |= _vector_views(pieces, joined) or dict.fromkeys(piece.name for piece in pieces)
+    return own
+
+
+def _vectors(weights: BlockWeights, plans: Mapping[Role, Plan]) -> Iterator[tuple[Sequence[Piece], Tensor]]:
+    """What is not a matrix, biases among it, with the pieces it is made of."""
+    pairs = [(plans[role].bias, matrix.bias) for role, matrix in weights.matrices.items()]
+    for role, vector in weights.vectors.items():
+        pairs += [(plans[role].weight, vector.weight), (plans[role].bias, vector.bias)]
+    return ((pieces, joined) for pieces, joined in pairs if joined is not None)
+
+
+def _matrix_views(weight: Weight, plan: Plan) -> dict[str, Tensor] | None:
     if weight.format != "plain" or not plan.is_whole:
         return None
     runs = zip(plan.weight, weight.planes, strict=True)
     return {piece.name: rows.mT if piece.transposed else rows for piece, rows in runs}
+
+
+def _vector_views(pieces: Sequence[Piece], joined: Tensor) -> dict[str, Tensor] | None:
+    """Runs of a vector, a bias, or one bias per expert, each the whole of a source tensor."""
+    if len(pieces) == 1:
+        return {pieces[0].name: joined}
+    if len({piece.name for piece in pieces}) < len(pieces) or any(piece.step != 1 for piece in pieces):
+        return None
+    runs = joined.split([piece.count for piece in pieces], dim=-1)
+    return {piece.name: run for piece, run in zip(pieces, runs, strict=True)}
 
 
 def check_finite(source: Source) -> None:

@@ -1,0 +1,139 @@
+"""A fused layer's own parameters: views of its block's tensors, or names without values.
+
+Writing into a view writes into the block. A parameter that the block holds in another layout (rows grouped
+per head, packed formats) is released: it keeps its shape and dtype, and refuses to be written to, because
+nobody would hear of it. Whoever puts another tensor in a parameter's place is noticed by `Link.holds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import UnsupportedError
+from slipstream.spec import Role
+from slipstream.weights.load import BlockWeights, own_views, restore_block
+from slipstream.weights.recipe import Plan
+
+__all__ = ["Link", "link", "relink", "restored"]
+
+_HARMLESS = frozenset({"requires_grad_", "share_memory_"})
+
+
+class _Released(nn.Parameter):
+    """A parameter without values, on the meta device."""
+
+    def __new__(cls, like: Tensor) -> _Released:
+        """With the shape and dtype of `like`."""
+        empty = torch.empty_like(like, device="meta")
+        return super().__new__(cls, empty, requires_grad=False)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what writes; everything else is torch's."""
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and name not in _HARMLESS and isinstance(args[0], cls):
+            raise _refusal()
+        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+
+    @property
+    def data(self) -> Tensor:
+        """There is none."""
+        raise _refusal()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # as a move writes back what it left alone
+            raise _refusal()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Released:
+        """Another one of this shape."""
+        memo[id(self)] = made = _Released(self)
+        return made
+
+
+def _refusal() -> UnsupportedError:
+    return UnsupportedError(
+        "this parameter's values are in a fused block, in another layout; read them from state_dict(), and "
+        "change weights before init_inference"
+    )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A parameter as `link` left it.
+
+    Attributes:
+        name: Path from the layer that the source tensor had.
+        owner: The module that holds it.
+        leaf: Its name there.
+        parameter: The view, or the released parameter.
+        address: Where its values are.
+    """
+
+    name: str
+    owner: nn.Module
+    leaf: str
+    parameter: nn.Parameter
+    address: int
+
+    def holds(self) -> bool:
+        """Whether the parameter is still there, with its values where they were."""
+        now = self.owner._parameters.get(self.leaf)
+        return now is self.parameter and now.data_ptr() == self.address
+
+
+def link(layer: nn.Module, weights: BlockWeights, plans: Mapping[Role, Plan]) -> tuple[Link, ...]:
+    """Make a layer's parameters views of its block's tensors; release those that cannot be."""
+    links = []
+    for name, view in own_views(weights, plans).items():
+        path, _, leaf = name.rpartition(".")
+        links.append(_put(name, layer.get_submodule(path), leaf, view))
+    return tuple(links)
+
+
+def relink(
+    links: Sequence[Link], held: Sequence[bool], weights: BlockWeights, plans: Mapping[Role, Plan]
+) -> tuple[Link, ...]:
+    """The same after the block's tensors were moved, cast or copied.
+
+    Args:
+        links: As they were.
+        held: Which of them held before that (`Link.holds`); the others are someone else's by now, and stay.
+        weights: The block's.
+        plans: How the layer's own tensors make them up.
+    """
+    views = own_views(weights, plans)
+    return tuple(
+        _put(one.name, one.owner, one.leaf, views[one.name]) if holds else one
+        for one, holds in zip(links, held, strict=True)
+    )
+
+
+def _put(name: str, owner: nn.Module, leaf: str, view: Tensor | None) -> Link:
+    shape = owner.get_parameter(leaf).shape
+    if view is None:
+        parameter: nn.Parameter = _Released(owner.get_parameter(leaf))
+    else:
+        parameter = nn.Parameter(view.view(shape), requires_grad=False)
+    owner._parameters[leaf] = parameter
+    return Link(name, owner, leaf, parameter, parameter.data_ptr())
+
+
+def restored(
+    layer: nn.Module, links: tuple[Link, ...], weights: BlockWeights, plans: Mapping[Role, Plan]
+) -> dict[str, Tensor]:
+    """Values of the released parameters that are still in a layer, by their paths of now."""
+    names = {id(one.parameter): one.name for one in links if isinstance(one.parameter, _Released)}
+    now = {path: names[id(p)] for path, p in layer.named_parameters(remove_duplicate=False) if id(p) in names}
+    if not now:
+        return {}
+    tensors = restore_block(weights, plans)
+    return {path: tensors[name].view(layer.get_parameter(path).shape) for path, name in now.items()}
