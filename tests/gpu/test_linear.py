@@ -10,7 +10,7 @@ from slipstream.kernels.triton.linear import KERNELS
 from slipstream.ops.bind import Facts
 
 ALL = {**FORMATS, **VARIANTS}
-SHAPES = [(1, 64, 8), (1, 200, 5), (2, 129, 33), (3, 640, 6), (4, 31, 3)]
+SHAPES = [(1, 64, 8), (1, 200, 5), (2, 129, 33), (3, 640, 6), (4, 31, 3), (5, 200, 70), (33, 640, 20)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.engine.build.KERNELS", ())
+    monkeypatch.setattr("slipstream.engine.build.kernels_for", lambda device: ())

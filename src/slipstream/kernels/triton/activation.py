@@ -17,7 +17,7 @@ from slipstream.kernels.triton.target import Build, Launch, refuse
 from slipstream.ops.activation import activate
 from slipstream.ops.bind import Kernel
 
-__all__ = ["BUILDS", "KERNELS", "KINDS", "apply", "gate"]
+__all__ = ["BUILDS", "KERNELS", "KINDS", "activation", "apply", "gate"]
 
 KINDS = {
     "gelu": 0,
@@ -121,7 +121,8 @@ _activation = operator(
 )
 
 
-def _run(x: Tensor, *, name: str, gated: bool) -> Tensor:
+def activation(x: Tensor, *, name: str, gated: bool) -> Tensor:
+    """Apply an activation; arguments and result as those of `ops.activation`."""
     if name not in KINDS:
         return activate(x, name=name, gated=gated)
     return _activation(x, KINDS[name], gated)  # type: ignore[no-any-return]
@@ -129,7 +130,7 @@ def _run(x: Tensor, *, name: str, gated: bool) -> Tensor:
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-KERNELS = (Kernel("activation", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), _run),)
+KERNELS = (Kernel("activation", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), activation),)
 
 _TYPES = {"x": "*bf16", "out": "*bf16", "width": "i32"}
 BUILDS = (

@@ -192,16 +192,14 @@ def _launch(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    query_starts: Tensor,
-    kv_lens: Tensor,
-    block_table: Tensor,
+    step: list[Tensor],
     alibi: Tensor | None,
     sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    max_query_len: int,
+    scales: list[float],
+    limits: list[int],
 ) -> Tensor:
+    query_starts, kv_lens, block_table = step
+    (scale, softcap), (window, max_query_len) = scales, limits
     tokens, heads, dim = q.shape
     kv_heads, sequences = k_cache.shape[2], kv_lens.shape[0]
     q = q.contiguous()
@@ -212,23 +210,13 @@ def _launch(
     rows = tokens * heads
     part = q.new_empty((rows, splits, dim) if splits > 1 else 0, dtype=torch.float32)
     weight = q.new_empty((rows, splits, 2) if splits > 1 else 0, dtype=torch.float32)
+    tensors = (q, k_cache, v_cache, out, part, weight, query_starts, kv_lens, block_table)
+    masks = (q if alibi is None else alibi, q if sinks is None else sinks)
+    numbers = (scale, softcap, window, sequences, block_table.shape[1])
     _attend[(tiles, kv_heads, splits)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        part,
-        weight,
-        query_starts,
-        kv_lens,
-        block_table,
-        q if alibi is None else alibi,
-        q if sinks is None else sinks,
-        scale,
-        softcap,
-        window,
-        sequences,
-        block_table.shape[1],
+        *tensors,
+        *masks,
+        *numbers,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -246,9 +234,8 @@ def _launch(
 
 
 _paged_attention = operator(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_starts, Tensor kv_lens, "
-    "Tensor block_table, Tensor? alibi, Tensor? sinks, float scale, float softcap, int window, "
-    "int max_query_len) -> Tensor",
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] step, Tensor? alibi, Tensor? sinks, "
+    "float[] scales, int[] limits) -> Tensor",
     _launch,
     lambda q, *rest: torch.empty_like(q),
 )
@@ -259,15 +246,11 @@ def _run(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, mask: Atten
         q,
         k_cache,
         v_cache,
-        step.query_starts,
-        step.kv_lens,
-        step.block_table,
+        [step.query_starts, step.kv_lens, step.block_table],
         mask.alibi,
         mask.sinks,
-        mask.scale,
-        mask.softcap or 0.0,
-        mask.window or 0,
-        step.max_query_len,
+        [mask.scale, mask.softcap or 0.0],
+        [mask.window or 0, step.max_query_len],
     )
 
 

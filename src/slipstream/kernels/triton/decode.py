@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FORMATS", "PARTS", "RESCALE", "fp6_part", "fp8_codes", "int8_codes", "nibble"]
+__all__ = ["FORMATS", "PARTS", "RESCALE", "fp6_part", "fp8_codes", "int8_codes", "kind_of", "nibble"]
 
 FORMATS = {"plain": 0, "int8": 1, "fp8": 2, "int4": 3, "int4-sym": 4, "fp6": 5, "fp6-e3m2": 6}
 """Formats by the number that kernels know them by; those of int4 in groups of 64 and 128 share int4's."""
@@ -55,3 +55,12 @@ def fp6_part(low, high, PART: tl.constexpr, E3M2: tl.constexpr):
     shift: tl.constexpr = 8 if E3M2 else 7
     bits = ((code & 0x20) << 10) | ((code & 0x1F) << shift)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+def kind_of(name: str) -> tuple[int, int] | None:
+    """Number of a format and blocks of 32 inputs in one of its groups, or None where it is not known."""
+    if name in ("int4", "int4-g64", "int4-g128"):
+        return FORMATS["int4"], {"int4": 1, "int4-g64": 2, "int4-g128": 4}[name]
+    if name.startswith("int4-") and name.endswith("-sym"):
+        return FORMATS["int4-sym"], int(name.removeprefix("int4-g").removesuffix("-sym")) // 32
+    return (FORMATS[name], 1) if name in FORMATS else None

@@ -1,4 +1,4 @@
-"""`linear` of up to four rows on the GPU, for every weight format: bound by the bytes of the weight.
+"""`linear` on the GPU, for every weight format; up to four rows here, bound by the bytes of the weight.
 
 A program owns some outputs and walks over all inputs, 16 bytes of a row per thread and load. Products are
 summed in float32; the rows of x share what was decoded.
@@ -23,8 +23,10 @@ from slipstream.kernels.triton.decode import (
     fp6_part,
     fp8_codes,
     int8_codes,
+    kind_of,
     nibble,
 )
+from slipstream.kernels.triton.matmul import planes_of, times_matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import Build, Launch, refuse
 from slipstream.ops.bind import Facts, Kernel
@@ -32,7 +34,10 @@ from slipstream.ops.linear import Weight, linear
 
 __all__ = ["BUILDS", "KERNELS"]
 
-_MOST_ROWS = 4
+_FEW_ROWS = 4
+_MOST_ROWS = {"plain": 4}
+"""Rows up to which a kernel of ours is used; for more, weights are unpacked and torch multiplies."""
+_MOST_PACKED_ROWS = 128
 
 
 @triton.jit
@@ -142,6 +147,8 @@ def _launch(
 ) -> Tensor:
     rows, inputs = x.shape
     x = x.contiguous()
+    if rows > _FEW_ROWS:
+        return times_matrix(x, planes, bias, kind, blocks, (outputs, 1))
     out = x.new_empty(rows, outputs)
     codes = planes[0]
     launch = _launch_of(kind, codes.element_size(), rows)
@@ -150,10 +157,7 @@ def _launch(
     runs = -(-inputs // width) if kind <= 2 else stride // width
     _few_rows[(triton.cdiv(outputs, launch.sizes["OUTPUTS"]),)](
         x,
-        codes.view(torch.uint8) if kind == 1 else codes,
-        planes[1] if kind >= 3 else x,
-        planes[2] if kind == 3 else x,
-        x if kind == 0 else planes[-1],
+        *planes_of(planes, kind),
         x if bias is None else bias,
         out,
         rows,
@@ -178,25 +182,17 @@ _linear = operator(
 )
 
 
-def _kind_of(name: str) -> tuple[int, int] | None:
-    """Number of a format and blocks of 32 inputs in one of its groups, or None where it is not known."""
-    if name in ("int4", "int4-g64", "int4-g128"):
-        return FORMATS["int4"], {"int4": 1, "int4-g64": 2, "int4-g128": 4}[name]
-    if name.startswith("int4-") and name.endswith("-sym"):
-        return FORMATS["int4-sym"], int(name.removeprefix("int4-g").removesuffix("-sym")) // 32
-    return (FORMATS[name], 1) if name in FORMATS else None
-
-
 def _run(x: Tensor, weight: Weight) -> Tensor:
-    known = _kind_of(weight.format)
+    known = kind_of(weight.format)
     plain = weight.format == "plain" and (len(weight.planes) > 1 or weight.planes[0].stride(-1) != 1)
-    if x.dim() != 2 or not 0 < x.shape[0] <= _MOST_ROWS or known is None or plain:
+    most = _MOST_ROWS.get(weight.format, _MOST_PACKED_ROWS)
+    if x.dim() != 2 or not 0 < x.shape[0] <= most or known is None or plain:
         return linear(x, weight)
     return _linear(x, list(weight.planes), weight.bias, *known, weight.shape[0])  # type: ignore[no-any-return]
 
 
 def _refuse(facts: Facts) -> str | None:
-    if _kind_of(facts.format) is None:
+    if kind_of(facts.format) is None:
         return f"does not read the weight format {facts.format!r}"
     return refuse(facts, dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
@@ -205,7 +201,7 @@ KERNELS = (Kernel("linear", "triton", "cuda", _refuse, _run),)
 
 
 def _build(name: str, rows: int) -> Build:
-    kind, blocks = _kind_of(name) or (0, 1)
+    kind, blocks = kind_of(name) or (0, 1)
     types = dict.fromkeys(("x", "bias", "out"), "*bf16")
     types |= {
         "codes": "*bf16" if kind == 0 else "*u8",

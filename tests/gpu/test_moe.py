@@ -1,0 +1,41 @@
+"""The mixture of experts over sorted pairs, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.formats import FORMATS, Format
+from slipstream.kernels.triton.moe import KERNELS, sort_pairs
+from slipstream.ops.moe import moe
+from slipstream.spec import MoE
+
+
+def test_every_pair_is_in_a_tile_of_its_expert() -> None:
+    chosen = torch.randint(0, 5, (37, 2), generator=torch.Generator().manual_seed(0))
+    row_of, expert_of, expert_of_pair, height = sort_pairs(chosen, 5)
+    assert sorted(row_of[row_of >= 0].tolist()) == list(range(74))
+    for tile, expert in enumerate(expert_of.tolist()):
+        rows = row_of[tile * height : (tile + 1) * height]
+        rows = rows[rows >= 0]
+        assert (expert >= 0) == bool(len(rows))
+        assert bool((expert_of_pair[rows.long()] == expert).all())
+
+
+@pytest.mark.parametrize("packed", FORMATS.values(), ids=lambda packed: packed.name)
+def test_experts_in_each_format(packed: Format) -> None:
+    generator = torch.Generator().manual_seed(0)
+    (kernel,) = KERNELS
+    x = torch.randn(21, 64, generator=generator)
+    router = FORMATS["plain"].weight(torch.randn(6, 64, generator=generator), None)
+    first, second = (
+        packed.weight(
+            torch.randn(6, *shape, generator=generator) / 8, torch.randn(6, shape[0], generator=generator)
+        )
+        for shape in ((96, 64), (64, 48))
+    )
+    settings = {"spec": MoE(6, 2, normalize=True), "activation": "silu", "gated": True}
+    expected = moe(x, router, first, second, **settings)
+    torch.testing.assert_close(
+        kernel.run(x, router, first, second, **settings), expected, atol=1e-4, rtol=1e-4
+    )
