@@ -175,7 +175,7 @@ class InferenceEngine(nn.Module):
     ) -> str | None:
         return (
             why_not_packed(self.module, request, kwargs)
-            or why_not_so_long(runner.frame, request)
+            or why_not_so_long(self.module, runner, request)
             or why_not_intact(self.module, runner)
         )
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.engine.runner import Runner
-from slipstream.model.frame import Frame
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.intact import is_hooked, listens_everywhere
 
@@ -213,20 +212,41 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     return None
 
 
-def why_not_so_long(frame: Frame, request: Request) -> str | None:
+def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str | None:
     """Why the engine road cannot go on for as many tokens as are asked for, or None if it can.
 
     Args:
-        frame: Knows how far positions reach, and where the original starts again.
+        model: Its config decides what transformers' cache keeps.
+        runner: Knows how far positions reach, and where the original starts again.
         request: The call as it was read.
     """
-    most, restart = frame.max_positions, frame.spec.restart
+    most, restart = runner.frame.max_positions, runner.frame.spec.restart
     total = request.length + request.new_tokens
     if most is not None and total > most:
         return f"{total} tokens pass the position embedding's {most}"
     if restart is not None and request.length <= restart < total:
         return f"the original starts again at {restart} tokens"
+    kept = _kept_tokens(model, runner)
+    if kept is not None and total > kept:
+        return f"transformers' cache keeps {kept} tokens, and a layer sees another number"
     return None
+
+
+def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
+    """Least window of the layers of transformers' cache that is not the window of their layer, if any.
+
+    The cache follows the config: it has windows for layers of classes that do not read `sliding_window`.
+    """
+    from transformers import DynamicCache
+
+    config: Any = model.config
+    if getattr(config, "sliding_window", None) is None:
+        return None
+    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    # A window of one token is none: the cache keeps the last `window - 1`, and of those slices keeps all.
+    seen = [None if block.spec.window == 1 else block.spec.window for block in runner.blocks]
+    differ = (kept for kept, own in zip(windows, seen, strict=False) if kept is not None and kept != own)
+    return min(differ, default=None)
 
 
 def _is_left_padded(mask: Tensor) -> bool:

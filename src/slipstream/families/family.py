@@ -63,3 +63,16 @@ class Family:
     refuse: Callable[[Config], str | None] = field(default=_no_reason)
     ignored: tuple[str, ...] = ()
     rope_table: str | None = None
+
+    def why_not(self, config: Config, index: int) -> str | None:
+        """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""
+        reason = self.refuse(config)
+        if reason is not None:
+            return reason
+        spec = self.spec(config, index)
+        if spec.causal and getattr(config, "is_causal", None) is False:
+            # Then no mask means causality to some of transformers' attentions, and none of it to others.
+            return "is_causal is False"
+        if spec.rope is not None and (spec.rope.dim not in range(2, spec.head_dim + 1, 2)):
+            return f"{spec.rope.dim} of {spec.head_dim} dims of a head are rotated, which are not pairs"
+        return None

@@ -258,7 +258,14 @@ def compare(
     expected, got = [], []
     for call in calls:
         theirs = _states(call.output) if original is None else replay(call, original, like=like)
-        ours = replay(call, fused, like=like)
+        try:
+            ours = replay(call, fused, like=like)
+        except MODEL_ERRORS as failure:
+            raise InjectionError(
+                f"{name}: the fused block cannot run what the original can ({type(failure).__name__}: "
+                f"{str(failure).partition(chr(10))[0]}); the family's numbers do not fit the layer. Use "
+                'injection_check="fallback" to keep it'
+            ) from failure
         if ours.shape != theirs.shape:
             raise InjectionError(
                 f"{name}: the fused block answers {tuple(ours.shape)}, the original {tuple(theirs.shape)}"

@@ -1,0 +1,85 @@
+"""What a family's block would not do as transformers does it is left to the original layer, with a reason."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import slipstream
+from slipstream import InjectionError
+from slipstream.families import FAMILIES, Family
+from slipstream.families.family import Config
+from slipstream.spec import BlockSpec, Rope
+from tests.helpers.models import close, inject, left_padded, make
+
+_PHI = {"hidden_size": 8, "num_attention_heads": 4, "intermediate_size": 16, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_decoder_made_bidirectional_by_its_config_keeps_its_layers(attention: str) -> None:
+    original = make("llama", is_causal=False, attn_implementation=attention)
+    engine = inject(original)
+    ids, mask = left_padded()
+    with torch.no_grad():
+        for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+            close(original(**given).logits, engine(**given).logits, mask=mask)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(original.generate(ids, **options), engine.generate(ids, **options))
+    reasons = {layer.reason for layer in engine.report().layers}
+    assert reasons == {"llama declines: is_causal is False"}
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("Phi", {**_PHI, "partial_rotary_factor": 0.5}),
+        ("GPTNeoX", {**_PHI, "rotary_pct": 0.25}),
+    ],
+    ids=["one dim", "no dim"],
+)
+def test_heads_without_a_pair_of_rotated_dims_keep_their_layers(model: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{model}Config")(vocab_size=100, **options)
+    original = getattr(transformers, f"{model}ForCausalLM")(config).eval()
+    engine = inject(original)
+    ids, mask = left_padded()
+    with torch.no_grad():
+        close(original(ids, attention_mask=mask).logits, engine(ids, attention_mask=mask).logits, mask=mask)
+    assert engine.report().level != "block"
+    assert "of 2 dims of a head are rotated" in engine.report().layers[0].reason
+
+
+def _too_many_rotated(config: Config, index: int) -> BlockSpec:
+    spec = FAMILIES["llama"].spec(config, index)
+    return replace(spec, rope=Rope(spec.head_dim, table="half"))
+
+
+@pytest.fixture
+def misfit() -> tuple[Any, dict[type, Family]]:
+    """A model, and a policy for it whose block cannot even be run."""
+    model = make("llama")
+    return model, {type(model.model.layers[0]): replace(FAMILIES["llama"], spec=_too_many_rotated)}
+
+
+def test_block_that_cannot_run_is_an_injection_error(misfit: tuple[Any, dict[type, Family]]) -> None:
+    model, policy = misfit
+    with pytest.raises(InjectionError, match=r"model\.layers\.0: the fused block cannot run .*RuntimeError"):
+        slipstream.init_inference(copy.deepcopy(model), dtype=torch.float32, injection_policy=policy)
+
+
+def test_block_that_cannot_run_falls_back_where_that_is_wanted(
+    misfit: tuple[Any, dict[type, Family]],
+) -> None:
+    model, policy = misfit
+    engine = slipstream.init_inference(
+        copy.deepcopy(model), dtype=torch.float32, injection_policy=policy, injection_check="fallback"
+    )
+    ids, _ = left_padded()
+    with torch.no_grad():
+        close(model(ids).logits, engine(ids).logits)
+    assert engine.report().level != "block"
