@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from slipstream.devices.device import Device, MemoryUse
 from slipstream.errors import UnsupportedError
@@ -49,7 +50,7 @@ class CpuDevice(Device):
         """There is nothing to launch, so nothing to capture."""
         return "the CPU launches nothing that a graph could save"
 
-    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
         """Refuse.
 
         Raises:

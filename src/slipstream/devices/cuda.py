@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.devices.device import Device, MemoryUse
 from slipstream.errors import DeviceError
@@ -30,6 +31,7 @@ class CudaDevice(Device):
                 f"GPU {index} was asked for and this machine has {count}; start fewer processes on it"
             )
         self._device = torch.device("cuda", index)
+        self._pool: Any = None  # graphs of one device never run at once: they share their memory
 
     @property
     def torch_device(self) -> torch.device:
@@ -55,8 +57,12 @@ class CudaDevice(Device):
         """Every GPU that torch supports can."""
         return None
 
-    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture a CUDA graph after three runs on a side stream, which set up workspaces and handles."""
+    def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
+        """Capture a CUDA graph after three runs on a side stream, which set up workspaces and handles.
+
+        Raises:
+            DeviceError: The function does what no capture allows, with CUDA's own words.
+        """
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -64,8 +70,16 @@ class CudaDevice(Device):
                 run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = run()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                outputs = run()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise DeviceError(
+                f"the step cannot be captured ({reason}); leave enable_cuda_graph at False"
+            ) from error
 
         def replay() -> Any:
             graph.replay()

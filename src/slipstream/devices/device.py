@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["Device", "MemoryUse"]
 
@@ -55,15 +56,17 @@ class Device(ABC):
         """Why a step cannot be captured and replayed here, or None where it can."""
 
     @abstractmethod
-    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture a function of no arguments over static tensors.
+    def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
+        """Capture a function of no arguments over static tensors, after three runs that warm up.
 
         Args:
             run: Reads and writes tensors that stay where they are.
+            static: All of these tensors. A device that can tell refuses to read any other.
 
         Returns:
             A function that repeats it and returns the same tensors, refilled.
 
         Raises:
             UnsupportedError: This device captures nothing.
+            DeviceError: The function does what no capture allows.
         """

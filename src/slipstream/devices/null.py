@@ -1,17 +1,20 @@
-"""A device that captures and replays graphs as plain calls, so that graph logic is tested everywhere."""
+"""A device that captures and replays graphs on the CPU, so that graph logic is tested everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.devices.cpu import CpuDevice
+from slipstream.devices.record import Recorder
 
 __all__ = ["NullDevice"]
 
 
 class NullDevice(CpuDevice):
-    """The CPU, pretending that a captured step is cheaper."""
+    """The CPU, with graphs: it records what is dispatched, and refuses what a GPU could not capture."""
 
     name = "null"
 
@@ -19,7 +22,20 @@ class NullDevice(CpuDevice):
         """Nothing stands in the way."""
         return None
 
-    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Run once, as a capture does, and hand the function back."""
-        run()
-        return run
+    def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
+        """Run as often as a GPU would to warm up, and record.
+
+        Raises:
+            DeviceError: The function does what no capture allows.
+        """
+        for _ in range(3):
+            run()
+        recorder = Recorder(static)
+        with recorder:
+            outputs = run()
+
+        def replay() -> Any:
+            recorder.replay()
+            return outputs
+
+        return replay

@@ -1,0 +1,112 @@
+"""Records the operations of a function and repeats them into the same memory, as a captured graph does.
+
+What a repetition shows is what a graph would do: no Python runs, addresses and numbers stay as they were, and
+each operation's result lands where it landed first. What a real capture forbids is refused while recording.
+Only what torch dispatches is seen.
+
+Source: CUDA C++ Programming Guide, section "CUDA Graphs", prohibited and unhandled operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slipstream.errors import DeviceError
+
+__all__ = ["Recorder"]
+
+_READS_BACK = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::equal",
+        "aten::is_nonzero",
+        "aten::item",
+        "aten::masked_select",
+        "aten::nonzero",
+        "aten::repeat_interleave",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+    }
+)
+"""Operations whose result, or its shape, must be known to the host."""
+
+_FROM_HOST = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})
+"""A tensor made of Python numbers: a copy from pageable memory."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs within its context.
+
+    Attributes:
+        static: Whether the tensors that may be read were named.
+    """
+
+    def __init__(self, static: Iterable[Tensor] | None = None) -> None:
+        """Prepare a recording.
+
+        Args:
+            static: Tensors that stay where they are: parameters, caches, buffers. Where they are given, any
+                other tensor that was not made while recording is refused.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.static = static is not None
+        self._kept: list[Tensor] = list(static or ())
+        self._known = {_memory(tensor) for tensor in self._kept}
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note it.
+
+        Raises:
+            DeviceError: A capture forbids it.
+        """
+        kwargs = kwargs or {}
+        name = func._schema.name
+        given = _tensors((args, kwargs))
+        by_mask = name.startswith("aten::index") and any(t.dtype == torch.bool for t in given[1:])
+        if name in _READS_BACK or by_mask:
+            raise DeviceError(f"{name} reads a value back to the host, which a captured step cannot")
+        if name in _FROM_HOST:
+            raise DeviceError(
+                "a tensor is made of Python numbers within a captured step, which would copy from memory "
+                "that is gone when it is replayed; make it before, or on the device"
+            )
+        if self.static:
+            for tensor in given:
+                if tensor.numel() and _memory(tensor) not in self._known:
+                    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                    raise DeviceError(
+                        f"{name} reads a tensor {shape} of {dtype} that is neither static nor made within "
+                        "the captured step; it may be gone when the step is replayed"
+                    )
+        made = func(*args, **kwargs)
+        results = _tensors(made)
+        self._known |= {_memory(tensor) for tensor in results}
+        # What a graph holds stays allocated: memory that was reused would be taken for something else.
+        self._kept += [*given, *results]
+        self._calls.append((func, args, kwargs, results))
+        return made
+
+    def replay(self) -> None:
+        """Repeat every operation; each result goes where it went first."""
+        for func, args, kwargs, results in self._calls:
+            for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
+                if _memory(old) != _memory(new):
+                    old.copy_(new)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
