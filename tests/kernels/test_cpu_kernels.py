@@ -14,7 +14,7 @@ from slipstream.kernels.cpu import KERNELS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
 from slipstream.kernels.cpu.attention import native_attention
-from slipstream.kernels.cpu.library import ISAS, Library, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops import OPS
@@ -57,7 +57,7 @@ def compare(case: Case, op: str, dtype: torch.dtype, run: Callable[..., Tensor])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize(
     ("op", "case"),
     [(op, case) for op in NATIVE for case in OPS[op].cases],
@@ -75,7 +75,7 @@ def test_what_is_registered_agrees_as_it_is_called(kernel: Kernel) -> None:
             compare(case, kernel.op, dtype, kernel.run)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 @pytest.mark.parametrize(
     "shape",

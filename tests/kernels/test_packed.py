@@ -10,7 +10,7 @@ from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import LinearCall, Matrix
-from slipstream.kernels.cpu.library import ISAS, Library, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.linear import KERNELS, native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Kernel
@@ -59,7 +59,7 @@ def error(got: Tensor, x: Tensor, own: Weight) -> float:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("name", PACKED)
 def test_rows_times_a_packed_matrix(name: str, isa: str, dtype: torch.dtype) -> None:
     lib = library(isa)

@@ -16,7 +16,7 @@ from slipstream.errors import DeviceError
 from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
 from slipstream.kernels.cpu import library as native
-from slipstream.kernels.cpu.library import ISAS, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.stack import NativeStack, refuse_block
 from slipstream.model.block import Block
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
@@ -125,7 +125,7 @@ def test_every_family_s_layers(variant: tuple[Family, Tiny]) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_neox", "bloom", "gpt_oss", "olmo2", "mpt"])
 def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
     variant = next(v for v in VARIANTS if v[0].name == name)

@@ -15,12 +15,15 @@ from slipstream.config.environment import cpu_isa
 from slipstream.errors import DeviceError
 from slipstream.kernels.cpu.abi import ABI
 
-__all__ = ["ISAS", "Library", "load", "refuse"]
+__all__ = ["EMULATED", "ISAS", "Library", "load", "refuse"]
 
-ISAS = ("avx512bf16", "avx512", "avx2", "baseline")
+ISAS = ("amx", "avx512bf16", "avx512", "avx2", "baseline")
 """Instruction sets that the library may be built for, best first."""
 
-_LIMIT = {"baseline": "baseline", "avx2": "avx2", "avx512": "avx512bf16", "amx": "avx512bf16"}
+EMULATED = "amx-emulated"
+"""The unit of AMX with tiles in plain C++, which tests run where the library has it; it is never chosen."""
+
+_LIMIT = {"baseline": "baseline", "avx2": "avx2", "avx512": "avx512bf16", "amx": "amx"}
 """Best instruction set under each value of SLIPSTREAM_CPU_ISA."""
 
 _FILE = "_native.so"
@@ -31,7 +34,7 @@ class Library:
     """The native library, called for one instruction set.
 
     Attributes:
-        isa: One of `ISAS`.
+        isa: One of `ISAS`, or `EMULATED`.
         index: Its number in the library.
         handle: The loaded file.
     """
@@ -84,7 +87,7 @@ def load(isa: str | None = None) -> Library | None:
     """Return the library for an instruction set, or for the best one that this machine has and may use.
 
     Args:
-        isa: One of `ISAS`; None for the best under `SLIPSTREAM_CPU_ISA`.
+        isa: One of `ISAS`, or `EMULATED`; None for the best under `SLIPSTREAM_CPU_ISA`.
 
     Returns:
         None where `refuse` has the reason.

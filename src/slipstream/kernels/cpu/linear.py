@@ -24,7 +24,7 @@ _MOST_ROWS = 1 << 20
 """Rows up to which torch's own product is slower: any number, measured with 1 to 512 rows of 576 to 5632."""
 
 _MOST_ROWS_BESIDE_AMX = 16
-"""The same in bfloat16 where torch multiplies by AMX, which this library does not."""
+"""The same in bfloat16 where torch multiplies by AMX, and the library is told not to."""
 
 _LEAST_BYTES = 1 << 16
 """Below this a call costs more than it saves."""
@@ -69,7 +69,7 @@ def _refuse(facts: Facts, *, isa: str) -> str | None:
 
 def _run(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
     packed = weight.format != "plain"
-    beside_amx = x.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    beside_amx = x.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa != "amx"
     most_rows = _MOST_ROWS_BESIDE_AMX if beside_amx else _MOST_ROWS
     if (
         x.dim() == 2

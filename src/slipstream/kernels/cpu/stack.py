@@ -29,7 +29,7 @@ _MOST_TOKENS = 1 << 20
 """Packed tokens of a step up to which the layers are slower one by one: none has more."""
 
 _MOST_TOKENS_BESIDE_AMX = 64
-"""The same in bfloat16 where torch multiplies by AMX, which this library does not."""
+"""The same in bfloat16 where torch multiplies by AMX, and the library is told not to."""
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _NORMS = {
@@ -159,7 +159,11 @@ class NativeStack:
         self.name = f"cpu-{library.isa}"
         weight = blocks[0].weights.matrices[Role.QKV]
         dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
-        beside_amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        beside_amx = (
+            dtype == torch.bfloat16
+            and torch.cpu._is_amx_tile_supported()
+            and not library.isa.startswith("amx")
+        )
         self.most_tokens = _MOST_TOKENS_BESIDE_AMX if beside_amx else _MOST_TOKENS
         self._library, self._otherwise = library, otherwise
         self._blocks = tuple(blocks)

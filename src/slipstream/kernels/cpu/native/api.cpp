@@ -2,6 +2,11 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "check.h"
 #include "kernels.h"
 
@@ -30,6 +35,21 @@ bool has_avx512() {
 bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16");
 }
+// Linux gives the tiles' memory only to a process that asks, once for all of its threads.
+bool may_use_tiles() {
+#if defined(__linux__) && defined(__x86_64__)
+    constexpr long kAskForComponent = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kAskForComponent, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+bool has_amx() {
+    static const bool here = has_avx512_bf16() && __builtin_cpu_supports("amx-tile") &&
+                             __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+                             may_use_tiles();
+    return here;
+}
 #endif
 
 constexpr Isa kIsas[] = {
@@ -38,6 +58,10 @@ constexpr Isa kIsas[] = {
     {"avx2", &kAvx2, has_avx2},
     {"avx512", &kAvx512, has_avx512},
     {"avx512bf16", &kAvx512Bf16, has_avx512_bf16},
+    {"amx", &kAmx, has_amx},
+#endif
+#ifdef SLIPSTREAM_WITH_EMULATED_AMX
+    {"amx-emulated", &kAmxEmulated, has_avx512_bf16},
 #endif
 };
 constexpr int32_t kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);

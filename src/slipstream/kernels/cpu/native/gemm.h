@@ -14,23 +14,16 @@ namespace slipstream {
 namespace {
 
 constexpr int64_t kGroup = Vec::kWidth;
-constexpr int64_t kPanelRows = 64;         // in two halves where gate and up go together
-constexpr int64_t kPanelBytes = 768 << 10; // of a panel; deeper ones are summed in several passes
-constexpr int64_t kTokensAtOnce = 528;     // what is packed of so many tokens stays near while panels pass
-constexpr int64_t kGroupsAtOnce = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
+constexpr int64_t kTokensAtOnce = 528; // what is packed of so many tokens stays near while panels pass
 
-// From so many rows on a panel's way through the scratch pays. Measured with cold weights, 2048 x 2048 in
-// bfloat16: at 16 rows `dots` takes 3/4 of the time, at 64 9/10, at 512 6/5.
-constexpr int64_t kManyRows = 48;
-constexpr int64_t kProductFloats = kPanelRows * (kTokensAtOnce + kGroupsAtOnce * kGroup + kGroup + 1);
-// Scratch of each thread for any product.
-constexpr int64_t kProductBytes = kPanelBytes + kProductFloats * static_cast<int64_t>(sizeof(float));
+// A panel is shared by all units that compute in registers.
+struct InRegisters {
+    static constexpr int64_t kPanelRows = 64;             // in two halves where gate and up go together
+    static constexpr int64_t kPanelBytes = 768 << 10;     // deeper panels are summed in several passes
+    static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
+};
 
-inline bool many(int64_t rows) {
-    return rows >= kManyRows;
-}
-
-struct FloatWord {
+struct FloatWord : InRegisters {
     using Item = float;
     static constexpr int64_t kItems = 1;
     static Vec lanes(const Item* p) { return Vec::load(p); }
@@ -41,7 +34,7 @@ struct FloatWord {
 };
 
 #ifdef SLIPSTREAM_BF16_DOT
-struct Bf16Word {
+struct Bf16Word : InRegisters {
     using Item = Bf16;
     static constexpr int64_t kItems = 2;
     static Bf16Lanes lanes(const Item* p) { return Bf16Lanes::load(p); }
@@ -54,15 +47,6 @@ struct Bf16Word {
 #else
 using Bf16Word = FloatWord;
 #endif
-
-// Calls `f` with the unit that multiplies a matrix of this dtype.
-template <class F>
-inline void with_word(int32_t dtype, F f) {
-    if (Vec::kBf16Dot && dtype == kBfloat16)
-        f(Bf16Word());
-    else
-        f(FloatWord());
-}
 
 template <class U>
 constexpr int64_t line_items() {
@@ -116,27 +100,52 @@ inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, int64_t inpu
     });
 }
 
-// c[r][s] = start[r], or what c holds, plus the products of R rows with S groups over `words` words.
+// Asks for a piece of memory before it is needed, a little at a time.
+struct Ahead {
+    const char *at = nullptr, *end = nullptr;
+    int64_t lines = 0;
+
+    void some() {
+        for (int64_t i = 0; i < lines && at < end; ++i, at += 64)
+            __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// Some rows of a panel times some groups of tokens.
+template <class Item>
+struct Pass {
+    const Item* panel;
+    int64_t pitch, rows; // items between rows
+    const Item* x;
+    int64_t group, groups, words; // items of a group, and words to sum over
+    bool first;                   // c is written, not added to
+    float* c;
+    int64_t stride;
+    Ahead* ahead;
+};
+
+// c[r][s] = what it holds unless `first`, plus the products of R rows, from `row` on, with S groups.
 template <class U, int R, int S>
-inline void multiply_block(const typename U::Item* w, int64_t ws, const typename U::Item* x, int64_t xs,
-                           int64_t words, const float* start, float* c, int64_t cs) {
+inline void multiply_block(const Pass<typename U::Item>& p, int64_t row) {
+    const typename U::Item *w = p.panel + row * p.pitch, *x = p.x;
+    float* c = p.c + row * p.stride;
     Vec sums[R][S];
     for (int r = 0; r < R; ++r)
         for (int s = 0; s < S; ++s)
-            sums[r][s] = start ? Vec::set(start[r]) : Vec::load(c + r * cs + s * kGroup);
-    for (int64_t k = 0; k < words; ++k) {
+            sums[r][s] = p.first ? Vec::set(0) : Vec::load(c + r * p.stride + s * kGroup);
+    for (int64_t k = 0; k < p.words; ++k) {
         decltype(U::lanes(x)) lanes[S];
         for (int s = 0; s < S; ++s)
-            lanes[s] = U::lanes(x + s * xs + k * line_items<U>());
+            lanes[s] = U::lanes(x + s * p.group + k * line_items<U>());
         for (int r = 0; r < R; ++r) {
-            const auto row = U::spread(w + r * ws + k * U::kItems);
+            const auto weight = U::spread(w + r * p.pitch + k * U::kItems);
             for (int s = 0; s < S; ++s)
-                sums[r][s] = U::add(sums[r][s], lanes[s], row);
+                sums[r][s] = U::add(sums[r][s], lanes[s], weight);
         }
     }
     for (int r = 0; r < R; ++r)
         for (int s = 0; s < S; ++s)
-            sums[r][s].store(c + r * cs + s * kGroup);
+            sums[r][s].store(c + r * p.stride + s * kGroup);
 }
 
 // Inputs [from, from + n) of row `row` on of a run of `T`, into `rows` rows of a panel.
@@ -191,198 +200,37 @@ inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from
     }
 }
 
-// Asks for a piece of memory before it is needed, a little at a time.
-struct Ahead {
-    const char *at = nullptr, *end = nullptr;
-    int64_t lines = 0;
-
-    void some() {
-        for (int64_t i = 0; i < lines && at < end; ++i, at += 64)
-            __builtin_prefetch(at, 0, 2);
-    }
-};
-
-// Rows [begin, begin + rows) of a matrix in `times` calls of `some`; nothing where they do not lie together.
-inline Ahead rows_ahead(const Matrix& m, int64_t begin, int64_t rows, int64_t times) {
-    if (m.format != kPlain) {
-        const int64_t bytes = m.plane_bytes[kCodes] / m.outputs;
-        const char* at = static_cast<const char*>(m.planes[kCodes]) + begin * bytes;
-        return {at, at + most(rows, 0) * bytes, rows * bytes / 64 / times + 1};
-    }
-    int64_t first = 0, i = 0;
-    while (i + 1 < m.num_runs && begin >= first + m.runs[i].rows)
-        first += m.runs[i++].rows;
-    const Run& run = m.runs[i];
-    const int64_t n = least(rows, first + run.rows - begin), size = m.dtype == kFloat32 ? 4 : 2;
-    if (n <= 0 || run.transposed)
-        return {};
-    const char* at = static_cast<const char*>(run.data) + (begin - first) * run.stride * size;
-    const int64_t bytes = ((n - 1) * run.stride + m.inputs) * size;
-    return {at, at + bytes, bytes / 64 / times + 1};
-}
-
-// What a thread has computed: outputs [begin, begin + outputs) of `tokens` tokens from `token` on. Output j
-// of token t is c[j * stride + t], and up[j * stride + t] of the other half where a product has two; both may
-// be overwritten. Rows and tokens up to the next multiple of kGroup are there as well.
-struct Piece {
-    int64_t begin, outputs, token, tokens;
-    float *c, *up;
-    int64_t stride;
-    float* turned; // room for kGroup * kPanelRows
-};
-
-// One matrix times packed tokens, shared out to a team panel by panel.
+// How a unit that computes in registers has its panels: row by row.
 template <class U>
-class Product {
-public:
+struct RowPanel {
     using Item = typename U::Item;
+    struct Session {}; // nothing to be had for the time of a product
+    static int64_t pitch(int64_t deep) { return deep + line_items<U>(); }
 
-    // `second`: 0, or how far behind the row of an output lies another one that goes with it (gate and up).
-    Product(const Matrix& m, int64_t outputs, int64_t second, int64_t tokens, int threads)
-        : m_(m), outputs_(outputs), second_(second), tokens_(tokens), halves_(second ? 2 : 1) {
-        const int64_t wanted = 6 * static_cast<int64_t>(threads), inputs = padded<U>(m.inputs);
-        const int64_t groups = ceil_div(tokens, kGroup), most_groups = kTokensAtOnce / kGroup;
-        int64_t chunks = ceil_div(groups, most_groups);
-        width_ = kPanelRows / halves_;
-        while (width_ > kGroup && ceil_div(outputs, width_) * chunks < wanted)
-            width_ /= 2;
-        const int64_t passes = ceil_div(inputs, kDeepest);
-        deep_ = ceil_div(ceil_div(inputs, passes), kDecoded) * kDecoded;
-        pitch_ = deep_ + line_items<U>();
-        chunk_ = ceil_div(ceil_div(groups, chunks), kGroupsAtOnce) * kGroupsAtOnce * kGroup;
-        stride_ = deep_ < inputs ? chunk_ : kGroupsAtOnce * kGroup;
-        panels_ = ceil_div(outputs, width_);
-        tasks_ = panels_ * ceil_div(tokens, chunk_);
+    // `rows` rows of a matrix, and zeros up to a whole number of groups.
+    static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,
+                      int64_t pitch) {
+        fill_rows<U>(m, begin, rows, from, n, panel, pitch);
+        const int64_t whole = ceil_div(rows, kGroup) * kGroup;
+        std::memset(static_cast<void*>(panel + rows * pitch), 0,
+                    static_cast<size_t>((whole - rows) * pitch) * sizeof(Item));
     }
 
-    // Calls `finish(piece)` for all outputs of all tokens.
-    template <class F>
-    void run(const void* packed, Team& team, char* own, F finish) const {
-        each(team, tasks_, 1, [&](int64_t task, int64_t) {
-            work(static_cast<const Item*>(packed), task, task + team.size(), own, finish);
-        });
-    }
+    static int64_t blocks(int64_t rows, int64_t) { return ceil_div(rows, Vec::kBlockRows); }
 
-private:
-    static constexpr int64_t kDecoded = most(line_items<U>(), kPackedBlock); // passes begin where blocks do
-    static constexpr int64_t kDeepest =
-        (kPanelBytes / kPanelRows / static_cast<int64_t>(sizeof(Item)) - line_items<U>()) / kDecoded *
-        kDecoded;
-
-    template <class F>
-    void work(const Item* packed, int64_t task, int64_t next, char* own, F& finish) const {
-        auto* panel = reinterpret_cast<Item*>(own);
-        auto* c = reinterpret_cast<float*>(own + kPanelBytes);
-        float* turned = c + kPanelRows * (kTokensAtOnce + kGroupsAtOnce * kGroup);
-        float* start = turned + kPanelRows * kGroup;
-        const int64_t begin = task % panels_ * width_, n = least(width_, outputs_ - begin);
-        const int64_t token = task / panels_ * chunk_, end = least(tokens_, token + chunk_);
-        const int64_t inputs = padded<U>(m_.inputs);
-        const int64_t next_begin = next % panels_ * width_, next_n = least(width_, outputs_ - next_begin);
-        const int64_t blocks = ceil_div(end - token, kGroupsAtOnce * kGroup) * ceil_div(n, Vec::kBlockRows);
-        Ahead ahead[2];
-        for (int64_t half = 0; half < halves_; ++half) {
-            read_start(begin + half * second_, n, start + half * width_);
-            ahead[half] = rows_ahead(m_, next_begin + half * second_, next_n, blocks);
-        }
-        for (int64_t from = 0; from < inputs; from += deep_) {
-            for (int64_t half = 0; half < halves_; ++half)
-                bring(begin + half * second_, n, from, panel + half * width_ * pitch_);
-            const bool last = from + deep_ >= inputs;
-            for (int64_t t = token; t < end; t += kGroupsAtOnce * kGroup) {
-                float* at = stride_ == chunk_ ? c + t - token : c;
-                const int64_t words = least(deep_, inputs - from) / U::kItems;
-                const int64_t groups = least(kGroupsAtOnce, ceil_div(end - t, kGroup));
-                const Item* x = packed + t * inputs + from * kGroup;
-                for (int64_t half = 0; half < halves_; ++half) {
-                    const int64_t r = half * width_;
-                    pass(panel + r * pitch_, n, ahead[half], x, groups, words, from ? nullptr : start + r,
-                         at + r * stride_);
-                }
-                if (last && row_factors(m_))
-                    for (int64_t half = 0; half < halves_; ++half)
-                        scale(begin + half * second_, n, groups * kGroup, at + half * width_ * stride_);
-                if (last)
-                    finish(Piece{begin, n, t, least(end - t, kGroupsAtOnce * kGroup), at,
-                                 second_ ? at + width_ * stride_ : nullptr, stride_, turned});
-            }
-        }
-    }
-
-    void read_start(int64_t row, int64_t n, float* start) const {
-        std::memset(start, 0, static_cast<size_t>(width_) * sizeof(float));
-        if (m_.bias && !row_factors(m_))
-            read_row(m_.bias, m_.bias_dtype, row, start, n);
-    }
-
-    // Of a packed matrix the multipliers and the bias come last.
-    void scale(int64_t row, int64_t n, int64_t tokens, float* c) const {
-        for (int64_t j = 0; j < n; ++j) {
-            float bias = 0.0f;
-            if (m_.bias)
-                read_row(m_.bias, m_.bias_dtype, row + j, &bias, 1);
-            const Vec factor = Vec::set(row_factors(m_)[row + j]), shift = Vec::set(bias);
-            for (int64_t t = 0; t < tokens; t += kGroup)
-                fma(Vec::load(c + j * stride_ + t), factor, shift).store(c + j * stride_ + t);
-        }
-    }
-
-    void bring(int64_t row, int64_t n, int64_t from, Item* panel) const {
-        fill_rows<U>(m_, row, n, from, least(deep_, m_.inputs - from), panel, pitch_);
-        const int64_t whole = ceil_div(n, kGroup) * kGroup;
-        std::memset(static_cast<void*>(panel + n * pitch_), 0,
-                    static_cast<size_t>((whole - n) * pitch_) * sizeof(Item));
-    }
-
-    // n rows of a panel times some groups.
-    void pass(const Item* panel, int64_t n, Ahead& ahead, const Item* x, int64_t groups, int64_t words,
-              const float* start, float* c) const {
-        const int64_t group = padded<U>(m_.inputs) * kGroup;
-        for (int64_t r = 0; r < n; r += Vec::kBlockRows) {
-            ahead.some();
-            const Item* w = panel + r * pitch_;
-            const float* from = start ? start + r : nullptr;
-            float* at = c + r * stride_;
-            if (groups == 3)
-                multiply_block<U, Vec::kBlockRows, 3>(w, pitch_, x, group, words, from, at, stride_);
-            else if (groups == 2)
-                multiply_block<U, Vec::kBlockRows, 2>(w, pitch_, x, group, words, from, at, stride_);
+    static void multiply(const Pass<Item>& p) {
+        constexpr int R = Vec::kBlockRows;
+        for (int64_t r = 0; r < p.rows; r += R) {
+            p.ahead->some();
+            if (p.groups == 3)
+                multiply_block<U, R, 3>(p, r);
+            else if (p.groups == 2)
+                multiply_block<U, R, 2>(p, r);
             else
-                multiply_block<U, Vec::kBlockRows, 1>(w, pitch_, x, group, words, from, at, stride_);
+                multiply_block<U, R, 1>(p, r);
         }
     }
-
-    const Matrix& m_;
-    const int64_t outputs_, second_, tokens_, halves_;
-    int64_t width_, deep_, pitch_, chunk_, stride_, panels_, tasks_;
 };
-
-// Finishes a piece in the order of x: calls `row(token, values)`, the piece's outputs of one token.
-template <class F>
-inline void each_row(const Piece& p, F row) {
-    for (int64_t t = 0; t < p.tokens; t += kGroup) {
-        for (int64_t j = 0; j < p.outputs; j += kGroup)
-            transpose(p.c + j * p.stride + t, p.stride, p.turned + j, kPanelRows);
-        for (int64_t i = 0; i < least(kGroup, p.tokens - t); ++i)
-            row(p.token + t + i, p.turned + i * kPanelRows);
-    }
-}
-
-// Packs a piece as inputs of a matrix that `U` multiplies and that has as many inputs as the product outputs.
-template <class U>
-inline void pack_piece(const Piece& p, int64_t inputs, void* packed_rows) {
-    auto* packed = static_cast<typename U::Item*>(packed_rows);
-    const int64_t width = padded<U>(inputs);
-    const int64_t end = p.begin + p.outputs == inputs ? width - p.begin : p.outputs;
-    for (int64_t t = 0; t < p.tokens; t += kGroup) {
-        typename U::Item* out = packed + (p.token + t) * width + p.begin * kGroup;
-        for (int64_t j = 0; j < p.outputs; j += U::kItems)
-            U::pack(p.c + j * p.stride + t, p.stride, p.outputs - j, out + j * kGroup);
-        const int64_t done = ceil_div(p.outputs, U::kItems) * U::kItems;
-        std::memset(static_cast<void*>(out + done * kGroup), 0,
-                    static_cast<size_t>((end - done) * kGroup) * sizeof(typename U::Item));
-    }
-}
 
 } // namespace
 } // namespace slipstream

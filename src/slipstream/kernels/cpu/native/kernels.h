@@ -22,7 +22,10 @@ struct Kernels {
 
 extern const Kernels kBaseline;
 #ifdef SLIPSTREAM_X86
-extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
+extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
+#endif
+#ifdef SLIPSTREAM_WITH_EMULATED_AMX
+extern const Kernels kAmxEmulated;
 #endif
 
 } // namespace slipstream

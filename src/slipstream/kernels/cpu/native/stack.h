@@ -27,18 +27,19 @@ public:
         fed_ = scratch.part<float>(tokens_ * hidden);
         qkv_ = scratch.part<float>(tokens_ * qkv);
         joined_ = scratch.part<float>(tokens_ * joined);
-        if (many(tokens_)) {
+        if (tokens_ >= kManyRowsInTiles) {
             packed_ = scratch.part<char>(packed_bytes(tokens_, most(hidden, joined)));
             packed_inner_ = scratch.part<char>(packed_bytes(tokens_, inner));
-        } else {
-            inner_ = scratch.part<float>(tokens_ * inner);
         }
-        if (Vec::kBf16Dot && !many(tokens_)) {
+        if (tokens_ < kManyRows)
+            inner_ = scratch.part<float>(tokens_ * inner);
+        if (Vec::kBf16Dot && tokens_ < kManyRows) {
             rounded_ = scratch.part<Bf16>(tokens_ * hidden);
             rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
             rounded_inner_ = scratch.part<Bf16>(tokens_ * inner);
         }
-        own_floats_ = most(attention_floats(dim), many(tokens_) ? kProductBytes / 4 : tokens_ * 128);
+        own_floats_ = most(attention_floats(dim), tokens_ >= kManyRowsInTiles ? kProductBytes / 4 : 0);
+        own_floats_ = most(own_floats_, tokens_ < kManyRows ? tokens_ * 128 : 0);
         own_floats_ = ceil_div(own_floats_, 16) * 16;
         own_ = scratch.part<float>(own_floats_ * threads);
         bytes_ = scratch.used();
@@ -81,8 +82,9 @@ private:
              });
     }
 
-    // Whether rows are rounded apart from being packed.
-    bool rounds_rows(const Matrix& m) const { return !many(tokens_) && rounds(m.dtype, tokens_); }
+    // Whether rows are rounded where they lie, which those that are packed are not.
+    bool rounds_rows(const Matrix& m, bool packed) const { return !packed && rounds(m.dtype, tokens_); }
+    bool feeds_many(const Block& b) const { return many(tokens_, b.mlp_in) && many(tokens_, b.mlp_out); }
 
     // What enters the attention, and where the branches are parallel what enters the feed-forward.
     void enter(const Block& b, int64_t t) {
@@ -91,7 +93,7 @@ private:
             std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
         else
             norm_row(x_ + at, normed_ + at, b.hidden, b.attn_norm);
-        if (rounds_rows(b.qkv))
+        if (rounds_rows(b.qkv, many(tokens_, b.qkv)))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
         if (b.parallel && b.mlp_norm.kind != kNoNorm)
             norm_row(x_ + at, entry_ + at, b.hidden, b.mlp_norm);
@@ -99,10 +101,11 @@ private:
 
     void attention(const Block& b, int64_t layer, Team& team, float* own) {
         const int64_t width = (b.heads + 2 * b.kv_heads) * b.head_dim, joined = b.heads * b.head_dim;
-        const Rows rows = {normed_, rounds_rows(b.qkv) ? rounded_ : nullptr, b.hidden, tokens_};
+        const Rows rows = {normed_, rounds_rows(b.qkv, many(tokens_, b.qkv)) ? rounded_ : nullptr, b.hidden,
+                           tokens_};
         project(rows, b.qkv, qkv_, team, own);
         over_tokens(team, [&](int64_t t) { place(b, layer, t, qkv_ + t * width); });
-        Bf16* rounded = rounds_rows(b.attn_out) ? rounded_joined_ : nullptr;
+        Bf16* rounded = rounds_rows(b.attn_out, many(tokens_, b.attn_out)) ? rounded_joined_ : nullptr;
         const Attention a = {qkv_,
                              joined_,
                              rounded,
@@ -125,7 +128,7 @@ private:
 
     // out = x times a matrix.
     void project(const Rows& x, const Matrix& m, float* out, Team& team, float* own) {
-        if (many(tokens_)) {
+        if (many(tokens_, m)) {
             with_word(m.dtype, [&](auto unit) {
                 pack_rows<decltype(unit)>(x.full, kFloat32, tokens_, m.inputs, packed_, team);
             });
@@ -182,22 +185,22 @@ private:
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at);
             norm_row(x_ + at, normed_ + at, b.hidden, b.mlp_norm);
         }
-        if (rounds_rows(b.mlp_in))
+        if (rounds_rows(b.mlp_in, feeds_many(b)))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
     void feed_forward(const Block& b, Team& team, float* own) {
-        const bool rounded = rounds_rows(b.mlp_in);
+        const bool rounded = rounds_rows(b.mlp_in, feeds_many(b));
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         if (apart && rounded)
             over_tokens(
                 team, [&](int64_t t) { copy_row(entry_ + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
-        if (many(tokens_)) {
+        if (feeds_many(b)) {
             feed_forward_many(b, apart ? entry_ : normed_, team, own);
             return;
         }
         const Rows in = {apart ? entry_ : normed_, rounded ? rounded_ : nullptr, b.hidden, tokens_};
-        const bool rounded_out = rounds_rows(b.mlp_out);
+        const bool rounded_out = rounds_rows(b.mlp_out, feeds_many(b));
         each(team, b.ffn, grain(b.ffn, team.size()), [&](int64_t begin, int64_t end) {
             const int64_t n = end - begin;
             multiply(in, b.mlp_in, begin, end, inner_ + begin, b.ffn);
@@ -211,7 +214,9 @@ private:
             }
         });
         const Rows out = {inner_, rounded_out ? rounded_inner_ : nullptr, b.ffn, tokens_};
-        project(out, b.mlp_out, fed_, team, own);
+        each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
+            multiply(out, b.mlp_out, begin, end, fed_ + begin, b.hidden);
+        });
     }
 
     // What the activation leaves is packed for the second matrix at once: it never lies anywhere in float32.

@@ -7,6 +7,11 @@
 #include "functions.h"
 #include "rows.h"
 #include "gemm.h"
+#ifdef SLIPSTREAM_AMX
+#include "tiles.h"
+#include "gemm_amx.h"
+#endif
+#include "product.h"
 #include "attention.h"
 #include "stack.h"
 #include "pack.h"
@@ -19,7 +24,7 @@ struct LinearScratch {
     LinearScratch(const LinearCall& call, char* base, int threads) {
         const int64_t items = call.rows * call.weight.inputs;
         Scratch scratch(base);
-        if (many(call.rows)) {
+        if (many(call.rows, call.weight)) {
             packed = scratch.part<char>(packed_bytes(call.rows, call.weight.inputs));
             own_bytes = kProductBytes;
         } else {
@@ -56,7 +61,7 @@ inline void linear_many(const LinearCall& call, const LinearScratch& scratch, Te
 
 inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
     const LinearScratch scratch(call, base, team.size());
-    if (many(call.rows)) {
+    if (many(call.rows, call.weight)) {
         linear_many(call, scratch, team, rank);
         return;
     }

@@ -1,0 +1,126 @@
+// The panels of AMX. A product of tiles takes sixteen rows of the matrix, 32 inputs each, as they lie, and
+// the same inputs of sixteen tokens as they are packed: a line of a group is a tile.
+//
+// panel    [band of 16 rows][line][row in band][32 inputs]      each tile in one piece
+//
+// Four tiles sum, two bands by two groups of tokens, or four bands by one. Some lines at a time pass all
+// bands, so that those of the tokens come from the first cache.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+struct TileWord : Bf16Word {
+    static constexpr int64_t kPanelRows = 128;
+    static constexpr int64_t kPanelBytes = 1 << 20;
+    static constexpr int64_t kGroups = 2;
+};
+
+struct TilePanel {
+    using Session = TileSession;
+    static constexpr int64_t kBand = 16, kTile = 512;   // rows and items of a tile
+    static constexpr int64_t kLines = 8;                // at a time: 16 KiB of two groups
+    static int64_t pitch(int64_t deep) { return deep; } // a band has its rows side by side
+
+    static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Bf16* panel,
+                      int64_t pitch) {
+        constexpr int64_t kInputs = 512, kLine = line_items<TileWord>(), kWide = kInputs + kLine;
+        alignas(64) Bf16 part[kBand * kWide];
+        for (int64_t r = 0; r < rows; r += kBand, panel += kBand * pitch) {
+            const int64_t count = least(kBand, rows - r);
+            std::memset(static_cast<void*>(part), 0, sizeof(part));
+            for (int64_t k = 0; k < n; k += kInputs) {
+                const int64_t inputs = least(kInputs, n - k);
+                fill_rows<TileWord>(m, begin + r, count, from + k, inputs, part, kWide);
+                for (int64_t i = 0; i < kBand; ++i)
+                    for (int64_t j = 0; j < inputs; j += kLine)
+                        std::memcpy(panel + (k + j) * kBand + i * kLine, part + i * kWide + j,
+                                    sizeof(Bf16) * kLine);
+            }
+        }
+    }
+
+    static int64_t blocks(int64_t rows, int64_t words) {
+        return ceil_div(rows, 2 * kBand) * ceil_div(words / kGroup, kLines);
+    }
+
+    static void multiply(const Pass<Bf16>& p) {
+        const int64_t bands = ceil_div(p.rows, kBand), lines = p.words / kGroup;
+        for (int64_t line = 0; line < lines; line += kLines) {
+            Pass<Bf16> part = p;
+            part.panel += line * kTile;
+            part.x += line * kTile;
+            part.words = least(kLines, lines - line);
+            part.first = p.first && line == 0;
+            if (p.groups == 2)
+                wide(part, bands);
+            else
+                tall(part, bands);
+        }
+    }
+
+private:
+    static void wide(const Pass<Bf16>& p, int64_t bands) {
+        int64_t band = 0;
+        for (; band + 2 <= bands; band += 2)
+            block<2, 2>(p, band);
+        if (band < bands)
+            block<1, 2>(p, band);
+    }
+
+    static void tall(const Pass<Bf16>& p, int64_t bands) {
+        int64_t band = 0;
+        for (; band + 4 <= bands; band += 4)
+            block<4, 1>(p, band);
+        if (bands - band == 3)
+            block<3, 1>(p, band);
+        else if (bands - band == 2)
+            block<2, 1>(p, band);
+        else if (bands - band == 1)
+            block<1, 1>(p, band);
+    }
+
+    // R bands by S groups. Tiles 0 to 3 sum, 4 and 5 are of tokens, 6 and 7 of the matrix.
+    template <int R, int S>
+    static void block(const Pass<Bf16>& p, int64_t band) {
+        p.ahead->some();
+        const Bf16* w = p.panel + band * kBand * p.pitch;
+        float* c = p.c + band * kBand * p.stride;
+        each_sum<R, S>(c, p.stride, p.first, false);
+        for (int64_t line = 0; line < p.words; ++line) {
+            tile_load<4>(p.x + line * kTile, 64);
+            if constexpr (S > 1)
+                tile_load<5>(p.x + p.group + line * kTile, 64);
+            row<R, S, 0>(w + line * kTile, kBand * p.pitch);
+        }
+        each_sum<R, S>(c, p.stride, false, true);
+    }
+
+    template <int R, int S, int I>
+    static void row(const Bf16* w, int64_t band) {
+        tile_load<6 + I % 2>(w + I * band, 64);
+        tile_dot_bf16<I * S, 6 + I % 2, 4>();
+        if constexpr (S > 1)
+            tile_dot_bf16<I * S + 1, 6 + I % 2, 5>();
+        if constexpr (I + 1 < R)
+            row<R, S, I + 1>(w, band);
+    }
+
+    // Sums begin as zeros or as what c has, and go back there.
+    template <int R, int S, int I = 0>
+    static void each_sum(float* c, int64_t stride, bool zero, bool back) {
+        float* at = c + I / S * kBand * stride + I % S * kGroup;
+        const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
+        if (back)
+            tile_store<I>(at, bytes);
+        else if (zero)
+            tile_zero<I>();
+        else
+            tile_load<I>(at, bytes);
+        if constexpr (I + 1 < R * S)
+            each_sum<R, S, I + 1>(c, stride, zero, back);
+    }
+};
+
+} // namespace
+} // namespace slipstream

@@ -1,0 +1,114 @@
+// The tiles of AMX: eight registers of sixteen rows of 64 bytes, and their products. With
+// SLIPSTREAM_EMULATE_AMX the same operations in plain C++, for machines without them.
+//
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18; TDPBF16PS.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+#ifdef SLIPSTREAM_EMULATE_AMX
+
+struct SoftTile {
+    uint32_t words[16][16];
+};
+thread_local SoftTile soft_tiles[8];
+thread_local bool soft_tiles_on = false;
+
+inline void tiles_on() {
+    soft_tiles_on = true;
+}
+inline void tiles_off() {
+    soft_tiles_on = false;
+}
+// As the processor does with tiles that nobody has configured.
+inline SoftTile& soft_tile(int number) {
+    if (!soft_tiles_on)
+        __builtin_trap();
+    return soft_tiles[number];
+}
+
+template <int T>
+inline void tile_zero() {
+    std::memset(&soft_tile(T), 0, sizeof(SoftTile));
+}
+template <int T>
+inline void tile_load(const void* from, int64_t bytes) {
+    for (int r = 0; r < 16; ++r)
+        std::memcpy(soft_tile(T).words[r], static_cast<const char*>(from) + r * bytes, 64);
+}
+template <int T>
+inline void tile_store(void* to, int64_t bytes) {
+    for (int r = 0; r < 16; ++r)
+        std::memcpy(static_cast<char*>(to) + r * bytes, soft_tile(T).words[r], 64);
+}
+
+inline float soft_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+// C[m][n] += the sum over k of the pairs A[m][k] and B[k][n].
+template <int C, int A, int B>
+inline void tile_dot_bf16() {
+    const SoftTile &a = soft_tile(A), &b = soft_tile(B);
+    for (int m = 0; m < 16; ++m) {
+        float sums[16];
+        std::memcpy(sums, soft_tile(C).words[m], sizeof(sums));
+        for (int k = 0; k < 16; ++k)
+            for (int n = 0; n < 16; ++n) {
+                const uint32_t x = a.words[m][k], y = b.words[k][n];
+                sums[n] += soft_float(x << 16) * soft_float(y << 16);
+                sums[n] += soft_float(x & 0xffff0000) * soft_float(y & 0xffff0000);
+            }
+        std::memcpy(soft_tile(C).words[m], sums, sizeof(sums));
+    }
+}
+
+#else
+
+// The numbers of tiles are part of the instructions, so the compiler's intrinsics take no constants of
+// templates.
+inline void tiles_on() {
+    struct alignas(64) {
+        uint8_t palette = 1, start_row = 0, unused[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shape;
+    static_assert(sizeof(shape) == 64, "the processor reads 64 bytes");
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape));
+}
+inline void tiles_off() {
+    __asm__ volatile("tilerelease" ::: "memory");
+}
+
+template <int T>
+inline void tile_zero() {
+    __asm__ volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+template <int T>
+inline void tile_load(const void* from, int64_t bytes) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(T) : "memory");
+}
+template <int T>
+inline void tile_store(void* to, int64_t bytes) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(bytes), "i"(T) : "memory");
+}
+template <int C, int A, int B>
+inline void tile_dot_bf16() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+#endif
+
+// Tiles are there while one of these is: a thread that parks keeps none, which spares the system saving them.
+struct TileSession {
+    TileSession() { tiles_on(); }
+    ~TileSession() { tiles_off(); }
+    TileSession(const TileSession&) = delete;
+    TileSession& operator=(const TileSession&) = delete;
+};
+
+} // namespace
+} // namespace slipstream
