@@ -1,4 +1,4 @@
-"""Every kernel of the GPU agrees with its op's reference: each case and dtype, by Triton's interpreter."""
+"""Every kernel of the GPU agrees with its op's reference: each case and dtype, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from slipstream.kernels.triton import KERNELS
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Facts, Kernel
 from slipstream.ops.linear import Weight
+from tests.gpu.place import place
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Beside the reference in double: the result's own rounding, and that of rows in products of 16 bits."""
@@ -34,7 +35,7 @@ def test_a_kernel_agrees_with_its_reference(kernel: Kernel, case: Case, dtype: t
         pytest.skip(f"{kernel.name} does not compute in {dtype}")
     arguments = case.make(torch.Generator().manual_seed(3), dtype)
     expected = OPS[kernel.op].reference(**{name: double(value) for name, value in arguments.items()})
-    got = kernel.run(**arguments)
+    got = kernel.run(**{name: place(value) for name, value in arguments.items()}).cpu()
     assert got.shape == expected.shape
     assert got.dtype == dtype
     assert got.isfinite().all()

@@ -1,4 +1,4 @@
-"""A few rows times a matrix in each weight format, by Triton's interpreter."""
+"""A few rows times a matrix in each weight format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from slipstream.formats import FORMATS, VARIANTS, Format
 from slipstream.kernels.triton.linear import KERNELS
 from slipstream.ops.bind import Facts
+from tests.gpu.place import place
 
 ALL = {**FORMATS, **VARIANTS}
 SHAPES = [(1, 64, 8), (1, 200, 5), (2, 129, 33), (3, 640, 6), (4, 31, 3), (5, 200, 70), (33, 640, 20)]
@@ -27,7 +28,8 @@ def test_packed_weights_are_multiplied_as_they_are_stored(packed: Format, dtype:
             weight.dense() if not packed.bits else weight.unpack(weight.planes, weight.shape, torch.float32)
         )
         expected = x.double() @ dense.double().T + bias.double()
-        error = (kernel.run(x, weight).double() - expected).abs().max() / expected.abs().max()
+        got = kernel.run(place(x), place(weight)).cpu()
+        error = (got.double() - expected).abs().max() / expected.abs().max()
         # Products are summed in float32; what is left is the rounding of the result, and of fp16 in
         # unpacking.
         assert float(error) <= (1e-5 if dtype == torch.float32 else 8e-3)
@@ -37,5 +39,6 @@ def test_what_the_kernel_does_not_read_is_left_to_the_reference() -> None:
     (kernel,) = KERNELS
     weight = FORMATS["plain"].weight(torch.randn(6, 4).T, None)
     x = torch.randn(2, 6)
-    assert torch.equal(kernel.run(x, weight), torch.nn.functional.linear(x, weight.dense()))
+    got = kernel.run(place(x), place(weight)).cpu()
+    torch.testing.assert_close(got, torch.nn.functional.linear(x, weight.dense()))
     assert "unheard-of" in str(kernel.refuse(Facts(torch.device("cuda"), torch.float32, None, "unheard-of")))
