@@ -32,8 +32,9 @@ bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+// Cooper Lake alone has the products and lacks the permutations of bytes; it runs as plain AVX-512.
 bool has_avx512_bf16() {
-    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 }
 // Linux gives the tiles' memory only to a process that asks, once for all of its threads.
 bool may_use_tiles() {

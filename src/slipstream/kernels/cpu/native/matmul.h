@@ -34,10 +34,6 @@ struct Bf16Pairs {
 };
 #endif
 
-// How far ahead of their use weights are asked for, into L2. Measured: 11 GB/s without, 21 GB/s of one core
-// with it.
-constexpr int64_t kAhead = 24 << 10;
-
 // out[r * os + c] = x row r . w row c, for R rows and C columns kept in registers.
 template <class P, int R, int C>
 inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* w, int64_t ws, int64_t n,
@@ -151,19 +147,6 @@ inline void mix(const float* x, int64_t xs, int64_t rows, const T* v, int64_t vs
         mix_rows<T, 1>(x + r * xs, xs, v, vs, n, width, out + r * os, os);
 }
 
-// Rows as the matrices take them: in float32, and where a matrix is in bfloat16 (or packed and would be
-// unpacked to that) and rows are many also rounded to that.
-struct Rows {
-    const float* full;
-    const Bf16* rounded; // null: not wanted
-    int64_t stride, count;
-};
-
-// Whether products are made in bfloat16: a single row is bound by memory anyway, and keeps its precision.
-inline bool rounds(int32_t dtype, int64_t rows) {
-    return Vec::kBf16Dot && dtype == kBfloat16 && rows > 1;
-}
-
 // out[r * os + j] = x row r . run row begin + j, for `columns` rows of a run.
 template <class T>
 inline void multiply_run(const Rows& x, const Run& run, int64_t inputs, int64_t begin, int64_t columns,
@@ -210,32 +193,48 @@ inline void multiply_panel(const typename P::X* x, const Rows& rows, const Matri
                     out[(r + i) * os + j] += part[i * kPanel + j];
         }
     }
-    const float* factors = row_factors(m) + begin;
-    for (int64_t r = 0; r < rows.count; ++r)
-        for (int64_t j = 0; j < columns; ++j)
-            out[r * os + j] *= factors[j];
 }
 
-inline void multiply_packed(const Rows& x, const Matrix& m, int64_t begin, int64_t end, float* out,
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier.
+inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                             int64_t os) {
+#ifdef SLIPSTREAM_BF16_DOT
+    if (x.high)
+        return multiply_few(x, m, begin, end, out, os);
+#endif
     constexpr int kPanel = 8;
+    const Rows& rows = x.rows;
     for (int64_t o = begin; o < end; o += kPanel, out += kPanel) {
         const int64_t columns = least(kPanel, end - o);
 #ifdef SLIPSTREAM_BF16_DOT
-        if (x.rounded) {
-            multiply_panel<Bf16Pairs, kPanel>(x.rounded, x, m, o, columns, out, os);
+        if (rows.rounded) {
+            multiply_panel<Bf16Pairs, kPanel>(rows.rounded, rows, m, o, columns, out, os);
             continue;
         }
 #endif
-        multiply_panel<Widened<float>, kPanel>(x.full, x, m, o, columns, out, os);
+        multiply_panel<Widened<float>, kPanel>(rows.full, rows, m, o, columns, out, os);
+    }
+}
+
+// x = x * factor, row by row; both along the columns.
+inline void scale_columns(float* x, int64_t rows, int64_t columns, int64_t stride, const float* factors) {
+    for (int64_t j = 0; j < columns; j += Vec::kWidth) {
+        const int64_t n = least(columns - j, Vec::kWidth);
+        const Vec f = Vec::load(factors + j, n);
+        for (int64_t r = 0; r < rows; ++r)
+            (Vec::load(x + r * stride + j, n) * f).store(x + r * stride + j, n);
     }
 }
 
 // out[r * os + o - begin] = x row r . matrix row o + bias, for outputs [begin, end).
-inline void multiply(const Rows& x, const Matrix& m, int64_t begin, int64_t end, float* out, int64_t os) {
+inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int64_t end, float* out,
+                     int64_t os) {
+    const Rows& x = operand.rows;
     const int64_t columns = end - begin;
-    if (m.format != kPlain)
-        multiply_packed(x, m, begin, end, out, os);
+    if (m.format != kPlain) {
+        multiply_packed(operand, m, begin, end, out, os);
+        scale_columns(out, x.count, columns, os, row_factors(m) + begin);
+    }
     int64_t first = 0;
     for (int64_t i = 0; i < m.num_runs; first += m.runs[i++].rows) {
         const int64_t from = most(begin, first), to = least(end, first + m.runs[i].rows);

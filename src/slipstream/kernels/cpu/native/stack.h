@@ -42,13 +42,14 @@ public:
         own_floats_ = most(own_floats_, tokens_ < kManyRows ? tokens_ * 128 : 0);
         own_floats_ = ceil_div(own_floats_, 16) * 16;
         own_ = scratch.part<float>(own_floats_ * threads);
+        operand_size_ = operand_bytes(most(hidden, most(joined, inner)), tokens_);
+        operands_ = scratch.part<char>(operand_size_ * threads);
         bytes_ = scratch.used();
     }
 
     int64_t bytes() const { return bytes_; }
 
     void run(Team& team, int rank) {
-        float* own = own_ + own_floats_ * rank;
         if (rank == 0)
             *num_tiles_ = make_tiles(call_.step, tiles_);
         const Block& first = call_.blocks[0];
@@ -58,10 +59,10 @@ public:
         });
         for (int64_t i = 0; i < call_.num_blocks; ++i) {
             const Block& b = call_.blocks[i];
-            attention(b, i, team, own);
+            attention(b, i, team, rank);
             if (!b.parallel)
                 over_tokens(team, [&](int64_t t) { between(b, t); });
-            feed_forward(b, team, own);
+            feed_forward(b, team, rank);
             over_tokens(team, [&](int64_t t) {
                 leave(b, t);
                 if (i + 1 < call_.num_blocks)
@@ -73,6 +74,13 @@ public:
     }
 
 private:
+    float* own_floats(int rank) const { return own_ + own_floats_ * rank; }
+
+    // What one thread multiplies, once the rows are complete.
+    Operand operand(const Rows& rows, const Matrix& m, int rank) const {
+        return prepare(rows, m, operands_ + operand_size_ * rank);
+    }
+
     template <class F>
     void over_tokens(Team& team, F f) {
         each(team, tokens_, ceil_div(tokens_, 2 * static_cast<int64_t>(team.size())),
@@ -99,11 +107,11 @@ private:
             norm_row(x_ + at, entry_ + at, b.hidden, b.mlp_norm);
     }
 
-    void attention(const Block& b, int64_t layer, Team& team, float* own) {
+    void attention(const Block& b, int64_t layer, Team& team, int rank) {
         const int64_t width = (b.heads + 2 * b.kv_heads) * b.head_dim, joined = b.heads * b.head_dim;
         const Rows rows = {normed_, rounds_rows(b.qkv, many(tokens_, b.qkv)) ? rounded_ : nullptr, b.hidden,
                            tokens_};
-        project(rows, b.qkv, qkv_, team, own);
+        project(rows, b.qkv, qkv_, team, rank);
         over_tokens(team, [&](int64_t t) { place(b, layer, t, qkv_ + t * width); });
         Bf16* rounded = rounds_rows(b.attn_out, many(tokens_, b.attn_out)) ? rounded_joined_ : nullptr;
         const Attention a = {qkv_,
@@ -121,22 +129,23 @@ private:
                              &call_.step,
                              tiles_,
                              *num_tiles_};
-        attend(a, team, own);
+        attend(a, team, own_floats(rank));
         const Rows out = {joined_, rounded, joined, tokens_};
-        project(out, b.attn_out, attended_, team, own);
+        project(out, b.attn_out, attended_, team, rank);
     }
 
     // out = x times a matrix.
-    void project(const Rows& x, const Matrix& m, float* out, Team& team, float* own) {
+    void project(const Rows& x, const Matrix& m, float* out, Team& team, int rank) {
         if (many(tokens_, m)) {
             with_word(m.dtype, [&](auto unit) {
                 pack_rows<decltype(unit)>(x.full, kFloat32, tokens_, m.inputs, packed_, team);
             });
-            project_packed(packed_, m, out, team, own);
+            project_packed(packed_, m, out, team, own_floats(rank));
             return;
         }
+        const Operand in = operand(x, m, rank);
         each(team, m.outputs, grain(m.outputs, team.size()),
-             [&](int64_t begin, int64_t end) { multiply(x, m, begin, end, out + begin, m.outputs); });
+             [&](int64_t begin, int64_t end) { multiply(in, m, begin, end, out + begin, m.outputs); });
     }
 
     void project_packed(const char* packed, const Matrix& m, float* out, Team& team, float* own) {
@@ -189,7 +198,8 @@ private:
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
-    void feed_forward(const Block& b, Team& team, float* own) {
+    void feed_forward(const Block& b, Team& team, int rank) {
+        float* own = own_floats(rank);
         const bool rounded = rounds_rows(b.mlp_in, feeds_many(b));
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         if (apart && rounded)
@@ -199,7 +209,8 @@ private:
             feed_forward_many(b, apart ? entry_ : normed_, team, own);
             return;
         }
-        const Rows in = {apart ? entry_ : normed_, rounded ? rounded_ : nullptr, b.hidden, tokens_};
+        const Rows rows = {apart ? entry_ : normed_, rounded ? rounded_ : nullptr, b.hidden, tokens_};
+        const Operand in = operand(rows, b.mlp_in, rank);
         const bool rounded_out = rounds_rows(b.mlp_out, feeds_many(b));
         each(team, b.ffn, grain(b.ffn, team.size()), [&](int64_t begin, int64_t end) {
             const int64_t n = end - begin;
@@ -213,7 +224,8 @@ private:
                     copy_row(row, rounded_inner_ + t * b.ffn + begin, n);
             }
         });
-        const Rows out = {inner_, rounded_out ? rounded_inner_ : nullptr, b.ffn, tokens_};
+        const Rows inner = {inner_, rounded_out ? rounded_inner_ : nullptr, b.ffn, tokens_};
+        const Operand out = operand(inner, b.mlp_out, rank);
         each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
             multiply(out, b.mlp_out, begin, end, fed_ + begin, b.hidden);
         });
@@ -268,7 +280,8 @@ private:
     float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *inner_ = nullptr, *own_;
     char *packed_ = nullptr, *packed_inner_ = nullptr; // rows as products of many take them
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr, *rounded_inner_ = nullptr;
-    int64_t own_floats_, bytes_;
+    char* operands_;
+    int64_t own_floats_, operand_size_, bytes_;
 };
 
 } // namespace

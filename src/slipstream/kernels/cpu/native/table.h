@@ -3,6 +3,11 @@
 
 // clang-format off: each builds upon those before it
 #include "formats.h"
+#ifdef SLIPSTREAM_BF16_DOT
+#include "isa_avx512_packed.h"
+#endif
+#include "operand.h"
+#include "few.h"
 #include "matmul.h"
 #include "functions.h"
 #include "rows.h"
@@ -31,14 +36,16 @@ struct LinearScratch {
             full = scratch.part<float>(items);
             rounded = scratch.part<Bf16>(Vec::kBf16Dot ? items : 0);
             own_bytes = call.rows * 128 * static_cast<int64_t>(sizeof(float));
+            operand_size = operand_bytes(call.weight.inputs, call.rows);
+            operands = scratch.part<char>(operand_size * threads);
         }
         own = scratch.part<char>(own_bytes * threads);
         bytes = scratch.used();
     }
     float* full = nullptr;
     Bf16* rounded = nullptr;
-    char *packed = nullptr, *own;
-    int64_t own_bytes, bytes;
+    char *packed = nullptr, *operands = nullptr, *own;
+    int64_t own_bytes, operand_size = 0, bytes;
 };
 
 inline int64_t linear_bytes(const LinearCall& call, int threads) {
@@ -78,9 +85,10 @@ inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
          });
     float* own = reinterpret_cast<float*>(scratch.own + scratch.own_bytes * rank);
     const Rows rows = {scratch.full, rounded ? scratch.rounded : nullptr, m.inputs, call.rows};
+    const Operand x = prepare(rows, m, scratch.operands + scratch.operand_size * rank);
     each(team, m.outputs, grain(m.outputs, team.size()), [&](int64_t begin, int64_t end) {
         const int64_t n = end - begin;
-        multiply(rows, m, begin, end, own, n);
+        multiply(x, m, begin, end, own, n);
         for (int64_t i = 0; i < call.rows; ++i)
             write_row(own + i * n, call.out, call.dtype, i * m.outputs + begin, n);
     });

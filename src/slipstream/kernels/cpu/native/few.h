@@ -1,0 +1,189 @@
+// A few rows times a packed matrix that is read once: its codes become lanes of bfloat16 in registers, where
+// all rows meet them.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+#ifdef SLIPSTREAM_BF16_DOT
+
+// out[i * os + c] = the sum of v[c][i].
+template <int R, int C>
+inline void store_columns(const Vec (&v)[C][R], float* out, int64_t os) {
+    Vec rows[R][C];
+    for (int i = 0; i < R; ++i)
+        for (int c = 0; c < C; ++c)
+            rows[i][c] = v[c][i];
+    store_sums(rows, out, os);
+}
+
+// sums[i] += x row i . the inputs in `w`, for R rows of x; parts of one row follow each other in its lanes.
+template <int R, int L, bool kRest>
+inline void few_dots(const Operand& x, const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[L],
+                     Vec (&sums)[R]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < R; ++i) {
+#pragma GCC unroll 4
+        for (int l = 0; l < L; ++l)
+            sums[i] = dot(sums[i], Bf16Lanes::load(high + i * x.stride + 32 * l), w[l]);
+        if constexpr (kRest) {
+#pragma GCC unroll 4
+            for (int l = 0; l < L; ++l)
+                sums[i] = dot(sums[i], Bf16Lanes::load(rest + i * x.stride + 32 * l), w[l]);
+        }
+    }
+}
+
+// Formats with one multiplier per row.
+template <class F, int R, int C, bool kRest>
+inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
+                      const Matrix& m, float* out, int64_t os) {
+    Vec sums[C][R];
+    for (int c = 0; c < C; ++c)
+        for (int i = 0; i < R; ++i)
+            sums[c][i] = Vec::set(0);
+    const Bf16 *high = x.high + r * x.stride, *rest = kRest ? x.rest + r * x.stride : nullptr;
+    int64_t k = 0;
+    for (; k + F::kStep <= m.inputs; k += F::kStep) {
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
+            Bf16Lanes w[F::kLanes];
+            codes.load(rows[c], k, w);
+            F::ask(rows[c], k);
+            few_dots<R, F::kLanes, kRest>(x, high + k, rest + k, w, sums[c]);
+        }
+    }
+    if (k < m.inputs)
+        for (int c = 0; c < C; ++c) {
+            Bf16Lanes w[F::kLanes];
+            codes.load(rows[c], k, m.inputs - k, w);
+            few_dots<R, F::kLanes, kRest>(x, high + k, rest + k, w, sums[c]);
+        }
+    store_columns(sums, out, os);
+}
+
+// int4: sixteen groups at a time, whose scales and minima become float32 together.
+template <class F, int R, int C, bool kRest>
+inline void few_grouped(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
+                        const Matrix& m, float* out, int64_t os) {
+    const GroupSpread spread(m.group);
+    const int64_t groups = ceil_div(m.inputs, m.group), bytes = groups * m.group / 2;
+    const Bf16 *high = x.high + r * x.stride, *rest = kRest ? x.rest + r * x.stride : nullptr;
+    Vec sums[C][R];
+    for (int c = 0; c < C; ++c)
+        for (int i = 0; i < R; ++i)
+            sums[c][i] = Vec::set(0);
+    for (int64_t g = 0; g < groups; g += 16) {
+        const int64_t here = least(16, groups - g);
+        Vec scales[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
+            scales[c] = Vec::load(rows[c].scales + g, here);
+            __builtin_prefetch(reinterpret_cast<const char*>(rows[c].scales + g) + kPackedAhead / 8, 0, 2);
+            if (m.format != kInt4)
+                continue;
+            const Vec middle = fma(scales[c], Vec::set(8), Vec::load(rows[c].minima + g, here)); // of code 8
+            __builtin_prefetch(reinterpret_cast<const char*>(rows[c].minima + g) + kPackedAhead / 8, 0, 2);
+            for (int i = 0; i < R; ++i)
+                sums[c][i] = fma(middle, Vec::load(x.sums + (r + i) * x.sums_stride + g), sums[c][i]);
+        }
+        const int64_t begin = g * m.group / 2, end = least(bytes, begin + 8 * m.group);
+        const auto step = [&](int64_t b, auto load) {
+            const Lanes16 lanes = spread.lanes((b - begin) / 64);
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c) {
+                Bf16Lanes w[F::kLanes];
+                load(rows[c].codes + b, w);
+                __builtin_prefetch(rows[c].codes + b + kPackedAhead, 0, 2);
+                const Vec scale = lanes.of(scales[c]);
+                Vec parts[R];
+                for (int i = 0; i < R; ++i)
+                    parts[i] = Vec::set(0);
+                few_dots<R, F::kLanes, kRest>(x, high + 2 * b, rest + 2 * b, w, parts);
+                for (int i = 0; i < R; ++i)
+                    sums[c][i] = fma(parts[i], scale, sums[c][i]);
+            }
+        };
+        int64_t b = begin;
+        for (; b + 64 <= end; b += 64)
+            step(b, [&](const uint8_t* p, Bf16Lanes* w) { codes.load(p, w); });
+        if (b < end)
+            step(b, [&](const uint8_t* p, Bf16Lanes* w) { codes.load(p, end - b, w); });
+    }
+    store_columns(sums, out, os);
+}
+
+// out[i * os + c] = x row r + i . matrix row o + c for R rows and `columns` <= C rows of the matrix.
+template <class F, int R, int C, bool kRest>
+inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matrix& m, int64_t o,
+                        int64_t columns, float* out, int64_t os) {
+    const auto at = [&](int64_t c) { return PackedRow(m, o + least(c, columns - 1), 0); };
+    float part[R * C];
+    float* to = columns == C ? out : part;
+    const int64_t stride = columns == C ? os : C;
+    const auto run = [&](const PackedRow(&w)[C]) {
+        if constexpr (std::is_same<F, Int4Codes>::value)
+            few_grouped<F, R, C, kRest>(x, r, codes, w, m, to, stride);
+        else
+            few_block<F, R, C, kRest>(x, r, codes, w, m, to, stride);
+    };
+    if constexpr (C == 4)
+        run({at(0), at(1), at(2), at(3)});
+    else
+        run({at(0), at(1)});
+    if (columns < C)
+        for (int64_t i = 0; i < R; ++i)
+            std::memcpy(out + i * os, part + i * C, static_cast<size_t>(columns) * sizeof(float));
+}
+
+template <class F, bool kRest>
+inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t begin, int64_t end,
+                     float* out, int64_t os) {
+    const int64_t rows = x.rows.count;
+    for (int64_t o = begin; o < end; o += 4, out += 4) {
+        const int64_t columns = least(4, end - o);
+        int64_t r = 0;
+        for (; r + 8 <= rows; r += 8)
+            for (int64_t c = 0; c < columns; c += 2)
+                few_columns<F, 8, 2, kRest>(x, r, codes, m, o + c, least(2, columns - c), out + r * os + c,
+                                            os);
+        if (r + 4 <= rows) {
+            few_columns<F, 4, 4, kRest>(x, r, codes, m, o, columns, out + r * os, os);
+            r += 4;
+        }
+        if (r + 2 <= rows) {
+            few_columns<F, 2, 4, kRest>(x, r, codes, m, o, columns, out + r * os, os);
+            r += 2;
+        }
+        if (r < rows)
+            few_columns<F, 1, 4, kRest>(x, r, codes, m, o, columns, out + r * os, os);
+    }
+}
+
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier.
+inline void multiply_few(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
+                         int64_t os) {
+    const auto run = [&](const auto& codes) {
+        using F = typename std::decay<decltype(codes)>::type;
+        if (x.rest)
+            few_rows<F, true>(x, codes, m, begin, end, out, os);
+        else
+            few_rows<F, false>(x, codes, m, begin, end, out, os);
+    };
+    switch (m.format) {
+    case kInt8:
+        return run(Int8Codes(m));
+    case kFp8:
+        return run(Fp8Codes(m));
+    case kInt4:
+    case kInt4Symmetric:
+        return run(Int4Codes());
+    default:
+        return run(Fp6Codes(m));
+    }
+}
+
+#endif
+
+} // namespace
+} // namespace slipstream

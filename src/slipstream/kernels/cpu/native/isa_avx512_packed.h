@@ -1,0 +1,208 @@
+// Codes of packed weights as lanes of bfloat16, by tables in registers (AVX-512 VBMI); every code of every
+// format is exact there.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// The bits of m * 2^e in bfloat16, m < 256.
+constexpr uint16_t bf16_bits(int m, int e) {
+    if (m == 0)
+        return 0;
+    while (m < 128) {
+        m *= 2;
+        --e;
+    }
+    return static_cast<uint16_t>((e + 7 + 127) << 7 | (m & 127));
+}
+
+// A small float of `mantissa` bits below the exponent.
+constexpr uint16_t minifloat_bits(int code, int mantissa, int bias) {
+    const int m = code & ((1 << mantissa) - 1), e = code >> mantissa;
+    return e ? bf16_bits(m + (1 << mantissa), e - bias - mantissa) : bf16_bits(m, 1 - bias - mantissa);
+}
+
+// The two bytes of the bfloat16 of each code (without its sign, or of six bits with it).
+struct ByteTable {
+    alignas(64) uint8_t high[128] = {}, low[128] = {};
+    constexpr void put(int code, int bits) {
+        high[code] = static_cast<uint8_t>(bits >> 8);
+        low[code] = static_cast<uint8_t>(bits & 255);
+    }
+};
+
+constexpr ByteTable int8_table() {
+    ByteTable t;
+    for (int c = 0; c < 128; ++c)
+        t.put(c, bf16_bits(c, 0));
+    return t;
+}
+constexpr ByteTable fp8_table() {
+    ByteTable t;
+    for (int c = 0; c < 128; ++c)
+        t.put(c, minifloat_bits(c, 3, 7));
+    return t;
+}
+constexpr ByteTable fp6_table(int mantissa, int bias) {
+    ByteTable t;
+    for (int c = 0; c < 64; ++c)
+        t.put(c, minifloat_bits(c & 31, mantissa, bias) | (c >> 5) << 15);
+    return t;
+}
+constexpr ByteTable kInt8Table = int8_table(), kFp8Table = fp8_table();
+constexpr ByteTable kE2m3Table = fp6_table(3, 1), kE3m2Table = fp6_table(2, 3);
+
+struct WordTable {
+    alignas(64) uint16_t values[32] = {};
+};
+// The codes of int4 less eight, twice, so that an index of five bits needs no mask.
+constexpr WordTable nibble_table() {
+    WordTable t;
+    for (int c = 0; c < 32; ++c) {
+        const int code = (c & 15) - 8;
+        t.values[c] = static_cast<uint16_t>(bf16_bits(code < 0 ? -code : code, 0) | (code < 0) << 15);
+    }
+    return t;
+}
+constexpr WordTable even_words() {
+    WordTable t;
+    for (int i = 0; i < 32; ++i)
+        t.values[i] = static_cast<uint16_t>(2 * i);
+    return t;
+}
+constexpr WordTable kNibbleTable = nibble_table(), kEvenWords = even_words();
+
+inline void copy_lanes(const Bf16* from, Bf16* to) {
+    for (int j = 0; j < 128; j += 32)
+        _mm512_storeu_si512(to + j, _mm512_loadu_si512(from + j));
+}
+
+// 128 inputs in the order in which `Int4::load` makes their weights: lane w of register i has the weight of
+// nibble i of word w of 64 bytes of codes, which is input 32 * (w / 8) + 2 * (w % 8) + i / 2 + 16 * (i % 2).
+inline void interleave_nibbles(const Bf16* from, Bf16* to) {
+    const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
+    const __m512i c = _mm512_loadu_si512(from + 64), d = _mm512_loadu_si512(from + 96);
+    const __m512i even = _mm512_load_si512(kEvenWords.values);
+    const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+    for (int half = 0; half < 2; ++half) {
+        const __m512i ab = half ? _mm512_shuffle_i64x2(a, b, 0xee) : _mm512_shuffle_i64x2(a, b, 0x44);
+        const __m512i cd = half ? _mm512_shuffle_i64x2(c, d, 0xee) : _mm512_shuffle_i64x2(c, d, 0x44);
+        _mm512_storeu_si512(to + 32 * half, _mm512_permutex2var_epi16(ab, even, cd));
+        _mm512_storeu_si512(to + 32 * (half + 2), _mm512_permutex2var_epi16(ab, odd, cd));
+    }
+}
+
+// 64 codes of a byte each, or assembled to one, as two registers of bfloat16 in their order.
+struct ByteCodes {
+    static constexpr int kLanes = 2, kStep = 64;
+    static __m512i order() { return _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0); }
+    static void join(__m512i high, __m512i low, Bf16Lanes* to) {
+        to[0].v = _mm512_unpacklo_epi8(low, high);
+        to[1].v = _mm512_unpackhi_epi8(low, high);
+    }
+};
+
+// Codes with a sign bit and seven more; `kAbsolute` where they are in two's complement.
+template <bool kAbsolute>
+struct SignedBytes : ByteCodes {
+    explicit SignedBytes(const Matrix&) {
+        const ByteTable& t = kAbsolute ? kInt8Table : kFp8Table;
+        for (int i = 0; i < 2; ++i) {
+            high[i] = _mm512_load_si512(t.high + 64 * i);
+            low[i] = _mm512_load_si512(t.low + 64 * i);
+        }
+    }
+    static void ask(const PackedRow& row, int64_t k) {
+        __builtin_prefetch(row.codes + k + kPackedAhead, 0, 2);
+    }
+    [[gnu::always_inline]] void make(__m512i codes, Bf16Lanes* to) const {
+        codes = _mm512_permutexvar_epi64(order(), codes);
+        const __m512i size = kAbsolute ? _mm512_abs_epi8(codes) : codes;
+        const __m512i upper = _mm512_permutex2var_epi8(high[0], size, high[1]);
+        const __m512i lower = _mm512_permutex2var_epi8(low[0], size, low[1]);
+        // 0xf8: upper | (codes & sign)
+        join(_mm512_ternarylogic_epi32(upper, codes, _mm512_set1_epi8(-128), 0xf8), lower, to);
+    }
+    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, Bf16Lanes* to) const {
+        make(_mm512_loadu_si512(row.codes + k), to);
+    }
+    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, int64_t n, Bf16Lanes* to) const {
+        make(_mm512_maskz_loadu_epi8((uint64_t{1} << n) - 1, row.codes + k), to);
+    }
+    __m512i high[2], low[2];
+};
+using Int8Codes = SignedBytes<true>;
+using Fp8Codes = SignedBytes<false>;
+
+struct Fp6Codes : ByteCodes {
+    explicit Fp6Codes(const Matrix& m) {
+        const ByteTable& t = m.format == kFp6E2m3 ? kE2m3Table : kE3m2Table;
+        high = _mm512_load_si512(t.high);
+        low = _mm512_load_si512(t.low);
+    }
+    static void ask(const PackedRow& row, int64_t k) {
+        __builtin_prefetch(row.codes + k / 2 + kPackedAhead, 0, 2);
+        __builtin_prefetch(row.crumbs + k / 4 + kPackedAhead / 2, 0, 2);
+    }
+    // Planes are padded to whole blocks, so a tail is read as a block.
+    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, int64_t, Bf16Lanes* to) const {
+        load(row, k, to);
+    }
+    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, Bf16Lanes* to) const {
+        const auto* codes = reinterpret_cast<const __m256i*>(row.codes + k / 2);
+        const auto* crumbs = reinterpret_cast<const __m128i*>(row.crumbs + k / 4);
+        __m512i four = _mm512_castsi256_si512(_mm256_loadu_si256(codes));
+        four = _mm512_permutexvar_epi64(_mm512_set_epi64(3, 1, 2, 0, 3, 1, 2, 0), four);
+        four = _mm512_srlv_epi64(four, _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
+        __m512i two = _mm512_castsi128_si512(_mm_loadu_si128(crumbs));
+        two = _mm512_permutexvar_epi64(_mm512_set_epi64(1, 1, 0, 0, 1, 1, 0, 0), two);
+        two = _mm512_rolv_epi64(two, _mm512_set_epi64(62, 2, 62, 2, 0, 4, 0, 4));
+        // 0xd8: bits of `four` where the mask is set, else of `two`; the tables take six bits
+        const __m512i all = _mm512_ternarylogic_epi32(two, four, _mm512_set1_epi8(15), 0xd8);
+        join(_mm512_permutexvar_epi8(all, high), _mm512_permutexvar_epi8(all, low), to);
+    }
+    __m512i high, low;
+};
+
+// 128 codes of four bits as four registers, in the order of `interleave_nibbles`; sums over them are still to
+// be multiplied by the group's scale.
+struct Int4Codes {
+    static constexpr int kLanes = 4, kStep = 128;
+    Int4Codes() : table(_mm512_load_si512(kNibbleTable.values)) {}
+    [[gnu::always_inline]] void make(__m512i codes, Bf16Lanes* to) const {
+        for (int i = 0; i < 4; ++i)
+            to[i].v = _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(codes, 4 * i) : codes, table);
+    }
+    [[gnu::always_inline]] void load(const uint8_t* p, Bf16Lanes* to) const {
+        make(_mm512_loadu_si512(p), to);
+    }
+    [[gnu::always_inline]] void load(const uint8_t* p, int64_t bytes, Bf16Lanes* to) const {
+        make(_mm512_maskz_loadu_epi8((uint64_t{1} << bytes) - 1, p), to);
+    }
+    __m512i table;
+};
+
+// Which of sixteen numbers each lane takes.
+struct Lanes16 {
+    __m512i index;
+    Vec of(Vec numbers) const { return {_mm512_permutexvar_ps(index, numbers.v)}; }
+};
+
+// Lane j of a product of Int4Codes belongs to the 32 inputs number j / 4: of sixteen numbers, one per group,
+// those of the lanes of chunk `t` of 128 inputs.
+struct GroupSpread {
+    explicit GroupSpread(int64_t group) {
+        const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2);
+        const __m512i block = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+        first = _mm512_srl_epi32(block, _mm_cvtsi32_si128(shift));
+        step = static_cast<int>(128 / group);
+    }
+    Lanes16 lanes(int64_t t) const {
+        return {_mm512_add_epi32(first, _mm512_set1_epi32(static_cast<int>(t) * step))};
+    }
+    __m512i first;
+    int step;
+};
+
+} // namespace
+} // namespace slipstream

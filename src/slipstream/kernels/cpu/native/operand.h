@@ -1,0 +1,113 @@
+// The left side of a product: rows in float32, and what a packed matrix wants them to be.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// Rows as the matrices take them: in float32, and where a matrix is in bfloat16 (or packed and would be
+// unpacked to that) and rows are many also rounded to that.
+struct Rows {
+    const float* full;
+    const Bf16* rounded; // null: not wanted
+    int64_t stride, count;
+};
+
+// Whether products are made in bfloat16: a single row is bound by memory anyway, and keeps its precision.
+inline bool rounds(int32_t dtype, int64_t rows) {
+    return Vec::kBf16Dot && dtype == kBfloat16 && rows > 1;
+}
+
+// Rows for one matrix. A few rows for a packed one are laid out by the thread that multiplies them, for there
+// they pass through its own caches once per matrix; all else is read from the rows themselves.
+struct Operand {
+    Rows rows;
+    const Bf16* high =
+        nullptr; // rounded, zero beyond the inputs, int4's in the order of its codes; null: rows
+    const Bf16* rest = nullptr;  // what rounding left; null where the engine itself computes in bfloat16
+    const float* sums = nullptr; // over each group of int4
+    int64_t stride = 0, sums_stride = 0;
+};
+
+// Rows that a packed matrix takes while it is read once; more are worth unpacking it for.
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kOperandStep = 128; // operands end at a multiple of it
+
+inline bool wants_operand(const Matrix& m, int64_t rows) {
+    return Vec::kBf16Dot && m.format != kPlain && rows <= kFewRows;
+}
+
+inline int64_t operand_stride(int64_t inputs) {
+    return ceil_div(inputs, kOperandStep) * kOperandStep;
+}
+
+inline int64_t operand_sums(int64_t inputs) {
+    return ceil_div(inputs, 32 * 16) * 16; // of the smallest groups, in whole vectors
+}
+
+// Bytes of scratch that `prepare` wants of each thread.
+inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
+    if (!Vec::kBf16Dot || rows > kFewRows)
+        return 0;
+    return rows * (operand_stride(inputs) + operand_sums(inputs)) * 4;
+}
+
+#ifdef SLIPSTREAM_BF16_DOT
+// One row as high + rest; the order of int4 where `interleaved`.
+inline void split_row(const float* x, int64_t n, bool interleaved, Bf16* high, Bf16* rest) {
+    alignas(64) Bf16 both[2][kOperandStep];
+    for (int64_t k = 0; k < n; k += kOperandStep, high += kOperandStep) {
+        for (int64_t j = 0; j < kOperandStep; j += Vec::kWidth) {
+            const int64_t count = most(0, least(n - k - j, Vec::kWidth));
+            const Vec full = Vec::load(x + k + j, count);
+            full.store(both[0] + j);
+            (full - Vec::load(both[0] + j)).store(both[1] + j);
+        }
+        interleaved ? interleave_nibbles(both[0], high) : copy_lanes(both[0], high);
+        if (rest) {
+            interleaved ? interleave_nibbles(both[1], rest) : copy_lanes(both[1], rest);
+            rest += kOperandStep;
+        }
+    }
+}
+
+inline void sum_groups(const float* x, int64_t n, int64_t group, float* sums, int64_t count) {
+    for (int64_t g = 0; g < count; ++g) {
+        Vec sum = Vec::set(0);
+        for (int64_t j = g * group; j < least(n, (g + 1) * group); j += Vec::kWidth)
+            sum = sum + Vec::load(x + j, least(n - j, Vec::kWidth));
+        sums[g] = sum.sum();
+    }
+}
+#endif
+
+// The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
+// thread until it has multiplied.
+inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
+    Operand x = {rows};
+#ifdef SLIPSTREAM_BF16_DOT
+    if (!wants_operand(m, rows.count))
+        return x;
+    const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
+    x.stride = operand_stride(m.inputs);
+    x.sums_stride = operand_sums(m.inputs);
+    auto* high = reinterpret_cast<Bf16*>(scratch);
+    Bf16* rest = m.dtype == kBfloat16 ? nullptr : high + rows.count * x.stride;
+    float* sums = reinterpret_cast<float*>(scratch + rows.count * x.stride * 4);
+    for (int64_t r = 0; r < rows.count; ++r) {
+        const float* row = rows.full + r * rows.stride;
+        split_row(row, m.inputs, int4, high + r * x.stride, rest ? rest + r * x.stride : nullptr);
+        if (m.format == kInt4)
+            sum_groups(row, m.inputs, m.group, sums + r * x.sums_stride, x.sums_stride);
+    }
+    x.high = high;
+    x.rest = rest;
+    x.sums = sums;
+#else
+    (void)m;
+    (void)scratch;
+#endif
+    return x;
+}
+
+} // namespace
+} // namespace slipstream
