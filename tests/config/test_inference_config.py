@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -302,3 +303,21 @@ def test_a_section_refuses_like_the_whole() -> None:
         TensorParallelConfig(tp_sise=2)
     with pytest.raises(ConfigError, match=r"weight\.num_bits=5 must be 4, 6 or 8"):
         QuantizationConfig(weight={"num_bits": 5})
+
+
+@pytest.mark.parametrize("value", [np.int64(512), np.int32(512), np.uint16(512)])
+def test_the_integers_of_numpy_are_integers(value: Any) -> None:
+    config = InferenceConfig(max_out_tokens=value)
+    assert (config.max_out_tokens, type(config.max_out_tokens)) == (512, int)
+    assert config == InferenceConfig(max_out_tokens=512)
+
+
+@pytest.mark.parametrize("value", [True, np.float64(512), "512", 512.0, None])
+def test_what_only_looks_like_an_integer_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="max_out_tokens=.* must be an integer"):
+        InferenceConfig(max_out_tokens=value)
+
+
+@pytest.mark.parametrize(("text", "dtype"), [("torch.half", torch.float16), ("torch.float", torch.float32)])
+def test_torch_s_own_short_names_of_dtypes_are_read(text: str, dtype: torch.dtype) -> None:
+    assert InferenceConfig(dtype=text).dtype is dtype

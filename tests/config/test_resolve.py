@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,19 @@ def test_a_file_s_mistakes_are_named_like_any_other(tmp_path: Path) -> None:
         resolve(file_with(tmp_path, '{"tp": {"tp_sise": 2}}'), {})
     with pytest.raises(ConfigError, match="dtype=None"):
         resolve(file_with(tmp_path, '{"dtype": null}'), {})
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "folder"], ids=["empty", "zero byte", "folder"])
+def test_a_path_that_is_no_file_s_is_named_as_it_was_given(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=re.escape(f"config={path!r} ")):
+        resolve(path, {})
+
+
+def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        resolve(file, {})

@@ -41,25 +41,31 @@ def _fields(config: object) -> Mapping[Any, Any]:
     if isinstance(config, Mapping):
         return config
     if isinstance(config, str | os.PathLike):
-        return _read(Path(config))
+        return _read(os.fspath(config))
     raise ConfigError(
         f"config={config!r} is a {type(config).__name__}; give a dictionary, the path of a JSON file or an "
         "InferenceConfig"
     )
 
 
-def _read(path: Path) -> Mapping[Any, Any]:
+def _read(path: str) -> Mapping[Any, Any]:
+    if not path:
+        raise ConfigError("config='' names no file; give the path of a JSON file, or leave it out")
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"config={str(path)!r} cannot be read: {reason}; give a JSON file") from error
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config={path!r} cannot be read: not UTF-8 text; give a JSON file") from error
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"config={path!r} cannot be read: {reason}; give a JSON file") from error
     try:
         fields = json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply to be a configuration") from error
     if not isinstance(fields, dict):
         raise ConfigError(
             f"{path} holds a JSON {type(fields).__name__}; the top level must be an object of fields"

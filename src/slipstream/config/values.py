@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Annotated, Any
 
 import torch
@@ -32,8 +33,8 @@ __all__ = [
 ]
 
 _SPELLINGS = {
-    torch.float32: ("torch.float32", "float32", "fp32", "float"),
-    torch.float16: ("torch.float16", "float16", "fp16", "half"),
+    torch.float32: ("torch.float32", "float32", "fp32", "float", "torch.float"),
+    torch.float16: ("torch.float16", "float16", "fp16", "half", "torch.half"),
     torch.bfloat16: ("torch.bfloat16", "bfloat16", "bf16", "bfloat"),
     torch.int8: ("torch.int8", "int8"),
 }
@@ -54,19 +55,27 @@ def to_dtype(value: object) -> torch.dtype:
     raise ValueError(f"must be one of {allowed}")
 
 
+def _whole(value: object) -> object:
+    # numpy's integers are integers; a bool is not, though it is an int.
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
 def _amount(value: object) -> object:
+    value = _whole(value)
     # JSON has no integers in scientific notation: 5e7, which every ZeRO example writes, arrives as a float.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _bit_width(value: object) -> object:
+    value = _whole(value)
     if type(value) is not int or value not in _BIT_WIDTHS:
         raise ValueError("must be 4, 6 or 8")
     return value
 
 
 def _experts(value: object) -> object:
-    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    value = _whole(value)
+    return [value] if type(value) is int else value
 
 
 def _text(value: object) -> object:
@@ -121,7 +130,7 @@ def _outputs(layer: type[nn.Module], target: object) -> object:
 
 
 Flag = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(_whole), Strict(), Field(ge=1)]
 Amount = Annotated[int, BeforeValidator(_amount), Strict(), Field(ge=0)]
 BitWidth = Annotated[int, BeforeValidator(_bit_width)]
 Experts = Annotated[list[Count], BeforeValidator(_experts), Field(min_length=1)]
