@@ -75,7 +75,7 @@ def run() -> Iterator[Run]:
     """Run a command as in a terminal; what it hushes is as before afterwards."""
     verbosity, level = transformers_logging.get_verbosity(), logging.getLogger("slipstream").level
 
-    def call(*arguments: object, stdin: str | None = None) -> Result:
+    def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
         with warnings.catch_warnings():
             return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 

@@ -132,3 +132,20 @@ def test_ctrl_c_leaves_without_a_word(run: Any, checkpoint: Path, monkeypatch: p
     monkeypatch.setattr("slipstream.cli.generate.open_session", interrupted)
     done = run("generate", "-m", checkpoint, "hello")
     assert (done.exit_code, done.output) == (130, "")
+
+
+@pytest.mark.parametrize("place", ["", " "])
+def test_an_empty_place_is_named_as_it_was_given(run: Any, place: str) -> None:
+    assert_one_line(run("generate", "-m", place, "hello"), 1, f"the place {place!r} names no model")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_bytes_that_are_no_text_are_refused(run: Any, command: str, checkpoint: Path) -> None:
+    rest = ["-"] if command == "generate" else []
+    done = run(command, "-m", checkpoint, *rest, stdin=b"w1 \xff\xfe w2\n")
+    assert done.exit_code == 2, (done.stderr, done.exception)
+    assert "is not UTF-8 text" in done.stderr.strip().splitlines()[-1]
+
+
+def test_an_argument_that_is_no_text_is_refused(run: Any, checkpoint: Path) -> None:
+    assert_one_line(run("generate", "-m", checkpoint, "w1 \udcff"), 2, "the prompt is not UTF-8 text: byte 3")

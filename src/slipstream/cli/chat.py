@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from slipstream import TokenLimitError, UnsupportedError
+from slipstream import ConfigError, TokenLimitError, UnsupportedError
 from slipstream.cli.options import Loading, Sampling
 from slipstream.cli.session import Message, Session, open_session
-from slipstream.cli.terminal import note
+from slipstream.cli.terminal import as_text, note
 
 __all__ = ["chat"]
 
@@ -53,10 +53,13 @@ def chat(
 def _read() -> str | None:
     """The next line, or None where there are no more."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        line = input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
         typer.echo()
         return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the line is not UTF-8 text: {error.reason}") from error
+    return as_text("the line", line).strip()
 
 
 def _turn(session: Session, sampling: Sampling, history: list[Message], line: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream import ConfigError
 from slipstream.cli.options import Loading, Sampling
 from slipstream.cli.session import Answer, Session, load_original, open_session
-from slipstream.cli.terminal import busy, note, stderr
+from slipstream.cli.terminal import as_text, busy, note, stderr
 from slipstream.devices import choose
 from slipstream.profile.bench import Run, interleave, time_generate
 
@@ -40,7 +40,7 @@ def generate(
     sampling.to_options()  # answers for a wrong combination before anything is loaded
     if compare and sampling.temperature > 0.0:
         raise ConfigError("--compare needs the same tokens from both models; leave --temperature at 0")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = as_text("the prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
     if not text.strip():
         raise ConfigError("the prompt is empty; say something to the model")
     session = open_session(loading)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from slipstream import ConfigError, SlipstreamError
 
-__all__ = ["answer_for_errors", "busy", "hushed", "note", "set_up", "stderr", "stdout"]
+__all__ = ["answer_for_errors", "as_text", "busy", "hushed", "note", "set_up", "stderr", "stdout"]
 
 
 def stdout() -> Console:
@@ -36,6 +36,21 @@ def stderr() -> Console:
 def note(text: str) -> None:
     """Say something that is not the result."""
     stderr().print(text, markup=False, soft_wrap=True)
+
+
+def as_text(what: str, given: str | bytes) -> str:
+    """What a user typed or piped, as text; Python lets bytes that are none through as surrogates.
+
+    Raises:
+        ConfigError: It is no text.
+    """
+    given = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
+    try:
+        return given.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{what} is not UTF-8 text: byte {error.start} is {given[error.start]:#04x}"
+        ) from error
 
 
 def busy(what: str) -> AbstractContextManager[Any]:

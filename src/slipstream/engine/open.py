@@ -102,6 +102,10 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
     from slipstream.weights.gguf import cached_checkpoint, demo_model
 
     text = os.fspath(place)
+    if not text.strip():
+        raise WeightError(
+            f"the place {text!r} names no model; give a folder, a hub id, a .gguf file or 'demo'"
+        )
     if text == "demo":
         return str(cached_checkpoint(demo_model()))
     path = Path(os.path.expanduser(text))
