@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 
+import slipstream
+from slipstream.cli import app
 from slipstream.config import document as config_document
 from slipstream.families import FAMILIES
 from slipstream.families import document as families_document
-from tests.helpers.models import make
+from tests.helpers.models import make, prompt
 from tests.helpers.tokens import letter_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,9 +40,9 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
-def _examples() -> list[str]:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return [block for block in blocks if "from_pretrained" in block]
+def _blocks(text: str, language: str = "") -> list[str]:
+    """The fenced blocks of a page that are in a language, or in none."""
+    return [block for named, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if named == language]
 
 
 def test_the_readmes_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,8 +50,41 @@ def test_the_readmes_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     for folder, kind in zip(names.values(), ("llama", "bert"), strict=True):
         make(kind).save_pretrained(folder)
         letter_tokenizer(frame=kind == "bert").save_pretrained(folder)
-    examples = _examples()
+    examples = [
+        block for block in _blocks((ROOT / "README.md").read_text(), "python") if "from_pretrained" in block
+    ]
     assert len(examples) == 2
     for example in examples:
         exec(compile(example, "README.md", "exec"), dict(names))
         assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/migrating-from-deepspeed.md"])
+def test_the_first_example_of_a_page_runs_on_a_model_at_hand(page: str) -> None:
+    ids = prompt(1, 4)
+    names = {"torch": torch, "model": make("llama"), "input_ids": ids, "tokens": {"input_ids": ids}}
+    exec(compile(_blocks((ROOT / page).read_text(), "python")[0], page, "exec"), names)
+    assert isinstance(names["engine"], slipstream.InferenceEngine)
+    assert names["engine"].report().level == "block"
+
+
+def _shell_lines() -> list[str]:
+    blocks = [block for page in PAGES for block in _blocks(page.read_text())]
+    lines = [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return sorted({line for line in lines if line.startswith("slipstream ")})
+
+
+@pytest.mark.parametrize("line", _shell_lines())
+def test_commands_in_the_documentation_are_understood(line: str) -> None:
+    _, command, *arguments = shlex.split(line)
+    group = typer.main.get_command(app)
+    known = group.get_command(group.make_context("slipstream", ["env"]), command)
+    assert known is not None
+    known.make_context(command, arguments)  # raises where an argument is unknown, missing or wrong
+
+
+def test_targets_of_make_in_the_readme_exist() -> None:
+    targets = set(re.findall(r"\bmake (\w+)", "".join(_blocks((ROOT / "README.md").read_text()))))
+    assert targets == {"run", "test"}
+    rules = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert targets <= rules

@@ -54,6 +54,16 @@ def test_heads_without_a_pair_of_rotated_dims_keep_their_layers(model: str, opti
     assert "of 2 dims of a head are rotated" in engine.report().layers[0].reason
 
 
+def test_a_width_of_no_whole_heads_keeps_its_layers() -> None:
+    config = transformers.CTRLConfig(vocab_size=100, n_embd=30, n_head=8, n_layer=2, dff=16, n_positions=32)
+    original = transformers.CTRLLMHeadModel(config).eval()
+    engine = inject(original)
+    ids, _ = left_padded(length=8)
+    with torch.no_grad():
+        close(original(ids).logits, engine(ids).logits)
+    assert "a width of 30 is not 8 whole heads" in engine.report().layers[0].reason
+
+
 def _too_many_rotated(config: Config, index: int) -> BlockSpec:
     spec = FAMILIES["llama"].spec(config, index)
     return replace(spec, rope=Rope(spec.head_dim, table="half"))

@@ -36,6 +36,11 @@ def _frame(config: Config) -> FrameSpec:
     )
 
 
+def _refuse(config: Config) -> str | None:
+    whole = config.n_embd % config.n_head == 0
+    return None if whole else f"a width of {config.n_embd} is not {config.n_head} whole heads"
+
+
 _TINY = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "n_positions": 256}
 
 FAMILY = Family(
@@ -51,5 +56,6 @@ FAMILY = Family(
         Role.MLP_OUT: Take("ffn.2"),
     },
     frame=_frame,
+    refuse=_refuse,
     tiny=(Tiny("CTRLLMHeadModel", "CTRLConfig", _TINY),),
 )

@@ -21,4 +21,5 @@ def render(families: Iterable[Family]) -> str:
 def _generation(family: Family) -> str:
     if family.frame is not None:
         return "packed batch, paged cache"
-    return "-" if all("CausalLM" not in tiny.model for tiny in family.tiny) else "transformers' loop"
+    generates = any(kind in tiny.model for tiny in family.tiny for kind in ("CausalLM", "LMHeadModel"))
+    return "transformers' loop" if generates else "-"
