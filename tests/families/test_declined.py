@@ -93,3 +93,16 @@ def test_block_that_cannot_run_falls_back_where_that_is_wanted(
     with torch.no_grad():
         close(model(ids).logits, engine(ids).logits)
     assert engine.report().level != "block"
+
+
+@pytest.mark.parametrize("prepare", [slipstream.inspect, lambda model: None], ids=["inspected", "built"])
+def test_checks_leave_a_dynamic_rotary_module_as_it_was(prepare: Any) -> None:
+    angles = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    original = make("llama", rope_parameters=angles, max_position_embeddings=4)
+    twin = copy.deepcopy(original)
+    prepare(twin)
+    ids, _ = left_padded(length=6)  # longer than the config says, shorter than what the checks run
+    with torch.no_grad():
+        expected = original(ids).logits
+        close(expected, twin(ids).logits)
+        close(expected, inject(make("llama", rope_parameters=angles, max_position_embeddings=4))(ids).logits)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,15 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError
 from slipstream.model.layers import Found
 
-__all__ = ["MODEL_ERRORS", "TOLERANCE", "RecordedCall", "call_alone", "compare", "record_calls"]
+__all__ = [
+    "MODEL_ERRORS",
+    "TOLERANCE",
+    "RecordedCall",
+    "call_alone",
+    "compare",
+    "left_as_it_was",
+    "record_calls",
+]
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 1e-4,
@@ -91,15 +100,31 @@ def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[Rec
     mask = torch.ones(_BATCH, _LENGTH + 1, dtype=torch.long, device=device)
     mask[0, :3] = 0
     try:
-        cache = _run(root, pending, calls, input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
-        if cache is not None:
-            _run(root, pending, calls, input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
-        unpadded = ids[:, :_UNPADDED]
-        _run(root, pending, calls, input_ids=unpadded, attention_mask=torch.ones_like(unpadded))
+        with left_as_it_was(root):
+            cache = _run(root, pending, calls, input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
+            if cache is not None:
+                _run(root, pending, calls, input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
+            unpadded = ids[:, :_UNPADDED]
+            _run(root, pending, calls, input_ids=unpadded, attention_mask=torch.ones_like(unpadded))
     finally:
         for handle in handles:
             handle.remove()
     return calls
+
+
+@contextmanager
+def left_as_it_was(root: nn.Module) -> Iterator[None]:
+    """Undo what a forward sets in its modules: a dynamic rotary module keeps the longest length it saw."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    try:
+        yield
+    finally:
+        for module, own, buffers in before:
+            for name in vars(module).keys() - own.keys():
+                del vars(module)[name]
+            vars(module).update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def _vocabulary(root: nn.Module) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.check import TOLERANCE
+from slipstream.model.check import TOLERANCE, left_as_it_was
 from slipstream.model.frame import Frame
 from slipstream.model.fuse import Verdict
 from slipstream.model.layers import Found
@@ -40,7 +40,7 @@ def check_frame(
     ids = torch.randint(0, frame.embed.weight.shape[0], (1, _LENGTH), generator=generator).to(device)
     positions = torch.arange(_LENGTH, device=device)
     seen: list[tuple[Tensor, Any]] = []
-    with torch.no_grad(), _passing_on(layers, verdicts, seen):
+    with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
         logits = model(input_ids=ids, use_cache=False).logits[0]
         entered = frame.enter(ids[0], positions)
         left = frame.leave(entered)
