@@ -205,6 +205,32 @@ def test_a_damaged_pytorch_checkpoint_is_refused(tmp_path: Path) -> None:
         slipstream.init_inference(str(tmp_path), **FUSED)
 
 
+@pytest.mark.parametrize("injected", [False, True])
+def test_a_buffer_on_meta_and_a_sparse_weight_are_refused(injected: bool) -> None:
+    settings = {"dtype": torch.float32, "replace_with_kernel_inject": injected}
+    model = make("llama")
+    model.model.rotary_emb.register_buffer("inv_freq", torch.zeros(4, device="meta"), persistent=False)
+    with pytest.raises(slipstream.WeightError, match=r"rotary_emb\.inv_freq are on the meta device"):
+        slipstream.init_inference(model, **settings)
+    model = make("llama")
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().to_sparse(), requires_grad=False)
+    with pytest.raises(
+        slipstream.WeightError, match=r"layers\.1\.mlp\.up_proj\.weight is stored as torch.spar"
+    ):
+        slipstream.init_inference(model, **settings)
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_layers_that_share_a_part_keep_their_own_code(quant: str | None) -> None:
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
+    engine = inject(model, **({"quant": quant} if quant else {}))
+    assert all("shares a part" in layer.reason for layer in engine.report().layers)
+    model.load_state_dict(engine.state_dict())
+    close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
 def test_a_meta_model_is_refused() -> None:
     with torch.device("meta"):
         model = type(make("llama"))(make("llama").config)

@@ -72,6 +72,18 @@ def check_model(model: Any, config: InferenceConfig) -> None:
             f"{len(meta)} of {len(parameters)} parameters are on the meta device and hold no values "
             f"({meta[0]}, ...); load the weights before init_inference"
         )
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise WeightError(
+            f"the buffers {', '.join(empty[:4])}{' ...' if len(empty) > 4 else ''} are on the meta device "
+            "and hold no values; build the model on a real device, or load it with from_pretrained"
+        )
+    sparse = [name for name, p in parameters.items() if p.layout is not torch.strided]
+    if sparse:
+        raise WeightError(
+            f"{sparse[0]} is stored as {parameters[sparse[0]].layout}; make it dense before init_inference "
+            "(parameter.to_dense())"
+        )
     wants_floats = config.replace_with_kernel_inject or config.weight_format is not None
     packed = [name for name, p in parameters.items() if not p.is_floating_point()]
     if packed and wants_floats:
