@@ -62,3 +62,29 @@ def test_a_recorded_answer_stands_for_the_original() -> None:
     assert compare("layer", calls, None, lambda hidden: hidden + 1, torch.empty(0)) == 0.0
     with pytest.raises(InjectionError, match="off by 1"):
         compare("layer", calls, None, _identity, torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "passes"), [(0.3, 0.4, True), (0.4, 0.3, True), (0.5, 0.3, False)]
+)
+def test_in_lower_precision_the_one_nearer_to_float32_is_right(
+    ours: float, theirs: float, passes: bool
+) -> None:
+    """Errors of both signs: the two differ by more than the bound, as where activations are squared."""
+    like = torch.empty(0, dtype=torch.bfloat16)
+
+    def check() -> float:
+        return compare(
+            "layer", CALLS, _off(TOKENS, -theirs), _off(TOKENS, ours), like, exact=lambda: _identity
+        )
+
+    if passes:
+        assert check() == pytest.approx(ours + theirs, abs=0.05)
+    else:
+        with pytest.raises(InjectionError, match="off by 0.8"):
+            check()
+
+
+def test_a_model_that_overflows_by_itself_is_told_so() -> None:
+    with pytest.raises(InjectionError, match="original itself answers NaN or infinity, in float16"):
+        compare("layer", CALLS, _off(1, float("inf")), _identity, torch.empty(0, dtype=torch.float16))

@@ -91,8 +91,10 @@ def _agree(what: str, expected: Tensor, got: Tensor) -> None:
         raise InjectionError(
             f"{what}: the model has shape {tuple(expected.shape)}, the frame {tuple(got.shape)}"
         )
-    error, size = float((expected - got).abs().max()), float(expected.square().mean().sqrt())
-    if not error <= tolerance * max(size, 1e-3):
+    size = float(expected.square().mean().sqrt())
+    errors = (expected - got).abs()
+    error, share = float(errors.max()), float((errors / expected.abs().clamp(min=max(size, 1e-3))).max())
+    if not share <= tolerance:
         raise InjectionError(
             f"{what}: the frame is off by {error:.3g} where the model has values of size {size:.3g}"
         )

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -94,8 +95,9 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
     """
     verdicts: dict[str, Verdict] = {}
     kinds: dict[tuple[Any, ...], list[Found]] = {}
+    shared = _in_several(layers)
     for found in layers:
-        reason = found.reason or _declines(found) or _misfits(found, settings)
+        reason = found.reason or _declines(found, shared) or _misfits(found, settings)
         if reason:
             verdicts[found.name] = Verdict(None, reason=reason)
         else:
@@ -137,7 +139,18 @@ def _record_alone(found: Found) -> list[RecordedCall]:
     return call_alone(found, found.spec.hidden) if found.wanted and found.spec is not None else []
 
 
-def _declines(found: Found) -> str:
+def _in_several(layers: Sequence[Found]) -> set[nn.Module]:
+    """Modules with parameters of their own that stand in several layers."""
+    seen: set[nn.Module] = set()
+    several: set[nn.Module] = set()
+    for found in layers:
+        own = {module for module in found.layer.modules() if module._parameters}
+        several |= seen & own
+        seen |= own
+    return several
+
+
+def _declines(found: Found, shared: set[nn.Module]) -> str:
     if found.spec is None:
         raise AssertionError("a layer without a spec has a reason")
     if found.spec.activation not in ACTIVATIONS and found.spec.activation != "swiglu_oai":
@@ -146,6 +159,8 @@ def _declines(found: Found) -> str:
         return "its weights are already quantized"
     if any(is_hooked(module) for module in list(found.layer.modules())[1:]):
         return "someone listens to its parts by hooks, which a fused block would pass over"
+    if shared and not shared.isdisjoint(found.layer.modules()):
+        return "it shares a part with another layer, and a block takes over all of its layer's tensors"
     return ""
 
 
@@ -205,13 +220,22 @@ def _check(
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
         stands = answered and len(shared) == len(tensors) and not settings.format.bits
         original = None if stands else twin.forward
-        error = compare(found.name, calls, original, fused.forward, like, ties=ties)
+        exact = partial(_in_float32, twin) if settings.dtype.itemsize == 2 else None
+        error = compare(found.name, calls, original, fused.forward, like, ties=ties, exact=exact)
         return replace(verdict, max_error=error)
     except InjectionError as failure:
         if settings.check == "error":
             raise
         log.warning("%s", failure)
         return Verdict(None, reason=str(failure))
+
+
+def _in_float32(layer: nn.Module) -> Callable[..., Any]:
+    """The layer's own code on the same weights, without rounding in between."""
+    wide = copy.deepcopy(layer)
+    convert(wide, torch.float32)
+    forward: Callable[..., Any] = wide.forward
+    return forward
 
 
 def _has_bool_mask(calls: Sequence[RecordedCall]) -> bool:
