@@ -19,7 +19,9 @@ from transformers import (
 )
 
 from slipstream.engine import generate
+from slipstream.engine.runner import Session
 from slipstream.model.cache import PagedCache
+from slipstream.ops.step import Step
 from tests.helpers.models import Pair, Roads, close, left_padded, pair, prompt, roads
 from tests.helpers.tokens import letter_tokenizer
 
@@ -144,13 +146,14 @@ def test_rows_that_finish_early_are_dropped_and_change_nothing(
     llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = []
-    make_step = generate.make_step
+    best = Session.best
 
-    def counted(chunks: Any, *args: Any) -> Any:
-        running.append(len(chunks))
-        return make_step(chunks, *args)
+    def counted(self: Session, step: Step, *args: Any) -> Tensor:
+        tokens = best(self, step, *args)
+        running.extend([len(step.kv_lens)] * tokens.shape[1])
+        return tokens
 
-    monkeypatch.setattr(generate, "make_step", counted)
+    monkeypatch.setattr(Session, "best", counted)
     ids, mask = left_padded(6, 12)
     expected, _ = both(
         llama,

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.engine.runner import Runner
+from slipstream.engine.runner import Session
 
 VOCABULARY = 100
 
@@ -149,11 +149,16 @@ class Roads:
 def roads(engine: Any) -> Iterator[Roads]:
     """Count the roads that an engine takes within the context."""
     counts = Roads()
-    run = Runner.__call__
+    logits, best = Session.logits, Session.best
 
-    def counted(self: Runner, *args: Any, **kwargs: Any) -> Tensor:
-        counts.runner += self is engine._built.runner
-        return run(self, *args, **kwargs)
+    def counted_logits(self: Session, *args: Any) -> Tensor:
+        counts.runner += self._runner is engine._built.runner
+        return logits(self, *args)
+
+    def counted_best(self: Session, *args: Any) -> Tensor:
+        tokens = best(self, *args)
+        counts.runner += tokens.shape[1] * (self._runner is engine._built.runner)
+        return tokens
 
     model_class = type(engine.module)
     forward = model_class.forward
@@ -164,7 +169,8 @@ def roads(engine: Any) -> Iterator[Roads]:
         return forward(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "__call__", counted)
+        patch.setattr(Session, "logits", counted_logits)
+        patch.setattr(Session, "best", counted_best)
         patch.setattr(model_class, "forward", counted_forward)
         yield counts
 

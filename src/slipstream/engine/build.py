@@ -19,7 +19,7 @@ from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, Format, format_of
-from slipstream.kernels import bind_pack, bind_stack, kernels_for
+from slipstream.kernels import bind_model, bind_pack, bind_stack, kernels_for
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32
 from slipstream.model.frame import Frame, run_stack
@@ -107,7 +107,10 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if blocks:
         watch(model)
     stack = bind_stack(list(blocks.values()), run_stack)
-    runner = None if frame is None else Runner(frame, list(blocks.values()), list(blocks), stack=stack.run)
+    runner = None
+    if frame is not None:
+        whole = bind_model(frame, stack.run)
+        runner = Runner(frame, list(blocks.values()), list(blocks), stack=stack.run, whole=whole)
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)

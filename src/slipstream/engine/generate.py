@@ -8,16 +8,16 @@ Shapes: B batch, S prompt (padded), L tokens so far, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.engine.runner import Runner, make_step
-from slipstream.engine.schedule import Chunk, Schedule
-from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.engine.batch import Batch
+from slipstream.engine.runner import Runner
 
 __all__ = ["TOKEN_BUDGET", "Loop"]
 
@@ -77,28 +77,35 @@ class Loop:
         Returns:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
         """
-        batch = _Batch(self.runner, input_ids, model_kwargs.get("attention_mask"), generation_config)
-        config = generation_config
+        config, mask = generation_config, model_kwargs.get("attention_mask")
+        most = int(config.max_length)
+        batch = Batch(self.runner, input_ids, mask, max_length=most, token_budget=TOKEN_BUDGET)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
         keep_finished = (
             config.return_dict_in_generate or not has_eos or self.runner.frame.angles_share_a_length
         )
-        pad = config._pad_token_tensor
-        unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
-        record = _Record(config)
+        stop, record = _Stop(stopping_criteria), _Record(config)
+        # Nobody sees the logits: the best tokens are all that is asked for.
+        best_only = not (len(logits_processor) or config.do_sample or record.is_kept)
+        pace = _Pace(can_run_ahead=stop.is_known and self.streamer is None)
+        alive = [True] * input_ids.shape[0]
         while True:
-            logits = batch.logits()
-            scores = logits_processor(batch.ids, logits)
-            record.add(scores, logits)
-            tokens = self.runner.frame.ops.sample.run(scores, greedy=not config.do_sample)
-            if has_eos:
-                tokens = tokens * unfinished + pad.to(tokens.device) * (1 - unfinished)
+            if best_only:
+                tokens = pace.best(batch, stop.ends, alone=keep_finished and not all(alive))
+            else:
+                logits = batch.logits()
+                scores = logits_processor(batch.ids, logits)
+                record.add(scores, logits)
+                tokens = self.runner.frame.ops.sample.run(scores, greedy=not config.do_sample)[:, None]
+            if has_eos and not all(alive):
+                running = torch.tensor(alive, device=tokens.device)[:, None]
+                tokens = torch.where(running, tokens, config._pad_token_tensor.to(tokens.device))
             batch.append(tokens)
             if self.streamer is not None:
-                self.streamer.put(tokens.cpu())
-            unfinished = unfinished & ~stopping_criteria(batch.ids, record.scores)
-            alive = unfinished.tolist()
+                self.streamer.put(tokens[:, 0].cpu())
+            done = stop(batch, tokens[:, -1], record.scores)
+            alive = [a and not d for a, d in zip(alive, done, strict=True)]
             if not any(alive):
                 break
             if not keep_finished:
@@ -106,6 +113,64 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
         return record.output(model, batch) if config.return_dict_in_generate else batch.ids.clone()
+
+
+class _Pace:
+    """How many greedy steps to ask for at once: Python is cold after each, and costs 0.2 ms then."""
+
+    SECONDS, MOST = 0.1, 64  # an interrupt waits as long as one call
+
+    def __init__(self, *, can_run_ahead: bool) -> None:
+        self._steps, self._ahead, self._is_prompt = 1, can_run_ahead, True
+
+    def best(self, batch: Batch, ends: Sequence[int], *, alone: bool) -> Tensor:
+        """The best tokens of the next steps, `(B, n)`; of the next one where it must run alone."""
+        start = time.perf_counter()
+        tokens = batch.best(1 if alone else self._steps, ends)
+        seconds = (time.perf_counter() - start) / tokens.shape[1]
+        if self._ahead and not self._is_prompt:
+            self._steps = min(max(int(self.SECONDS / seconds), 1), self.MOST)
+        self._is_prompt = False
+        return tokens
+
+
+class _Stop:
+    """Stopping criteria; length and end tokens alone are decided without tensors.
+
+    Attributes:
+        is_known: There are no others.
+        ends: The end tokens, where there are no others.
+    """
+
+    def __init__(self, criteria: Any) -> None:
+        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+        self._criteria = criteria
+        self._most: int | None = None
+        self.is_known, ends = True, []
+        for one in criteria:
+            if type(one) is EosTokenCriteria:
+                ends += one.eos_token_id.flatten().tolist()
+            elif type(one) is MaxLengthCriteria and not _reminds(one):
+                self._most = one.max_length if self._most is None else min(self._most, one.max_length)
+            else:
+                self.is_known = False
+        self.ends: tuple[int, ...] = tuple(ends)
+
+    def __call__(self, batch: Batch, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
+        """Which rows are done, now that `tokens` `(B,)` are the last of the batch."""
+        if not self.is_known:
+            done: list[bool] = self._criteria(batch.ids, scores).tolist()
+            return done
+        if self._most is not None and batch.length >= self._most:
+            return [True] * tokens.shape[0]
+        return [token in self.ends for token in tokens.tolist()] if self.ends else [False] * len(tokens)
+
+
+def _reminds(criterion: Any) -> bool:
+    """Whether transformers' criterion would tell its user that a generation passes the model's length."""
+    most = criterion.max_position_embeddings
+    return most is not None and criterion.max_length > most
 
 
 class _Record:
@@ -116,95 +181,19 @@ class _Record:
         self.scores: tuple[Tensor, ...] | None = () if wanted and config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
 
+    @property
+    def is_kept(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
     def add(self, scores: Tensor, logits: Tensor) -> None:
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
 
-    def output(self, model: Any, batch: _Batch) -> Any:
+    def output(self, model: Any, batch: Batch) -> Any:
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         record: dict[str, Any] = {"scores": self.scores, "logits": self.logits}
         cache, sequences = batch.export(model), batch.ids.clone()
         return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **record)  # type: ignore[arg-type]
-
-
-class _Batch:
-    """The tokens of a generation, their schedule and their cache."""
-
-    def __init__(self, runner: Runner, input_ids: Tensor, mask: Tensor | None, config: Any) -> None:
-        rows, length = input_ids.shape
-        self._runner = runner
-        self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
-        # As transformers' loops, whose first new token makes int64 of a prompt in int32.
-        self._tokens = input_ids.new_empty(rows, max(int(config.max_length), length + 1), dtype=torch.long)
-        self._tokens[:, :length] = input_ids
-        self._length = length
-        # Where angles depend on the longest sequence, all prompts run at once, as they do in the original.
-        self._schedule = Schedule(rows * length if runner.frame.angles_share_a_length else TOKEN_BUDGET)
-        for row, padding in enumerate(self._padding):
-            self._schedule.add(row, length - padding)
-        needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
-        self._cache: PagedCache = runner.new_cache(sum(needed))
-        self._blocks = [self._cache.allocate(count) for count in needed]
-        self._last: Tensor | None = None
-
-    @property
-    def ids(self) -> Tensor:
-        """`(B, L)`, padding included; contiguous, as processors and criteria know it from transformers."""
-        return self._tokens[:, : self._length].contiguous()
-
-    def logits(self) -> Tensor:
-        """Run until every running row has logits; `(B, V)` float32, zeros for rows that are finished."""
-        out: Tensor | None = None
-        while chunks := self._schedule.next():
-            step = make_step(chunks, self._ids_of, self._blocks, self._tokens.device)
-            logits = self._runner(step, self._cache)
-            rows = [chunk.row for chunk in chunks if chunk.is_last]
-            if len(rows) == self._tokens.shape[0]:
-                return logits.float()
-            if out is None:
-                out = logits.new_zeros(self._tokens.shape[0], logits.shape[-1], dtype=torch.float32)
-            out[rows] = logits.float()
-        if out is None:
-            raise AssertionError("logits were asked for with nothing left to run")
-        return out
-
-    def _ids_of(self, chunk: Chunk) -> Tensor:
-        start = self._padding[chunk.row] + chunk.start
-        return self._tokens[chunk.row, start : start + chunk.count]
-
-    def append(self, tokens: Tensor) -> None:
-        """Take the next token of every row, `(B,)`."""
-        if self._length == self._tokens.shape[1]:  # a criterion other than the length decides when to stop
-            raise AssertionError("generation went past its own max_length")
-        self._tokens[:, self._length] = tokens
-        self._length += 1
-        self._schedule.append(self._schedule.rows)
-
-    def drop(self, alive: list[int]) -> None:
-        """Take finished rows out of the schedule."""
-        for row in self._schedule.rows:
-            if not alive[row]:
-                self._schedule.finish(row)
-                self._cache.release(self._blocks[row])
-
-    def export(self, model: Any) -> Any:
-        """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, padded with zeros."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=model.config)
-        seen = self._length - 1
-        for index, pair in enumerate(self._cache.layers):
-            parts = [
-                torch.stack([self._row(row, part, seen) for row in range(len(self._padding))])
-                for part in pair
-            ]
-            cache.update(parts[0], parts[1], index)
-        return cache
-
-    def _row(self, row: int, part: Tensor, seen: int) -> Tensor:
-        padding = self._padding[row]
-        real = part[self._blocks[row]].flatten(0, 1)[: seen - padding].transpose(0, 1)
-        return torch.nn.functional.pad(real, (0, 0, padding, 0))

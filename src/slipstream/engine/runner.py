@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +19,28 @@ from slipstream.model.frame import Frame, run_stack
 from slipstream.ops.step import Step
 from slipstream.spec import Rope
 
-__all__ = ["Runner", "Stack", "make_step"]
+__all__ = ["Runner", "Session", "Stack", "make_step"]
 
 Stack = Callable[
     [Sequence[Block], Tensor, Step, Sequence[tuple[Tensor, Tensor]], dict[Rope, RopeTable]], Tensor
 ]
 """Runs layers that follow each other; `run_stack` is the definition."""
+
+
+class WholeSession(Protocol):
+    """Runs the steps of one generation in one go each, or returns None for a step that it leaves."""
+
+    def logits(self, step: Step) -> Tensor | None: ...  # noqa: D102
+    def best(self, step: Step, steps: int, ends: Sequence[int]) -> Tensor | None: ...  # noqa: D102
+
+
+class Whole(Protocol):
+    """What can run whole steps; None where it cannot run those of this generation."""
+
+    def begin(  # noqa: D102
+        self, caches: Sequence[tuple[Tensor, Tensor]], longest: int
+    ) -> WholeSession | None: ...
+
 
 Timer = Callable[[str], AbstractContextManager[None]]
 """Times what runs within its context under a name."""
@@ -42,14 +59,22 @@ class Runner:
         blocks: The layers in order.
         names: Their paths, for the profile.
         stack: Runs the layers.
+        whole: Runs whole steps, where something can.
         timer: Replaced while the engine is profiled.
     """
 
     def __init__(
-        self, frame: Frame, blocks: Sequence[Block], names: Sequence[str], *, stack: Stack = run_stack
+        self,
+        frame: Frame,
+        blocks: Sequence[Block],
+        names: Sequence[str],
+        *,
+        stack: Stack = run_stack,
+        whole: Whole | None = None,
     ) -> None:
         """Take the parts as they are."""
-        self.frame, self.blocks, self.names, self.stack = frame, list(blocks), list(names), stack
+        self.frame, self.blocks, self.names = frame, list(blocks), list(names)
+        self.stack, self.whole = stack, whole
         self.timer: Timer = no_timer
 
     def __call__(self, step: Step, cache: PagedCache) -> Tensor:
@@ -73,12 +98,57 @@ class Runner:
                         x = self.stack([block], x, step, [pair], tables)
             return self.frame.leave(x[step.logit_rows])
 
+    def begin(self, cache: PagedCache, longest: int) -> Session:
+        """Begin a generation.
+
+        Args:
+            cache: Of this generation alone.
+            longest: Positions that it may reach.
+        """
+        whole = None if self.whole is None else self.whole.begin(cache.layers, longest)
+        return Session(self, cache, whole)
+
     def new_cache(self, blocks: int) -> PagedCache:
         """A cache of `blocks` blocks per layer, in the model's dtype and on its device."""
         weight = self.frame.embed._parameters["weight"]  # as an attribute, it would be unpacked
         return PagedCache(
             [block.spec for block in self.blocks], blocks, dtype=weight.dtype, device=weight.device
         )
+
+
+class Session:
+    """The steps of one generation: in one native call where there is one, else `runner(step, cache)`."""
+
+    def __init__(self, runner: Runner, cache: PagedCache, whole: WholeSession | None) -> None:
+        """Begun by `Runner.begin`."""
+        self._runner, self._cache, self._whole = runner, cache, whole
+
+    def logits(self, step: Step) -> Tensor:
+        """Run one step; new logits `(R, V)` float32."""
+        whole = self._native()
+        logits = None if whole is None else whole.logits(step)
+        return self._runner(step, self._cache).float() if logits is None else logits
+
+    def best(self, step: Step, steps: int = 1, ends: Sequence[int] = ()) -> Tensor:
+        """Run one step, and as many of those that follow it as can be run in the same go.
+
+        Args:
+            step: Where `steps` is not 1, one token of every sequence, whose blocks have room for the others.
+            steps: How many at most.
+            ends: They are over early when one of these tokens is some row's best.
+
+        Returns:
+            The best tokens of each row, `(R, steps that were run)` int64: at least one.
+        """
+        whole = self._native()
+        tokens = None if whole is None else whole.best(step, steps, ends)
+        if tokens is None:
+            logits = self._runner(step, self._cache).float()
+            tokens = self._runner.frame.ops.sample.run(logits, greedy=True)[:, None]
+        return tokens
+
+    def _native(self) -> WholeSession | None:
+        return self._whole if self._runner.timer is no_timer else None
 
 
 def make_step(

@@ -46,10 +46,11 @@ class Schedule:
         """Admit a sequence of `tokens` known tokens."""
         self._sequences[row] = _Sequence(tokens)
 
-    def append(self, rows: Sequence[int]) -> None:
-        """One more token of each of these sequences is known."""
+    def append(self, rows: Sequence[int], count: int = 1) -> None:
+        """Some more tokens of each of these sequences are known; all but the last of them have run."""
         for row in rows:
-            self._sequences[row].known += 1
+            self._sequences[row].known += count
+            self._sequences[row].done += count - 1
 
     def finish(self, row: int) -> None:
         """Take a sequence out."""
@@ -58,6 +59,15 @@ class Schedule:
     @property
     def rows(self) -> list[int]:
         """Sequences that are running."""
+        return list(self._sequences)
+
+    def decode(self) -> list[int]:
+        """The next step, where it is one token of every running sequence, as those rows; else nothing."""
+        sequences = self._sequences.values()
+        if len(sequences) > self.token_budget or any(s.known - s.done != 1 for s in sequences):
+            return []
+        for sequence in sequences:
+            sequence.done += 1
         return list(self._sequences)
 
     def next(self) -> list[Chunk]:

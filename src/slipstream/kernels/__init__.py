@@ -7,11 +7,12 @@ import importlib.util
 import torch
 
 from slipstream.kernels import cpu
+from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack
 from slipstream.kernels.cpu.stack import bind_stack
 from slipstream.ops.bind import Kernel
 
-__all__ = ["bind_pack", "bind_stack", "kernels_for"]
+__all__ = ["bind_model", "bind_pack", "bind_stack", "kernels_for"]
 
 
 def kernels_for(device: torch.device) -> tuple[Kernel, ...]:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from slipstream.model.block import Block, RopeTable
 from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
+from slipstream.ops.linear import Weight
 from slipstream.ops.paged_attention import write_cache
 from slipstream.ops.rope import half_table
 from slipstream.ops.step import Step
 from slipstream.spec import FrameSpec, Rope
+from slipstream.weights.load import Vector
 
 __all__ = ["Frame", "run_stack"]
 
@@ -78,10 +80,13 @@ class Frame:
     @property
     def max_positions(self) -> int | None:
         """Positions that the position embedding has a row for, or None where nothing is looked up."""
-        if self.pos_embed is None:
-            return None
-        owner, name = self.pos_embed
-        return int(getattr(owner, name).shape[0]) - self.spec.pos_offset
+        table = self.pos_table
+        return None if table is None else int(table.shape[0]) - self.spec.pos_offset
+
+    @property
+    def most_angles(self) -> int | None:
+        """Positions that the layers' own table of angles has a row for, or None where there is none."""
+        return None if self._rope_table is None else int(self._layer_table().shape[0])
 
     @property
     def angles_share_a_length(self) -> bool:
@@ -104,16 +109,41 @@ class Frame:
         spec = self.spec
         x = weight_of(self.embed).rows(token_ids)
         if spec.embed_scale != 1.0:
-            rounded = (
-                torch.tensor(spec.embed_scale, dtype=x.dtype).item() if spec.embed_scale_rounded else None
-            )
-            x = x * (spec.embed_scale if rounded is None else rounded)
+            x = x * self.embed_factor
         if self.project_in is not None:
             x = self._linear(self.project_in, x)
-        if self.pos_embed is not None:
-            owner, name = self.pos_embed
-            x = x + getattr(owner, name)[positions + spec.pos_offset].to(x.dtype)
+        table = self.pos_table
+        if table is not None:
+            x = x + table[positions + spec.pos_offset].to(x.dtype)
         return x if self.embed_norm is None else self._norm(self.embed_norm, x)
+
+    @property
+    def embed_factor(self) -> float:
+        """What multiplies the token embedding."""
+        scale = self.spec.embed_scale
+        if not self.spec.embed_scale_rounded:
+            return scale
+        embed = weight_of(self.embed)
+        return float(torch.tensor(scale, dtype=embed.dtype or embed.planes[0].dtype).item())
+
+    @property
+    def pos_table(self) -> Tensor | None:
+        """The position embedding, `(rows, C)`, as the model has it now."""
+        if self.pos_embed is None:
+            return None
+        owner, name = self.pos_embed
+        table: Tensor = getattr(owner, name)
+        return table
+
+    def matrices(self) -> dict[str, Weight]:
+        """The matrices by their names in `FrameSpec`, as the model has them now; `embed` has a row per id."""
+        parts = {name: getattr(self, name) for name in ("embed", "project_in", "project_out", "head")}
+        return {name: weight_of(part) for name, part in parts.items() if part is not None}
+
+    def norms(self) -> dict[str, Vector]:
+        """The norms by their names in `FrameSpec`, as the model has them now."""
+        parts = {name: getattr(self, name) for name in ("embed_norm", "final_norm")}
+        return {name: _vector_of(part) for name, part in parts.items() if part is not None}
 
     def leave(self, x: Tensor) -> Tensor:
         """Return logits `(R, V)` of rows `(R, C)` as they leave the last layer."""
@@ -133,8 +163,8 @@ class Frame:
         return self.ops.linear.run(x, weight_of(module))  # type: ignore[no-any-return]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        return self.ops.norm.run(x, weight, bias, spec=self.spec.norm)  # type: ignore[no-any-return]
+        vector = _vector_of(module)
+        return self.ops.norm.run(x, vector.weight, vector.bias, spec=self.spec.norm)  # type: ignore[no-any-return]
 
     def angles(self, positions: Tensor, ropes: Sequence[Rope | None]) -> dict[Rope, RopeTable]:
         """Ask the model's own rotary module (or table) for the angles of these positions.
@@ -170,6 +200,10 @@ class Frame:
 def _own_forward(model: nn.Module, path: str) -> Any:
     """A forward set on an object, around its class's; accelerate does so, too."""
     return vars(model.get_submodule(path)).get("forward")
+
+
+def _vector_of(module: Any) -> Vector:
+    return Vector(getattr(module, "weight", None), getattr(module, "bias", None))
 
 
 def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:

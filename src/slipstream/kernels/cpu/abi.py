@@ -17,9 +17,11 @@ __all__ = [
     "FORMATS",
     "AttentionCall",
     "Block",
+    "Frame",
     "LinearCall",
     "Mask",
     "Matrix",
+    "ModelCall",
     "Norm",
     "PackCall",
     "Run",
@@ -29,7 +31,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 3
+ABI = 4
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -151,9 +153,9 @@ class Step(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """Cosines and sines of the packed tokens."""
+    """Cosines and sines by row: of the packed tokens, or of positions."""
 
-    _fields_: ClassVar[_Fields] = [*_each(c_void_p, "cos sin"), ("half", c_int64)]
+    _fields_: ClassVar[_Fields] = [*_each(c_void_p, "cos sin"), *_each(c_int64, "rows half")]
 
 
 class LinearCall(ctypes.Structure):
@@ -189,6 +191,7 @@ class StackCall(ctypes.Structure):
         *_each(c_void_p, "k_caches v_caches"),
         ("tables", POINTER(Table)),
         ("num_tables", c_int64),
+        ("positions", c_void_p),
         *_each(c_int32, "dtype cache_dtype"),
         ("step", Step),
     ]
@@ -202,6 +205,33 @@ class PackCall(ctypes.Structure):
         ("stride", c_int64),
         *_each(c_int32, "dtype unused"),
         ("packed", Matrix),
+    ]
+
+
+class Frame(ctypes.Structure):
+    """What stands around the blocks of a causal language model."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("pos_embed", c_void_p),
+        *_each(c_int64, "pos_rows pos_offset"),
+        *_each(c_float, "embed_scale logit_scale softcap"),
+        ("pos_dtype", c_int32),
+        *_each(Norm, "embed_norm final_norm"),
+        *_each(Matrix, "embed project_in project_out head"),
+    ]
+
+
+class ModelCall(ctypes.Structure):
+    """Arguments of `slipstream_model`."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("stack", StackCall),
+        ("frame", POINTER(Frame)),
+        *_each(c_void_p, "token_ids positions logit_rows logits best"),
+        *_each(c_int64, "rows steps"),
+        ("ends", c_void_p),
+        ("num_ends", c_int64),
+        ("done", c_void_p),
     ]
 
 

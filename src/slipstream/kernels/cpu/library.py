@@ -67,7 +67,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
     if number != ABI:
         return f"{path.name} is of version {number}, this package needs {ABI}; install it again"
     handle.slipstream_error.restype = c_char_p
-    for name in ("linear", "attention", "stack", "pack"):
+    for name in ("linear", "attention", "stack", "model", "pack"):
         handle[f"slipstream_{name}"].argtypes = [c_int32, c_int32, c_void_p]
     return handle
 

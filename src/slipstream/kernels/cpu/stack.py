@@ -23,7 +23,7 @@ from slipstream.ops.linear import Weight
 from slipstream.ops.step import AttentionMask, Step
 from slipstream.spec import BlockSpec, Norm, Role, Rope
 
-__all__ = ["NativeStack", "bind_stack", "refuse_block"]
+__all__ = ["NativeStack", "Prepared", "bind_stack", "norm_of", "refuse_block", "serves_caches"]
 
 _MOST_TOKENS = 1 << 20
 """Packed tokens of a step up to which the layers are slower one by one: none has more."""
@@ -118,7 +118,7 @@ def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
     """The structs of some blocks, valid while every tensor stays where it is.
 
     Attributes:
@@ -146,6 +146,8 @@ class NativeStack:
     Attributes:
         name: What the report calls it.
         most_tokens: Steps of more tokens go to the stack it was given.
+        library: For one instruction set.
+        blocks: The layers in order.
     """
 
     def __init__(self, blocks: Sequence[BlockLike], library: Library, otherwise: Run) -> None:
@@ -165,14 +167,14 @@ class NativeStack:
             and not library.isa.startswith("amx")
         )
         self.most_tokens = _MOST_TOKENS_BESIDE_AMX if beside_amx else _MOST_TOKENS
-        self._library, self._otherwise = library, otherwise
-        self._blocks = tuple(blocks)
+        self.library, self._otherwise = library, otherwise
+        self.blocks = tuple(blocks)
         self._place = {id(block): index for index, block in enumerate(blocks)}
-        self._prepared: _Prepared | None = _prepare(self._blocks)
+        self._prepared: Prepared | None = _prepare(self.blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy describes its own blocks: addresses do not travel."""
-        return _restore, (self._blocks, self._library.isa, self._otherwise, self.most_tokens)
+        return _restore, (self.blocks, self.library.isa, self._otherwise, self.most_tokens)
 
     def __call__(
         self, blocks: Sequence[Any], x: Tensor, step: Step, caches: Caches, tables: Tables
@@ -192,54 +194,45 @@ class NativeStack:
         Raises:
             DeviceError: The step points outside of the cache.
         """
-        prepared = self._ready()
+        prepared = self.ready()
         first = self._place.get(id(blocks[0])) if len(blocks) else None
         if (
             prepared is None
             or first is None
             or not 0 < x.shape[0] <= self.most_tokens
-            or x.shape != (step.slots.shape[0], self._blocks[0].spec.hidden)
+            or x.shape != (step.slots.shape[0], self.blocks[0].spec.hidden)
             or any(t.shape[0] != x.shape[0] for rope in prepared.ropes for t in tables[rope])
             or not self._serves(blocks, first, x, step, caches)
         ):
             return self._otherwise(blocks, x, step, caches, tables)
         return self._run(prepared, slice(first, first + len(blocks)), x, step, caches, tables)
 
-    def _ready(self) -> _Prepared | None:
+    def ready(self) -> Prepared | None:
         """The structs, made anew where a tensor has moved; None where the blocks are no longer accepted."""
         prepared = self._prepared
         if (
             prepared is not None
-            and all(b.weights is w for b, w in zip(self._blocks, prepared.weights, strict=True))
+            and all(b.weights is w for b, w in zip(self.blocks, prepared.weights, strict=True))
             and all(t.data_ptr() == p for t, p in zip(prepared.tensors, prepared.addresses, strict=True))
         ):
             return prepared
-        accepted = all(refuse_block(block) is None for block in self._blocks)
-        self._prepared = _prepare(self._blocks) if accepted else None
+        accepted = all(refuse_block(block) is None for block in self.blocks)
+        self._prepared = _prepare(self.blocks) if accepted else None
         return self._prepared
 
     def _serves(self, blocks: Sequence[Any], first: int, x: Tensor, step: Step, caches: Caches) -> bool:
-        ours = self._blocks[first : first + len(blocks)]
-        dtype = caches[0][0].dtype
+        ours = self.blocks[first : first + len(blocks)]
         return (
             len(ours) == len(blocks) == len(caches)
             and all(a is b for a, b in zip(ours, blocks, strict=True))
             and x.dtype in DTYPES
             and x.device.type == "cpu"
-            and dtype in DTYPES
             and serves(step)
-            and all(
-                t.dtype == dtype
-                and t.is_contiguous()
-                and t.shape[:2] == caches[0][0].shape[:2]
-                and t.shape[2:] == (block.spec.kv_heads, block.spec.head_dim)
-                for block, pair in zip(ours, caches, strict=True)
-                for t in pair
-            )
+            and serves_caches(ours, caches)
         )
 
     def _run(
-        self, prepared: _Prepared, which: slice, x: Tensor, step: Step, caches: Caches, tables: Tables
+        self, prepared: Prepared, which: slice, x: Tensor, step: Step, caches: Caches, tables: Tables
     ) -> Tensor:
         count = which.stop - which.start
         x = x.contiguous()
@@ -247,7 +240,7 @@ class NativeStack:
         # The angles are kept until the call is over: the structs only point to them.
         angles = [tuple(t.float().contiguous() for t in tables[rope]) for rope in prepared.ropes]
         rows = (abi.Table * len(angles))(
-            *(abi.Table(c.data_ptr(), s.data_ptr(), c.shape[-1]) for c, s in angles)
+            *(abi.Table(c.data_ptr(), s.data_ptr(), *c.shape) for c, s in angles)
         )
         size = ctypes.sizeof(abi.Block) * which.start
         call = StackCall(
@@ -263,9 +256,23 @@ class NativeStack:
             cache_dtype=DTYPES[caches[0][0].dtype],
             step=step_of(step, caches[0][0]),
         )
-        self._library.run("stack", call)
+        self.library.run("stack", call)
         del ks, vs
         return out
+
+
+def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
+    """Whether caches `(P, Z, K, D)`, one pair per block, lie as the library reads and writes them."""
+    dtype = caches[0][0].dtype
+    return dtype in DTYPES and all(
+        t.dtype == dtype
+        and t.device.type == "cpu"
+        and t.is_contiguous()
+        and t.shape[:2] == caches[0][0].shape[:2]
+        and t.shape[2:] == (block.spec.kv_heads, block.spec.head_dim)
+        for block, pair in zip(blocks, caches, strict=True)
+        for t in pair
+    )
 
 
 def _restore(blocks: Sequence[BlockLike], isa: str, otherwise: Run, most_tokens: int) -> NativeStack | Run:
@@ -277,7 +284,7 @@ def _restore(blocks: Sequence[BlockLike], isa: str, otherwise: Run, most_tokens:
     return stack
 
 
-def _prepare(blocks: Sequence[BlockLike]) -> _Prepared:
+def _prepare(blocks: Sequence[BlockLike]) -> Prepared:
     ropes = tuple(dict.fromkeys(block.spec.rope for block in blocks if block.spec.rope is not None))
     memory: list[Any] = []
     structs = (abi.Block * len(blocks))(*(_struct(block, ropes, memory) for block in blocks))
@@ -289,7 +296,7 @@ def _prepare(blocks: Sequence[BlockLike]) -> _Prepared:
         tensors += [t for t in (*masks, *matrices, *vectors) if t is not None]
     places = tuple(t.data_ptr() for t in tensors)
     weights = tuple(block.weights for block in blocks)
-    return _Prepared(structs, ropes, weights, tuple(tensors), places, tuple(memory))
+    return Prepared(structs, ropes, weights, tuple(tensors), places, tuple(memory))
 
 
 def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi.Block:
@@ -317,16 +324,17 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         setattr(struct, name, matrix)
         memory.append(matrix.memory)
     for role, name in _NORMS.items():
-        setattr(struct, name, _norm(vectors.get(role), spec.norm))
+        setattr(struct, name, norm_of(vectors.get(role), spec.norm))
     if spec.qk_norm is not None:
         struct.qk_norm = 1 if spec.qk_norm.over == "head" else 2
         struct.qk_norm_after_rope = int(spec.qk_norm.after_rope)
         for role, name in _QK_NORMS.items():
-            setattr(struct, name, _norm(vectors.get(role), spec.qk_norm.norm))
+            setattr(struct, name, norm_of(vectors.get(role), spec.qk_norm.norm))
     return struct
 
 
-def _norm(vector: VectorLike | None, norm: Norm) -> abi.Norm:
+def norm_of(vector: VectorLike | None, norm: Norm) -> abi.Norm:
+    """Describe a norm to the library; its tensors must be kept alive."""
     if vector is None:
         return abi.Norm()
     weight, bias = vector.weight, vector.bias

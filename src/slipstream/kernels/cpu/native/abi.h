@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 3;
+constexpr int32_t kAbi = 4;
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
@@ -129,10 +129,10 @@ struct Step {
     const int64_t* slots;             // `(T,)`
 };
 
-// Cosines and sines, `(T, half)` float32 each, every angle once.
+// Cosines and sines, `(rows, half)` float32 each, every angle once.
 struct Table {
     const float *cos, *sin;
-    int64_t half;
+    int64_t rows, half;
 };
 
 struct LinearCall {
@@ -161,6 +161,7 @@ struct StackCall {
     void *const *k_caches, *const *v_caches; // one per block, `(P, Z, K, D)` contiguous; updated
     const Table* tables;
     int64_t num_tables;
+    const int64_t* positions; // `(T,)`, the row of each token in the tables; null: token t has row t
     int32_t dtype, cache_dtype;
     Step step;
 };
@@ -170,6 +171,33 @@ struct PackCall {
     int64_t stride;
     int32_t dtype, unused;
     Matrix packed; // its planes are written; no bias
+};
+
+// What stands around the blocks of a causal language model. A matrix without outputs is absent; the rest is
+// as in the Python docstring of `FrameSpec`.
+struct Frame {
+    const void* pos_embed; // `(pos_rows, C)` contiguous, or null
+    int64_t pos_rows, pos_offset;
+    float embed_scale, logit_scale, softcap; // softcap 0: none
+    int32_t pos_dtype;
+    Norm embed_norm, final_norm;
+    Matrix embed, project_in, project_out, head; // `embed` has a row per token id, and is not transposed
+};
+
+// From token ids to logits, or to the best token of each row alone. Several steps at once take one token per
+// sequence, and its best successor in the next: they write to a copy of what `stack.step` points to, and end
+// early after a step in which some sequence's best token is one of the ends.
+struct ModelCall {
+    StackCall stack; // `x`, `out` and `dtype` are not read
+    const Frame* frame;
+    const int64_t *token_ids, *positions; // `(T,)`
+    const int64_t* logit_rows;            // `(R,)`, tokens
+    float* logits;                        // `(R, V)` contiguous, or null; only of a single step
+    int64_t* best;                        // `(R, steps)`, the first of the highest (or NaN) logits; or null
+    int64_t rows, steps;                  // R, and how many steps at most
+    const int64_t* ends;                  // `(num_ends,)`
+    int64_t num_ends;
+    int64_t* done; // how many steps were run; may be null for a single one
 };
 
 } // namespace slipstream
@@ -186,4 +214,5 @@ SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
                                             const slipstream::AttentionCall* call);
 SLIPSTREAM_API int32_t slipstream_stack(int32_t isa, int32_t threads, const slipstream::StackCall* call);
 SLIPSTREAM_API int32_t slipstream_pack(int32_t isa, int32_t threads, const slipstream::PackCall* call);
+SLIPSTREAM_API int32_t slipstream_model(int32_t isa, int32_t threads, const slipstream::ModelCall* call);
 }

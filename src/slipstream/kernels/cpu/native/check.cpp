@@ -120,7 +120,8 @@ Status heads(int64_t heads, int64_t kv_heads, int64_t dim) {
     return heads % kv_heads == 0 && is_size(heads * dim) ? kOk : kShape;
 }
 
-Status step(const Step& s, bool writes) {
+// `more` tokens of every sequence may follow before the step is over.
+Status step(const Step& s, bool writes, int64_t more = 0) {
     if (!is_size(s.tokens) || !is_size(s.sequences) || !is_size(s.table_width))
         return kShape;
     if (!is_size(s.cache_blocks) || !is_size(s.block_size))
@@ -137,7 +138,7 @@ Status step(const Step& s, bool writes) {
         const int64_t queries = int64_t{s.query_starts[n + 1]} - s.query_starts[n], length = s.kv_lens[n];
         if (queries < 0 || s.query_starts[n + 1] > s.tokens || length < queries)
             return kRange;
-        const int64_t used = (length + s.block_size - 1) / s.block_size;
+        const int64_t used = (length + more + s.block_size - 1) / s.block_size;
         if (used > s.table_width)
             return kRange;
         for (int64_t i = 0; i < used; ++i) {
@@ -184,6 +185,117 @@ Status block(const Block& b, const StackCall& call) {
     return first_of(status, mask(b.mask));
 }
 
+// The angles of every token are in the tables.
+Status tables(const StackCall& call, int64_t more) {
+    int64_t highest = call.step.tokens - 1, lowest = 0;
+    if (call.positions && !is_aligned(call.positions, 8))
+        return kAlignment;
+    for (int64_t t = 0; call.positions && t < call.step.tokens; ++t) {
+        highest = call.positions[t] > highest || t == 0 ? call.positions[t] : highest;
+        lowest = call.positions[t] < lowest ? call.positions[t] : lowest;
+    }
+    for (int64_t i = 0; i < call.num_tables; ++i) {
+        const Table& table = call.tables[i];
+        if (!is_size(table.half) || !is_size(table.rows))
+            return kShape;
+        const Status status = first_of(tensor(table.cos, kFloat32), tensor(table.sin, kFloat32));
+        if (status != kOk)
+            return status;
+        if (lowest < 0 || highest + more >= table.rows)
+            return kRange;
+    }
+    return kOk;
+}
+
+Status layers(const StackCall& call, int64_t more = 0) {
+    if (!is_size(call.num_blocks) || call.num_tables < 0 || call.num_tables >= kLargest)
+        return kShape;
+    if (!call.blocks || !call.k_caches || !call.v_caches || (call.num_tables && !call.tables))
+        return kNull;
+    Status status = step(call.step, true, more);
+    if (status == kOk)
+        status = tables(call, more);
+    for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
+        status =
+            first_of(tensor(call.k_caches[i], call.cache_dtype), tensor(call.v_caches[i], call.cache_dtype));
+        status = first_of(status, block(call.blocks[i], call));
+    }
+    return status;
+}
+
+// A matrix that may be absent.
+Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
+    return m.outputs == 0 ? kOk : matrix(m, outputs, inputs);
+}
+
+Status embeds(const ModelCall& call, const Frame& f) {
+    Status status = matrix(f.embed, f.embed.outputs, f.embed.inputs);
+    if (status != kOk)
+        return status;
+    for (int64_t i = 0; i < f.embed.num_runs; ++i)
+        if (f.embed.runs[i].transposed)
+            return kUnsupported;
+    if (!call.token_ids || !call.positions)
+        return kNull;
+    if (!is_aligned(call.token_ids, 8) || !is_aligned(call.positions, 8))
+        return kAlignment;
+    if (f.pos_embed && (!is_size(f.pos_rows) || f.pos_offset < -kLargest || f.pos_offset > kLargest))
+        return kShape;
+    for (int64_t t = 0; t < call.stack.step.tokens; ++t) {
+        const int64_t position = call.positions[t], last = position + call.steps - 1 + f.pos_offset;
+        if (call.token_ids[t] < 0 || call.token_ids[t] >= f.embed.outputs || position < 0 ||
+            position >= kLargest)
+            return kRange;
+        if (f.pos_embed && (position + f.pos_offset < 0 || last >= f.pos_rows))
+            return kRange;
+    }
+    return optional(f.pos_embed, f.pos_dtype);
+}
+
+// Several steps at once: one token per sequence, each of which is wanted.
+Status steps(const ModelCall& call) {
+    const Step& s = call.stack.step;
+    if (!is_aligned(call.ends, 8) || !is_aligned(call.done, 8))
+        return kAlignment;
+    if (call.steps == 1)
+        return kOk;
+    if (!call.best || !call.done || (call.num_ends && !call.ends))
+        return kNull;
+    if (call.logits || call.num_ends < 0 || call.num_ends >= kLargest)
+        return kUnsupported;
+    if (s.tokens != s.sequences || call.rows != s.tokens || (call.stack.num_tables && !call.stack.positions))
+        return kShape;
+    for (int64_t r = 0; r < call.rows; ++r)
+        if (s.query_starts[r] != r || call.logit_rows[r] != r)
+            return kUnsupported;
+    return kOk;
+}
+
+// What a model's call has beside its layers, which are checked before.
+Status around(const ModelCall& call) {
+    if (!call.frame || !call.logit_rows || (!call.logits && !call.best))
+        return kNull;
+    const Frame& f = *call.frame;
+    const int64_t hidden = call.stack.blocks[0].hidden;
+    if (!is_size(call.rows) || !(f.softcap >= 0.0f))
+        return kShape;
+    Status status = embeds(call, f);
+    status = first_of(status, some_matrix(f.project_in, hidden, f.embed.inputs));
+    status = first_of(status, some_matrix(f.project_out, f.project_out.outputs, hidden));
+    status = first_of(status,
+                      matrix(f.head, f.head.outputs, f.project_out.outputs ? f.project_out.outputs : hidden));
+    status =
+        first_of(status, first_of(norm(f.embed_norm, hidden, hidden), norm(f.final_norm, hidden, hidden)));
+    if (status != kOk || (!f.project_in.outputs && f.embed.inputs != hidden))
+        return first_of(status, kShape);
+    if (!is_aligned(call.logit_rows, 8) || !is_aligned(call.logits, 4) || !is_aligned(call.best, 8))
+        return kAlignment;
+    for (int64_t r = 0; r < call.rows; ++r)
+        if (call.logit_rows[r] < 0 || call.logit_rows[r] >= call.stack.step.tokens)
+            return kRange;
+    return steps(call);
+}
+
 } // namespace
 
 Status check(const LinearCall& call) {
@@ -205,24 +317,15 @@ Status check(const AttentionCall& call) {
 }
 
 Status check(const StackCall& call) {
-    if (!is_size(call.num_blocks) || call.num_tables < 0 || call.num_tables >= kLargest)
+    const Status status = layers(call);
+    return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
+}
+
+Status check(const ModelCall& call) {
+    if (!is_size(call.steps))
         return kShape;
-    if (!call.blocks || !call.k_caches || !call.v_caches || (call.num_tables && !call.tables))
-        return kNull;
-    Status status = first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype));
-    status = first_of(status, step(call.step, true));
-    for (int64_t i = 0; status == kOk && i < call.num_tables; ++i) {
-        const Table& table = call.tables[i];
-        if (!is_size(table.half))
-            return kShape;
-        status = first_of(tensor(table.cos, kFloat32), tensor(table.sin, kFloat32));
-    }
-    for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
-        status =
-            first_of(tensor(call.k_caches[i], call.cache_dtype), tensor(call.v_caches[i], call.cache_dtype));
-        status = first_of(status, block(call.blocks[i], call));
-    }
-    return status;
+    const Status status = layers(call.stack, call.steps - 1);
+    return status != kOk ? status : around(call);
 }
 
 Status check(const PackCall& call) {

@@ -9,5 +9,6 @@ Status check(const LinearCall& call);
 Status check(const AttentionCall& call);
 Status check(const StackCall& call);
 Status check(const PackCall& call);
+Status check(const ModelCall& call);
 
 } // namespace slipstream

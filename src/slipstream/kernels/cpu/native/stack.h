@@ -49,12 +49,25 @@ public:
 
     int64_t bytes() const { return bytes_; }
 
+    // What left the last block, `(T, C)`.
+    const float* left() const { return x_; }
+
     void run(Team& team, int rank) {
+        const int64_t hidden = call_.blocks[0].hidden;
+        run(
+            team, rank,
+            [&](int64_t t, float* row) { read_row(call_.x, call_.dtype, t * hidden, row, hidden); },
+            [&](int64_t t, const float* row) { write_row(row, call_.out, call_.dtype, t * hidden, hidden); });
+    }
+
+    // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last.
+    template <class Read, class Write>
+    void run(Team& team, int rank, Read read, Write write) {
         if (rank == 0)
             *num_tiles_ = make_tiles(call_.step, tiles_);
         const Block& first = call_.blocks[0];
         over_tokens(team, [&](int64_t t) {
-            read_row(call_.x, call_.dtype, t * first.hidden, x_ + t * first.hidden, first.hidden);
+            read(t, x_ + t * first.hidden);
             enter(first, t);
         });
         for (int64_t i = 0; i < call_.num_blocks; ++i) {
@@ -68,7 +81,7 @@ public:
                 if (i + 1 < call_.num_blocks)
                     enter(call_.blocks[i + 1], t);
                 else
-                    write_row(x_ + t * b.hidden, call_.out, call_.dtype, t * b.hidden, b.hidden);
+                    write(t, x_ + t * b.hidden);
             });
         }
     }
@@ -171,7 +184,8 @@ private:
             norms();
         if (b.table >= 0) {
             const Table& table = call_.tables[b.table];
-            const float *cos = table.cos + t * table.half, *sin = table.sin + t * table.half;
+            const int64_t row = (call_.positions ? call_.positions[t] : t) * table.half;
+            const float *cos = table.cos + row, *sin = table.sin + row;
             rotate_heads(q, b.heads, b.head_dim, cos, sin, table.half, b.rope_interleaved);
             rotate_heads(k, b.kv_heads, b.head_dim, cos, sin, table.half, b.rope_interleaved);
         }

@@ -20,6 +20,7 @@
 #include "attention.h"
 #include "stack.h"
 #include "pack.h"
+#include "frame.h"
 // clang-format on
 
 namespace slipstream {
@@ -142,8 +143,17 @@ inline void stack(const StackCall& call, char* base, Team& team, int rank) {
     Stack(call, base, team.size()).run(team, rank);
 }
 
+inline int64_t model_bytes(const ModelCall& call, int threads) {
+    return Model(call, nullptr, threads).bytes();
+}
+
+inline void model(const ModelCall& call, char* base, Team& team, int rank) {
+    Model(call, base, team.size()).run(team, rank);
+}
+
 constexpr Kernels table() {
-    return {linear_bytes, attention_bytes, stack_bytes, pack_bytes, linear, attention, stack, pack};
+    return {linear_bytes, attention_bytes, stack_bytes, pack_bytes, model_bytes,
+            linear,       attention,       stack,       pack,       model};
 }
 
 } // namespace

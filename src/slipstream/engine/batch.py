@@ -1,0 +1,209 @@
+"""The tokens of one generation, their schedule and their cache.
+
+Shapes: B batch, N running sequences, S prompt (padded), L tokens so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.runner import Runner, make_step
+from slipstream.engine.schedule import Chunk, Schedule
+from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.ops.step import Step
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """The tokens of a generation, their schedule and their cache."""
+
+    def __init__(
+        self, runner: Runner, input_ids: Tensor, mask: Tensor | None, *, max_length: int, token_budget: int
+    ) -> None:
+        """Admit the prompts and reserve their cache.
+
+        Args:
+            runner: The model.
+            input_ids: `(B, S)` int64, left-padded.
+            mask: `(B, S)`, zero where a prompt is padded; None for no padding.
+            max_length: Tokens of a row at the end, padding included.
+            token_budget: Most tokens in one step.
+        """
+        rows, length = input_ids.shape
+        self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
+        # As transformers' loops, whose first new token makes int64 of a prompt in int32.
+        self._tokens = input_ids.new_empty(rows, max(max_length, length + 1), dtype=torch.long)
+        self._tokens[:, :length] = input_ids
+        self._length = length
+        # Where angles depend on the longest sequence, all prompts run at once, as they do in the original.
+        self._schedule = Schedule(rows * length if runner.frame.angles_share_a_length else token_budget)
+        for row, padding in enumerate(self._padding):
+            self._schedule.add(row, length - padding)
+        needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
+        self._cache: PagedCache = runner.new_cache(sum(needed))
+        self._blocks = [self._cache.allocate(count) for count in needed]
+        self._session = runner.begin(self._cache, self._tokens.shape[1])
+        self._decode: _Decode | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """`(B, L)`, padding included; contiguous, as processors and criteria know it from transformers."""
+        return self._tokens[:, : self._length].contiguous()
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row so far, padding included (L)."""
+        return self._length
+
+    def logits(self) -> Tensor:
+        """Run until every running row has logits; `(B, V)` float32, zeros for rows that are finished."""
+        return self._run(lambda step, _: self._session.logits(step))
+
+    def best(self, steps: int = 1, ends: Sequence[int] = ()) -> Tensor:
+        """Run until every running row has its best next tokens.
+
+        Args:
+            steps: How many at most, where none is finished or finished ones were dropped.
+            ends: They are over early when one of these tokens is some row's best.
+
+        Returns:
+            `(B, steps that were run)` int64, at least one of each row; zeros for rows that are finished.
+        """
+        most = min(steps, self._tokens.shape[1] - self._length)
+        return self._run(lambda step, decodes: self._session.best(step, most if decodes else 1, ends))
+
+    def _run(self, run: Callable[[Step, bool], Tensor]) -> Tensor:
+        out: Tensor | None = None
+        while True:
+            rows = self._schedule.decode()
+            decodes = bool(rows)
+            if decodes:
+                step = self._decode_step(rows)
+            elif chunks := self._schedule.next():
+                rows = [chunk.row for chunk in chunks if chunk.is_last]
+                step = make_step(chunks, self._ids_of, self._blocks, self._tokens.device)
+            else:
+                break
+            result = run(step, decodes)
+            if len(rows) == self._tokens.shape[0]:
+                return result
+            if out is None:
+                out = result.new_zeros(self._tokens.shape[0], *result.shape[1:])
+            out[rows] = result
+        if out is None:
+            raise AssertionError("a step was asked for with nothing left to run")
+        return out
+
+    def _decode_step(self, rows: list[int]) -> Step:
+        """The next token of these rows."""
+        last = self._length - 1
+        if self._decode is None or self._decode.rows != rows:
+            starts = [last - self._padding[row] for row in rows]
+            blocks = [self._blocks[row] for row in rows]
+            self._decode = _Decode(rows, starts, blocks, self._tokens.device)
+        return self._decode.step(self._tokens[:, last], last - self._padding[rows[0]])
+
+    def _ids_of(self, chunk: Chunk) -> Tensor:
+        start = self._padding[chunk.row] + chunk.start
+        return self._tokens[chunk.row, start : start + chunk.count]
+
+    def append(self, tokens: Tensor) -> None:
+        """Take the next tokens of every row, `(B, n)`; all but the last of them have run already."""
+        count = tokens.shape[1]
+        if self._length + count > self._tokens.shape[1]:  # a criterion other than the length decides the end
+            raise AssertionError("generation went past its own max_length")
+        self._tokens[:, self._length : self._length + count] = tokens
+        self._length += count
+        self._schedule.append(self._schedule.rows, count)
+
+    def drop(self, alive: Sequence[bool]) -> None:
+        """Take finished rows out of the schedule."""
+        for row in self._schedule.rows:
+            if not alive[row]:
+                self._schedule.finish(row)
+                self._cache.release(self._blocks[row])
+
+    def export(self, model: Any) -> Any:
+        """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, padded with zeros."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+        seen = self._length - 1
+        for index, pair in enumerate(self._cache.layers):
+            parts = [
+                torch.stack([self._row(row, part, seen) for row in range(len(self._padding))])
+                for part in pair
+            ]
+            cache.update(parts[0], parts[1], index)
+        return cache
+
+    def _row(self, row: int, part: Tensor, seen: int) -> Tensor:
+        padding = self._padding[row]
+        real = part[self._blocks[row]].flatten(0, 1)[: seen - padding].transpose(0, 1)
+        return torch.nn.functional.pad(real, (0, 0, padding, 0))
+
+
+class _Decode:
+    """Steps of one token per sequence: the same tensors each time, changed in place."""
+
+    def __init__(
+        self,
+        rows: list[int],
+        positions: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> None:
+        """Lay out the first of the steps.
+
+        Args:
+            rows: The sequences.
+            positions: Of the token of each of them that runs first.
+            blocks: Cache blocks of each of them, in order.
+            device: Where the steps run.
+        """
+        count, width = len(rows), max(map(len, blocks))
+        table = [[*ids, *[0] * (width - len(ids))] for ids in blocks]
+        self.rows = rows
+        self._source = torch.tensor(rows, device=device)
+        self._table = torch.tensor(table, dtype=torch.int32, device=device)
+        within = torch.arange(BLOCK_SIZE, device=device)
+        self._all_slots = (self._table.long()[:, :, None] * BLOCK_SIZE + within).flatten(1)
+        self._positions = torch.tensor(positions, device=device) - 1
+        self._lens = self._positions.int() + 1
+        self._ids = torch.empty(count, dtype=torch.int64, device=device)
+        self._slots = torch.empty(count, 1, dtype=torch.int64, device=device)
+        self._flat_slots = self._slots.view(-1)
+        self._column = self._positions.view(-1, 1)
+        self._starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+        self._logit_rows = torch.arange(count, device=device)
+        self._first, self._longest = positions[0] - 1, max(positions)
+
+    def step(self, tokens: Tensor, first: int) -> Step:
+        """The next step, which runs `tokens[rows]`; it is overwritten by the one after it.
+
+        Args:
+            tokens: `(B,)`.
+            first: Position of the first sequence's token.
+        """
+        torch.index_select(tokens, 0, self._source, out=self._ids)
+        further, self._first = first - self._first, first
+        self._positions.add_(further)
+        self._lens.add_(further)
+        torch.gather(self._all_slots, 1, self._column, out=self._slots)
+        self._longest += further
+        return Step(
+            token_ids=self._ids,
+            positions=self._positions,
+            query_starts=self._starts,
+            kv_lens=self._lens,
+            block_table=self._table,
+            slots=self._flat_slots,
+            logit_rows=self._logit_rows,
+            max_query_len=1,
+            max_kv_len=self._longest,
+        )

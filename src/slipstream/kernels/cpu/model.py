@@ -1,0 +1,254 @@
+"""A whole causal language model in one native call: embedding, blocks, final norm, head, the best token.
+
+Shapes: T packed tokens, R rows that need logits, C hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu import abi
+from slipstream.kernels.cpu.abi import DTYPES, address
+from slipstream.kernels.cpu.attention import serves, step_of
+from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.stack import (
+    Caches,
+    NativeStack,
+    Prepared,
+    Tables,
+    VectorLike,
+    norm_of,
+    serves_caches,
+)
+from slipstream.ops.linear import Weight
+from slipstream.ops.step import Step
+from slipstream.spec import FrameSpec, Rope
+
+__all__ = ["NativeModel", "NativeSession", "bind_model", "refuse_frame"]
+
+_LEAST_ROWS = 1024
+"""Positions whose angles are made at once, where there are as many."""
+
+
+class FrameLike(Protocol):
+    """What is needed of `model.frame.Frame`, which stands above this room."""
+
+    spec: FrameSpec
+
+    @property
+    def angles_share_a_length(self) -> bool: ...  # noqa: D102
+    @property
+    def most_angles(self) -> int | None: ...  # noqa: D102
+    @property
+    def embed_factor(self) -> float: ...  # noqa: D102
+    @property
+    def pos_table(self) -> Tensor | None: ...  # noqa: D102
+    def matrices(self) -> Mapping[str, Weight]: ...  # noqa: D102
+    def norms(self) -> Mapping[str, VectorLike]: ...  # noqa: D102
+    def angles(self, positions: Tensor, ropes: Sequence[Rope | None]) -> Tables: ...  # noqa: D102
+
+
+def refuse_frame(frame: FrameLike) -> str | None:
+    """Why the library cannot run what stands around the blocks, or None where it can."""
+    matrices, table = frame.matrices(), frame.pos_table
+    for name, weight in matrices.items():
+        matrix = matrix_of(weight)
+        if isinstance(matrix, str):
+            return f"{name}: {matrix}"
+    embed = matrices["embed"]
+    if embed.format == "plain" and not embed.planes[0].is_contiguous():
+        return f"embed: a table with strides {embed.planes[0].stride()} is not read"
+    tensors = [t for vector in frame.norms().values() for t in (vector.weight, vector.bias)]
+    for tensor in (*tensors, table):
+        if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
+            return f"a tensor in {tensor.dtype} with strides {tensor.stride()} is not read"
+    return None
+
+
+def bind_model(frame: FrameLike, stack: Any) -> NativeModel | None:
+    """What runs whole steps of a model whose layers `stack` runs, or None where its parts run one by one."""
+    return NativeModel(frame, stack) if isinstance(stack, NativeStack) else None
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """Begins generations whose steps are native calls.
+
+    Attributes:
+        frame: What stands around the layers.
+        stack: The layers.
+    """
+
+    frame: FrameLike
+    stack: NativeStack
+
+    def begin(self, caches: Caches, longest: int) -> NativeSession | None:
+        """Prepare the steps of one generation, or return None where the library does not run them.
+
+        Args:
+            caches: `(k, v)` of each layer, `(P, Z, K, D)`.
+            longest: Positions that the generation may reach.
+        """
+        prepared = self.stack.ready()
+        if prepared is None or refuse_frame(self.frame) or not serves_caches(self.stack.blocks, caches):
+            return None
+        return NativeSession(self, prepared, caches, longest)
+
+
+class NativeSession:
+    """The steps of one generation.
+
+    Where every tensor lies is read once, when the session begins, and each of them is held until it ends: a
+    model that is moved, cast or loaded anew meanwhile counts from the next generation on.
+    """
+
+    def __init__(self, model: NativeModel, prepared: Prepared, caches: Caches, longest: int) -> None:
+        """Describe everything that does not change from step to step."""
+        frame, matrices, norms = model.frame, model.frame.matrices(), model.frame.norms()
+        self._frame, self._stack, self._prepared, self._longest = frame, model.stack, prepared, longest
+        self._library, self._cache = model.stack.library, caches[0][0]
+        described = {name: _matrix(weight) for name, weight in matrices.items()}
+        head = described["head"]
+        self._vocabulary = int(head.outputs)
+        table = frame.pos_table
+        self._struct = abi.Frame(
+            pos_embed=address(table),
+            pos_rows=0 if table is None else table.shape[0],
+            pos_offset=frame.spec.pos_offset,
+            embed_scale=frame.embed_factor,
+            logit_scale=frame.spec.logit_scale,
+            softcap=frame.spec.logit_softcap or 0.0,
+            pos_dtype=0 if table is None else DTYPES[table.dtype],
+            **{name: norm_of(norms.get(name), frame.spec.norm) for name in ("embed_norm", "final_norm")},
+            **described,
+        )
+        count = len(prepared.weights)
+        keys, values = zip(*caches, strict=True)
+        pointers = [(ctypes.c_void_p * count)(*(t.data_ptr() for t in ts)) for ts in (keys, values)]
+        self._call = abi.ModelCall(frame=ctypes.pointer(self._struct))
+        stack = self._call.stack
+        stack.blocks = ctypes.cast(prepared.blocks, ctypes.POINTER(abi.Block))
+        stack.num_blocks = count
+        stack.k_caches, stack.v_caches = map(ctypes.addressof, pointers)
+        stack.cache_dtype = DTYPES[caches[0][0].dtype]
+        stack.num_tables = len(prepared.ropes)
+        vectors = (t for v in norms.values() for t in (v.weight, v.bias))
+        ours = (t for w in matrices.values() for t in (*w.planes, w.bias))
+        tensors = [t for t in (table, *vectors, *ours) if t is not None]
+        # Views keep the memory, whatever becomes of the tensors themselves.
+        self._kept = [t.detach() for t in (*prepared.tensors, *tensors, *keys, *values)]
+        self._memory = (pointers, [m.memory for m in described.values()])
+        self._rows = 0
+        self._tables: Any = None
+        self._angles: list[tuple[Tensor, ...]] = []
+        self._step: tuple[Tensor, ...] = ()
+        self._served = False
+        self._ends: tuple[tuple[int, ...], Any] | None = None
+
+    def logits(self, step: Step) -> Tensor | None:
+        """Run one step.
+
+        Args:
+            step: Its tensors may be static buffers.
+
+        Returns:
+            `(R, V)` float32; or None where other implementations are faster, or the step lies in another way.
+
+        Raises:
+            DeviceError: The step points outside of the cache, the vocabulary or the positions.
+        """
+        if not self._takes(step):
+            return None
+        out = torch.empty(step.logit_rows.shape[0], self._vocabulary)
+        call = self._call
+        call.best, call.logits, call.steps = None, out.data_ptr(), 1
+        self._library.run("model", call)
+        return out
+
+    def best(self, step: Step, steps: int = 1, ends: Sequence[int] = ()) -> Tensor | None:
+        """Run one step and, where it is one token of every sequence, those that follow it.
+
+        Args:
+            step: Not changed; its block table has room for the tokens that follow.
+            steps: How many at most.
+            ends: They are over early when one of these is some sequence's best token.
+
+        Returns:
+            The first best token of each row, `(R, steps that were run)` int64; or None as `logits`.
+
+        Raises:
+            DeviceError: As `logits`.
+        """
+        if not self._takes(step, steps - 1):
+            return None
+        out = torch.empty(step.logit_rows.shape[0], steps, dtype=torch.int64)
+        done, call = ctypes.c_int64(1), self._call
+        if self._ends is None or self._ends[0] != ends:
+            self._ends = (tuple(ends), (ctypes.c_int64 * len(ends))(*ends))
+        call.best, call.logits, call.steps = out.data_ptr(), None, steps
+        call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
+        call.done = ctypes.addressof(done)
+        self._library.run("model", call)
+        return out if done.value == steps else out[:, : done.value]
+
+    def _takes(self, step: Step, more: int = 0) -> bool:
+        """Let the call point to a step and its angles, unless it is none for the library."""
+        if not 0 < step.token_ids.shape[0] <= self._stack.most_tokens or not self._point(step):
+            return False
+        return self._turn(step, more)
+
+    def _point(self, step: Step) -> bool:
+        """Let the call point to a step's tensors, unless it does already."""
+        longs = (step.token_ids, step.positions, step.logit_rows)
+        tensors = (*longs, step.query_starts, step.kv_lens, step.block_table, step.slots)
+        if len(tensors) == len(self._step) and all(a is b for a, b in zip(tensors, self._step, strict=True)):
+            return self._served
+        self._step = tensors
+        self._served = (
+            serves(step)
+            and all(t.dtype == torch.int64 and t.is_contiguous() for t in longs)
+            and step.token_ids.shape == step.positions.shape == step.slots.shape
+            and step.logit_rows.numel() > 0
+        )
+        if self._served:
+            call = self._call
+            call.stack.step = step_of(step, self._cache)
+            call.token_ids, call.positions, call.logit_rows = (t.data_ptr() for t in longs)
+            call.rows = step.logit_rows.shape[0]
+        return self._served
+
+    def _turn(self, step: Step, more: int) -> bool:
+        """See to it that the tables hold the angles of the step's positions, and of those that follow."""
+        ropes, last = self._prepared.ropes, step.max_kv_len + more
+        if not ropes:
+            return True
+        if self._frame.angles_share_a_length:
+            self._take(self._frame.angles(step.positions, ropes))
+            return more == 0
+        if last > self._rows:
+            most = self._frame.most_angles or self._longest
+            rows = max(min(max(2 * last, _LEAST_ROWS), self._longest, most), last)
+            self._take(self._frame.angles(torch.arange(rows), ropes))
+            self._rows = rows
+        self._call.stack.positions = self._call.positions
+        return True
+
+    def _take(self, tables: Tables) -> None:
+        self._angles = [tuple(t.float().contiguous() for t in tables[rope]) for rope in self._prepared.ropes]
+        self._tables = (abi.Table * len(self._angles))(
+            *(abi.Table(c.data_ptr(), s.data_ptr(), *c.shape) for c, s in self._angles)
+        )
+        self._call.stack.tables = self._tables
+
+
+def _matrix(weight: Weight) -> abi.Matrix:
+    matrix = matrix_of(weight)
+    if isinstance(matrix, str):
+        raise AssertionError("a frame is described only once refuse_frame has accepted it")
+    return matrix

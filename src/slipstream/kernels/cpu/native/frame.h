@@ -1,0 +1,284 @@
+// A causal language model in one job: embedding, the stack of blocks, final norm, vocabulary projection, and
+// the choice of the best token.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// The best logit so far of one row; index -1 where none was seen.
+struct Best {
+    float value;
+    int64_t index;
+};
+
+// torch.argmax: NaN is above everything, and the lowest index wins among equals.
+inline bool is_better(Best a, Best b) {
+    if (b.index < 0 || a.index < 0)
+        return a.index >= 0;
+    const bool a_nan = a.value != a.value, b_nan = b.value != b.value;
+    if (a_nan != b_nan)
+        return a_nan;
+    return a.value > b.value || ((a_nan || a.value == b.value) && a.index < b.index);
+}
+
+// Looks through logits [first, first + n) of a row; most pieces hold none that is better.
+inline void look_through(const float* x, int64_t n, int64_t first, Best& best) {
+    Vec top = Vec::load(x, least(n, Vec::kWidth)), odd = Vec::set(0);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const Vec part = Vec::load(x + j, least(n - j, Vec::kWidth));
+        top = max(top, part);
+        odd = fma(part, Vec::set(0), odd); // NaN where there is one, or infinity
+    }
+    float lanes[Vec::kWidth], highest;
+    top.store(lanes);
+    highest = lanes[0];
+    for (float lane : lanes)
+        highest = lane > highest ? lane : highest;
+    if (best.index >= 0 && highest <= best.value && odd.sum() == 0.0f)
+        return;
+    for (int64_t j = 0; j < n; ++j)
+        if (is_better({x[j], first + j}, best))
+            best = {x[j], first + j};
+}
+
+class Model {
+public:
+    Model(const ModelCall& call, char* base, int threads)
+        : call_(call), frame_(*call.frame), hidden_(call.stack.blocks[0].hidden), layers_(call.stack),
+          stack_(layers_, base, threads), token_ids_(call.token_ids), positions_(call.positions) {
+        const int64_t tokens = call.stack.step.tokens, rows = call.rows;
+        Scratch scratch(base ? base + stack_.bytes() : nullptr);
+        if (call.steps > 1)
+            follow(scratch, tokens);
+        const bool in = frame_.project_in.outputs > 0, out = frame_.project_out.outputs > 0;
+        embedded_.take(scratch, frame_.project_in, in ? tokens : 0, threads);
+        entering_ = scratch.part<float>(in ? tokens * hidden_ : 0);
+        normed_.take(scratch, out ? frame_.project_out : frame_.head, rows, threads);
+        projected_.take(scratch, frame_.head, out ? rows : 0, threads);
+        best_ = scratch.part<Best>(rows * threads);
+        own_floats_ = call.logits ? 0 : rows * kMostOutputs;
+        own_ = scratch.part<float>(own_floats_ * threads);
+        bytes_ = stack_.bytes() + scratch.used();
+    }
+
+    int64_t bytes() const { return bytes_; }
+
+    void run(Team& team, int rank) {
+        if (call_.steps > 1) {
+            if (rank == 0)
+                begin();
+            team.meet();
+        }
+        for (int64_t step = 0; step < call_.steps; ++step) {
+            if (frame_.project_in.outputs)
+                project_in(team, rank);
+            stack_.run(
+                team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {});
+            leave(team, rank, step);
+            if (call_.steps == 1)
+                return;
+            if (rank == 0)
+                *ended_ = advance(step);
+            team.meet();
+            if (*ended_)
+                return;
+        }
+    }
+
+private:
+    static constexpr int64_t kMostOutputs = 128; // that `grain` hands out at once
+
+    // Rows that a matrix multiplies, in the forms that it wants.
+    struct Input {
+        float* full = nullptr;
+        Bf16* rounded = nullptr;
+        char* operands = nullptr;
+        int64_t width = 0, count = 0, operand_size = 0;
+
+        void take(Scratch& scratch, const Matrix& m, int64_t rows, int threads) {
+            width = m.inputs, count = rows;
+            full = scratch.part<float>(rows * width);
+            if (rounds(m.dtype, rows))
+                rounded = scratch.part<Bf16>(rows * width);
+            operand_size = operand_bytes(width, rows);
+            operands = scratch.part<char>(operand_size * threads);
+        }
+        float* row(int64_t r) const { return full + r * width; }
+        void filled(int64_t r) const {
+            if (rounded)
+                copy_row(row(r), rounded + r * width, width);
+        }
+        // What one thread multiplies, once the rows are complete.
+        Operand operand(const Matrix& m, int rank) const {
+            return prepare({full, rounded, width, count}, m, operands + operand_size * rank);
+        }
+    };
+
+    // What changes from one step of several to the next.
+    struct Moving {
+        int64_t *token_ids, *positions, *slots;
+        int32_t* kv_lens;
+    };
+
+    void follow(Scratch& scratch, int64_t tokens) {
+        moving_ = {scratch.part<int64_t>(tokens), scratch.part<int64_t>(tokens),
+                   scratch.part<int64_t>(tokens), scratch.part<int32_t>(tokens)};
+        ended_ = scratch.part<int64_t>(1);
+        token_ids_ = moving_.token_ids;
+        positions_ = moving_.positions;
+        layers_.positions = layers_.positions ? moving_.positions : nullptr;
+        layers_.step.slots = moving_.slots;
+        layers_.step.kv_lens = moving_.kv_lens;
+    }
+
+    void begin() const {
+        for (int64_t t = 0; t < call_.rows; ++t) {
+            moving_.token_ids[t] = call_.token_ids[t];
+            moving_.positions[t] = call_.positions[t];
+            moving_.slots[t] = call_.stack.step.slots[t];
+            moving_.kv_lens[t] = call_.stack.step.kv_lens[t];
+        }
+    }
+
+    // Lets each sequence's best token follow it; returns whether one of them ends its sequence, or all is
+    // done.
+    bool advance(int64_t step) const {
+        const Step& s = call_.stack.step;
+        bool ended = step + 1 == call_.steps;
+        for (int64_t t = 0; t < call_.rows; ++t) {
+            const int64_t token = call_.best[t * call_.steps + step], at = moving_.kv_lens[t];
+            for (int64_t i = 0; i < call_.num_ends; ++i)
+                ended = ended || call_.ends[i] == token;
+            moving_.token_ids[t] = token;
+            moving_.positions[t] += 1;
+            moving_.kv_lens[t] += 1;
+            if (at < s.table_width * s.block_size)
+                moving_.slots[t] =
+                    s.block_table[t * s.table_width + at / s.block_size] * s.block_size + at % s.block_size;
+        }
+        *call_.done = step + 1;
+        return ended;
+    }
+
+    template <class F>
+    static void over(Team& team, int64_t rows, F f) {
+        each(team, rows, ceil_div(rows, 2 * static_cast<int64_t>(team.size())),
+             [&](int64_t begin, int64_t end) {
+                 for (int64_t r = begin; r < end; ++r)
+                     f(r);
+             });
+    }
+
+    void embed(int64_t t, float* row) const {
+        const Matrix& m = frame_.embed;
+        int64_t id = token_ids_[t];
+        float scale = frame_.embed_scale;
+        if (m.format != kPlain) {
+            decode(m, id, 1, 0, m.inputs, row, m.inputs);
+            scale *= row_factors(m) ? row_factors(m)[id] : 1.0f;
+        } else {
+            const Run* run = m.runs;
+            for (; id >= run->rows; ++run)
+                id -= run->rows;
+            read_row(run->data, m.dtype, id * run->stride, row, m.inputs);
+        }
+        if (scale != 1.0f)
+            for (int64_t j = 0; j < m.inputs; ++j)
+                row[j] *= scale;
+    }
+
+    void project_in(Team& team, int rank) {
+        over(team, call_.stack.step.tokens, [&](int64_t t) {
+            embed(t, embedded_.row(t));
+            embedded_.filled(t);
+        });
+        const Operand x = embedded_.operand(frame_.project_in, rank);
+        each(team, hidden_, grain(hidden_, team.size()), [&](int64_t begin, int64_t end) {
+            multiply(x, frame_.project_in, begin, end, entering_ + begin, hidden_);
+        });
+    }
+
+    void enter(int64_t t, float* row) const {
+        if (frame_.project_in.outputs)
+            std::memcpy(row, entering_ + t * hidden_, static_cast<size_t>(hidden_) * sizeof(float));
+        else
+            embed(t, row);
+        if (frame_.pos_embed)
+            shift_row(row, frame_.pos_embed, frame_.pos_dtype, (positions_[t] + frame_.pos_offset) * hidden_,
+                      hidden_);
+        norm_row(row, row, hidden_, frame_.embed_norm);
+    }
+
+    void leave(Team& team, int rank, int64_t step) {
+        over(team, call_.rows, [&](int64_t r) {
+            norm_row(stack_.left() + call_.logit_rows[r] * hidden_, normed_.row(r), hidden_,
+                     frame_.final_norm);
+            normed_.filled(r);
+        });
+        const bool out = frame_.project_out.outputs > 0;
+        if (out) {
+            const int64_t width = frame_.project_out.outputs;
+            const Operand x = normed_.operand(frame_.project_out, rank);
+            each(team, width, grain(width, team.size()), [&](int64_t begin, int64_t end) {
+                multiply(x, frame_.project_out, begin, end, projected_.full + begin, width);
+            });
+            over(team, call_.rows, [&](int64_t r) { projected_.filled(r); });
+        }
+        head(out ? projected_ : normed_, team, rank, step);
+    }
+
+    void head(const Input& input, Team& team, int rank, int64_t step) {
+        const Matrix& m = frame_.head;
+        const Operand x = input.operand(m, rank);
+        Best* best = best_ + rank * call_.rows;
+        for (int64_t r = 0; r < call_.rows; ++r)
+            best[r] = {0.0f, -1};
+        each(team, m.outputs, grain(m.outputs, team.size()), [&](int64_t begin, int64_t end) {
+            float* to = call_.logits ? call_.logits + begin : own_ + own_floats_ * rank;
+            const int64_t n = end - begin, stride = call_.logits ? m.outputs : n;
+            multiply(x, m, begin, end, to, stride);
+            for (int64_t r = 0; r < call_.rows; ++r) {
+                finish(to + r * stride, n);
+                if (call_.best)
+                    look_through(to + r * stride, n, begin, best[r]);
+            }
+        });
+        if (rank != 0 || !call_.best)
+            return;
+        for (int64_t r = 0; r < call_.rows; ++r) {
+            for (int other = 1; other < team.size(); ++other)
+                if (is_better(best_[other * call_.rows + r], best[r]))
+                    best[r] = best_[other * call_.rows + r];
+            call_.best[r * call_.steps + step] = best[r].index;
+        }
+    }
+
+    void finish(float* logits, int64_t n) const {
+        if (frame_.logit_scale == 1.0f && frame_.softcap == 0.0f)
+            return;
+        const Vec scale = Vec::set(frame_.logit_scale), cap = Vec::set(frame_.softcap);
+        for (int64_t j = 0; j < n; j += Vec::kWidth) {
+            const int64_t count = least(n - j, Vec::kWidth);
+            Vec x = Vec::load(logits + j, count) * scale;
+            if (frame_.softcap != 0.0f)
+                x = cap * tangent(x / cap);
+            x.store(logits + j, count);
+        }
+    }
+
+    const ModelCall& call_;
+    const Frame& frame_;
+    const int64_t hidden_;
+    StackCall layers_; // as it was given, or of the step that runs now
+    Stack stack_;
+    const int64_t *token_ids_, *positions_;
+    Moving moving_ = {};
+    int64_t* ended_ = nullptr;
+    Input embedded_, normed_, projected_;
+    float *entering_, *own_;
+    Best* best_;
+    int64_t own_floats_, bytes_;
+};
+
+} // namespace
+} // namespace slipstream

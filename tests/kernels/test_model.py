@@ -1,0 +1,264 @@
+"""A whole step in one native call does what embedding, layers, norm, head and argmax do one after another."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream.engine.runner import Runner, make_step
+from slipstream.engine.schedule import Chunk
+from slipstream.errors import DeviceError
+from slipstream.families import Family, Tiny
+from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.library import ISAS, load
+from slipstream.kernels.cpu.model import NativeModel, NativeSession, refuse_frame
+from slipstream.kernels.cpu.stack import NativeStack
+from slipstream.model.frame import run_stack
+from slipstream.ops.step import Step
+from tests.families.sweep import VARIANTS, label
+from tests.kernels.test_stack import CHUNK, DECODE, PREFILL, SINGLE, accepted, refuse_to_run
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
+"""Of the largest logit; in bfloat16 the reference rounds after every operation."""
+
+pytestmark = pytest.mark.skipif(
+    load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
+)
+BEST = next((isa for isa in ISAS if load(isa) is not None), "baseline")
+
+
+class Sessions:
+    """One generation run twice: by native steps, and by the parts one after another."""
+
+    def __init__(self, engine: slipstream.InferenceEngine, isa: str = BEST) -> None:
+        runner = engine._built.runner
+        library = load(isa)
+        if library is None:
+            pytest.skip(f"this machine has no {isa}")
+        assert runner is not None
+        self.plain = Runner(runner.frame, runner.blocks, runner.names, stack=run_stack)
+        stack = NativeStack(runner.blocks, library, refuse_to_run)
+        stack.most_tokens = 10_000
+        self.model = NativeModel(runner.frame, stack)
+        self.caches = [runner.new_cache(12) for _ in range(2)]
+        for pair in (*self.caches[0].layers, *self.caches[1].layers):
+            for part in pair:
+                part.zero_()  # some tests look at tokens that no step has written
+        self.places = [[5, 1, 9], [0, 11, 2], [3, 4, 10], [8, 7, 6]]
+        self.session = self.begin()
+        self.generator = torch.Generator().manual_seed(4)
+
+    def begin(self) -> NativeSession:
+        session = self.model.begin(self.caches[1].layers, 96)
+        assert session is not None
+        return session
+
+    def step(self, spans: Sequence[tuple[int, int, int]], tokens: Tensor | None = None) -> Step:
+        def ids(chunk: Chunk) -> Tensor:
+            if tokens is not None:
+                return tokens[chunk.row : chunk.row + 1]
+            return torch.randint(3, 60, (chunk.count,), generator=self.generator)
+
+        chunks = [Chunk(row, start, count, True) for row, start, count in spans]
+        step = make_step(chunks, ids, self.places, torch.device("cpu"))
+        table = torch.tensor([self.places[row] for row, _, _ in spans], dtype=torch.int32)
+        return replace(step, block_table=table)
+
+    @torch.no_grad()
+    def both(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
+        """Logits by parts and by the native step."""
+        step = self.step(spans)
+        got = self.session.logits(step)
+        best = self.session.best(step)
+        assert got is not None and got.dtype == torch.float32 and best is not None
+        # The second run wrote the same keys and values to the same places.
+        assert torch.equal(best[:, 0], got.argmax(-1))
+        return self.plain(step, self.caches[0]).float(), got
+
+    def error(self, spans: Sequence[tuple[int, int, int]]) -> float:
+        expected, got = self.both(spans)
+        return float((got - expected).abs().max() / expected.abs().max())
+
+
+def sessions(name: str, dtype: torch.dtype = torch.float32, isa: str = BEST) -> Sessions:
+    variant = next(v for v in VARIANTS if v[0].name == name)
+    return Sessions(accepted(variant, dtype), isa)
+
+
+@pytest.fixture
+def llama() -> Sessions:
+    return sessions("llama")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_every_family_s_steps(variant: tuple[Family, Tiny]) -> None:
+    engine = accepted(variant, torch.float32)
+    runs = Sessions(engine)
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+        if max(s + c for _, s, c in spans) <= getattr(engine.config, "max_position_embeddings", 64):
+            assert runs.error(spans) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "bloom"])
+def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
+    runs = sessions(name, dtype, isa)
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+        assert runs.error(spans) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_several_steps_at_once_are_the_steps_one_by_one(name: str) -> None:
+    runs = sessions(name)
+    runs.both(PREFILL)
+    # Row 2 goes from the second of its cache blocks into the third.
+    first = torch.tensor([9, 8, 7, 6])
+    starts = [7, 1, 61, 13] if name == "llama" else [7, 1, 40, 13]
+    tokens, expected = first, []
+    for i in range(6):
+        step = runs.step([(row, start + i, 1) for row, start in enumerate(starts)], tokens)
+        got = runs.session.best(step)
+        assert got is not None
+        tokens = got[:, 0]
+        expected.append(tokens)
+    step = runs.step([(row, start, 1) for row, start in enumerate(starts)], first)
+    before = [t.clone() for t in vars(step).values() if isinstance(t, Tensor)]
+    together = runs.session.best(step, 6)
+    assert together is not None and torch.equal(together, torch.stack(expected, dim=1))
+    assert all(torch.equal(a, b) for a, b in zip(before, vars(step).values(), strict=False))
+
+
+def test_several_steps_end_after_an_end_token(llama: Sessions) -> None:
+    llama.both(PREFILL)
+    step = llama.step([(0, 7, 1), (1, 1, 1)])
+    tokens = llama.session.best(step, 8)
+    assert tokens is not None and tokens.shape == (2, 8)
+    # Greedy tokens soon repeat in so small a model: the first place where the end stands is what counts.
+    end = int(tokens[1, 4])
+    places = [i for i in range(8) if end in tokens[:, i].tolist()]
+    short = llama.session.best(step, 8, (62, end))
+    assert short is not None and torch.equal(short, tokens[:, : places[0] + 1])
+
+
+@torch.no_grad()
+def test_the_first_of_equal_logits_is_the_best(llama: Sessions) -> None:
+    head = llama.model.frame.head.weight  # type: ignore[attr-defined]
+    step = llama.step(PREFILL)
+    best = llama.session.best(step)
+    assert best is not None
+    top = int(best[2, 0])
+    for other in (0, 17, head.shape[0] - 1):
+        kept = head[other].clone()
+        head[other] = head[top]
+        again = llama.begin().best(step)
+        assert again is not None and int(again[2, 0]) == min(other, top)
+        head[other] = kept
+
+
+@torch.no_grad()
+def test_what_is_no_number_is_the_best_as_in_torch(llama: Sessions) -> None:
+    head = llama.model.frame.head.weight  # type: ignore[attr-defined]
+    head[41] = torch.nan
+    head[50] = torch.nan
+    logits, best = llama.session.logits(llama.step(DECODE)), llama.session.best(llama.step(DECODE))
+    assert logits is not None and best is not None
+    assert logits.argmax(-1).tolist() == [41] * 4 == best[:, 0].tolist()
+
+
+@torch.no_grad()
+def test_all_logits_may_be_minus_infinity(llama: Sessions) -> None:
+    spec = llama.model.frame.spec
+    llama.model.frame.spec = replace(spec, logit_scale=-torch.inf)
+    step = llama.step(SINGLE)
+    best, logits = llama.begin().best(step), llama.begin().logits(step)
+    assert best is not None and logits is not None and torch.equal(best[:, 0], logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("token_ids", 10_000, "outside"),
+        ("token_ids", -1, "outside"),
+        ("positions", 10_000, "outside"),
+        ("positions", -1, "outside"),
+        ("logit_rows", 61, "outside"),
+        ("logit_rows", -1, "outside"),
+        ("slots", 384, "outside"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_step_that_points_outside_is_refused(family: str, name: str, value: int, what: str) -> None:
+    runs = sessions(family)
+    for pair in runs.caches[1].layers:
+        for part in pair:
+            part.fill_(torch.nan)
+    step = runs.step(PREFILL)
+    getattr(step, name).view(-1)[0] = value
+    with pytest.raises(DeviceError, match=what):
+        runs.session.logits(step)
+    assert all(bool(t.isnan().all()) for pair in runs.caches[1].layers for t in pair)
+
+
+def test_steps_that_would_leave_the_cache_are_refused(llama: Sessions) -> None:
+    step = llama.step([(2, 90, 1)])
+    assert llama.session.best(step, 6) is not None
+    with pytest.raises(DeviceError, match="outside"):
+        llama.session.best(step, 7)
+
+
+@pytest.mark.parametrize("spans", [PREFILL, ((0, 7, 2),)])
+def test_only_single_tokens_are_followed(llama: Sessions, spans: Any) -> None:
+    with pytest.raises(DeviceError):
+        llama.session.best(llama.step(spans), 2)
+
+
+def test_a_model_that_moves_meanwhile_counts_from_the_next_session_on(llama: Sessions) -> None:
+    step = llama.step(PREFILL)
+    expected = llama.session.logits(step)
+    head = llama.model.frame.head  # type: ignore[attr-defined]
+    head.weight = torch.nn.Parameter(head.weight * 2, requires_grad=False)
+    for block in llama.plain.blocks:
+        block.apply(lambda t: t * 0.5)
+    again = llama.session.logits(step)
+    assert expected is not None and again is not None and torch.equal(again, expected)
+    llama.session = llama.begin()
+    assert llama.error(PREFILL) <= TOLERANCE[torch.float32]
+
+
+def test_a_frame_that_is_no_longer_readable_is_left(llama: Sessions) -> None:
+    frame: Any = llama.model.frame
+    frame.head.double()
+    assert refuse_frame(frame) == "head: a matrix of 2 dimensions in torch.float64 is not read"
+    assert llama.model.begin(llama.caches[1].layers, 96) is None
+
+
+def test_two_engines_in_two_threads_give_their_own_answers() -> None:
+    variants = [next(v for v in VARIANTS if v[0].name == name) for name in ("llama", "gpt2")]
+    engines = [accepted(variant, torch.float32) for variant in variants]
+    twin = copy.deepcopy(engines[0])
+    prompts = [torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    jobs = list(zip((*engines, twin), prompts, strict=True))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = [engine.generate(input_ids=ids, **options) for engine, ids in jobs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        engine, ids = jobs[index]
+        answers = [engine.generate(input_ids=ids, **options) for _ in range(6)]
+        wrong.extend(index for answer in answers if not torch.equal(answer, expected[index]))
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
