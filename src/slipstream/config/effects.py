@@ -53,7 +53,9 @@ _TOP = {
         "in half precision, and else in its own float."
     ),
     "enable_cuda_graph": _acts(
-        "Accepted everywhere; no step is captured in this version, and the report says so."
+        "Decode steps of generate are captured once for each of a few batch sizes and replayed, upon a cache "
+        "that stays reserved; what cannot be captured, and any device without graphs, runs as ever, and the "
+        "report has the reason."
     ),
     "use_triton": _unserved(
         "True makes a missing Triton an error; otherwise Triton kernels are used where they are found."

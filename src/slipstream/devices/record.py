@@ -96,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self._calls.append((func, args, kwargs, results))
         return made
 
+    @torch.no_grad()
     def replay(self) -> None:
         """Repeat every operation; each result goes where it went first."""
         for func, args, kwargs, results in self._calls:

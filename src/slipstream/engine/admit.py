@@ -144,9 +144,6 @@ def check_settings(config: InferenceConfig, device: Device) -> list[str]:
             "leave quant.activation out, and weights alone are quantized"
         )
     notes = []
-    if config.enable_cuda_graph:
-        reason = device.no_graph()
-        notes.append(f"enable_cuda_graph has no effect: {reason or 'no step of this version is captured'}")
     if config.dtype == torch.float16 and device.name == "cpu":
         notes.append("float16 is slow on most CPUs; dtype=torch.bfloat16 or torch.float32 is faster here")
     return notes

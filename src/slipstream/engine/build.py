@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from slipstream.config import InferenceConfig
-from slipstream.devices import Device, choose
+from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings, compute_dtype
+from slipstream.engine.graph import LADDER, Graphs
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
@@ -82,8 +83,9 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         verdicts = _judge(model, layers, config, settings)
         packing = plan_packing(layers, verdicts, settings)
         parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
-        outside, stays = _outside(model, config, settings)
-        frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings, outside)
+        outside, stays = _outside(model, config, settings, device)
+        ops = _frame_ops(CpuDevice(), settings, outside)
+        frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings, ops)
     except BaseException:
         for module in training:
             module.training = True
@@ -106,11 +108,14 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
     if blocks:
         watch(model)
-    stack = bind_stack(list(blocks.values()), run_stack)
+    stack = _stack(list(blocks.values()), device)
     runner = None
     if frame is not None:
+        frame.ops = _frame_ops(device, settings, outside)
         whole = bind_model(frame, stack.run)
         runner = Runner(frame, list(blocks.values()), list(blocks), stack=stack.run, whole=whole)
+    if config.enable_cuda_graph:
+        notes.append(_capture(runner, device, config))
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)
@@ -151,8 +156,9 @@ def inspect(model: nn.Module) -> Report:
 
 def offer(dtype: torch.dtype) -> dict[str, Bound]:
     """What each op would run on here outside of any block, with the reasons of the kernels that declined."""
-    facts = Facts(choose().torch_device, dtype)
-    return {name: bind(op, facts, kernels_for(facts.device)) for name, op in OPS.items()}
+    device = choose()
+    facts = Facts(device.torch_device, dtype)
+    return {name: bind(op, facts, kernels_for(device)) for name, op in OPS.items()}
 
 
 def _nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
@@ -224,9 +230,7 @@ def _settings(model: nn.Module, config: InferenceConfig, device: Device, packed:
     dtype = compute_dtype(model, config)
 
     def bind(spec: BlockSpec | None) -> Ops:
-        return bind_ops(
-            Facts(device.torch_device, dtype, spec, packed.name), kernels_for(device.torch_device)
-        )
+        return bind_ops(Facts(device.torch_device, dtype, spec, packed.name), kernels_for(device))
 
     place = torch.device("cpu") if config.keep_module_on_host else device.torch_device
     return Settings(
@@ -260,7 +264,7 @@ def _judge(
 
 
 def _outside(
-    model: nn.Module, config: InferenceConfig, settings: Settings
+    model: nn.Module, config: InferenceConfig, settings: Settings, device: Device
 ) -> tuple[list[OutsidePlan], list[str]]:
     """What is packed outside of the layers, and why other things are not."""
     head, embedding = config.head_format, config.quant.embedding_format
@@ -271,11 +275,34 @@ def _outside(
     )
 
     def bind(packed: Format) -> Bound:
-        return bind_ops(
-            Facts(settings.device, settings.dtype, None, packed.name), kernels_for(settings.device)
-        ).linear
+        return bind_ops(Facts(settings.device, settings.dtype, None, packed.name), kernels_for(device)).linear
 
     return plan_outside(model, wanted, bind=bind, dtype=settings.dtype, strict=settings.check)
+
+
+def _frame_ops(device: Device, settings: Settings, outside: Sequence[OutsidePlan]) -> Ops:
+    """What runs around the layers: on the CPU for the check, before the model moves, then where it runs."""
+    head = next((plan.format.name for plan in outside if plan.role == "head"), "plain")
+    return bind_ops(Facts(device.torch_device, settings.dtype, None, head), kernels_for(device))
+
+
+def _stack(blocks: Sequence[Block], device: Device) -> Bound:
+    if device.name == "cpu":
+        return bind_stack(blocks, run_stack)
+    return Bound("stack", "reference", run_stack)
+
+
+def _capture(runner: Runner | None, device: Device, config: InferenceConfig) -> str:
+    """Let the decode steps be captured; what came of it, for the report."""
+    reason = device.no_graph() or ("" if runner is not None else "generate runs transformers' own loop")
+    if runner is not None and not reason:
+        runner.whole = graphs = Graphs(runner, device, tokens=config.max_out_tokens)
+        runner.new_cache = graphs.new_cache
+        graphs.prove()
+        reason = graphs.reason
+    if reason:
+        return f"enable_cuda_graph has no effect: {reason}"
+    return f"decode steps are captured as graphs of up to {LADDER[-1]} rows"
 
 
 def _frame(
@@ -284,7 +311,7 @@ def _frame(
     layers: Sequence[Found],
     verdicts: Mapping[str, Verdict],
     settings: Settings,
-    outside: Sequence[OutsidePlan],
+    ops: Ops,
 ) -> tuple[Frame | None, str]:
     """The frame of the engine road, or why there is none."""
     fused = [found for found in layers if verdicts[found.name].returns is not None]
@@ -302,10 +329,6 @@ def _frame(
         return None, f"{family.name} names no frame for this configuration"
     names = [found.name for found in fused]
     try:
-        # The check runs where the model is, before it moves; a kernel leaves tensors elsewhere to torch.
-        head = next((plan.format.name for plan in outside if plan.role == "head"), "plain")
-        cpu = torch.device("cpu")
-        ops = bind_ops(Facts(cpu, settings.dtype, None, head), kernels_for(cpu))
         frame = Frame(model, spec, ops, rope_table=family.rope_table)
     except AttributeError as error:
         return None, str(error)

@@ -60,6 +60,7 @@ class Runner:
         names: Their paths, for the profile.
         stack: Runs the layers.
         whole: Runs whole steps, where something can.
+        new_cache: Makes the cache of a generation; captured steps have one that stays.
         timer: Replaced while the engine is profiled.
     """
 
@@ -75,6 +76,7 @@ class Runner:
         """Take the parts as they are."""
         self.frame, self.blocks, self.names = frame, list(blocks), list(names)
         self.stack, self.whole = stack, whole
+        self.new_cache: Callable[[int], PagedCache] = self.make_cache
         self.timer: Timer = no_timer
 
     def __call__(self, step: Step, cache: PagedCache) -> Tensor:
@@ -108,7 +110,7 @@ class Runner:
         whole = None if self.whole is None else self.whole.begin(cache.layers, longest)
         return Session(self, cache, whole)
 
-    def new_cache(self, blocks: int) -> PagedCache:
+    def make_cache(self, blocks: int) -> PagedCache:
         """A cache of `blocks` blocks per layer, in the model's dtype and on its device."""
         weight = self.frame.embed._parameters["weight"]  # as an attribute, it would be unpacked
         return PagedCache(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-import torch
-
+from slipstream.devices import Device
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack
@@ -15,15 +14,16 @@ from slipstream.ops.bind import Kernel
 __all__ = ["bind_model", "bind_pack", "bind_stack", "kernels_for"]
 
 
-def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
+def kernels_for(device: Device) -> tuple[Kernel, ...]:
     """Every kernel of a device; where none accepts, an op runs its reference.
 
     Args:
-        device: Where the engine runs. The GPU's kernels are only there where Triton is installed.
+        device: Where the engine runs. The GPU's kernels are only there where Triton is installed; a null
+            device has none, for it records what torch dispatches, and a native library's calls are not.
     """
-    if device.type == "cpu":
+    if device.name == "cpu":
         return cpu.KERNELS
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if device.name != "cuda" or importlib.util.find_spec("triton") is None:
         return ()
     from slipstream.kernels import triton
 

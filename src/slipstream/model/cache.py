@@ -5,6 +5,7 @@ Shapes: P blocks, Z tokens per block, K kv heads, D head dim.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,12 @@ class PagedCache:
             ) from error
         self.capacity = blocks
         self._free = list(range(blocks - 1, -1, -1))
+
+    def lend(self, blocks: int) -> PagedCache:
+        """The first blocks of the same memory as a cache of its own, all of them free."""
+        lent = copy.copy(self)
+        lent.capacity, lent._free = blocks, list(range(blocks - 1, -1, -1))
+        return lent
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks.

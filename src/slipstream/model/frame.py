@@ -5,6 +5,7 @@ Shapes: T packed tokens, C hidden, V vocabulary, R rotated dims.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -124,7 +125,7 @@ class Frame:
         if not self.spec.embed_scale_rounded:
             return scale
         embed = weight_of(self.embed)
-        return float(torch.tensor(scale, dtype=embed.dtype or embed.planes[0].dtype).item())
+        return _rounded(scale, embed.dtype or embed.planes[0].dtype)
 
     @property
     def pos_table(self) -> Tensor | None:
@@ -191,10 +192,20 @@ class Frame:
             tables[rope] = (cos, sin)
         return tables
 
+    def angle_tables(self) -> list[Tensor]:
+        """The tensors that angles are made of."""
+        made = [] if self.rotary is None else [*self.rotary.buffers(), *self.rotary.parameters()]
+        return made if self._rope_table is None else [*made, self._layer_table()]
+
     def _layer_table(self) -> Tensor:
         if self._rope_table is None:
             raise AssertionError("the family names no table of angles")
         return self.layers[0].get_buffer(self._rope_table)
+
+
+@functools.cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype).item())
 
 
 def _own_forward(model: nn.Module, path: str) -> Any:

@@ -74,7 +74,7 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, mask: Atten
         c[blocks].flatten(1, 2)[:, : step.max_kv_len].transpose(1, 2).to(q.dtype) for c in (k_cache, v_cache)
     )
     keys = torch.arange(step.max_kv_len, device=q.device)[None, None]
-    if len(blocks) > 1:
+    if len(blocks) > 1 or step.max_kv_len == step.block_table.shape[1] * size:
         # What lies beyond a sequence's end belongs to others, or to nobody; a NaN there survives a weight of
         # zero.
         beyond = (keys >= step.kv_lens[:, None, None]).unsqueeze(-1)
@@ -140,7 +140,7 @@ def _case(name: str, queries: tuple[int, ...], lens: tuple[int, ...], **options:
             slots=torch.tensor(slots),
             logit_rows=starts[1:].long() - 1,
             max_query_len=max(queries),
-            max_kv_len=max(lens),
+            max_kv_len=table.shape[1] * size if options.get("bound") else max(lens),
         )
         mask = AttentionMask(
             dim**-0.5,
@@ -160,6 +160,7 @@ OP = Op(
     paged_attention,
     (
         _case("decode, one sequence", (1,), (1,)),
+        _case("decode, a length below its bound", (1,), (11,), bound=True),
         _case("decode, ragged", (1, 1, 1), (9, 1, 16)),
         _case("decode, grouped six to one", (1, 1), (7, 33), heads=(6, 1, 24, 8)),
         _case("decode, window", (1, 1), (30, 5), window=8),

@@ -28,7 +28,8 @@ class Step:
         slots: `(T,)` int64, `block * Z + offset` where a token's key and value are written.
         logit_rows: `(R,)` int64, tokens whose logits are wanted.
         max_query_len: Most tokens that a sequence has in this step.
-        max_kv_len: Most tokens that a sequence has after this step.
+        max_kv_len: Most tokens that a sequence has after this step, or all that its row of the block table
+            has room for: lengths grow within a captured step, and this does not.
     """
 
     token_ids: Tensor

@@ -1,0 +1,291 @@
+"""Decode steps captured as graphs: a ladder of batch sizes over one cache that stays where it is.
+
+A captured step reads its tokens, lengths and places from static tensors and leaves there what the next step
+reads, so that steps follow each other without a word from the host, and growing lengths never capture anew. A
+batch between two rungs is filled up with rows that write into a block of nobody's.
+
+Shapes: B rows of a rung, N sequences, V vocabulary, W blocks per sequence, Z tokens per block.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.devices import Device
+from slipstream.engine.runner import Runner
+from slipstream.errors import DeviceError
+from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.ops.step import Step
+
+__all__ = ["LADDER", "Graphs"]
+
+log = logging.getLogger(__name__)
+
+LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Rows of the captured steps."""
+
+_MOST_AHEAD = 64
+"""Steps between two looks of the host."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One rung for tables of one width.
+
+    Attributes:
+        step: Static; what the next replay computes.
+        tokens: `(B, ahead)` int64, the best tokens of the replays since `counter` was zero.
+        counter: `(1,)` int64.
+        scratch: The block that rows of nobody write to.
+        replay: Runs the step and returns its logits, `(B, V)` float32, always in the same memory.
+    """
+
+    step: Step
+    tokens: Tensor
+    counter: Tensor
+    scratch: int
+    replay: Callable[[], Tensor]
+
+
+class Graphs:
+    """The captured steps of one engine, and the cache that they point to.
+
+    One generation at a time has the cache; one that runs beside it has a cache of its own and no graphs.
+
+    Attributes:
+        reason: Why steps are not captured; empty while they are.
+    """
+
+    def __init__(self, runner: Runner, device: Device, *, tokens: int) -> None:
+        """Take the parts; nothing is captured yet.
+
+        Args:
+            runner: The model.
+            device: Where it runs.
+            tokens: That a generation usually has at most.
+        """
+        self._runner, self._device, self._tokens = runner, device, tokens
+        self._usual = _blocks(tokens)
+        self._lock = threading.Lock()
+        self._taken = False
+        self._cache: PagedCache | None = None
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._places: tuple[int, ...] = ()
+        self.reason = device.no_graph() or ""
+        if not self.reason and runner.frame.angles_share_a_length:
+            self.reason = "the model's angles depend on the longest sequence, which is no tensor of the step"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        """For a copy of the engine, which captures steps of its own."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin._lock, twin._taken, twin._cache, twin._captured = threading.Lock(), False, None, {}
+        twin._runner = copy.deepcopy(self._runner, memo)
+        return twin
+
+    def prove(self) -> None:
+        """Capture the step of one row, to know whether steps can be captured."""
+        if not self.reason:
+            self._reserve(_least_blocks(self._tokens))
+            self._capture(1, self._usual)
+
+    def new_cache(self, blocks: int) -> PagedCache:
+        """A cache for one generation: the one that the graphs point to, unless somebody has it."""
+        with self._lock:
+            if self.reason or self._taken:
+                return self._runner.make_cache(blocks)
+            lent = self._reserve(blocks).lend(blocks)
+            self._taken = True
+            weakref.finalize(lent, self._give_back)
+            return lent
+
+    def begin(self, caches: Sequence[tuple[Tensor, Tensor]], longest: int) -> _Session | None:
+        """Begin a generation, or return None where its cache is not the one of the graphs.
+
+        Args:
+            caches: Of the generation.
+            longest: Positions that it may reach.
+        """
+        if self.reason or self._cache is None or caches[0][0] is not self._cache.layers[0][0]:
+            return None
+        self._forget_what_moved()
+        return _Session(self, max(_blocks(longest), self._usual))
+
+    def rung(self, rows: int, width: int) -> _Captured | None:
+        """The captured step for some rows, captured now where it was not; None where none can be."""
+        size = next((size for size in LADDER if size >= rows), None)
+        if size is None or self.reason:
+            return None
+        return self._captured.get((size, width)) or self._capture(size, width)
+
+    def _reserve(self, blocks: int) -> PagedCache:
+        """The cache that stays, with at least this many blocks and one that rows of nobody write to."""
+        cache = self._cache
+        if cache is None or cache.capacity <= blocks:
+            self._captured.clear()
+            cache = self._cache = self._runner.make_cache(max(blocks, _least_blocks(self._tokens)) + 1)
+            for pair in cache.layers:
+                for part in pair:
+                    part[-1].zero_()
+            self._forget_what_moved()
+        return cache
+
+    def _give_back(self) -> None:
+        self._taken = False
+
+    def _forget_what_moved(self) -> None:
+        places = tuple(t.data_ptr() for t in self._static())
+        if places != self._places:
+            self._captured.clear()
+            self._places = places
+
+    def _static(self) -> list[Tensor]:
+        """Every tensor that a step reads beside its own."""
+        runner, frame = self._runner, self._runner.frame
+        found: list[Tensor | None] = [frame.pos_table]
+        weights = chain(frame.matrices().values(), *(b.weights.matrices.values() for b in runner.blocks))
+        for weight in weights:
+            found += [*weight.planes, weight.bias]
+        for vector in chain(frame.norms().values(), *(b.weights.vectors.values() for b in runner.blocks)):
+            found += [vector.weight, vector.bias]
+        for block in runner.blocks:
+            found += [block.mask.alibi, block.mask.sinks]
+        found += frame.angle_tables()
+        return [t for t in found if t is not None]
+
+    def _capture(self, rows: int, width: int) -> _Captured | None:
+        runner, cache = self._runner, self._cache
+        if cache is None:
+            raise AssertionError("a step is captured upon a cache")
+        static = _StaticStep(rows, width, cache.capacity - 1, cache.layers[0][0].device)
+
+        def run() -> Tensor:
+            logits = runner(static.step, cache).float()
+            static.advance(runner.frame.ops.sample.run(logits, greedy=True))
+            return logits
+
+        caches = [part for pair in cache.layers for part in pair]
+        try:
+            with torch.no_grad():
+                replay = self._device.capture(run, [*self._static(), *caches, *static.tensors()])
+        except DeviceError as error:
+            self.reason = str(error)
+            log.warning("decode steps run one by one: %s", error)
+            return None
+        captured = _Captured(static.step, static.tokens, static.counter, cache.capacity - 1, replay)
+        self._captured[rows, width] = captured
+        return captured
+
+
+def _least_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def _blocks(tokens: int) -> int:
+    """Blocks of a sequence, rounded up to a power of two so that widths are few."""
+    return 1 << (_least_blocks(tokens) - 1).bit_length()
+
+
+class _StaticStep:
+    """A decode step whose tensors stay, and the way from one step to the next."""
+
+    def __init__(self, rows: int, width: int, scratch: int, device: torch.device) -> None:
+        def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        self.step = Step(
+            token_ids=full(rows),
+            positions=full(rows),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            kv_lens=full(rows, value=1, dtype=torch.int32),
+            block_table=full(rows, width, value=scratch, dtype=torch.int32),
+            slots=full(rows, value=scratch * BLOCK_SIZE),
+            logit_rows=torch.arange(rows, device=device),
+            max_query_len=1,
+            max_kv_len=width * BLOCK_SIZE,
+        )
+        self.tokens, self.counter = full(rows, _MOST_AHEAD), full(1)
+        self._last = full(rows, value=width - 1)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        step = self.step
+        own = (step.token_ids, step.positions, step.query_starts, step.kv_lens, step.block_table)
+        return [*own, step.slots, step.logit_rows, self.tokens, self.counter, self._last]
+
+    def advance(self, best: Tensor) -> None:
+        """Make the step that follows, with these tokens `(B,)`."""
+        step = self.step
+        self.tokens.index_copy_(1, self.counter, best[:, None])
+        self.counter.add_(1)
+        step.token_ids.copy_(best)
+        step.positions.add_(1)
+        step.kv_lens.add_(1)
+        place = torch.minimum(step.positions // BLOCK_SIZE, self._last)
+        block = step.block_table.gather(1, place[:, None])[:, 0]
+        step.slots.copy_(block * BLOCK_SIZE + step.positions % BLOCK_SIZE)
+
+
+class _Session:
+    """The steps of one generation; those that are no decode steps are left to the runner."""
+
+    def __init__(self, graphs: Graphs, width: int) -> None:
+        self._graphs, self._width = graphs, width
+
+    def logits(self, step: Step) -> Tensor | None:
+        """New logits `(N, V)` float32 of a decode step, or None for another."""
+        captured = self._load(step)
+        return None if captured is None else captured.replay()[: step.token_ids.shape[0]].clone()
+
+    def best(self, step: Step, steps: int, ends: Sequence[int]) -> Tensor | None:
+        """The best tokens of a decode step and of some that follow it, `(N, steps that count)` int64.
+
+        Args:
+            step: One token of every sequence, whose blocks have room for all steps.
+            steps: How many at most.
+            ends: The first step in which one of them is some row's best is the last that counts.
+        """
+        captured = self._load(step)
+        if captured is None:
+            return None
+        count = min(steps, _MOST_AHEAD)
+        for _ in range(count):
+            captured.replay()
+        tokens = captured.tokens[: step.token_ids.shape[0], :count].clone()
+        if ends and count > 1:
+            over = torch.isin(tokens, torch.tensor(ends, device=tokens.device)).any(0).tolist()
+            count = over.index(True) + 1 if True in over else count
+        return tokens[:, :count]
+
+    def _load(self, step: Step) -> _Captured | None:
+        rows = step.token_ids.shape[0]
+        if step.max_query_len != 1 or step.kv_lens.shape[0] != rows or step.logit_rows.shape[0] != rows:
+            return None
+        captured = self._graphs.rung(rows, self._width)
+        if captured is None:
+            return None
+        into, scratch = captured.step, captured.scratch
+        for part, value in (
+            ("token_ids", 0),
+            ("positions", 0),
+            ("kv_lens", 1),
+            ("slots", scratch * BLOCK_SIZE),
+        ):
+            tensor = getattr(into, part)
+            tensor[:rows].copy_(getattr(step, part))
+            tensor[rows:].fill_(value)
+        into.block_table.fill_(scratch)
+        into.block_table[:rows, : step.block_table.shape[1]].copy_(step.block_table[:, : self._width])
+        captured.counter.zero_()
+        return captured

@@ -1,0 +1,134 @@
+"""Decode steps captured on the device that records: the same tokens, nothing captured anew, reasons told."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from slipstream.devices import NullDevice
+from tests.helpers.models import KINDS, left_padded, pair, prompt
+
+GRAPHS: dict[str, Any] = {"enable_cuda_graph": True}
+GENERATORS = [
+    k for k, (name, *_) in KINDS.items() if ("Causal" in name or "LMHead" in name) and k != "mixtral"
+]
+GREEDY = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Engines run on the null device; what is captured is counted."""
+    seen: list[Any] = []
+
+    class Counting(NullDevice):
+        def capture(self, run: Callable[[], Any], static: Any = None) -> Callable[[], Any]:
+            seen.append(run)
+            return super().capture(run, static)
+
+    monkeypatch.setattr("slipstream.engine.build.choose", Counting)
+    yield seen
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_captured_steps_say_what_the_model_says(kind: str, captures: list[Any]) -> None:
+    both = pair(kind, settings=GRAPHS)
+    assert "captured as graphs" in str(both.engine.report())
+    (ids, mask) = left_padded(3, 9)
+    for given in ({"input_ids": prompt(1, 5)}, {"input_ids": ids, "attention_mask": mask}):
+        expected = both.original.generate(**given, **GREEDY)
+        assert torch.equal(both.engine.generate(**given, **GREEDY), expected)
+    assert len(captures) == 2  # one row, and four for the batch of three
+
+
+def test_growing_lengths_capture_nothing_anew(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    for length, new in ((3, 70), (40, 5), (9, 33)):
+        settings = {"max_new_tokens": new, "do_sample": False}
+        ids = prompt(1, length)
+        assert torch.equal(both.engine.generate(ids, **settings), both.original.generate(ids, **settings))
+    assert len(captures) == 1
+
+
+class _Forbid(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([7, 8, 9]), -torch.inf)
+
+
+def test_sampling_processors_and_scores_see_each_step(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    ids = prompt(2, 6)
+    settings = {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([_Forbid()])}
+    for mode in ({"do_sample": True, "top_k": 20}, {"do_sample": False}):
+        found = []
+        for model in (both.original, both.engine):
+            torch.manual_seed(3)
+            found.append(
+                model.generate(ids, **settings, **mode, return_dict_in_generate=True, output_scores=True)
+            )
+        assert torch.equal(found[0].sequences, found[1].sequences)
+        for theirs, ours in zip(found[0].scores, found[1].scores, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert captures
+
+
+def test_an_end_token_within_a_run_of_steps_ends_the_row(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    ids = prompt(3, 6)
+    free = both.original.generate(ids, **GREEDY)
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(free[1, 20]), "pad_token_id": 0}
+    expected = both.original.generate(ids, **settings)
+    assert torch.equal(both.engine.generate(ids, **settings), expected)
+
+
+def test_a_weight_that_changed_is_captured_again(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    ids = prompt(1, 6)
+    both.engine.generate(ids, **GREEDY)
+    factor = torch.linspace(0.5, 2.0, 32)
+    for model in (both.original, both.engine.module):
+        model.model.norm.weight.data.mul_(factor)  # where it was: the graph reads it anew
+    assert torch.equal(both.engine.generate(ids, **GREEDY), both.original.generate(ids, **GREEDY))
+    for model in (both.original, both.engine.module):
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().flip(0))
+    assert torch.equal(both.engine.generate(ids, **GREEDY), both.original.generate(ids, **GREEDY))
+    assert len(captures) == 2
+
+
+def test_two_generations_at_once_do_not_share_a_cache(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    prompts = [prompt(1, 4 + i, seed=i) for i in range(4)]
+    found: dict[int, Any] = {}
+
+    def run(index: int) -> None:
+        found[index] = both.engine.generate(prompts[index], **GREEDY)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, ids in enumerate(prompts):
+        assert torch.equal(found[index], both.original.generate(ids, **GREEDY))
+
+
+def test_a_copy_of_the_engine_has_graphs_of_its_own(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    ids = prompt(1, 6)
+    twin = copy.deepcopy(both.engine)
+    both.engine.module.model.norm.weight.data.zero_()
+    assert torch.equal(twin.generate(ids, **GREEDY), both.original.generate(ids, **GREEDY))
+    assert len(captures) == 2
+
+
+def test_what_cannot_be_captured_runs_and_is_reported(captures: list[Any]) -> None:
+    both = pair("mixtral", settings=GRAPHS)  # the reference of experts asks the host which were chosen
+    ids = prompt(2, 6)
+    assert torch.equal(both.engine.generate(ids, **GREEDY), both.original.generate(ids, **GREEDY))
+    assert "enable_cuda_graph has no effect" in str(both.engine.report())
+    assert "reads a value back" in str(both.engine.report())
