@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from slipstream.config import InferenceConfig
 from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
+from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generate import Loop
 from slipstream.engine.request import (
     Request,
@@ -67,6 +68,7 @@ class InferenceEngine(nn.Module):
         self.config = built.model_config
         self.inference_config = settings
         self._built = built
+        self._graphs = ForwardGraphs(model, built.device) if settings.enable_cuda_graph else None
         self._profile: Profile | None = None
         self.training = False
         self.module = model
@@ -140,7 +142,10 @@ class InferenceEngine(nn.Module):
         args, kwargs = self._here(args), self._here(kwargs)
         check_inputs(self.module, args, kwargs)
         with torch.no_grad():
-            output = self.module(*args, **kwargs)
+            if self._graphs is None or self._profile is not None:
+                output = self.module(*args, **kwargs)
+            else:
+                output = self._graphs(args, kwargs)
         return output if self.inference_config.return_tuple else _first_tensor(output)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,6 +206,10 @@ class InferenceEngine(nn.Module):
     def report(self) -> Report:
         """What was fused, what was not, and why; with times per layer where profiling is on."""
         report = self._built.report
+        if self._graphs is not None and self._graphs.reason:
+            report = replace(
+                report, notes=(*report.notes, f"a forward ran without a graph: {self._graphs.reason}")
+            )
         if self._profile is None:
             return report
         return replace(
@@ -273,7 +282,7 @@ class InferenceEngine(nn.Module):
         """Let go of the model and of everything that was built for it."""
         self._modules.pop("module", None)
         self.__dict__.pop("_built", None)
-        self._profile = None
+        self._profile = self._graphs = None
 
     def __enter__(self) -> InferenceEngine:
         """The engine itself."""

@@ -1,0 +1,137 @@
+"""Forward passes captured as graphs, one for each shape of the inputs: encoders, any model without a cache.
+
+Only a call whose inputs and outputs are tensors can be replayed; one that hands a cache in or out runs as
+ever, and so does a model that somebody listens to by hooks, for a replay runs no Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from slipstream.devices import Device
+from slipstream.errors import DeviceError
+from slipstream.model.intact import is_hooked, listens_everywhere
+
+__all__ = ["ForwardGraphs"]
+
+log = logging.getLogger(__name__)
+
+_MOST = 16
+"""Graphs that are kept; the one that was used longest ago goes first."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One forward: static inputs, what replays it, and how its outputs are put together."""
+
+    inputs: list[Tensor]
+    replay: Callable[[], Any]
+    outputs: Any
+
+
+class ForwardGraphs:
+    """The captured forwards of one model.
+
+    Attributes:
+        reason: Why the last forward that was not captured was not; empty where all were.
+    """
+
+    def __init__(self, model: nn.Module, device: Device) -> None:
+        """Take the model as it will run."""
+        self._model, self._device = model, device
+        self._captured: OrderedDict[Any, _Captured | None] = OrderedDict()
+        self._places: tuple[int, ...] = ()
+        self.reason = device.no_graph() or ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGraphs:
+        """For a copy of the model, which captures forwards of its own."""
+        return ForwardGraphs(copy.deepcopy(self._model, memo), self._device)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one forward.
+
+        Args:
+            args: The call's positional arguments, tensors on the device.
+            kwargs: Its keywords.
+
+        Returns:
+            What the model returns, in memory that no later call writes to.
+        """
+        leaves, shape = tree_flatten((args, kwargs))
+        if self._device.no_graph() or not self._is_plain(leaves) or self._is_listened_to():
+            return self._model(*args, **kwargs)
+        self._forget_what_moved()
+        key = (str(shape), *(_key(leaf) for leaf in leaves))
+        if key not in self._captured:
+            self._captured[key] = self._capture(leaves, shape)
+            if len(self._captured) > _MOST:
+                self._captured.popitem(last=False)
+        captured = self._captured[key]
+        if captured is None:
+            return self._model(*args, **kwargs)
+        self._captured.move_to_end(key)
+        for static, given in zip(captured.inputs, (x for x in leaves if isinstance(x, Tensor)), strict=True):
+            static.copy_(given)
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, captured.replay())
+
+    def _is_plain(self, leaves: list[Any]) -> bool:
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
+        if odd is not None:
+            self.reason = f"an input is a {type(odd).__name__}"
+        return odd is None
+
+    def _is_listened_to(self) -> bool:
+        heard = listens_everywhere() or any(map(is_hooked, self._model.modules()))
+        if heard:
+            self.reason = "somebody listens to the model by hooks, which a replay would not run"
+        return heard
+
+    def _forget_what_moved(self) -> None:
+        places = tuple(t.data_ptr() for t in (*self._model.parameters(), *self._model.buffers()))
+        if places != self._places:
+            self._captured.clear()
+            self._places = places
+
+    def _capture(self, leaves: list[Any], shape: Any) -> _Captured | None:
+        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(static, shape)
+        held: list[Any] = []
+
+        def run() -> Any:
+            output = self._model(*args, **kwargs)
+            held[:] = [output]
+            return output
+
+        try:
+            with torch.no_grad():
+                replay = self._device.capture(run)
+        except DeviceError as error:
+            self._note(str(error))
+            return None
+        odd = [leaf for leaf in tree_flatten(held[0])[0] if not isinstance(leaf, (Tensor, *_PLAIN))]
+        if odd:
+            self._note(f"the model returns a {type(odd[0]).__name__}; use_cache=False leaves it out")
+            return None
+        return _Captured([leaf for leaf in static if isinstance(leaf, Tensor)], replay, held[0])
+
+    def _note(self, reason: str) -> None:
+        self.reason = reason
+        log.warning("a forward runs without a graph: %s", reason)
+
+
+def _key(leaf: Any) -> Any:
+    """What must be the same for a graph to serve: shape, strides and dtype of a tensor, any other value."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype
+    return type(leaf), leaf
