@@ -109,11 +109,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if blocks:
         watch(model)
     stack = _stack(list(blocks.values()), device)
-    runner = None
-    if frame is not None:
-        frame.ops = _frame_ops(device, settings, outside)
-        whole = bind_model(frame, stack.run)
-        runner = Runner(frame, list(blocks.values()), list(blocks), stack=stack.run, whole=whole)
+    runner = None if frame is None else _runner(frame, blocks, stack, _frame_ops(device, settings, outside))
     if config.enable_cuda_graph:
         notes.append(_capture(runner, device, config))
     if blocks and runner is None and why_no_runner:
@@ -290,6 +286,12 @@ def _stack(blocks: Sequence[Block], device: Device) -> Bound:
     if device.name == "cpu":
         return bind_stack(blocks, run_stack)
     return Bound("stack", "reference", run_stack)
+
+
+def _runner(frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops) -> Runner:
+    frame.ops = ops
+    whole = bind_model(frame, stack.run)
+    return Runner(frame, list(blocks.values()), list(blocks), stack=stack.run, whole=whole)
 
 
 def _capture(runner: Runner | None, device: Device, config: InferenceConfig) -> str:
