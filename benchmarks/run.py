@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_cpu, generate, load
+from benchmarks import decode_cpu, generate, load, quality
 from benchmarks.machine import describe
 from benchmarks.peers import measure as peers
 from benchmarks.request import Request
@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
     "decode_cpu": decode_cpu.measure,
     "generate": generate.measure,
     "load": load.measure,
+    "quality": quality.measure,
 }
 _UNSHOWN = ("version", "notes", "weight_bytes")
 

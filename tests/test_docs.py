@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import typer
 
 import slipstream
+from benchmarks import quality_table
 from slipstream.cli import app
 from slipstream.config import document as config_document
 from slipstream.families import FAMILIES
@@ -28,6 +30,11 @@ def test_the_configuration_page_is_what_the_code_says() -> None:
 
 def test_the_readmes_table_of_families_is_the_registry() -> None:
     assert families_document.render(FAMILIES.values()) in (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_formats_is_what_was_measured() -> None:
+    results = json.loads((ROOT / "benchmarks/results/quality.json").read_text())
+    assert quality_table.render(results) in (ROOT / "docs/formats.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
