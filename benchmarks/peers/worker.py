@@ -5,9 +5,11 @@ Runs in every peer's environment, so nothing but the standard library is importe
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -76,6 +78,8 @@ def serve(peer: Any) -> None:
     # Libraries print: what they say goes to stderr, and stdout is the conversation's alone.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    # A stopped process does not see that its conductor is gone; the kernel ends it (PR_SET_PDEATHSIG is 1).
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(_answer(peer, request)) + "\n")

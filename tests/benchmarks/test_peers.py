@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +58,27 @@ def test_a_worker_answers_and_is_stopped_in_between(worker: Worker) -> None:
 def test_a_worker_that_fails_leaves_its_last_words(worker: Worker) -> None:
     with pytest.raises(Failed, match="load: RuntimeError: no such file"):
         worker.ask("load", fail=True)
+
+
+def test_a_stopped_worker_ends_with_its_conductor(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from pathlib import Path
+from benchmarks.peers.conductor import Worker
+from tests.benchmarks.test_peers import FAKE, ROW
+worker = Worker(ROW, Path({str(tmp_path / "log")!r}), [sys.executable, "-c", FAKE])
+worker.ask("load")
+print(worker._process.pid, flush=True)
+os._exit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    number = int(done.stdout)
+    for _ in range(500):
+        if not Path(f"/proc/{number}").exists() or "Z" in Path(f"/proc/{number}/stat").read_text().split()[2]:
+            return
+        time.sleep(0.01)
+    os.kill(number, signal.SIGKILL)
+    pytest.fail("the worker is still there")
 
 
 def test_a_peer_that_is_not_installed_is_a_row_that_says_how(

@@ -89,6 +89,7 @@ class TorchModel:
 
     def _make_engine(self, dtype: torch.dtype, keywords: dict[str, Any]) -> dict[str, Any]:
         import slipstream
+        from slipstream.model.packed import packed_bytes
 
         model = self.model
         head = model.get_output_embeddings()
@@ -97,18 +98,13 @@ class TorchModel:
         report = engine.report()
         size = sum(layer.bytes for layer in report.layers)
         if head is not None:
-            size += _nbytes(head)
+            size += packed_bytes(head)
         kernels = sorted({kernel for layer in report.layers for kernel in layer.kernels.values()})
         return {
             "version": f"slipstream {slipstream.__version__}",
             "weight_bytes": size,
             "notes": f"level {report.level}, kernels {', '.join(kernels)}",
         }
-
-
-def _nbytes(module: nn.Module) -> int:
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
 
 
 def _read_bytes(model: nn.Module) -> int:

@@ -1,0 +1,68 @@
+"""The tables that are made from results say what the results say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.document import best_peer, page, read, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def row(name: str, figure: float, **more: Any) -> dict[str, Any]:
+    tasks = {}
+    for task in ("decode_1", "decode_8", "prefill_512"):
+        tasks |= {task: figure, f"{task}_range": [figure - 1, figure + 1], f"{task}_share": 0.8}
+    rest = {"version": "x 1", "peak_bytes": 5e8, "first_token_128_s": 0.25, "same_tokens": 7}
+    return {"row": name, **rest, **tasks, **more}
+
+
+RESULT: dict[str, Any] = {
+    "model": "SmolLM2-135M",
+    "device": "a processor",
+    "threads": 2,
+    "measured": "today",
+    "limits": {"read": 27.0, "float32": None},
+    "rows": [
+        row("slipstream bf16", 90.0),
+        row("transformers eager bf16", 30.0),
+        row("OpenVINO bf16", 60.0),
+        {"row": "llama.cpp BF16", "error": "not installed; run: benchmarks/peers/install llama_cpp"},
+    ],
+}
+
+
+def results(tmp_path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    (tmp_path / "smollm2-bfloat16.json").write_text(json.dumps(RESULT))
+    return read(tmp_path)
+
+
+def test_the_summary_compares_with_the_best_peer_and_with_eager(tmp_path: Path) -> None:
+    lines = summary(results(tmp_path)).splitlines()
+    assert len(lines) == 3
+    assert lines[2].startswith("| SmolLM2-135M | bf16 | **90.0**, 1.50x OpenVINO bf16, 3.0x eager |")
+
+
+def test_eager_is_the_baseline_and_no_peer() -> None:
+    peer = best_peer({"rows": RESULT["rows"][:2]}, "decode_1")
+    assert peer is None
+
+
+def test_less_time_is_the_better_one() -> None:
+    rows = [{"row": "OpenVINO", "encode_1x16": 2.0}, {"row": "ONNX Runtime", "encode_1x16": 1.5}]
+    assert best_peer({"rows": rows}, "encode_1x16") == rows[1]
+
+
+def test_the_page_has_every_row_and_why_one_is_missing(tmp_path: Path) -> None:
+    text = page(results(tmp_path))
+    assert "| slipstream bf16 | 90.0 (89.0 - 91.0), 80% |" in text
+    assert "| llama.cpp BF16 | not installed; run: benchmarks/peers/install llama_cpp |" in text
+    assert "measured limits: read 27 GB/s" in text
+
+
+def test_the_committed_tables_are_what_the_results_say() -> None:
+    results, file = read(), ROOT / "benchmarks/results/peers/README.md"
+    assert summary(results) in (ROOT / "README.md").read_text()
+    assert (file.read_text() if file.exists() else None) == (page(results) if results else None)
