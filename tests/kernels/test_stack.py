@@ -79,7 +79,8 @@ class Rounds:
         return step, self.runner.frame.enter(step.token_ids, step.positions)
 
     @torch.no_grad()
-    def error(self, spans: Sequence[tuple[int, int, int]]) -> float:
+    def error(self, spans: Sequence[tuple[int, int, int]], ties: float = 0.0) -> float:
+        """The largest error of the tokens, but for a share of `ties` among them."""
         step, x = self.step(spans)
         before = x.clone()
         tables = self.runner.frame.angles(step.positions, [block.spec.rope for block in self.blocks])
@@ -87,12 +88,13 @@ class Rounds:
         got = self.stack(self.blocks, x, step, self.caches[1].layers, tables)
         assert torch.equal(x, before)
         assert got.dtype == x.dtype
-        worst = [float((got.float() - expected.float()).abs().max() / expected.float().abs().max())]
+        errors = [(got.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()]
         for ours, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
             for a, b in zip(ours, theirs, strict=True):
-                a, b = a.flatten(0, 1)[step.slots].float(), b.flatten(0, 1)[step.slots].float()
-                worst.append(float((a - b).abs().max() / b.abs().max().clamp(min=1.0)))
-        return max(worst)
+                a, b = (t.flatten(0, 1)[step.slots].flatten(1).float() for t in (a, b))
+                errors.append((a - b).abs().amax(-1) / b.abs().max().clamp(min=1.0))
+        kept = len(errors[0]) - int(ties * len(errors[0]))
+        return max(float(each.sort().values[:kept].max()) for each in errors)
 
 
 PREFILL = ((0, 0, 7), (1, 0, 1), (2, 0, 40), (3, 0, 13))
@@ -130,8 +132,10 @@ def test_every_family_s_layers(variant: tuple[Family, Tiny]) -> None:
 def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
     variant = next(v for v in VARIANTS if v[0].name == name)
     rounds = Rounds(accepted(variant, dtype), isa)
+    # Where two experts score the same but for rounding, either may be chosen, and they say other things.
+    has_ties = dtype == torch.bfloat16 and any(block.spec.moe is not None for block in rounds.blocks)
     for spans in (PREFILL, CHUNK, DECODE, SINGLE):
-        assert rounds.error(spans) <= TOLERANCE[dtype]
+        assert rounds.error(spans, 0.1 if has_ties else 0.0) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -15,6 +15,7 @@ __all__ = [
     "DTYPES",
     "FACTORS",
     "FORMATS",
+    "SCORINGS",
     "AttentionCall",
     "Block",
     "Frame",
@@ -22,6 +23,7 @@ __all__ = [
     "Mask",
     "Matrix",
     "ModelCall",
+    "Moe",
     "Norm",
     "PackCall",
     "Run",
@@ -31,7 +33,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 4
+ABI = 5
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -73,6 +75,9 @@ FORMATS = {
 
 FACTORS = 3
 """Where a packed matrix has the multipliers of its rows among its four planes."""
+
+SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2}
+"""Ways to choose experts by their number."""
 
 _Fields = list[tuple[str, type]]
 
@@ -129,6 +134,18 @@ class Mask(ctypes.Structure):
     ]
 
 
+class Moe(ctypes.Structure):
+    """A mixture of experts."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "experts_in experts_out"),
+        *_each(c_int64, "experts top_k shared"),
+        ("jitter", c_float),
+        *_each(c_int32, "scoring normalize unused"),
+        *_each(Matrix, "router shared_in shared_out shared_gate"),
+    ]
+
+
 class Block(ctypes.Structure):
     """One transformer block."""
 
@@ -136,10 +153,12 @@ class Block(ctypes.Structure):
         *_each(c_int64, "hidden heads kv_heads head_dim ffn"),
         *_each(c_int32, "post parallel residual_from_norm gated"),
         *_each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
-        ("residual_scale", c_float),
+        *_each(c_float, "residual_scale clip"),
+        ("unused", c_int32),
         ("mask", Mask),
         *_each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
         *_each(Matrix, "qkv attn_out mlp_in mlp_out"),
+        ("moe", POINTER(Moe)),
     ]
 
 

@@ -14,24 +14,34 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import ACTIVATIONS, DTYPES, StackCall, address
+from slipstream.kernels.cpu.abi import ACTIVATIONS, DTYPES, SCORINGS, StackCall, address
 from slipstream.kernels.cpu.attention import mask_of, serves, step_of
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import AttentionMask, Step
-from slipstream.spec import BlockSpec, Norm, Role, Rope
+from slipstream.spec import BlockSpec, MoE, Norm, Role, Rope
 
 __all__ = ["NativeStack", "Prepared", "bind_stack", "norm_of", "refuse_block", "serves_caches"]
 
 _MOST_TOKENS = 1 << 20
 """Packed tokens of a step up to which the layers are slower one by one: none has more."""
 
+_MOST_TOKENS_OF_EXPERTS = 64
+"""The same where there are experts: what each of them says of each token is kept until it is summed."""
+
 _MOST_TOKENS_BESIDE_AMX = 64
 """The same in bfloat16 where torch multiplies by AMX, and the library is told not to."""
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
+_SHARED = {
+    Role.ROUTER: "router",
+    Role.SHARED_IN: "shared_in",
+    Role.SHARED_OUT: "shared_out",
+    Role.SHARED_GATE: "shared_gate",
+}
+_EXPERTS = {Role.EXPERTS_IN: "experts_in", Role.EXPERTS_OUT: "experts_out"}
 _NORMS = {
     Role.ATTN_NORM: "attn_norm",
     Role.ATTN_POST_NORM: "attn_post_norm",
@@ -77,16 +87,12 @@ class BlockLike(Protocol):
 def refuse_block(block: BlockLike) -> str | None:
     """Why the library cannot run a block, or None where it can."""
     spec = block.spec
-    if spec.moe is not None:
-        return "a mixture of experts is not in it"
-    if spec.clip_qkv is not None:
-        return "clip_qkv is not in it"
     if not spec.causal:
         return "it is causal"
     if spec.activation not in ACTIVATIONS or (spec.activation == "swiglu_oai" and not spec.gated):
         return f"the activation {spec.activation!r} is not in it"
     for role, weight in block.weights.matrices.items():
-        matrix = matrix_of(weight)
+        matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
         if isinstance(matrix, str):
             return f"{role}: {matrix}"
     for role, vector in block.weights.vectors.items():
@@ -167,6 +173,8 @@ class NativeStack:
             and not library.isa.startswith("amx")
         )
         self.most_tokens = _MOST_TOKENS_BESIDE_AMX if beside_amx else _MOST_TOKENS
+        if any(block.spec.moe is not None for block in blocks):
+            self.most_tokens = min(self.most_tokens, _MOST_TOKENS_OF_EXPERTS)
         self.library, self._otherwise = library, otherwise
         self.blocks = tuple(blocks)
         self._place = {id(block): index for index, block in enumerate(blocks)}
@@ -315,14 +323,14 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         table=-1 if spec.rope is None else ropes.index(spec.rope),
         rope_interleaved=int(spec.rope is not None and spec.rope.interleaved),
         residual_scale=spec.residual_scale,
+        clip=spec.clip_qkv or 0.0,
         mask=mask_of(block.mask),
     )
     for role, name in _MATRICES.items():
-        matrix = matrix_of(block.weights.matrices[role])
-        if isinstance(matrix, str):
-            raise AssertionError("a block is described only once refuse_block has accepted it")
-        setattr(struct, name, matrix)
-        memory.append(matrix.memory)
+        if role in block.weights.matrices:
+            setattr(struct, name, _matrix(block.weights.matrices[role], memory))
+    if spec.moe is not None:
+        struct.moe = ctypes.pointer(_moe(spec.moe, block.weights.matrices, memory))
     for role, name in _NORMS.items():
         setattr(struct, name, norm_of(vectors.get(role), spec.norm))
     if spec.qk_norm is not None:
@@ -331,6 +339,34 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         for role, name in _QK_NORMS.items():
             setattr(struct, name, norm_of(vectors.get(role), spec.qk_norm.norm))
     return struct
+
+
+def _moe(moe: MoE, matrices: Mapping[Role, Weight], memory: list[Any]) -> abi.Moe:
+    struct = abi.Moe(
+        experts=moe.experts,
+        top_k=moe.top_k,
+        shared=moe.shared,
+        jitter=moe.jitter,
+        scoring=SCORINGS[moe.scoring],
+        normalize=int(moe.normalize),
+    )
+    for role, name in _SHARED.items():
+        if role in matrices:
+            setattr(struct, name, _matrix(matrices[role], memory))
+    for role, name in _EXPERTS.items():
+        each = (_matrix(matrices[role], memory, expert) for expert in range(moe.experts))
+        memory.append((abi.Matrix * moe.experts)(*each))
+        setattr(struct, name, ctypes.addressof(memory[-1]))
+    memory.append(struct)
+    return struct
+
+
+def _matrix(weight: Weight, memory: list[Any], expert: int | None = None) -> abi.Matrix:
+    matrix = matrix_of(weight, expert)
+    if isinstance(matrix, str):
+        raise AssertionError("a block is described only once refuse_block has accepted it")
+    memory.append(matrix.memory)
+    return matrix
 
 
 def norm_of(vector: VectorLike | None, norm: Norm) -> abi.Norm:

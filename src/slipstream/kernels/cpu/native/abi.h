@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 4;
+constexpr int32_t kAbi = 5;
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
@@ -106,6 +106,17 @@ struct Mask {
 
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kWhole = 2 };
 
+enum Scoring : int32_t { kSoftmaxTopk = 0, kTopkSoftmax = 1, kSparsemixer = 2, kScorings = 3 };
+
+// A mixture of experts, as the Python docstring of `MoE` has it. A matrix without outputs is absent.
+struct Moe {
+    const Matrix *experts_in, *experts_out; // one per expert
+    int64_t experts, top_k, shared;         // shared: width of the experts that see every token, 0 for none
+    float jitter;
+    int32_t scoring, normalize, unused;
+    Matrix router, shared_in, shared_out, shared_gate;
+};
+
 // One transformer block; the Python docstring of `Block` draws its residual stream.
 struct Block {
     int64_t hidden, heads, kv_heads, head_dim, ffn;
@@ -114,9 +125,13 @@ struct Block {
     int32_t table; // which of the tables of angles, -1 for none
     int32_t rope_interleaved;
     float residual_scale;
+    float clip; // of queries, keys and values after their norms; 0 for none
+    int32_t unused;
     Mask mask;
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
-    Matrix qkv, attn_out, mlp_in, mlp_out;
+    Matrix qkv, attn_out;
+    Matrix mlp_in, mlp_out; // not read where there are experts
+    const Moe* moe;         // or null
 };
 
 // What one step computes; see ops/step.py. Every slot, start and used block is checked before it is followed.

@@ -157,6 +157,32 @@ Status first_of(Status a, Status b) {
     return a != kOk ? a : b;
 }
 
+// A matrix that may be absent.
+Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
+    return m.outputs == 0 ? kOk : matrix(m, outputs, inputs);
+}
+
+Status experts(const Moe& moe, const Block& b) {
+    const int64_t inner = b.gated ? 2 : 1;
+    if (!is_size(moe.experts) || !is_size(moe.top_k) || moe.top_k > moe.experts)
+        return kShape;
+    if (moe.scoring < 0 || moe.scoring >= kScorings || (moe.scoring == kSparsemixer && moe.top_k != 2))
+        return kUnsupported;
+    if (!moe.experts_in || !moe.experts_out)
+        return kNull;
+    Status status = matrix(moe.router, moe.experts, b.hidden);
+    for (int64_t e = 0; status == kOk && e < moe.experts; ++e)
+        status = first_of(matrix(moe.experts_in[e], inner * b.ffn, b.hidden),
+                          matrix(moe.experts_out[e], b.hidden, b.ffn));
+    if (moe.shared == 0)
+        return status != kOk || !moe.shared_gate.outputs ? status : kUnsupported;
+    if (!is_size(moe.shared))
+        return kShape;
+    status = first_of(status, matrix(moe.shared_in, inner * moe.shared, b.hidden));
+    status = first_of(status, matrix(moe.shared_out, b.hidden, moe.shared));
+    return first_of(status, some_matrix(moe.shared_gate, 1, b.hidden));
+}
+
 Status block(const Block& b, const StackCall& call) {
     Status status = heads(b.heads, b.kv_heads, b.head_dim);
     if (status != kOk)
@@ -174,8 +200,14 @@ Status block(const Block& b, const StackCall& call) {
     const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;
     status = first_of(status, matrix(b.qkv, q + 2 * kv, b.hidden));
     status = first_of(status, matrix(b.attn_out, b.hidden, q));
-    status = first_of(status, matrix(b.mlp_in, b.gated ? 2 * b.ffn : b.ffn, b.hidden));
-    status = first_of(status, matrix(b.mlp_out, b.hidden, b.ffn));
+    if (b.moe) {
+        status = first_of(status, experts(*b.moe, b));
+    } else {
+        status = first_of(status, matrix(b.mlp_in, b.gated ? 2 * b.ffn : b.ffn, b.hidden));
+        status = first_of(status, matrix(b.mlp_out, b.hidden, b.ffn));
+    }
+    if (!(b.clip >= 0.0f))
+        return kUnsupported;
     for (const Norm* n : {&b.attn_norm, &b.attn_post_norm, &b.mlp_norm, &b.mlp_post_norm})
         status = first_of(status, norm(*n, b.hidden, b.hidden));
     if (b.qk_norm == kNoQkNorm && (b.q_norm.kind != kNoNorm || b.k_norm.kind != kNoNorm))
@@ -221,11 +253,6 @@ Status layers(const StackCall& call, int64_t more = 0) {
         status = first_of(status, block(call.blocks[i], call));
     }
     return status;
-}
-
-// A matrix that may be absent.
-Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
-    return m.outputs == 0 ? kOk : matrix(m, outputs, inputs);
 }
 
 Status embeds(const ModelCall& call, const Frame& f) {

@@ -87,6 +87,13 @@ inline void norm_row(const float* x, float* out, int64_t n, const Norm& norm, in
         shift_row(out, norm.bias, norm.bias_dtype, at, n);
 }
 
+inline void clip_row(float* x, int64_t n, float most) {
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const int64_t count = least(n - j, Vec::kWidth);
+        max(min(Vec::load(x + j, count), Vec::set(most)), Vec::set(-most)).store(x + j, count);
+    }
+}
+
 // Heads of one token side by side; the norm is over each head (its weight shared or one per head) or over all
 // of them.
 inline void norm_heads(float* x, int64_t heads, int64_t dim, const Norm& norm, int32_t over) {

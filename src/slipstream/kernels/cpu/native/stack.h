@@ -5,6 +5,17 @@
 namespace slipstream {
 namespace {
 
+// The feed-forward that every token takes; its width is 0 where there are experts alone.
+struct Feed {
+    const Matrix *in, *out;
+    int64_t width;
+};
+
+inline Feed feed_of(const Block& b) {
+    return b.moe ? Feed{&b.moe->shared_in, &b.moe->shared_out, b.moe->shared}
+                 : Feed{&b.mlp_in, &b.mlp_out, b.ffn};
+}
+
 class Stack {
 public:
     Stack(const StackCall& call, char* base, int threads) : call_(call), tokens_(call.step.tokens) {
@@ -12,7 +23,7 @@ public:
         for (int64_t i = 0; i < call.num_blocks; ++i) {
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
-            inner = most(inner, b.ffn);
+            inner = most(inner, feed_of(b).width);
             joined = most(joined, b.heads * b.head_dim);
             qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
             dim = most(dim, b.head_dim);
@@ -44,6 +55,7 @@ public:
         own_ = scratch.part<float>(own_floats_ * threads);
         operand_size_ = operand_bytes(most(hidden, most(joined, inner)), tokens_);
         operands_ = scratch.part<char>(operand_size_ * threads);
+        experts_.take(scratch, call, threads);
         bytes_ = scratch.used();
     }
 
@@ -105,7 +117,7 @@ private:
 
     // Whether rows are rounded where they lie, which those that are packed are not.
     bool rounds_rows(const Matrix& m, bool packed) const { return !packed && rounds(m.dtype, tokens_); }
-    bool feeds_many(const Block& b) const { return many(tokens_, b.mlp_in) && many(tokens_, b.mlp_out); }
+    bool feeds_many(const Feed& f) const { return many(tokens_, *f.in) && many(tokens_, *f.out); }
 
     // What enters the attention, and where the branches are parallel what enters the feed-forward.
     void enter(const Block& b, int64_t t) {
@@ -182,6 +194,8 @@ private:
         };
         if (!b.qk_norm_after_rope)
             norms();
+        if (b.clip != 0.0f)
+            clip_row(q, (b.heads + 2 * b.kv_heads) * b.head_dim, b.clip);
         if (b.table >= 0) {
             const Table& table = call_.tables[b.table];
             const int64_t row = (call_.positions ? call_.positions[t] : t) * table.half;
@@ -208,59 +222,70 @@ private:
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at);
             norm_row(x_ + at, normed_ + at, b.hidden, b.mlp_norm);
         }
-        if (rounds_rows(b.mlp_in, feeds_many(b)))
+        const Feed feed = feed_of(b);
+        if (feed.width && rounds_rows(*feed.in, feeds_many(feed)))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
     void feed_forward(const Block& b, Team& team, int rank) {
-        float* own = own_floats(rank);
-        const bool rounded = rounds_rows(b.mlp_in, feeds_many(b));
+        const Feed feed = feed_of(b);
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
-        if (apart && rounded)
-            over_tokens(
-                team, [&](int64_t t) { copy_row(entry_ + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
-        if (feeds_many(b)) {
-            feed_forward_many(b, apart ? entry_ : normed_, team, own);
+        const float* x = apart ? entry_ : normed_;
+        if (feed.width)
+            feed_all(b, feed, x, team, rank);
+        if (b.moe)
+            experts_.run(b, x, fed_, feed.width > 0, team, rank);
+    }
+
+    void feed_all(const Block& b, const Feed& feed, const float* x, Team& team, int rank) {
+        float* own = own_floats(rank);
+        const int64_t width = feed.width;
+        const bool rounded = rounds_rows(*feed.in, feeds_many(feed));
+        if (x == entry_ && rounded)
+            over_tokens(team,
+                        [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
+        if (feeds_many(feed)) {
+            feed_many(b, feed, x, team, own);
             return;
         }
-        const Rows rows = {apart ? entry_ : normed_, rounded ? rounded_ : nullptr, b.hidden, tokens_};
-        const Operand in = operand(rows, b.mlp_in, rank);
-        const bool rounded_out = rounds_rows(b.mlp_out, feeds_many(b));
-        each(team, b.ffn, grain(b.ffn, team.size()), [&](int64_t begin, int64_t end) {
+        const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
+        const Operand in = operand(rows, *feed.in, rank);
+        const bool rounded_out = rounds_rows(*feed.out, feeds_many(feed));
+        each(team, width, grain(width, team.size()), [&](int64_t begin, int64_t end) {
             const int64_t n = end - begin;
-            multiply(in, b.mlp_in, begin, end, inner_ + begin, b.ffn);
+            multiply(in, *feed.in, begin, end, inner_ + begin, width);
             if (b.gated)
-                multiply(in, b.mlp_in, b.ffn + begin, b.ffn + end, own, n);
+                multiply(in, *feed.in, width + begin, width + end, own, n);
             for (int64_t t = 0; t < tokens_; ++t) {
-                float* row = inner_ + t * b.ffn + begin;
+                float* row = inner_ + t * width + begin;
                 activate_row(b.activation, row, b.gated ? own + t * n : nullptr, n);
                 if (rounded_out)
-                    copy_row(row, rounded_inner_ + t * b.ffn + begin, n);
+                    copy_row(row, rounded_inner_ + t * width + begin, n);
             }
         });
-        const Rows inner = {inner_, rounded_out ? rounded_inner_ : nullptr, b.ffn, tokens_};
-        const Operand out = operand(inner, b.mlp_out, rank);
+        const Rows inner = {inner_, rounded_out ? rounded_inner_ : nullptr, width, tokens_};
+        const Operand out = operand(inner, *feed.out, rank);
         each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
-            multiply(out, b.mlp_out, begin, end, fed_ + begin, b.hidden);
+            multiply(out, *feed.out, begin, end, fed_ + begin, b.hidden);
         });
     }
 
     // What the activation leaves is packed for the second matrix at once: it never lies anywhere in float32.
-    void feed_forward_many(const Block& b, const float* x, Team& team, float* own) {
-        with_word(b.mlp_in.dtype, [&](auto unit) {
+    void feed_many(const Block& b, const Feed& feed, const float* x, Team& team, float* own) {
+        with_word(feed.in->dtype, [&](auto unit) {
             using U = decltype(unit);
             pack_rows<U>(x, kFloat32, tokens_, b.hidden, packed_, team);
-            const Product<U> product(b.mlp_in, b.ffn, b.gated ? b.ffn : 0, tokens_, team.size());
+            const Product<U> product(*feed.in, feed.width, b.gated ? feed.width : 0, tokens_, team.size());
             product.run(packed_, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
                 for (int64_t j = 0; j < piece.outputs; ++j)
                     activate_row(b.activation, piece.c + j * piece.stride,
                                  piece.up ? piece.up + j * piece.stride : nullptr,
                                  ceil_div(piece.tokens, kGroup) * kGroup);
-                with_word(b.mlp_out.dtype,
-                          [&](auto next) { pack_piece<decltype(next)>(piece, b.ffn, packed_inner_); });
+                with_word(feed.out->dtype,
+                          [&](auto next) { pack_piece<decltype(next)>(piece, feed.width, packed_inner_); });
             });
         });
-        project_packed(packed_inner_, b.mlp_out, fed_, team, own);
+        project_packed(packed_inner_, *feed.out, fed_, team, own);
     }
 
     void leave(const Block& b, int64_t t) {
@@ -295,6 +320,7 @@ private:
     char *packed_ = nullptr, *packed_inner_ = nullptr; // rows as products of many take them
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr, *rounded_inner_ = nullptr;
     char* operands_;
+    Experts experts_;
     int64_t own_floats_, operand_size_, bytes_;
 };
 

@@ -18,6 +18,7 @@
 #endif
 #include "product.h"
 #include "attention.h"
+#include "experts.h"
 #include "stack.h"
 #include "pack.h"
 #include "frame.h"
