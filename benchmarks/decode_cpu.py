@@ -1,4 +1,4 @@
-"""Decode on the CPU: transformers eager, the layers one by one, and all of them in one native call.
+"""Decode on the CPU: transformers eager, the layers one by one, and all in one native call in each format.
 
 The rows take turns in one process, a few tokens each, upon a prompt of 128 tokens; figures are medians.
 """
@@ -19,8 +19,10 @@ from benchmarks.models import LLAMA_TINY
 from benchmarks.request import Request
 from slipstream.engine.runner import Runner, make_step
 from slipstream.engine.schedule import Chunk
+from slipstream.formats import FORMATS
 from slipstream.model.cache import BLOCK_SIZE
 from slipstream.model.frame import run_stack
+from slipstream.model.packed import weight_of
 
 SMOLLM2_135M: dict[str, Any] = {
     "vocab_size": 49152,
@@ -93,21 +95,32 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "decode_cpu", {"prompt": PROMPT, "rows": rows}
 
 
+def _bytes_read(runner: Runner) -> int:
+    """Bytes of the matrices that a step reads: those of the layers and the head's."""
+    weights = [weight for block in runner.blocks for weight in block.weights.matrices.values()]
+    return sum(weight.nbytes for weight in (*weights, weight_of(runner.frame.head)))
+
+
 def _rows(shape: dict[str, Any], dtype: torch.dtype, batch: int, rounds: int) -> list[dict[str, Any]]:
     """One row per implementation, in turns."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape)).eval().to(dtype)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    ours = slipstream.init_inference(copy.deepcopy(model), dtype=dtype, replace_with_kernel_inject=True)
-    native = ours._built.runner
-    assert native is not None
-    plain = Runner(native.frame, native.blocks, native.names, stack=run_stack)
-    kernels = ours.report().layers[0].kernels
-    decoders = {
-        "transformers eager": eager(model, batch),
-        "layers one by one": engine(plain, batch),
-        f"stack ({kernels['stack']})": engine(native, batch),
-    }
+    decoders = {"transformers eager": eager(model, batch)}
+    sizes = {"transformers eager": size, "layers one by one": size}
+    for name in FORMATS:
+        quant = {} if name == "plain" else {"quant": name}
+        ours = slipstream.init_inference(
+            copy.deepcopy(model), dtype=dtype, replace_with_kernel_inject=True, **quant
+        )
+        native = ours._built.runner
+        assert native is not None
+        if name == "plain":
+            plain = Runner(native.frame, native.blocks, native.names, stack=run_stack)
+            decoders["layers one by one"] = engine(plain, batch)
+        row = f"{name} ({ours.report().layers[0].kernels['stack']})"
+        decoders[row] = engine(native, batch)
+        sizes[row] = _bytes_read(native)
     times: dict[str, list[float]] = {name: [] for name in decoders}
     rates = []
     for turn in range(rounds + 1):
@@ -131,7 +144,7 @@ def _rows(shape: dict[str, Any], dtype: torch.dtype, batch: int, rounds: int) ->
                 "ms_least": round(min(each) * 1e3, 2),
                 "tokens_per_second": round(batch / median, 1),
                 "times_eager": round(base / median, 2),
-                "weights_gb_per_second": round(size / median / 1e9, 1),
+                "weights_gb_per_second": round(sizes[name] / median / 1e9, 1),
                 "read_gb_per_second": round(rate, 1),
             }
         )

@@ -1,25 +1,20 @@
 """One native linear on the CPU: each weight format and a few rows, against the rate of reading memory.
 
-    python -m benchmarks.linear_cpu [--rounds 5] [--formats plain int8] [--dtypes float32] [--out FILE]
-
 Weights are cold: each pass goes through copies of a matrix that together exceed the caches. All take turns in
-one process; figures are medians of passes.
+one process; figures are medians of passes. `--only int8` keeps to one format.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from benchmarks.decode_cpu import read_rate
-from benchmarks.machine import describe
+from benchmarks.request import Request
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
@@ -28,7 +23,7 @@ from slipstream.ops.linear import Weight
 
 SHAPES = ((5632, 2048), (2048, 5632), (576, 1536), (1536, 576), (49152, 576))
 ROWS = (1, 2, 4, 8, 16)
-FORMATS_MEASURED = ("plain", "int8", "int4", "int4-g64-sym", "fp8", "fp6")
+MEASURED = ("plain", "int8", "int4", "fp8", "fp6")
 COLD_BYTES = 192 << 20
 
 Pass = Callable[[], None]
@@ -61,8 +56,26 @@ def passes(weights: list[Weight], rows: int, dtype: torch.dtype, library: Librar
     return run
 
 
-def measure(
-    shape: tuple[int, int], names: list[str], dtype: torch.dtype, library: Library, rounds: int
+def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for each shape, format and number of rows, in bfloat16 (and float32 for the widest)."""
+    isa = next((isa for isa in ISAS if refuse(isa) is None), None)
+    library = None if isa is None else load(isa)
+    if library is None:
+        raise ValueError("linear_cpu measures the native library, and there is none")
+    names, rounds = request.only or MEASURED, 1 if request.quick else request.rounds or 5
+    unknown = [name for name in names if name not in FORMATS | VARIANTS]
+    if unknown:
+        raise ValueError(f"--only {unknown[0]}: no such weight format")
+    rows = []
+    for shape in SHAPES[2:3] if request.quick else SHAPES:
+        rows += _rows(shape, tuple(names), torch.bfloat16, library, rounds)
+    if not request.quick:
+        rows += _rows(SHAPES[0], tuple(names), torch.float32, library, rounds)
+    yield "linear_cpu", {"isa": isa, "rows": rows}
+
+
+def _rows(
+    shape: tuple[int, int], names: tuple[str, ...], dtype: torch.dtype, library: Library, rounds: int
 ) -> list[dict[str, Any]]:
     """One row per format and number of rows, in turns."""
     weights = {name: copies_of(name, *shape, dtype) for name in names}
@@ -94,30 +107,3 @@ def measure(
             }
         )
     return result
-
-
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS_MEASURED))
-    parser.add_argument("--shapes", nargs="+", type=int, default=list(range(len(SHAPES))))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--isa", default=None)
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args()
-    isa = options.isa or next(isa for isa in ISAS if refuse(isa) is None)
-    library = load(isa)
-    assert library is not None, f"this machine has no {isa}"
-    result: dict[str, Any] = {"machine": describe(), "isa": isa, "rows": []}
-    for dtype in (getattr(torch, name) for name in options.dtypes):
-        for shape in (SHAPES[i] for i in options.shapes):
-            for row in measure(shape, options.formats, dtype, library, options.rounds):
-                result["rows"].append(row)
-                print(*(f"{value!s:>12}" for value in row.values()), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_cpu, generate, load, quality
+from benchmarks import attention_cpu, decode_cpu, generate, linear_cpu, load, quality
 from benchmarks.machine import describe
 from benchmarks.peers import measure as peers
 from benchmarks.request import Request
@@ -21,7 +21,9 @@ from benchmarks.request import Request
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]] = {
     "peers": peers.measure,
+    "attention_cpu": attention_cpu.measure,
     "decode_cpu": decode_cpu.measure,
+    "linear_cpu": linear_cpu.measure,
     "generate": generate.measure,
     "load": load.measure,
     "quality": quality.measure,
@@ -44,7 +46,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="PART",
-        help="of peers: MODEL or MODEL/PRECISION; repeatable",
+        help="of peers: MODEL or MODEL/PRECISION; of linear_cpu: a weight format; repeatable",
     )
     parser.add_argument("--out", type=Path, help=f"folder of the results (default: {RESULTS})")
     arguments = parser.parse_args()

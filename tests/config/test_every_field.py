@@ -68,6 +68,7 @@ EXAMPLES: dict[str, Any] = {
     "quant.head": "int4",
     "quant.embedding": "int8",
     "injection_check": "fallback",
+    "kv_cache_dtype": "int8",
     "checkpoint": "weights.json",
     "base_dir": "weights",
     "set_empty_params": True,
@@ -112,6 +113,7 @@ PUBLIC = re.findall(
     mp_size mpu ep_size ep_group ep_mp_group moe_experts moe_type
     """,
 )
+OURS = {"injection_check", "kv_cache_dtype"}
 LEAVES = [name for name in fields() if not any(other.startswith(f"{name}.") for other in fields())]
 INTEGERS = [name for name, value in EXAMPLES.items() if type(value) is int]
 FLAGS = [name for name, value in EXAMPLES.items() if type(value) is bool]
@@ -170,8 +172,8 @@ def test_every_field_has_an_example_other_than_its_default() -> None:
 
 def test_every_field_of_the_public_interface_is_there() -> None:
     assert len(PUBLIC) == 32
-    assert set(InferenceConfig.model_fields) == {*PUBLIC, "injection_check"}
-    assert set(default_inference_config()) == {*PUBLIC, "injection_check"}
+    assert set(InferenceConfig.model_fields) == {*PUBLIC, *OURS}
+    assert set(default_inference_config()) == {*PUBLIC, *OURS}
 
 
 def test_every_alias_of_the_public_interface_is_there() -> None:

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -42,8 +43,8 @@ TASKS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
 
 def rounded(value: Any) -> Any:
     """The same nest with floats rounded, so that it compares."""
-    if isinstance(value, float):
-        return round(value, 3) + 0.0
+    if isinstance(value, float | np.floating):
+        return round(float(value), 3) + 0.0
     if isinstance(value, dict):
         return {key: rounded(v) for key, v in value.items()}
     return [rounded(v) for v in value] if isinstance(value, list | tuple) else value

@@ -13,15 +13,20 @@ from slipstream.errors import DeviceError
 from slipstream.kernels.cpu import KERNELS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
-from slipstream.kernels.cpu.attention import native_attention
+from slipstream.kernels.cpu.attention import NativeAttention
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.paged_attention import native_paged_attention
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Facts, Kernel
 from slipstream.ops.linear import Weight
 
-NATIVE: dict[str, Callable[..., Tensor]] = {"linear": native_linear, "paged_attention": native_attention}
+NATIVE: dict[str, Callable[..., Tensor]] = {
+    "attention": lambda library, **given: NativeAttention(library)(**given),
+    "linear": native_linear,
+    "paged_attention": native_paged_attention,
+}
 """What each kernel calls where it does not leave the work to torch."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Op
+from slipstream.ops.kv_cache import Int8Cache
 from slipstream.ops.linear import Weight
 
 CASES = [(op, case) for op in OPS.values() for case in op.cases]
@@ -29,6 +30,8 @@ def _arguments(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 def _double(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
+    if isinstance(value, Int8Cache):
+        return value.codes.double() * value.scales.double().unsqueeze(-1)
     return value.apply(lambda t: t.double()) if isinstance(value, Weight) else value
 
 
@@ -129,7 +132,7 @@ def _visible_row(
     if mask is None:
         allowed = keys <= i + len(row) - queries if causal else keys >= 0
         return torch.zeros_like(row).masked_fill(~allowed, -1e300)
-    part = mask[b, min(h, mask.shape[1] - 1), i]
+    part = mask[b if mask.shape[0] > 1 else 0, min(h, mask.shape[1] - 1), min(i, mask.shape[2] - 1)]
     return part.double().log().clamp(min=-1e300) if mask.dtype == torch.bool else part.clamp(min=-1e300)
 
 

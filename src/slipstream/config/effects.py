@@ -73,6 +73,11 @@ _TOP = {
         '"error" raises when a replaced layer disagrees with the original, "fallback" keeps the original and '
         'reports it, "off" does not compare.'
     ),
+    "kv_cache_dtype": _acts(
+        "int8 keeps the keys and values of the engine's own generate as codes with a float32 scale per "
+        "token and kv head: about half the bytes of bfloat16, each value off by at most 1/254 of the largest "
+        "of its head. A cache that is returned is in the engine's dtype. Without an engine road it warns."
+    ),
     "checkpoint": _unserved(
         "Weights are read from it and every tensor is accounted for, with and without injection."
     ),

@@ -85,6 +85,9 @@ class InferenceConfig(Section):
     injection_check: Literal["error", "fallback", "off"] = Field(
         default="error", description="what happens when a replaced layer disagrees with the original"
     )
+    kv_cache_dtype: Literal["int8"] | None = Field(
+        default=None, description="what generate keeps keys and values in; None for the engine's dtype"
+    )
     checkpoint: Checkpoint = Field(
         default=None, description="weights to load: a path, or DeepSpeed's dictionary of files"
     )

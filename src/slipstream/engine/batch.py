@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.engine.runner import Runner, make_step
 from slipstream.engine.schedule import Chunk, Schedule
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.ops.kv_cache import CachePart, read_cache
 from slipstream.ops.step import Step
 
 __all__ = ["Batch"]
@@ -46,6 +47,7 @@ class Batch:
             self._schedule.add(row, length - padding)
         needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
         self._cache: PagedCache = runner.new_cache(sum(needed))
+        self._dtype = runner.dtype
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
         self._decode: _Decode | None = None
@@ -134,17 +136,19 @@ class Batch:
 
         cache = DynamicCache(config=model.config)
         seen = self._length - 1
+        dtype = self._dtype
         for index, pair in enumerate(self._cache.layers):
             parts = [
-                torch.stack([self._row(row, part, seen) for row in range(len(self._padding))])
+                torch.stack([self._row(row, part, seen, dtype) for row in range(len(self._padding))])
                 for part in pair
             ]
             cache.update(parts[0], parts[1], index)
         return cache
 
-    def _row(self, row: int, part: Tensor, seen: int) -> Tensor:
+    def _row(self, row: int, part: CachePart, seen: int, dtype: torch.dtype) -> Tensor:
         padding = self._padding[row]
-        real = part[self._blocks[row]].flatten(0, 1)[: seen - padding].transpose(0, 1)
+        blocks = torch.tensor(self._blocks[row], device=self._tokens.device)
+        real = read_cache(part, blocks, dtype).flatten(0, 1)[: seen - padding].transpose(0, 1)
         return torch.nn.functional.pad(real, (0, 0, padding, 0))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings, compute_dtype
-from slipstream.engine.graph import LADDER, Graphs
+from slipstream.engine.road import prepare_road
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
@@ -110,8 +110,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         watch(model)
     stack = _stack(list(blocks.values()), device)
     runner = None if frame is None else _runner(frame, blocks, stack, _frame_ops(device, settings, outside))
-    if config.enable_cuda_graph:
-        notes.append(_capture(runner, device, config))
+    notes += prepare_road(runner, device, config)
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)
@@ -292,19 +291,6 @@ def _runner(frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops) -
     frame.ops = ops
     whole = bind_model(frame, stack.run)
     return Runner(frame, list(blocks.values()), list(blocks), stack=stack.run, whole=whole)
-
-
-def _capture(runner: Runner | None, device: Device, config: InferenceConfig) -> str:
-    """Let the decode steps be captured; what came of it, for the report."""
-    reason = device.no_graph() or ("" if runner is not None else "generate runs transformers' own loop")
-    if runner is not None and not reason:
-        runner.whole = graphs = Graphs(runner, device, tokens=config.max_out_tokens)
-        runner.new_cache = graphs.new_cache
-        graphs.prove()
-        reason = graphs.reason
-    if reason:
-        return f"enable_cuda_graph has no effect: {reason}"
-    return f"decode steps are captured as graphs of up to {LADDER[-1]} rows"
 
 
 def _frame(

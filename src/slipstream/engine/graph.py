@@ -25,6 +25,7 @@ from slipstream.devices import Device
 from slipstream.engine.runner import Runner
 from slipstream.errors import DeviceError
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Step
 
 __all__ = ["LADDER", "Graphs"]
@@ -110,7 +111,7 @@ class Graphs:
             weakref.finalize(lent, self._give_back)
             return lent
 
-    def begin(self, caches: Sequence[tuple[Tensor, Tensor]], longest: int) -> _Session | None:
+    def begin(self, caches: Sequence[tuple[CachePart, CachePart]], longest: int) -> _Session | None:
         """Begin a generation, or return None where its cache is not the one of the graphs.
 
         Args:
@@ -135,9 +136,8 @@ class Graphs:
         if cache is None or cache.capacity <= blocks:
             self._captured.clear()
             cache = self._cache = self._runner.make_cache(max(blocks, _least_blocks(self._tokens)) + 1)
-            for pair in cache.layers:
-                for part in pair:
-                    part[-1].zero_()
+            for tensor in _tensors(cache):
+                tensor[-1].zero_()
             self._forget_what_moved()
         return cache
 
@@ -168,17 +168,16 @@ class Graphs:
         runner, cache = self._runner, self._cache
         if cache is None:
             raise AssertionError("a step is captured upon a cache")
-        static = _StaticStep(rows, width, cache.capacity - 1, cache.layers[0][0].device)
+        static = _StaticStep(rows, width, cache.capacity - 1, _tensors(cache)[0].device)
 
         def run() -> Tensor:
             logits = runner(static.step, cache).float()
             static.advance(runner.frame.ops.sample.run(logits, greedy=True))
             return logits
 
-        caches = [part for pair in cache.layers for part in pair]
         try:
             with torch.no_grad():
-                replay = self._device.capture(run, [*self._static(), *caches, *static.tensors()])
+                replay = self._device.capture(run, [*self._static(), *_tensors(cache), *static.tensors()])
         except DeviceError as error:
             self.reason = str(error)
             log.warning("decode steps run one by one: %s", error)
@@ -186,6 +185,13 @@ class Graphs:
         captured = _Captured(static.step, static.tokens, static.counter, cache.capacity - 1, replay)
         self._captured[rows, width] = captured
         return captured
+
+
+def _tensors(cache: PagedCache) -> list[Tensor]:
+    """The tensors of a cache, each with its blocks first."""
+    parts = [part for pair in cache.layers for part in pair]
+    found = [(part,) if isinstance(part, Tensor) else (part.codes, part.scales) for part in parts]
+    return [tensor for tensors in found for tensor in tensors]
 
 
 def _least_blocks(tokens: int) -> int:

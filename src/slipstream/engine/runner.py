@@ -16,13 +16,14 @@ from slipstream.engine.schedule import Chunk
 from slipstream.model.block import Block, RopeTable
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame import Frame, run_stack
+from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Step
 from slipstream.spec import Rope
 
 __all__ = ["Runner", "Session", "Stack", "make_step"]
 
 Stack = Callable[
-    [Sequence[Block], Tensor, Step, Sequence[tuple[Tensor, Tensor]], dict[Rope, RopeTable]], Tensor
+    [Sequence[Block], Tensor, Step, Sequence[tuple[CachePart, CachePart]], dict[Rope, RopeTable]], Tensor
 ]
 """Runs layers that follow each other; `run_stack` is the definition."""
 
@@ -38,7 +39,7 @@ class Whole(Protocol):
     """What can run whole steps; None where it cannot run those of this generation."""
 
     def begin(  # noqa: D102
-        self, caches: Sequence[tuple[Tensor, Tensor]], longest: int
+        self, caches: Sequence[tuple[CachePart, CachePart]], longest: int
     ) -> WholeSession | None: ...
 
 
@@ -61,6 +62,7 @@ class Runner:
         stack: Runs the layers.
         whole: Runs whole steps, where something can.
         new_cache: Makes the cache of a generation; captured steps have one that stays.
+        cache_dtype: What keys and values are kept in; None for the model's dtype.
         timer: Replaced while the engine is profiled.
     """
 
@@ -72,10 +74,11 @@ class Runner:
         *,
         stack: Stack = run_stack,
         whole: Whole | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Take the parts as they are."""
         self.frame, self.blocks, self.names = frame, list(blocks), list(names)
-        self.stack, self.whole = stack, whole
+        self.stack, self.whole, self.cache_dtype = stack, whole, cache_dtype
         self.new_cache: Callable[[int], PagedCache] = self.make_cache
         self.timer: Timer = no_timer
 
@@ -110,12 +113,17 @@ class Runner:
         whole = None if self.whole is None else self.whole.begin(cache.layers, longest)
         return Session(self, cache, whole)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's activations."""
+        dtype: torch.dtype = self.frame.embed._parameters["weight"].dtype
+        return dtype
+
     def make_cache(self, blocks: int) -> PagedCache:
-        """A cache of `blocks` blocks per layer, in the model's dtype and on its device."""
+        """A cache of `blocks` blocks per layer, on the model's device."""
         weight = self.frame.embed._parameters["weight"]  # as an attribute, it would be unpacked
-        return PagedCache(
-            [block.spec for block in self.blocks], blocks, dtype=weight.dtype, device=weight.device
-        )
+        specs = [block.spec for block in self.blocks]
+        return PagedCache(specs, blocks, dtype=self.cache_dtype or weight.dtype, device=weight.device)
 
 
 class Session:

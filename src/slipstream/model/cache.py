@@ -9,12 +9,12 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from slipstream.errors import DeviceError
+from slipstream.ops.kv_cache import CachePart, Int8Cache
 from slipstream.spec import BlockSpec
 
-__all__ = ["BLOCK_SIZE", "PagedCache"]
+__all__ = ["BLOCK_SIZE", "PagedCache", "bytes_per_token"]
 
 BLOCK_SIZE = 32
 """Tokens per block (Z)."""
@@ -27,7 +27,8 @@ class PagedCache:
     when the generation ends.
 
     Attributes:
-        layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`.
+        layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s where the
+            cache was asked for in int8.
         capacity: Number of blocks.
     """
 
@@ -41,12 +42,11 @@ class PagedCache:
         """
         shapes = [(blocks, BLOCK_SIZE, spec.kv_heads, spec.head_dim) for spec in specs]
         try:
-            self.layers: list[tuple[Tensor, Tensor]] = [
-                (torch.empty(s, dtype=dtype, device=device), torch.empty(s, dtype=dtype, device=device))
-                for s in shapes
+            self.layers: list[tuple[CachePart, CachePart]] = [
+                (_part(s, dtype, device), _part(s, dtype, device)) for s in shapes
             ]
         except RuntimeError as error:
-            size = sum(2 * dtype.itemsize * blocks * BLOCK_SIZE * s.kv_dim for s in specs) / 2**30
+            size = blocks * BLOCK_SIZE * bytes_per_token(specs, dtype) / 2**30
             raise DeviceError(
                 f"no room on {device} for a KV cache of {blocks * BLOCK_SIZE} tokens ({size:.2f} GiB): "
                 f"{error}; ask for fewer new tokens, or fewer sequences at once"
@@ -79,4 +79,17 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes reserved in all layers."""
-        return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+        return sum(part.nbytes for pair in self.layers for part in pair)
+
+
+def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:
+    """Bytes that one token takes in a cache of these layers."""
+    scales = 4 if dtype == torch.int8 else 0
+    return sum(2 * (dtype.itemsize * spec.kv_dim + scales * spec.kv_heads) for spec in specs)
+
+
+def _part(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:
+    values = torch.empty(shape, dtype=dtype, device=device)
+    if dtype != torch.int8:
+        return values
+    return Int8Cache(values, torch.empty(shape[:-1], device=device))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from slipstream.model.block import Block, RopeTable
 from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
+from slipstream.ops.kv_cache import CachePart, write_cache
 from slipstream.ops.linear import Weight
-from slipstream.ops.paged_attention import write_cache
 from slipstream.ops.rope import half_table
 from slipstream.ops.step import Step
 from slipstream.spec import FrameSpec, Rope
@@ -231,7 +231,7 @@ def run_stack(
     blocks: Sequence[Block],
     x: Tensor,
     step: Step,
-    caches: Sequence[tuple[Tensor, Tensor]],
+    caches: Sequence[tuple[CachePart, CachePart]],
     tables: dict[Rope, RopeTable],
 ) -> Tensor:
     """Run every layer over packed tokens and the paged cache.
@@ -256,8 +256,8 @@ def run_stack(
             k: Tensor,
             v: Tensor,
             block: Block = block,
-            k_cache: Tensor = k_cache,
-            v_cache: Tensor = v_cache,
+            k_cache: CachePart = k_cache,
+            v_cache: CachePart = v_cache,
         ) -> Tensor:
             write_cache(k, v, k_cache, v_cache, step.slots)
             return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]

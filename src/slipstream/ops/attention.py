@@ -97,10 +97,15 @@ def _case(
     options = extra or {}
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-        batch, dim = 2, 24
+        batch, dim = 2, options.get("dim", 24)
         q = torch.randn(batch, heads, queries, dim, generator=generator).to(dtype)
         k, v = (torch.randn(batch, kv_heads, keys, dim, generator=generator).to(dtype) for _ in range(2))
         mask = None
+        if "hidden" in options:
+            # Whole sequences, seen alike by all queries.
+            mask = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
+            mask[0, ..., keys - options["hidden"] :] = False
+            mask = mask.expand(-1, -1, queries, -1) if options.get("expanded") else mask
         if "padding" in options:
             visible = (
                 torch.ones(queries, keys, dtype=torch.bool)
@@ -112,6 +117,11 @@ def _case(
             mask = visible
             if options.get("additive"):
                 mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        if "bias" in options:
+            mask = torch.randn(1, heads, queries, keys, generator=generator).to(dtype)
+        if options.get("strided"):
+            # As projections leave them: heads beside each other within a token.
+            q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
         sinks = torch.randn(heads, generator=generator).to(dtype) if options.get("sinks") else None
         return {
             "q": q,
@@ -140,5 +150,17 @@ OP = Op(
         _case("padded, additive mask", 4, 2, 8, 12, extra={"padding": 3, "additive": True}),
         _case("soft cap", 4, 2, 7, 12, extra={"softcap": 5.0, "padding": 2}),
         _case("sinks", 4, 2, 7, 7, extra={"sinks": True, "padding": 1}),
+        _case("encoder", 12, 12, 130, 130, extra={"causal": False, "dim": 32, "strided": True}),
+        _case("encoder, padded", 3, 3, 70, 70, extra={"causal": False, "dim": 33, "hidden": 50}),
+        _case(
+            "encoder, expanded mask",
+            4,
+            2,
+            33,
+            65,
+            extra={"causal": False, "hidden": 1, "expanded": True},
+        ),
+        _case("a bias per head", 4, 2, 20, 70, extra={"causal": False, "bias": True, "strided": True}),
+        _case("long prefill", 6, 2, 200, 257, extra={"dim": 80}),
     ),
 )

@@ -12,27 +12,14 @@ from torch import Tensor
 
 from slipstream.ops.attention import attention, scores_to_output
 from slipstream.ops.bind import Case, Op
+from slipstream.ops.kv_cache import CachePart, Int8Cache, read_cache, write_cache
 from slipstream.ops.step import AttentionMask, Step
 
-__all__ = ["OP", "paged_attention", "write_cache"]
-
-
-def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Write new keys and values into their slots, in place.
-
-    Args:
-        k: `(T, K, D)`.
-        v: `(T, K, D)`.
-        k_cache: `(P, Z, K, D)`, contiguous; updated.
-        v_cache: `(P, Z, K, D)`, contiguous; updated.
-        slots: `(T,)` int64, each one distinct.
-    """
-    k_cache.flatten(0, 1).index_copy_(0, slots, k.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))
+__all__ = ["OP", "paged_attention"]
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, mask: AttentionMask
+    q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, *, mask: AttentionMask
 ) -> Tensor:
     """Return causal attention of every packed query over its own sequence's cache.
 
@@ -40,8 +27,8 @@ def paged_attention(
 
     Args:
         q: `(T, H, D)`.
-        k_cache: `(P, Z, K, D)`, with this step's keys already written.
-        v_cache: `(P, Z, K, D)`; slots that no step has written may hold anything, NaN among it.
+        k_cache: `(P, Z, K, D)`, as they are or in int8, with this step's keys already written.
+        v_cache: `(P, Z, K, D)`, likewise; slots that no step has written may hold anything, NaN among it.
         step: Lengths and block table.
         mask: Window, soft cap, slopes, sinks.
 
@@ -57,7 +44,8 @@ def paged_attention(
         tokens = slice(starts[i], starts[i + 1])
         blocks = step.block_table[i, : -(-length // size)].long()
         k, v = (
-            c[blocks].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype) for c in (k_cache, v_cache)
+            read_cache(c, blocks, q.dtype).flatten(0, 1)[:length].transpose(0, 1)[None]
+            for c in (k_cache, v_cache)
         )
         positions = torch.arange(length - (starts[i + 1] - starts[i]), length, device=q.device)
         visible, bias = _visibility(positions[:, None], torch.arange(length, device=q.device)[None], mask)
@@ -66,12 +54,13 @@ def paged_attention(
     return out
 
 
-def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, mask: AttentionMask) -> Tensor:
+def _decode(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask: AttentionMask) -> Tensor:
     """One query per sequence: the caches are gathered side by side and masked to their lengths."""
     size = k_cache.shape[1]
     blocks = step.block_table[:, : -(-step.max_kv_len // size)].long()
     k, v = (
-        c[blocks].flatten(1, 2)[:, : step.max_kv_len].transpose(1, 2).to(q.dtype) for c in (k_cache, v_cache)
+        read_cache(c, blocks, q.dtype).flatten(1, 2)[:, : step.max_kv_len].transpose(1, 2)
+        for c in (k_cache, v_cache)
     )
     keys = torch.arange(step.max_kv_len, device=q.device)[None, None]
     if len(blocks) > 1 or step.max_kv_len == step.block_table.shape[1] * size:
@@ -150,9 +139,21 @@ def _case(name: str, queries: tuple[int, ...], lens: tuple[int, ...], **options:
             torch.randn(heads, generator=generator) if options.get("sinks") else None,
         )
         q = torch.randn(len(rows), heads, dim, generator=generator).to(dtype)
-        return {"q": q, "k_cache": k_cache, "v_cache": v_cache, "step": step, "mask": mask}
+        if not options.get("int8"):
+            return {"q": q, "k_cache": k_cache, "v_cache": v_cache, "step": step, "mask": mask}
+        return {"q": q, "k_cache": _int8(k_cache), "v_cache": _int8(v_cache), "step": step, "mask": mask}
 
     return Case(name, make)
+
+
+def _int8(cache: Tensor) -> Int8Cache:
+    """A cache in int8 with NaN where a cache has it."""
+    part = Int8Cache(torch.zeros(cache.shape, dtype=torch.int8), torch.zeros(cache.shape[:3]))
+    slots = torch.arange(cache.shape[0] * cache.shape[1])
+    rows = cache.flatten(0, 1)
+    write_cache(rows.nan_to_num(), rows.nan_to_num(), part, part, slots)
+    part.scales.masked_fill_(cache.isnan().any(-1), torch.nan)
+    return part
 
 
 OP = Op(
@@ -172,5 +173,18 @@ OP = Op(
         _case("prefill, window and soft cap", (20, 3), (20, 3), window=4, softcap=3.0),
         _case("prefill, sinks", (6, 8), (6, 8), sinks=True),
         _case("chunk upon a cache", (4, 1, 6), (20, 9, 6), window=7),
+        *(
+            _case(f"width {dim}", (2, 1, 5), (33, 257, 5), heads=(4, 2, dim, 32))
+            for dim in (33, 80, 96, 128, 256)
+        ),
+        *(_case(f"{n} tokens", (n,), (n,), heads=(6, 2, 32, 32)) for n in (1, 31, 32, 33, 64, 65, 257)),
+        _case("window that ends with a tile", (130, 1), (130, 200), window=64, heads=(3, 1, 16, 32)),
+        _case("window one wider than a tile", (130, 1), (130, 200), window=65, heads=(3, 1, 16, 32)),
+        _case("pages of a prime size", (40, 3), (90, 70), heads=(4, 4, 16, 7)),
+        _case("a long cache of one sequence", (1,), (1500,), heads=(8, 2, 64, 32), sinks=True),
+        _case("a long cache, slopes and window", (3, 1), (1300, 40), window=700, alibi=True),
+        _case("many heads share one", (2, 1), (70, 5), heads=(140, 1, 8, 32)),
+        _case("int8, decode", (1, 1, 1), (9, 1, 300), int8=True, heads=(6, 2, 40, 32)),
+        _case("int8, chunks", (70, 4, 1), (70, 90, 33), int8=True, softcap=4.0, heads=(4, 1, 64, 32)),
     ),
 )

@@ -15,9 +15,13 @@ __all__ = [
     "DTYPES",
     "FACTORS",
     "FORMATS",
+    "BOOLEAN",
+    "INT8_CODES",
     "SCORINGS",
     "AttentionCall",
+    "Bias",
     "Block",
+    "Cache",
     "Frame",
     "LinearCall",
     "Mask",
@@ -26,9 +30,11 @@ __all__ = [
     "Moe",
     "Norm",
     "PackCall",
+    "PagedAttentionCall",
     "Run",
     "StackCall",
     "Step",
+    "Strided",
     "Table",
     "address",
 ]
@@ -38,6 +44,9 @@ ABI = 5
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Storage types that the library reads."""
+
+INT8_CODES, BOOLEAN = 3, 4
+"""Storage types of cached keys and values, and of masks."""
 
 ACTIVATIONS = {
     "gelu": 0,
@@ -188,15 +197,51 @@ class LinearCall(ctypes.Structure):
     ]
 
 
-class AttentionCall(ctypes.Structure):
-    """Arguments of `slipstream_attention`."""
+class Cache(ctypes.Structure):
+    """Keys and values of one layer."""
+
+    _fields_: ClassVar[_Fields] = _each(c_void_p, "k v k_scales v_scales")
+
+
+class PagedAttentionCall(ctypes.Structure):
+    """Arguments of `slipstream_paged_attention`."""
 
     _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "q out k_cache v_cache"),
+        *_each(c_void_p, "q out"),
+        ("cache", Cache),
         *_each(c_int64, "heads kv_heads head_dim"),
         *_each(c_int32, "dtype cache_dtype"),
         ("mask", Mask),
         ("step", Step),
+    ]
+
+
+class Strided(ctypes.Structure):
+    """A tensor of heads in any order."""
+
+    _fields_: ClassVar[_Fields] = [("data", c_void_p), *_each(c_int64, "batch row head")]
+
+
+class Bias(ctypes.Structure):
+    """What is added to scores, or hides keys."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("data", c_void_p),
+        *_each(c_int64, "batch head row"),
+        *_each(c_int32, "dtype unused"),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """Arguments of `slipstream_attention`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(Strided, "q k v"),
+        ("out", c_void_p),
+        *_each(c_int64, "batch queries keys heads kv_heads head_dim"),
+        *_each(c_int32, "dtype causal"),
+        ("mask", Mask),
+        ("bias", Bias),
     ]
 
 
@@ -207,7 +252,7 @@ class StackCall(ctypes.Structure):
         *_each(c_void_p, "x out"),
         ("blocks", POINTER(Block)),
         ("num_blocks", c_int64),
-        *_each(c_void_p, "k_caches v_caches"),
+        ("caches", POINTER(Cache)),
         ("tables", POINTER(Table)),
         ("num_tables", c_int64),
         ("positions", c_void_p),

@@ -1,101 +1,122 @@
-"""`paged_attention` on the CPU: each cache block is read once for all heads that share it, and never copied.
+"""`attention` on the CPU: padded batches, read where they lie, each key for all heads that share it.
 
-Shapes: T packed tokens, N sequences, H heads, K kv heads, D head dim, P blocks (pages), Z tokens per block.
+Shapes: B batch, S queries, L keys, H heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import DTYPES, AttentionCall, address
+from slipstream.kernels.cpu.abi import BOOLEAN, DTYPES, AttentionCall, address
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
+from slipstream.ops.attention import attention
 from slipstream.ops.bind import Facts, Kernel
-from slipstream.ops.paged_attention import paged_attention
-from slipstream.ops.step import AttentionMask, Step
 
-__all__ = ["KERNELS", "mask_of", "native_attention", "step_of"]
-
-_MOST_QUERIES = 32
-"""Queries of one sequence from which torch's own attention is faster."""
+__all__ = ["KERNELS", "NativeAttention", "refuse_call"]
 
 
-def mask_of(mask: AttentionMask) -> abi.Mask:
-    """Describe a mask to the library; its tensors must be kept alive."""
-    return abi.Mask(
-        alibi=address(mask.alibi),
-        sinks=address(mask.sinks),
-        scale=mask.scale,
-        softcap=mask.softcap or 0.0,
-        window=mask.window or 0,
-        sinks_dtype=0 if mask.sinks is None else DTYPES[mask.sinks.dtype],
-    )
+def _strided(tensor: Tensor) -> abi.Strided:
+    """`(B, H, S, D)` of any strides but the last."""
+    batch, head, row, _ = tensor.stride()
+    return abi.Strided(tensor.data_ptr(), batch, row, head)
 
 
-def step_of(step: Step, cache: Tensor) -> abi.Step:
-    """Describe a step upon a cache `(P, Z, K, D)` to the library; its tensors must be kept alive."""
-    return abi.Step(
-        tokens=step.slots.shape[0],
-        sequences=step.kv_lens.shape[0],
-        table_width=step.block_table.shape[1],
-        cache_blocks=cache.shape[0],
-        block_size=cache.shape[1],
-        query_starts=address(step.query_starts),
-        kv_lens=address(step.kv_lens),
-        block_table=address(step.block_table),
-        slots=address(step.slots),
-    )
+def _bias(mask: Tensor | None) -> abi.Bias:
+    if mask is None:
+        return abi.Bias()
+    strides = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    batch, head, row, _ = strides
+    dtype = BOOLEAN if mask.dtype == torch.bool else DTYPES[mask.dtype]
+    return abi.Bias(mask.data_ptr(), batch, head, row, dtype)
 
 
-def serves(step: Step) -> bool:
-    """Whether a step's tensors lie as the library reads them."""
-    ints = (step.query_starts, step.kv_lens, step.block_table)
-    return (
-        all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
-        and step.slots.dtype == torch.int64
-        and step.slots.is_contiguous()
-    )
+def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> str | None:
+    """Why a call cannot be described to the library, or None where it can."""
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"q in {q.dtype} upon keys in {k.dtype} and values in {v.dtype} is not read"
+    if any(t.device.type != "cpu" for t in (q, k, v)):
+        return f"q is on {q.device}"
+    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or not q.numel():
+        return f"q of shape {tuple(q.shape)} does not fit {tuple(k.shape)} and {tuple(v.shape)}"
+    if not k.numel() or q.shape[1] % k.shape[1]:
+        return f"{q.shape[1]} heads do not share {k.shape[1]} over {k.shape[2]} keys"
+    if sinks is not None and (sinks.dtype not in DTYPES or sinks.numel() != q.shape[1]):
+        return f"{sinks.numel()} sinks in {sinks.dtype} are not read with {q.shape[1]} heads"
+    if mask is None:
+        return None
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    fits = mask.dim() == 4 and all(m in (1, n) for m, n in zip(mask.shape, full, strict=True))
+    if not fits or mask.shape[3] != k.shape[2]:
+        return f"a mask of shape {tuple(mask.shape)} does not fit scores {full}"
+    if mask.dtype not in DTYPES and mask.dtype != torch.bool:
+        return f"a mask in {mask.dtype} is not read"
+    return None
 
 
-def native_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, mask: AttentionMask, library: Library
-) -> Tensor:
-    """Paged attention, always by the library.
+@dataclass(frozen=True)
+class NativeAttention:
+    """`ops.attention`, always by the library.
 
-    Arguments and result as those of `ops.paged_attention`.
-
-    Raises:
-        ValueError: A tensor is none that the library reads.
+    Attributes:
+        library: For one instruction set.
     """
-    caches = (k_cache, v_cache)
-    if q.dtype not in DTYPES or any(c.dtype not in DTYPES or not c.is_contiguous() for c in caches):
-        raise ValueError(f"q in {q.dtype} upon caches in {k_cache.dtype} and {v_cache.dtype} is not read")
-    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or not serves(step):
-        raise ValueError(
-            "the caches differ, or the step's tensors are of other dtypes than its docstring says"
+
+    library: Library
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Arguments and result as those of `ops.attention`; what has gaps in its last dimension is copied.
+
+        Raises:
+            ValueError: A tensor is none that the library reads.
+        """
+        reason = refuse_call(q, k, v, mask, sinks)
+        if reason:
+            raise ValueError(reason)
+        q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+        if mask is not None and mask.stride(3) != 1:
+            mask = mask.contiguous()
+        sinks = None if sinks is None else sinks.contiguous()
+        batch, heads, queries, dim = q.shape
+        out = torch.empty(batch, queries, heads, dim, dtype=q.dtype)
+        call = AttentionCall(
+            q=_strided(q),
+            k=_strided(k),
+            v=_strided(v),
+            out=out.data_ptr(),
+            batch=batch,
+            queries=queries,
+            keys=k.shape[2],
+            heads=heads,
+            kv_heads=k.shape[1],
+            head_dim=dim,
+            dtype=DTYPES[q.dtype],
+            causal=int(causal and mask is None and queries > 1),
+            mask=abi.Mask(
+                sinks=address(sinks),
+                scale=scale,
+                softcap=softcap or 0.0,
+                sinks_dtype=0 if sinks is None else DTYPES[sinks.dtype],
+            ),
+            bias=_bias(mask),
         )
-    if q.shape[0] != step.slots.shape[0] or q.shape[2] != k_cache.shape[3]:
-        raise ValueError(f"q of shape {tuple(q.shape)} does not fit the step or {tuple(k_cache.shape)}")
-    q = q.contiguous()
-    out = torch.empty_like(q)
-    call = AttentionCall(
-        q=address(q),
-        out=address(out),
-        k_cache=address(k_cache),
-        v_cache=address(v_cache),
-        heads=q.shape[1],
-        kv_heads=k_cache.shape[2],
-        head_dim=q.shape[2],
-        dtype=DTYPES[q.dtype],
-        cache_dtype=DTYPES[k_cache.dtype],
-        mask=mask_of(mask),
-        step=step_of(step, k_cache),
-    )
-    library.run("attention", call)
-    return out
+        self.library.run("attention", call)
+        return out
 
 
 def _refuse(facts: Facts, *, isa: str) -> str | None:
@@ -104,18 +125,33 @@ def _refuse(facts: Facts, *, isa: str) -> str | None:
     return refuse(isa)
 
 
-def _run(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, mask: AttentionMask, isa: str) -> Tensor:
-    library = load(isa)
-    # A model may be cast after it was bound.
-    readable = q.dtype in DTYPES and all(c.dtype in DTYPES and c.is_contiguous() for c in (k_cache, v_cache))
-    if step.max_query_len > _MOST_QUERIES or library is None or not readable:
-        return paged_attention(q, k_cache, v_cache, step, mask=mask)
-    return native_attention(q, k_cache, v_cache, step, mask=mask, library=library)
+@dataclass(frozen=True)
+class _Run:
+    """The library where it reads the tensors; a model may be cast, or moved, after it was bound."""
+
+    isa: str
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        library = load(self.isa)
+        served = library is not None and refuse_call(q, k, v, mask, sinks) is None
+        run = NativeAttention(library) if library is not None and served else attention
+        return run(q, k, v, mask=mask, causal=causal, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _kernel(isa: str) -> Kernel:
     decide = functools.partial(_refuse, isa=isa)
-    return Kernel("paged_attention", f"cpu-{isa}", "cpu", decide, functools.partial(_run, isa=isa))
+    return Kernel("attention", f"cpu-{isa}", "cpu", decide, _Run(isa))
 
 
 KERNELS: tuple[Kernel, ...] = tuple(_kernel(isa) for isa in ISAS)

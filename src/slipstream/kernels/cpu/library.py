@@ -49,7 +49,8 @@ class Library:
         Raises:
             DeviceError: The library refuses the arguments; nothing was read or written.
         """
-        function = self.handle[f"slipstream_{name}"]
+        # As an attribute, for those are kept: an item is looked up in the file every time.
+        function = getattr(self.handle, f"slipstream_{name}")
         status = function(self.index, torch.get_num_threads(), byref(call))
         if status:
             message = self.handle.slipstream_error(status).decode()
@@ -67,8 +68,8 @@ def _open(path: Path) -> ctypes.CDLL | str:
     if number != ABI:
         return f"{path.name} is of version {number}, this package needs {ABI}; install it again"
     handle.slipstream_error.restype = c_char_p
-    for name in ("linear", "attention", "stack", "model", "pack"):
-        handle[f"slipstream_{name}"].argtypes = [c_int32, c_int32, c_void_p]
+    for name in ("linear", "attention", "paged_attention", "stack", "model", "pack"):
+        getattr(handle, f"slipstream_{name}").argtypes = [c_int32, c_int32, c_void_p]
     return handle
 
 

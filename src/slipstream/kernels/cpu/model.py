@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
-from slipstream.kernels.cpu.attention import serves, step_of
 from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
 from slipstream.kernels.cpu.stack import (
     Caches,
     NativeStack,
@@ -112,7 +112,7 @@ class NativeSession:
         """Describe everything that does not change from step to step."""
         frame, matrices, norms = model.frame, model.frame.matrices(), model.frame.norms()
         self._frame, self._stack, self._prepared, self._longest = frame, model.stack, prepared, longest
-        self._library, self._cache = model.stack.library, caches[0][0]
+        self._library, self._caches = model.stack.library, tuple(caches)
         described = {name: _matrix(weight) for name, weight in matrices.items()}
         head = described["head"]
         self._vocabulary = int(head.outputs)
@@ -129,20 +129,19 @@ class NativeSession:
             **described,
         )
         count = len(prepared.weights)
-        keys, values = zip(*caches, strict=True)
-        pointers = [(ctypes.c_void_p * count)(*(t.data_ptr() for t in ts)) for ts in (keys, values)]
+        pointers = (abi.Cache * count)(*(cache_of(k, v) for k, v in caches))
         self._call = abi.ModelCall(frame=ctypes.pointer(self._struct))
         stack = self._call.stack
         stack.blocks = ctypes.cast(prepared.blocks, ctypes.POINTER(abi.Block))
         stack.num_blocks = count
-        stack.k_caches, stack.v_caches = map(ctypes.addressof, pointers)
-        stack.cache_dtype = DTYPES[caches[0][0].dtype]
+        stack.caches = pointers
+        stack.cache_dtype = cache_dtype(caches[0][0])
         stack.num_tables = len(prepared.ropes)
         vectors = (t for v in norms.values() for t in (v.weight, v.bias))
         ours = (t for w in matrices.values() for t in (*w.planes, w.bias))
         tensors = [t for t in (table, *vectors, *ours) if t is not None]
         # Views keep the memory, whatever becomes of the tensors themselves.
-        self._kept = [t.detach() for t in (*prepared.tensors, *tensors, *keys, *values)]
+        self._kept = [t.detach() for t in (*prepared.tensors, *tensors)]
         self._memory = (pointers, [m.memory for m in described.values()])
         self._rows = 0
         self._tables: Any = None
@@ -218,7 +217,7 @@ class NativeSession:
         )
         if self._served:
             call = self._call
-            call.stack.step = step_of(step, self._cache)
+            call.stack.step = step_of(step, self._caches[0][0].shape)
             call.token_ids, call.positions, call.logit_rows = (t.data_ptr() for t in longs)
             call.rows = step.logit_rows.shape[0]
         return self._served

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import ACTIVATIONS, DTYPES, SCORINGS, StackCall, address
-from slipstream.kernels.cpu.attention import mask_of, serves, step_of
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
 from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, mask_of, readable, serves, step_of
 from slipstream.ops.bind import Bound
+from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import AttentionMask, Step
 from slipstream.spec import BlockSpec, MoE, Norm, Role, Rope
@@ -50,7 +51,7 @@ _NORMS = {
 }
 _QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
 
-Caches = Sequence[tuple[Tensor, Tensor]]
+Caches = Sequence[tuple[CachePart, CachePart]]
 Tables = dict[Rope, tuple[Tensor, Tensor]]
 Run = Callable[[Any, Tensor, Step, Caches, Tables], Tensor]
 """The signature of `model.frame.run_stack`."""
@@ -256,26 +257,22 @@ class NativeStack:
             out=out.data_ptr(),
             blocks=ctypes.pointer(abi.Block.from_buffer(prepared.blocks, size)),
             num_blocks=count,
-            k_caches=ctypes.addressof(ks := (ctypes.c_void_p * count)(*(k.data_ptr() for k, _ in caches))),
-            v_caches=ctypes.addressof(vs := (ctypes.c_void_p * count)(*(v.data_ptr() for _, v in caches))),
+            caches=(abi.Cache * count)(*(cache_of(k, v) for k, v in caches)),
             tables=rows,
             num_tables=len(rows),
             dtype=DTYPES[x.dtype],
-            cache_dtype=DTYPES[caches[0][0].dtype],
-            step=step_of(step, caches[0][0]),
+            cache_dtype=cache_dtype(caches[0][0]),
+            step=step_of(step, caches[0][0].shape),
         )
         self.library.run("stack", call)
-        del ks, vs
         return out
 
 
 def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
     """Whether caches `(P, Z, K, D)`, one pair per block, lie as the library reads and writes them."""
-    dtype = caches[0][0].dtype
-    return dtype in DTYPES and all(
-        t.dtype == dtype
-        and t.device.type == "cpu"
-        and t.is_contiguous()
+    return all(
+        readable(t)
+        and t.dtype == caches[0][0].dtype
         and t.shape[:2] == caches[0][0].shape[:2]
         and t.shape[2:] == (block.spec.kv_heads, block.spec.head_dim)
         for block, pair in zip(blocks, caches, strict=True)

@@ -24,6 +24,8 @@ from torch import Tensor
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import Build, Launch, generation, processors, refuse
 from slipstream.ops.bind import Kernel
+from slipstream.ops.kv_cache import CachePart, Int8Cache
+from slipstream.ops.paged_attention import paged_attention
 from slipstream.ops.step import AttentionMask, Step
 
 __all__ = ["BUILDS", "KERNELS"]
@@ -241,7 +243,9 @@ _paged_attention = operator(
 )
 
 
-def _run(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, *, mask: AttentionMask) -> Tensor:
+def _run(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, *, mask: AttentionMask) -> Tensor:
+    if isinstance(k_cache, Int8Cache) or isinstance(v_cache, Int8Cache):
+        return paged_attention(q, k_cache, v_cache, step, mask=mask)  # codes are read by torch alone
     return _paged_attention(  # type: ignore[no-any-return]
         q,
         k_cache,

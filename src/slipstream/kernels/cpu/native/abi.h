@@ -13,7 +13,13 @@ namespace slipstream {
 // Raised with every change of this file; the loader refuses a library of another number.
 constexpr int32_t kAbi = 5;
 
-enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+enum Dtype : int32_t {
+    kFloat32 = 0,
+    kBfloat16 = 1,
+    kFloat16 = 2,
+    kInt8Codes = 3, // keys and values in a cache, with a scale per token and kv head
+    kBoolean = 4    // masks, one byte each
+};
 
 enum Status : int32_t {
     kOk = 0,
@@ -158,14 +164,46 @@ struct LinearCall {
     Matrix weight;
 };
 
-struct AttentionCall {
-    const void* q;                 // `(T, H, D)` contiguous
-    void* out;                     // same
-    const void *k_cache, *v_cache; // `(P, Z, K, D)` contiguous
+// Keys and values of one layer, `(P, Z, K, D)` contiguous. Codes (kInt8Codes) stand for code * scale, with
+// scales `(P, Z, K)` float32 contiguous; otherwise the scales are null.
+struct Cache {
+    void *k, *v;
+    float *k_scales, *v_scales;
+};
+
+struct PagedAttentionCall {
+    const void* q; // `(T, H, D)` contiguous
+    void* out;     // same
+    Cache cache;
     int64_t heads, kv_heads, head_dim;
     int32_t dtype, cache_dtype;
     Mask mask;
     Step step; // `slots` is not read
+};
+
+// `(batch, rows, heads, D)` in any order, by the elements between neighbours; D is contiguous.
+struct Strided {
+    const void* data;
+    int64_t batch, row, head;
+};
+
+// What is added to scores, or kBoolean: zero hides a key. Element (n, h, i, j) is data[n * batch + h * head +
+// i * row + j]; a stride of 0 says the same to all.
+struct Bias {
+    const void* data; // or null
+    int64_t batch, head, row;
+    int32_t dtype, unused;
+};
+
+// Attention over padded batches: queries `(B, S, H, D)`, keys and values `(B, L, K, D)`.
+struct AttentionCall {
+    Strided q, k, v;
+    void* out; // `(B, S, H, D)` contiguous
+    int64_t batch, queries, keys, heads, kv_heads, head_dim;
+    int32_t dtype;
+    int32_t causal; // query i sees keys up to i + L - S
+    Mask mask;      // window and slopes count from query i's own place, i + L - S
+    Bias bias;
 };
 
 struct StackCall {
@@ -173,7 +211,7 @@ struct StackCall {
     void* out;     // `(T, C)`, may be x
     const Block* blocks;
     int64_t num_blocks;
-    void *const *k_caches, *const *v_caches; // one per block, `(P, Z, K, D)` contiguous; updated
+    const Cache* caches; // one per block; updated
     const Table* tables;
     int64_t num_tables;
     const int64_t* positions; // `(T,)`, the row of each token in the tables; null: token t has row t
@@ -227,6 +265,8 @@ SLIPSTREAM_API const char* slipstream_error(int32_t status);
 SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
 SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
                                             const slipstream::AttentionCall* call);
+SLIPSTREAM_API int32_t slipstream_paged_attention(int32_t isa, int32_t threads,
+                                                  const slipstream::PagedAttentionCall* call);
 SLIPSTREAM_API int32_t slipstream_stack(int32_t isa, int32_t threads, const slipstream::StackCall* call);
 SLIPSTREAM_API int32_t slipstream_pack(int32_t isa, int32_t threads, const slipstream::PackCall* call);
 SLIPSTREAM_API int32_t slipstream_model(int32_t isa, int32_t threads, const slipstream::ModelCall* call);

@@ -169,6 +169,10 @@ int32_t slipstream_attention(int32_t isa, int32_t threads, const AttentionCall* 
     return start(isa, threads, call, &Kernels::attention_bytes, &Kernels::attention);
 }
 
+int32_t slipstream_paged_attention(int32_t isa, int32_t threads, const PagedAttentionCall* call) {
+    return start(isa, threads, call, &Kernels::paged_attention_bytes, &Kernels::paged_attention);
+}
+
 int32_t slipstream_stack(int32_t isa, int32_t threads, const StackCall* call) {
     return start(isa, threads, call, &Kernels::stack_bytes, &Kernels::stack);
 }

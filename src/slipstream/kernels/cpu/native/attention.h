@@ -1,184 +1,354 @@
-// Attention over the paged cache: a few queries of the heads that share a kv head, one cache block after
-// another, with a running maximum and sum; scores of more than one tile never exist.
-//
-// Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv 2205.14135),
-// algorithm 1.
+// Attention over a paged cache or over plain rows: causal or not, with windows, soft caps, slopes, sinks and
+// masks. Scores of more than a strip of rows never exist.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-constexpr int64_t kTileTokens = 16; // queries of one sequence in a tile
-constexpr int64_t kTileRows = 32;   // query heads times queries
-constexpr int64_t kTileKeys = 64;
-constexpr float kNothing = -3.0e38f; // below every score; the difference of two of them is no NaN
-
-// Queries of one sequence that are worked on together.
-struct Tile {
-    int64_t sequence, token, count, position;
+// What one thread holds of an item.
+struct ItemRoom {
+    // Slots of the queries and of the keys; P is the way to multiply.
+    template <class P>
+    static int64_t slots_of(const Heads& heads) {
+        return ceil_div(ceil_div(heads.dim, P::kDepth), P::kSlots) * P::kSlots;
+    }
+    ItemRoom(const Heads& heads, int64_t slots, int64_t strip, float* base) {
+        const int64_t rows = heads.most_rows();
+        Scratch scratch(reinterpret_cast<char*>(base));
+        q = scratch.part<float>(rows * slots);
+        sums = scratch.part<float>(rows * heads.width());
+        top = scratch.part<float>(rows);
+        slope = scratch.part<float>(rows);
+        query = scratch.part<int32_t>(rows);
+        total = scratch.part<float>(rows * Vec::kWidth);
+        keys = scratch.part<float>(slots * kTileKeys);
+        values = scratch.part<float>(kTileKeys * heads.width());
+        scores = scratch.part<float>(strip * kTileKeys);
+        weights = scratch.part<float>(strip * kTileKeys);
+        k_scales = scratch.part<float>(kTileKeys);
+        v_scales = scratch.part<float>(kTileKeys);
+        bias = scratch.part<float>(kTileKeys);
+        floats = scratch.used() / static_cast<int64_t>(sizeof(float));
+    }
+    float *q, *sums, *keys, *values; // slots: queries, packed keys and values; sums of weighted values
+    float *top, *total;              // of each row: the highest score, the lanes of the weights' sum
+    float* slope;                    // of each row, in units of ln 2
+    int32_t* query;                  // of each row: which of the item's queries; divisions are slow
+    float *scores, *weights;         // of a strip
+    float *k_scales, *v_scales, *bias;
+    int64_t floats;
 };
 
-struct Attention {
-    const float* q; // token t's heads at q + t * q_stride
-    float* out;
-    Bf16* rounded; // the same again in bfloat16, or null
-    int64_t q_stride, out_stride;
-    const void *k_cache, *v_cache;
-    int32_t cache_dtype;
-    int64_t heads, kv_heads, dim;
-    const Mask* mask;
-    const Step* step;
-    const Tile* tiles;
-    int64_t num_tiles;
-};
+// One item, worked on by one thread. Row r is query r % count of head r / count.
+template <class P>
+class Worker {
+public:
+    Worker(const Attention& a, const Item& item, float* base)
+        : a_(a), item_(item), slots_(ItemRoom::slots_of<P>(a.heads)), width_(a.heads.width()),
+          room_(a.heads, slots_, P::kStripRows, base), group_(a.heads.group()),
+          rows_(item.kvs * group_ * item.count) {}
 
-inline int64_t most_tiles(const Step& step) {
-    return step.sequences + step.tokens / kTileTokens;
-}
-
-inline int64_t make_tiles(const Step& step, Tile* tiles) {
-    int64_t count = 0;
-    for (int64_t n = 0; n < step.sequences; ++n) {
-        const int64_t begin = step.query_starts[n], end = step.query_starts[n + 1];
-        for (int64_t t = begin; t < end; t += kTileTokens)
-            tiles[count++] = {n, t, least(kTileTokens, end - t), step.kv_lens[n] - (end - t)};
+    void run(float* partial) {
+        begin();
+        const int64_t window = a_.mask->window;
+        const int64_t first = window ? most(item_.begin, item_.position + 1 - window) : item_.begin;
+        locate(first, most(0, least(kTileKeys, item_.end - first)), next_);
+        for (int64_t key = first; key < item_.end; key += kTileKeys) {
+            const int64_t n = least(kTileKeys, item_.end - key);
+            const int64_t coming = most(0, least(kTileKeys, item_.end - key - n));
+            std::memcpy(at_, next_, sizeof(at_));
+            locate(key + n, coming, next_);
+            for (int64_t kv = 0; kv < item_.kvs; ++kv)
+                take(kv, key, n, coming);
+        }
+        if (item_.parts > 1)
+            keep(partial + item_.partial * (width_ + 2));
+        else
+            for (int64_t r = 0; r < rows_; ++r)
+                write(r, room_.sums + r * width_, total_of(r));
     }
-    return count;
-}
 
-inline int64_t attention_floats(int64_t dim) {
-    return kTileRows * (2 * dim + kTileKeys + 2);
-}
-
-// One row of scores of keys [0, n) becomes weights; returns the factor for what was summed before.
-inline float soften(float* scores, int64_t n, int64_t from, int64_t to, float& top, float& sum) {
-    float highest = top;
-    for (int64_t j = from; j < to; ++j)
-        highest = scores[j] > highest ? scores[j] : highest;
-    const float factor = exponential(Vec::set(top - highest)).sum() / Vec::kWidth;
-    top = highest;
-    for (int64_t j = 0; j < from; ++j)
-        scores[j] = 0.0f;
-    for (int64_t j = to; j < n; ++j)
-        scores[j] = 0.0f;
-    Vec total = Vec::set(0);
-    for (int64_t j = from; j < to; j += Vec::kWidth) {
-        const int64_t count = least(to - j, Vec::kWidth);
-        exponential(Vec::load(scores + j, count) - Vec::set(highest)).store(scores + j, count);
-        total = total + Vec::load(scores + j, count);
-    }
-    sum = sum * factor + total.sum();
-    return factor;
-}
-
-inline void bend(const Mask& mask, float* scores, int64_t n, float slope, int64_t distance) {
-    if (mask.softcap != 0.0f) {
-        const Vec cap = Vec::set(mask.softcap), inverse = Vec::set(1.0f / mask.softcap);
-        for (int64_t j = 0; j < n; j += Vec::kWidth) {
-            const int64_t count = least(n - j, Vec::kWidth);
-            (cap * tangent(Vec::load(scores + j, count) * inverse)).store(scores + j, count);
+    // Puts together what the parts of an item kept. Run on the first of them.
+    void merge(const float* partial) {
+        const int64_t size = width_ + 2;
+        const float* first = partial + item_.partial * size;
+        for (int64_t r = 0; r < rows_; ++r) {
+            float top = kNothing, total = 0.0f;
+            for (int64_t i = 0; i < item_.parts; ++i) {
+                const float own = first[(i * rows_ + r) * size + width_];
+                top = own > top ? own : top;
+            }
+            clear(room_.sums, width_);
+            for (int64_t i = 0; i < item_.parts; ++i) {
+                const float* row = first + (i * rows_ + r) * size;
+                const float factor = power(row[width_] - top);
+                total += row[width_ + 1] * factor;
+                for (int64_t j = 0; j < width_; j += Vec::kWidth)
+                    fma(Vec::load(row + j), Vec::set(factor), Vec::load(room_.sums + j))
+                        .store(room_.sums + j);
+            }
+            write(r, room_.sums, total);
         }
     }
-    if (mask.alibi)
-        for (int64_t j = 0; j < n; ++j)
-            scores[j] += slope * static_cast<float>(j + distance);
-}
 
-// The state of one tile and some heads: rows are (head, query).
-struct TileState {
-    float *q, *sums, *scores, *top, *total;
-};
+private:
+    int64_t head_of(int64_t row) const { return item_.kv * group_ + row / item_.count; }
+    int64_t token_of(int64_t row) const { return item_.token + row % item_.count; }
+    template <class V>
+    int64_t place(const V& view, int64_t row) const {
+        return item_.sequence * view.sequence + token_of(row) * view.token + head_of(row) * view.head;
+    }
+    float total_of(int64_t row) const { return Vec::load(room_.total + row * Vec::kWidth).sum(); }
 
-// Takes keys [key, key + n) of one cache block, the first of them at `block` (the offset of its row).
-template <class T>
-inline void attend_keys(const Attention& a, const Tile& tile, int64_t head, int64_t heads, const TileState& s,
-                        int64_t key, int64_t n, int64_t offset) {
-    const int64_t stride = a.kv_heads * a.dim, rows = heads * tile.count;
-    const T *k = static_cast<const T*>(a.k_cache) + offset, *v = static_cast<const T*>(a.v_cache) + offset;
-    dots<Widened<T>>(s.q, a.dim, rows, k, stride, n, a.dim, s.scores, kTileKeys);
-    for (int64_t r = 0; r < rows; ++r) {
-        const int64_t position = tile.position + r % tile.count;
-        float* scores = s.scores + r * kTileKeys;
-        const float slope = a.mask->alibi ? a.mask->alibi[head + r / tile.count] : 0.0f;
-        bend(*a.mask, scores, n, slope, key - position);
-        const int64_t to = most(0, least(n, position + 1 - key));
-        const int64_t first = a.mask->window ? position + 1 - a.mask->window : 0;
-        const int64_t from = least(to, most(0, first - key));
-        const float factor = soften(scores, n, from, to, s.top[r], s.total[r]);
-        if (factor != 1.0f) {
-            float* sums = s.sums + r * a.dim;
-            for (int64_t j = 0; j < a.dim; j += Vec::kWidth) {
-                const int64_t count = least(a.dim - j, Vec::kWidth);
-                (Vec::load(sums + j, count) * Vec::set(factor)).store(sums + j, count);
+    void begin() {
+        constexpr int64_t kElements = P::kDepth * Vec::kWidth;
+        const int64_t used = ceil_div(a_.heads.dim, P::kDepth);
+        clear(room_.keys + used * kTileKeys, (slots_ - used) * kTileKeys);
+        for (int64_t r = 0; r < rows_; ++r) {
+            with_dtype(a_.q.dtype, [&](auto* type) {
+                const auto* from = static_cast<decltype(type)>(const_cast<void*>(a_.q.data)) + place(a_.q, r);
+                for (int64_t d = 0; d < a_.heads.dim; d += kElements) {
+                    const int64_t count = least(a_.heads.dim - d, kElements);
+                    P::along(from + d, count)
+                        .store(room_.q + r * slots_ + d / P::kDepth, ceil_div(count, P::kDepth));
+                }
+            });
+            for (int64_t slot = used; slot < slots_; ++slot)
+                room_.q[r * slots_ + slot] = 0.0f;
+            room_.query[r] = static_cast<int32_t>(r % item_.count);
+            room_.slope[r] = a_.mask->alibi ? a_.mask->alibi[head_of(r)] * kLog2E : 0.0f;
+            room_.top[r] = kNothing;
+            float* total = room_.total + r * Vec::kWidth;
+            Vec::set(0).store(total);
+            if (a_.mask->sinks && item_.part == 0) {
+                read_row(a_.mask->sinks, a_.mask->sinks_dtype, head_of(r), room_.top + r, 1);
+                room_.top[r] *= kLog2E;
+                total[0] = 1.0f;
+            }
+        }
+        clear(room_.sums, rows_ * width_);
+    }
+
+    static void clear(float* x, int64_t n) { std::memset(x, 0, static_cast<size_t>(n) * sizeof(float)); }
+
+    // Where keys [key, key + n) lie, as tokens of the views.
+    void locate(int64_t key, int64_t n, int64_t* at) const {
+        if (!a_.pages) {
+            for (int64_t j = 0; j < n; ++j)
+                at[j] = item_.keys_at + key + j;
+            return;
+        }
+        const int64_t size = a_.pages->block_size;
+        const int32_t* page = a_.pages->table + item_.sequence * a_.pages->table_width + key / size;
+        for (int64_t j = 0, within = key % size; j < n; ++j) {
+            at[j] = *page * size + within;
+            if (++within == size) {
+                within = 0;
+                ++page;
             }
         }
     }
-    mix<T>(s.scores, kTileKeys, rows, v, stride, n, a.dim, s.sums, a.dim);
-}
 
-inline void begin_tile(const Attention& a, const Tile& tile, int64_t head, int64_t heads,
-                       const TileState& s) {
-    for (int64_t r = 0; r < heads * tile.count; ++r) {
-        const int64_t h = head + r / tile.count, t = tile.token + r % tile.count;
-        const float* q = a.q + t * a.q_stride + h * a.dim;
-        for (int64_t j = 0; j < a.dim; ++j)
-            s.q[r * a.dim + j] = q[j] * a.mask->scale;
-        s.top[r] = kNothing;
-        s.total[r] = 0.0f;
-        if (a.mask->sinks) {
-            read_row(a.mask->sinks, a.mask->sinks_dtype, h, s.top + r, 1);
-            s.total[r] = 1.0f;
+    template <class T>
+    const T* row(const View& view, int64_t head, int64_t at) const {
+        return static_cast<const T*>(view.data) + item_.sequence * view.sequence + head * view.head +
+               at * view.token;
+    }
+
+    // The next tile's rows are asked for while this one's are worked on: they lie apart, and no processor
+    // guesses them in time.
+    template <class T>
+    void fetch(const View& view, int64_t head, int64_t n) const {
+        const int64_t bytes = a_.heads.dim * static_cast<int64_t>(sizeof(T));
+        for (int64_t j = 0; j < n; ++j) {
+            const char* p = reinterpret_cast<const char*>(row<T>(view, head, next_[j]));
+            for (int64_t line = 0; line < bytes; line += 64)
+                __builtin_prefetch(p + line, 0, 2);
         }
     }
-    std::memset(s.sums, 0, static_cast<size_t>(heads * tile.count * a.dim) * sizeof(float));
-}
 
-inline void end_tile(const Attention& a, const Tile& tile, int64_t head, int64_t heads, const TileState& s) {
-    for (int64_t r = 0; r < heads * tile.count; ++r) {
-        const int64_t h = head + r / tile.count, t = tile.token + r % tile.count;
-        float* out = a.out + t * a.out_stride + h * a.dim;
-        const float factor = 1.0f / s.total[r];
-        for (int64_t j = 0; j < a.dim; ++j)
-            out[j] = s.sums[r * a.dim + j] * factor;
-        if (a.rounded)
-            copy_row(out, a.rounded + t * a.out_stride + h * a.dim, a.dim);
-    }
-}
-
-inline void attend_tile(const Attention& a, const Tile& tile, int64_t kv_head, int64_t head, int64_t heads,
-                        float* scratch) {
-    const TileState s = {scratch, scratch + kTileRows * a.dim, scratch + 2 * kTileRows * a.dim,
-                         scratch + kTileRows * (2 * a.dim + kTileKeys),
-                         scratch + kTileRows * (2 * a.dim + kTileKeys + 1)};
-    begin_tile(a, tile, head, heads, s);
-    const int64_t size = a.step->block_size, end = tile.position + tile.count;
-    const int64_t first = a.mask->window ? most(0, tile.position + 1 - a.mask->window) : 0;
-    const int32_t* table = a.step->block_table + tile.sequence * a.step->table_width;
-    for (int64_t key = first; key < end;) {
-        const int64_t within = key % size, n = least(least(size - within, kTileKeys), end - key);
-        const int64_t offset = ((table[key / size] * size + within) * a.kv_heads + kv_head) * a.dim;
-        with_dtype(a.cache_dtype, [&](auto* type) {
+    // Keys [key, key + n) and one kv head; `coming` keys follow them.
+    void take(int64_t kv, int64_t key, int64_t n, int64_t coming) {
+        const int64_t head = item_.kv + kv;
+        with_key_dtype(a_.k.dtype, [&](auto* type) {
             using T = typename std::remove_pointer<decltype(type)>::type;
-            attend_keys<T>(a, tile, head, heads, s, key, n, offset);
+            const T* rows[kTileKeys];
+            fetch<T>(a_.k, head, coming);
+            for (int64_t j = 0; j < n; ++j)
+                rows[j] = row<T>(a_.k, head, at_[j]);
+            pack_keys<P>(rows, n, a_.heads.dim, room_.keys);
+            fetch<T>(a_.v, head, coming);
+            for (int64_t j = 0; j < n; ++j)
+                rows[j] = row<T>(a_.v, head, at_[j]);
+            pack_values<P>(rows, n, a_.heads.dim, width_, room_.values);
+            const int64_t used = ceil_div(n, P::kDepth);
+            clear(room_.values + used * width_, (ceil_div(used, P::kSlots) * P::kSlots - used) * width_);
         });
-        key += n;
+        if (a_.k_scales)
+            for (int64_t j = 0; j < ceil_div(n, P::kKeys) * P::kKeys; ++j) {
+                const int64_t place = at_[least(j, n - 1)] * a_.heads.kv_heads + head;
+                room_.k_scales[j] = a_.k_scales[place];
+                room_.v_scales[j] = a_.v_scales[place];
+            }
+        const int64_t end = (kv + 1) * group_ * item_.count;
+        for (int64_t r = kv * group_ * item_.count; r < end; r += P::kStripRows)
+            strip(r, least(P::kStripRows, end - r), key, n);
     }
-    end_tile(a, tile, head, heads, s);
+
+    // Keys that a row sees, of [key, key + n).
+    void range(int64_t row, int64_t key, int64_t n, int64_t& from, int64_t& to) const {
+        const int64_t past = item_.position + room_.query[row] + 1 - key;
+        to = a_.causal ? most(0, least(n, past)) : n;
+        from = a_.mask->window ? least(to, most(0, past - a_.mask->window)) : 0;
+    }
+
+    void strip(int64_t row, int64_t count, int64_t key, int64_t n) {
+        int64_t low = n, high = 0, from, to;
+        for (int64_t r = row; r < row + count; ++r) {
+            range(r, key, n, from, to);
+            if (from < to) {
+                low = least(low, from);
+                high = most(high, to);
+            }
+        }
+        if (low >= high)
+            return;
+        low = low / P::kKeys * P::kKeys;
+        high = ceil_div(high, P::kKeys) * P::kKeys;
+        P::template multiply<false>(room_.q + row * slots_, slots_, count, room_.keys + low, kTileKeys,
+                                    slots_, high - low, room_.scores + low, kTileKeys);
+        for (int64_t i = 0; i < count; ++i) {
+            range(row + i, key, n, from, to);
+            soften(row + i, room_.scores + i * kTileKeys, room_.weights + i * kTileKeys, key,
+                   {low, high, from, to});
+        }
+        const int64_t begin = low / P::kDepth, depth = ceil_div(least(high, n), P::kDepth) - begin;
+        P::template multiply<true>(room_.weights + begin, kTileKeys, count, room_.values + begin * width_,
+                                   width_, depth, width_, room_.sums + row * width_, width_);
+    }
+
+    void soften(int64_t row, float* scores, float* weights, int64_t key, const Seen& keys) {
+        const Mask& mask = *a_.mask;
+        const bool capped = mask.softcap != 0.0f;
+        const Bend b = {capped ? mask.scale / mask.softcap : mask.scale * kLog2E,
+                        mask.softcap * kLog2E,
+                        room_.slope[row],
+                        static_cast<float>(key - item_.position - room_.query[row]),
+                        a_.k_scales ? room_.k_scales : nullptr,
+                        a_.v_scales ? room_.v_scales : nullptr,
+                        a_.bias ? read_bias(row, key, keys.from, keys.to) : nullptr};
+        const bool plain = is_plain(b, keys);
+        const float scale = plain ? b.scale : 1.0f;
+        const float highest = plain ? scale * highest_of(scores, keys) : bend(b, scores, keys);
+        float *total = room_.total + row * Vec::kWidth, *top = room_.top + row;
+        if (highest > *top) {
+            const float factor = power(*top - highest);
+            *top = highest;
+            scale_all(total, factor, Vec::kWidth);
+            scale_all(room_.sums + row * width_, factor, width_);
+        }
+        weigh<P>(b, scores, scale, keys, *top, weights, total);
+    }
+
+    const float* read_bias(int64_t row, int64_t key, int64_t from, int64_t to) {
+        const Scores& bias = *a_.bias;
+        const int64_t at = place(bias, row) + key;
+        if (bias.dtype == kBoolean) {
+            const auto* seen = static_cast<const uint8_t*>(bias.data) + at;
+            for (int64_t j = from; j < to; ++j)
+                room_.bias[j] = seen[j] ? 0.0f : kNever;
+            return room_.bias;
+        }
+        read_row(bias.data, bias.dtype, at + from, room_.bias + from, to - from);
+        for (int64_t j = from; j < to; ++j) {
+            const float x = room_.bias[j] * kLog2E;
+            room_.bias[j] = room_.bias[j] < -kGreatest ? kNever : x < kHidden ? kHidden : x;
+        }
+        return room_.bias;
+    }
+
+    void write(int64_t row, float* sums, float total) {
+        scale_all(sums, total > 0.0f ? 1.0f / total : 0.0f, width_);
+        const int64_t at = place(a_.out, row);
+        write_row(sums, const_cast<void*>(a_.out.data), a_.out.dtype, at, a_.heads.dim);
+        if (a_.rounded)
+            copy_row(sums, a_.rounded + at, a_.heads.dim);
+    }
+
+    void keep(float* partial) {
+        for (int64_t r = 0; r < rows_; ++r, partial += width_ + 2) {
+            std::memcpy(partial, room_.sums + r * width_, static_cast<size_t>(width_) * sizeof(float));
+            partial[width_] = room_.top[r];
+            partial[width_ + 1] = total_of(r);
+        }
+    }
+
+    const Attention& a_;
+    const Item& item_;
+    const int64_t slots_, width_; // of a row of queries, and of its sums
+    const ItemRoom room_;
+    const int64_t group_, rows_;
+    int64_t at_[kTileKeys], next_[kTileKeys]; // where this tile's keys lie, and the next one's
+};
+
+// Scratch for attention: of one shape, or the most of several.
+struct AttentionRoom {
+    // Counts what calls of this shape need.
+    void include(const Spans& spans, const Heads& heads, int threads) {
+        const PlanBounds bounds(spans, heads, threads);
+        num_items = most(num_items, bounds.items);
+        num_partial = most(num_partial, bounds.partial_rows * (heads.width() + 2));
+        own_floats =
+            most(own_floats, ItemRoom(heads, most(heads.dim, kMostPadding), kMostStripRows, nullptr).floats);
+    }
+    void reserve(Scratch& scratch, int threads) {
+        plan = scratch.part<Plan>(1);
+        items = scratch.part<Item>(num_items);
+        partial = scratch.part<float>(num_partial);
+        own = scratch.part<float>(own_floats * threads);
+    }
+    int64_t num_items = 0, num_partial = 0, own_floats = 0;
+    Plan* plan = nullptr;
+    Item* items = nullptr;
+    float *partial = nullptr, *own = nullptr;
+};
+
+// Shares a call out; by one thread, before a meeting. What it decides holds for all calls of the same spans
+// and heads.
+inline void make_plan(const Spans& spans, const Heads& heads, const Team& team, const AttentionRoom& room) {
+    *room.plan = Planner(spans, heads, team.size(), room.items).plan();
 }
 
-// All tiles of a step, by the whole team.
-inline void attend(const Attention& a, Team& team, float* scratch) {
-    const int64_t group = a.heads / a.kv_heads, units = a.num_tiles * a.kv_heads;
-    const int64_t longest = a.num_tiles < a.step->tokens ? kTileTokens : 1;
-    const int64_t splits = most(ceil_div(2 * static_cast<int64_t>(team.size()), most(units, 1)), 1);
-    const int64_t heads = most(1, least(ceil_div(group, splits), kTileRows / longest));
-    const int64_t parts = ceil_div(group, heads);
-    each(team, units * parts, 1, [&](int64_t begin, int64_t) {
-        const int64_t part = begin % parts, kv_head = begin / parts % a.kv_heads;
-        const int64_t head = kv_head * group + part * heads;
-        attend_tile(a, a.tiles[begin / parts / a.kv_heads], kv_head, head, least(heads, group - part * heads),
-                    scratch);
-    });
+template <class P>
+inline void attend_with(const Attention& a, Team& team, int rank, const AttentionRoom& room) {
+    const typename P::Session session;
+    (void)session;
+    float* own = room.own + room.own_floats * rank;
+    const Plan& plan = *room.plan;
+    each(team, plan.count, 1,
+         [&](int64_t i, int64_t) { Worker<P>(a, plan.items[i], own).run(room.partial); });
+    if (plan.partial_rows)
+        each(team, plan.count, 1, [&](int64_t i, int64_t) {
+            const Item& item = plan.items[i];
+            if (item.parts > 1 && item.part == 0)
+                Worker<P>(a, item, own).merge(room.partial);
+        });
+}
+
+// All of a planned call, by the whole team.
+inline void attend(const Attention& a, Team& team, int rank, const AttentionRoom& room) {
+#if defined(SLIPSTREAM_AMX)
+    if (a.pairs) {
+        attend_with<TileSlots>(a, team, rank, room);
+        return;
+    }
+#elif defined(SLIPSTREAM_BF16_DOT)
+    if (a.pairs) {
+        attend_with<PairSlots>(a, team, rank, room);
+        return;
+    }
+#endif
+    attend_with<FloatSlots>(a, team, rank, room);
 }
 
 } // namespace

@@ -34,6 +34,25 @@ Status optional(const void* p, int32_t dtype) {
     return p ? tensor(p, dtype) : kOk;
 }
 
+Status cache(const Cache& c, int32_t dtype) {
+    if (dtype == kInt8Codes) {
+        if (!c.k || !c.v || !c.k_scales || !c.v_scales)
+            return kNull;
+        return is_aligned(c.k_scales, 4) && is_aligned(c.v_scales, 4) ? kOk : kAlignment;
+    }
+    if (c.k_scales || c.v_scales)
+        return kUnsupported;
+    const Status status = tensor(c.k, dtype);
+    return status != kOk ? status : tensor(c.v, dtype);
+}
+
+Status strides(std::initializer_list<int64_t> elements) {
+    for (const int64_t n : elements)
+        if (n < 0 || n >= kLargest)
+            return kShape;
+    return kOk;
+}
+
 // One plane of a packed matrix, `row_bytes` for each of its rows; none where that is 0.
 Status plane(const Matrix& m, Plane which, int64_t row_bytes, uintptr_t item) {
     const void* p = m.planes[which];
@@ -242,15 +261,13 @@ Status tables(const StackCall& call, int64_t more) {
 Status layers(const StackCall& call, int64_t more = 0) {
     if (!is_size(call.num_blocks) || call.num_tables < 0 || call.num_tables >= kLargest)
         return kShape;
-    if (!call.blocks || !call.k_caches || !call.v_caches || (call.num_tables && !call.tables))
+    if (!call.blocks || !call.caches || (call.num_tables && !call.tables))
         return kNull;
     Status status = step(call.step, true, more);
     if (status == kOk)
         status = tables(call, more);
     for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
-        status =
-            first_of(tensor(call.k_caches[i], call.cache_dtype), tensor(call.v_caches[i], call.cache_dtype));
-        status = first_of(status, block(call.blocks[i], call));
+        status = first_of(cache(call.caches[i], call.cache_dtype), block(call.blocks[i], call));
     }
     return status;
 }
@@ -326,19 +343,36 @@ Status around(const ModelCall& call) {
 } // namespace
 
 Status check(const LinearCall& call) {
-    Status status = matrix(call.weight, call.weight.outputs, call.weight.inputs);
     if (!is_size(call.rows))
         return kShape;
-    status = first_of(status, tensor(call.x, call.dtype));
-    return first_of(status, tensor(call.out, call.dtype));
+    const Status status = matrix(call.weight, call.weight.outputs, call.weight.inputs);
+    return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
 }
 
 Status check(const AttentionCall& call) {
     Status status = heads(call.heads, call.kv_heads, call.head_dim);
-    status = first_of(status, tensor(call.q, call.dtype));
+    const bool sizes = is_size(call.batch) && is_size(call.queries) && is_size(call.keys);
+    if (!sizes || !is_size(call.batch * call.queries) || !is_size(call.batch * call.keys))
+        return kShape;
+    if (call.causal != 0 && call.causal != 1)
+        return kUnsupported;
+    for (const Strided* t : {&call.q, &call.k, &call.v}) {
+        status = first_of(status, tensor(t->data, call.dtype));
+        status = first_of(status, strides({t->batch, t->row, t->head}));
+    }
     status = first_of(status, tensor(call.out, call.dtype));
-    status = first_of(status, tensor(call.k_cache, call.cache_dtype));
-    status = first_of(status, tensor(call.v_cache, call.cache_dtype));
+    if (call.bias.data) {
+        if (call.bias.dtype != kBoolean)
+            status = first_of(status, tensor(call.bias.data, call.bias.dtype));
+        status = first_of(status, strides({call.bias.batch, call.bias.row, call.bias.head}));
+    }
+    return first_of(status, mask(call.mask));
+}
+
+Status check(const PagedAttentionCall& call) {
+    Status status = heads(call.heads, call.kv_heads, call.head_dim);
+    status = first_of(status, first_of(tensor(call.q, call.dtype), tensor(call.out, call.dtype)));
+    status = first_of(status, cache(call.cache, call.cache_dtype));
     status = first_of(status, mask(call.mask));
     return first_of(status, step(call.step, false));
 }
@@ -357,10 +391,8 @@ Status check(const ModelCall& call) {
 
 Status check(const PackCall& call) {
     const Matrix& m = call.packed;
-    if (m.format == kPlain || m.bias)
-        return kUnsupported;
-    if (call.stride < m.inputs || call.stride >= kLargest)
-        return kShape;
+    if (m.format == kPlain || m.bias || call.stride < m.inputs || call.stride >= kLargest)
+        return m.format == kPlain || m.bias ? kUnsupported : kShape;
     return first_of(matrix(m, m.outputs, m.inputs), tensor(call.dense, call.dtype));
 }
 

@@ -7,6 +7,7 @@ namespace slipstream {
 
 Status check(const LinearCall& call);
 Status check(const AttentionCall& call);
+Status check(const PagedAttentionCall& call);
 Status check(const StackCall& call);
 Status check(const PackCall& call);
 Status check(const ModelCall& call);

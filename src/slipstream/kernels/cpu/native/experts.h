@@ -176,7 +176,7 @@ private:
     template <class F>
     void over_experts(const Moe& moe, const Matrix* matrices, int64_t outputs, const float* full,
                       const Bf16* rounded, Team& team, int rank, F work) const {
-        const int64_t piece = grain(outputs, team.size()), pieces = ceil_div(outputs, piece);
+        const int64_t piece = grain(matrices[0], outputs, team.size()), pieces = ceil_div(outputs, piece);
         const int64_t width = matrices[0].inputs;
         int64_t ready = -1;
         Operand x = {};

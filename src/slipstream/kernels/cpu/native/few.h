@@ -34,32 +34,50 @@ inline void few_dots(const Operand& x, const Bf16* high, const Bf16* rest, const
     }
 }
 
+// The same for C rows of the matrix at once, which share what is loaded of x.
+template <int R, int C, int L, bool kRest>
+inline void few_tile(const Operand& x, const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[C][L],
+                     Vec (&sums)[R][C]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+        for (int l = 0; l < L; ++l) {
+            const Bf16Lanes lanes = Bf16Lanes::load(high + i * x.stride + 32 * l);
+            for (int c = 0; c < C; ++c)
+                sums[i][c] = dot(sums[i][c], lanes, w[c][l]);
+            if constexpr (kRest) {
+                const Bf16Lanes more = Bf16Lanes::load(rest + i * x.stride + 32 * l);
+                for (int c = 0; c < C; ++c)
+                    sums[i][c] = dot(sums[i][c], more, w[c][l]);
+            }
+        }
+}
+
 // Formats with one multiplier per row.
 template <class F, int R, int C, bool kRest>
 inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
                       const Matrix& m, float* out, int64_t os) {
-    Vec sums[C][R];
-    for (int c = 0; c < C; ++c)
-        for (int i = 0; i < R; ++i)
-            sums[c][i] = Vec::set(0);
+    Vec sums[R][C];
+    for (int i = 0; i < R; ++i)
+        for (int c = 0; c < C; ++c)
+            sums[i][c] = Vec::set(0);
     const Bf16 *high = x.high + r * x.stride, *rest = kRest ? x.rest + r * x.stride : nullptr;
+    Bf16Lanes w[C][F::kLanes];
     int64_t k = 0;
     for (; k + F::kStep <= m.inputs; k += F::kStep) {
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
-            Bf16Lanes w[F::kLanes];
-            codes.load(rows[c], k, w);
+            codes.load(rows[c], k, w[c]);
             F::ask(rows[c], k);
-            few_dots<R, F::kLanes, kRest>(x, high + k, rest + k, w, sums[c]);
         }
+        few_tile<R, C, F::kLanes, kRest>(x, high + k, rest + k, w, sums);
     }
-    if (k < m.inputs)
-        for (int c = 0; c < C; ++c) {
-            Bf16Lanes w[F::kLanes];
-            codes.load(rows[c], k, m.inputs - k, w);
-            few_dots<R, F::kLanes, kRest>(x, high + k, rest + k, w, sums[c]);
-        }
-    store_columns(sums, out, os);
+    if (k < m.inputs) {
+        for (int c = 0; c < C; ++c)
+            codes.load(rows[c], k, m.inputs - k, w[c]);
+        few_tile<R, C, F::kLanes, kRest>(x, high + k, rest + k, w, sums);
+    }
+    store_sums(sums, out, os);
 }
 
 // int4: sixteen groups at a time, whose scales and minima become float32 together.

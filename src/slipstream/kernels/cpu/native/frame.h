@@ -34,7 +34,8 @@ inline void look_through(const float* x, int64_t n, int64_t first, Best& best) {
     highest = lanes[0];
     for (float lane : lanes)
         highest = lane > highest ? lane : highest;
-    if (best.index >= 0 && highest <= best.value && odd.sum() == 0.0f)
+    const bool worse = highest < best.value || (highest == best.value && first > best.index);
+    if (best.index >= 0 && worse && odd.sum() == 0.0f)
         return;
     for (int64_t j = 0; j < n; ++j)
         if (is_better({x[j], first + j}, best))
@@ -56,7 +57,7 @@ public:
         normed_.take(scratch, out ? frame_.project_out : frame_.head, rows, threads);
         projected_.take(scratch, frame_.head, out ? rows : 0, threads);
         best_ = scratch.part<Best>(rows * threads);
-        own_floats_ = call.logits ? 0 : rows * kMostOutputs;
+        own_floats_ = call.logits ? 0 : rows * kMostColumns;
         own_ = scratch.part<float>(own_floats_ * threads);
         bytes_ = stack_.bytes() + scratch.used();
     }
@@ -86,8 +87,6 @@ public:
     }
 
 private:
-    static constexpr int64_t kMostOutputs = 128; // that `grain` hands out at once
-
     // Rows that a matrix multiplies, in the forms that it wants.
     struct Input {
         float* full = nullptr;
@@ -193,9 +192,10 @@ private:
             embedded_.filled(t);
         });
         const Operand x = embedded_.operand(frame_.project_in, rank);
-        each(team, hidden_, grain(hidden_, team.size()), [&](int64_t begin, int64_t end) {
-            multiply(x, frame_.project_in, begin, end, entering_ + begin, hidden_);
-        });
+        each_in_runs(team, rank, hidden_, grain(frame_.project_in, hidden_, team.size()),
+                     [&](int64_t begin, int64_t end) {
+                         multiply(x, frame_.project_in, begin, end, entering_ + begin, hidden_);
+                     });
     }
 
     void enter(int64_t t, float* row) const {
@@ -219,9 +219,10 @@ private:
         if (out) {
             const int64_t width = frame_.project_out.outputs;
             const Operand x = normed_.operand(frame_.project_out, rank);
-            each(team, width, grain(width, team.size()), [&](int64_t begin, int64_t end) {
-                multiply(x, frame_.project_out, begin, end, projected_.full + begin, width);
-            });
+            each_in_runs(team, rank, width, grain(frame_.project_out, width, team.size()),
+                         [&](int64_t begin, int64_t end) {
+                             multiply(x, frame_.project_out, begin, end, projected_.full + begin, width);
+                         });
             over(team, call_.rows, [&](int64_t r) { projected_.filled(r); });
         }
         head(out ? projected_ : normed_, team, rank, step);
@@ -233,16 +234,17 @@ private:
         Best* best = best_ + rank * call_.rows;
         for (int64_t r = 0; r < call_.rows; ++r)
             best[r] = {0.0f, -1};
-        each(team, m.outputs, grain(m.outputs, team.size()), [&](int64_t begin, int64_t end) {
-            float* to = call_.logits ? call_.logits + begin : own_ + own_floats_ * rank;
-            const int64_t n = end - begin, stride = call_.logits ? m.outputs : n;
-            multiply(x, m, begin, end, to, stride);
-            for (int64_t r = 0; r < call_.rows; ++r) {
-                finish(to + r * stride, n);
-                if (call_.best)
-                    look_through(to + r * stride, n, begin, best[r]);
-            }
-        });
+        each_in_runs(team, rank, m.outputs, grain(m, m.outputs, team.size()),
+                     [&](int64_t begin, int64_t end) {
+                         float* to = call_.logits ? call_.logits + begin : own_ + own_floats_ * rank;
+                         const int64_t n = end - begin, stride = call_.logits ? m.outputs : n;
+                         multiply(x, m, begin, end, to, stride);
+                         for (int64_t r = 0; r < call_.rows; ++r) {
+                             finish(to + r * stride, n);
+                             if (call_.best)
+                                 look_through(to + r * stride, n, begin, best[r]);
+                         }
+                     });
         if (rank != 0 || !call_.best)
             return;
         for (int64_t r = 0; r < call_.rows; ++r) {

@@ -13,6 +13,7 @@ struct Vec {
     __m256 v;
 
     static Vec set(float x) { return {_mm256_set1_ps(x)}; }
+    static Vec repeat(const float* p) { return {_mm256_broadcast_ss(p)}; }
     static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
     static Vec load(const Bf16* p) {
         const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -20,6 +21,10 @@ struct Vec {
     }
     static Vec load(const Half* p) {
         return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    }
+    static Vec load(const int8_t* p) {
+        const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw))};
     }
     void store(float* p) const { _mm256_storeu_ps(p, v); }
     void store(Bf16* p) const {
@@ -53,6 +58,11 @@ struct Vec {
         __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         s = _mm_add_ps(s, _mm_movehl_ps(s, s));
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    float highest() const {
+        __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
     }
 };
 
@@ -96,6 +106,27 @@ inline Vec round(Vec a) {
 inline Vec power_of_two(Vec a) {
     const __m256i shifted = _mm256_add_epi32(_mm256_cvtps_epi32(a.v), _mm256_set1_epi32(127));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(shifted, 23))};
+}
+inline Vec times_power_of_two(Vec p, Vec n) {
+    return p * power_of_two(n);
+}
+// Row i becomes column i.
+inline void transpose(Vec (&v)[8]) {
+    __m256 quads[8];
+    for (int i = 0; i < 8; i += 4) {
+        const __m256 low = _mm256_unpacklo_ps(v[i].v, v[i + 1].v),
+                     high = _mm256_unpackhi_ps(v[i].v, v[i + 1].v);
+        const __m256 next_low = _mm256_unpacklo_ps(v[i + 2].v, v[i + 3].v);
+        const __m256 next_high = _mm256_unpackhi_ps(v[i + 2].v, v[i + 3].v);
+        quads[i] = _mm256_shuffle_ps(low, next_low, 0x44);
+        quads[i + 1] = _mm256_shuffle_ps(low, next_low, 0xee);
+        quads[i + 2] = _mm256_shuffle_ps(high, next_high, 0x44);
+        quads[i + 3] = _mm256_shuffle_ps(high, next_high, 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+        v[i].v = _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x20);
+        v[4 + i].v = _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x31);
+    }
 }
 
 // out[c * os + r] = in[r * is + c] of eight words by eight.

@@ -24,18 +24,23 @@ struct Vec {
     }
     static Vec widen(__m256i raw, const Half*) { return {_mm512_cvtph_ps(raw)}; }
     __m256i narrow(const Bf16*) const {
+#ifdef SLIPSTREAM_BF16_DOT
+        return (__m256i)_mm512_cvtneps_pbh(v);
+#else
         const __m512i bits = _mm512_castps_si512(v);
         const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
         const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7fff));
         const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
         return _mm512_cvtepi32_epi16(
             _mm512_mask_mov_epi32(_mm512_srli_epi32(sum, 16), nan, _mm512_set1_epi32(0x7fc0)));
+#endif
     }
     __m256i narrow(const Half*) const {
         return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
 
     static Vec set(float x) { return {_mm512_set1_ps(x)}; }
+    static Vec repeat(const float* p) { return {_mm512_set1_ps(*p)}; } // bits are kept, whatever they mean
     static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
     static Vec load(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
     template <class T>
@@ -45,6 +50,10 @@ struct Vec {
     template <class T>
     static Vec load(const T* p, int64_t n) {
         return widen(_mm256_maskz_loadu_epi16(first(n), p), p);
+    }
+    static Vec load(const int8_t* p) { return load(p, kWidth); }
+    static Vec load(const int8_t* p, int64_t n) {
+        return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)))};
     }
     void store(float* p) const { _mm512_storeu_ps(p, v); }
     void store(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, first(n), v); }
@@ -57,6 +66,7 @@ struct Vec {
         _mm256_mask_storeu_epi16(p, first(n), narrow(p));
     }
     float sum() const { return _mm512_reduce_add_ps(v); }
+    float highest() const { return _mm512_reduce_max_ps(v); }
 };
 
 // Pairs of quarters: [a0 + a1, a2 + a3, b0 + b1, b2 + b3].
@@ -133,32 +143,43 @@ inline Vec power_of_two(Vec a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(shifted, 23))};
 }
 
+// p * 2^n
+inline Vec times_power_of_two(Vec p, Vec n) {
+    return {_mm512_scalef_ps(p.v, n.v)};
+}
+// Row i becomes column i; elements are only moved, whatever their bits mean.
+inline void transpose(Vec (&v)[16]) {
+    __m512d pairs[16];
+    for (int i = 0; i < 16; i += 4) {
+        const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(v[i].v, v[i + 1].v));
+        const __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(v[i].v, v[i + 1].v));
+        const __m512d next_low = _mm512_castps_pd(_mm512_unpacklo_ps(v[i + 2].v, v[i + 3].v));
+        const __m512d next_high = _mm512_castps_pd(_mm512_unpackhi_ps(v[i + 2].v, v[i + 3].v));
+        pairs[i] = _mm512_unpacklo_pd(low, next_low);
+        pairs[i + 1] = _mm512_unpackhi_pd(low, next_low);
+        pairs[i + 2] = _mm512_unpacklo_pd(high, next_high);
+        pairs[i + 3] = _mm512_unpackhi_pd(high, next_high);
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512 a = _mm512_castpd_ps(pairs[i]), b = _mm512_castpd_ps(pairs[4 + i]);
+        const __m512 c = _mm512_castpd_ps(pairs[8 + i]), d = _mm512_castpd_ps(pairs[12 + i]);
+        const __m512 even = _mm512_shuffle_f32x4(a, b, 0x88), odd = _mm512_shuffle_f32x4(a, b, 0xdd);
+        const __m512 next_even = _mm512_shuffle_f32x4(c, d, 0x88),
+                     next_odd = _mm512_shuffle_f32x4(c, d, 0xdd);
+        v[i].v = _mm512_shuffle_f32x4(even, next_even, 0x88);
+        v[4 + i].v = _mm512_shuffle_f32x4(odd, next_odd, 0x88);
+        v[8 + i].v = _mm512_shuffle_f32x4(even, next_even, 0xdd);
+        v[12 + i].v = _mm512_shuffle_f32x4(odd, next_odd, 0xdd);
+    }
+}
 // out[c * os + r] = in[r * is + c] of sixteen words by sixteen.
 inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
-    __m512 a[16], b[16];
+    Vec v[16];
     for (int r = 0; r < 16; ++r)
-        a[r] = _mm512_loadu_ps(in + r * is);
-    for (int r = 0; r < 16; r += 2) {
-        b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
-        b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
-    }
-    for (int r = 0; r < 16; r += 4)
-        for (int i = 0; i < 2; ++i) {
-            const __m512d low = _mm512_castps_pd(b[r + i]), high = _mm512_castps_pd(b[r + i + 2]);
-            a[r + 2 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-            a[r + 2 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-        }
-    // a[4 q + i] holds columns i, i + 4, i + 8, i + 12 of rows 4 q to 4 q + 3.
-    for (int i = 0; i < 4; ++i) {
-        const __m512 even_low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
-        const __m512 odd_low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
-        const __m512 even_high = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
-        const __m512 odd_high = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
-        _mm512_storeu_ps(out + i * os, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
-        _mm512_storeu_ps(out + (i + 8) * os, _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
-        _mm512_storeu_ps(out + (i + 4) * os, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
-        _mm512_storeu_ps(out + (i + 12) * os, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
-    }
+        v[r] = Vec::load(in + r * is);
+    transpose(v);
+    for (int r = 0; r < 16; ++r)
+        v[r].store(out + r * os);
 }
 
 #ifdef SLIPSTREAM_BF16_DOT
@@ -184,6 +205,43 @@ struct Bf16Lanes {
 };
 inline Vec dot(Vec sum, Bf16Lanes a, Bf16Lanes b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
+}
+// The same of lanes whose 32 bits hold a pair.
+inline Vec dot_pairs(Vec sum, Vec a, Vec b) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
+}
+// Pairs (p[0], p[1]), (p[2], p[3]), ... of n <= 32 elements, and zeros after them.
+inline Vec pairs_along(const Bf16* p, int64_t n) {
+    return {_mm512_castsi512_ps(Bf16Lanes::load(p, n).v)};
+}
+template <class T>
+inline Vec pairs_along(const T* p, int64_t n) {
+    const Vec low = Vec::load(p, least(n, 16)), high = n > 16 ? Vec::load(p + 16, n - 16) : Vec::set(0);
+    return {_mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(high.v, low.v))};
+}
+inline __m512i bf16_bits(const Bf16* p, int64_t n) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(Vec::first(n), p));
+}
+template <class T>
+inline __m512i bf16_bits(const T* p, int64_t n) {
+    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(Vec::load(p, n).v));
+}
+// Codes are exact in bfloat16: the upper half of the float.
+inline Vec pairs_across(const int8_t* p, const int8_t* q, int64_t n) {
+    __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(Vec::load(p, n).v), 16);
+    if (q) {
+        const __m512i upper = _mm512_castps_si512(Vec::load(q, n).v);
+        bits = _mm512_or_si512(bits, _mm512_and_si512(upper, _mm512_set1_epi32(-65536)));
+    }
+    return {_mm512_castsi512_ps(bits)};
+}
+// Pairs (p[0], q[0]), (p[1], q[1]), ... of n <= 16 elements each; q may be null and counts as zeros.
+template <class T>
+inline Vec pairs_across(const T* p, const T* q, int64_t n) {
+    __m512i bits = bf16_bits(p, n);
+    if (q)
+        bits = _mm512_or_si512(bits, _mm512_slli_epi32(bf16_bits(q, n), 16));
+    return {_mm512_castsi512_ps(bits)};
 }
 #endif
 

@@ -22,6 +22,9 @@ inline uint32_t to_bits(float value) {
 inline float widen(float x) {
     return x;
 }
+inline float widen(int8_t x) {
+    return static_cast<float>(x);
+}
 inline float widen(Bf16 x) {
     return from_bits(static_cast<uint32_t>(x.bits) << 16);
 }
@@ -63,6 +66,7 @@ struct Vec {
     F4 v;
 
     static Vec set(float x) { return {F4{x, x, x, x}}; }
+    static Vec repeat(const float* p) { return set(*p); }
     static Vec load(const float* p) {
         Vec r;
         std::memcpy(&r.v, p, 16);
@@ -90,6 +94,10 @@ struct Vec {
             narrow(v[i], p + i);
     }
     float sum() const { return (v[0] + v[2]) + (v[1] + v[3]); }
+    float highest() const {
+        const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+        return a > b ? a : b;
+    }
 };
 
 template <int R, int C>
@@ -139,6 +147,18 @@ inline Vec power_of_two(Vec a) {
     Vec r;
     std::memcpy(&r.v, &bits, 16);
     return r;
+}
+inline Vec times_power_of_two(Vec p, Vec n) {
+    return p * power_of_two(n);
+}
+// Row i becomes column i.
+inline void transpose(Vec (&v)[4]) {
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float kept = v[i].v[j];
+            v[i].v[j] = v[j].v[i];
+            v[j].v[i] = kept;
+        }
 }
 
 // out[c * os + r] = in[r * is + c] of four words by four; they are moved as bits.

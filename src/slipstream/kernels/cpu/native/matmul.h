@@ -258,10 +258,17 @@ inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int
     });
 }
 
-// Outputs per piece of work: whole blocks of columns, several pieces per thread, small enough for L2.
-inline int64_t grain(int64_t outputs, int threads) {
-    const int64_t piece = ceil_div(outputs, 4 * static_cast<int64_t>(threads));
-    return most(16, least(128, ceil_div(piece, 16) * 16));
+constexpr int64_t kMostColumns = 128; // of a piece of work
+
+// Outputs per piece of work: a few microseconds of reading, so that threads end together, and several pieces
+// per thread.
+inline int64_t grain(const Matrix& m, int64_t outputs, int threads) {
+    constexpr int64_t kPieceBytes = 32 << 10;
+    int64_t bytes = m.inputs * (m.dtype == kFloat32 ? 4 : 2);
+    if (m.format != kPlain)
+        bytes = (m.plane_bytes[kCodes] + m.plane_bytes[kScales] + m.plane_bytes[kMinima]) / m.outputs;
+    const int64_t piece = least(kPieceBytes / bytes, outputs / (4 * static_cast<int64_t>(threads)));
+    return most(8, least(kMostColumns, piece / 8 * 8));
 }
 
 } // namespace

@@ -141,12 +141,36 @@ int64_t Team::take(int64_t grain) {
     return next_.fetch_add(grain, std::memory_order_relaxed);
 }
 
+bool Team::take_run(int rank, int64_t count, int64_t grain, int64_t* begin, int64_t* end) {
+    constexpr int kShift = 36; // items are fewer than 2^31
+    const uint64_t phase = (uint64_t{phase_.load(std::memory_order_relaxed)} + 1) << kShift;
+    const int runs = size_ < kMostRuns ? size_ : kMostRuns;
+    const int64_t pieces = (count + grain - 1) / grain, length = (pieces + runs - 1) / runs * grain;
+    for (int i = 0; i < runs; ++i) {
+        const int run = (rank + i) % runs;
+        const int64_t first = run * length, last = first + length < count ? first + length : count;
+        uint64_t mark = runs_[run].mark.load(std::memory_order_relaxed), at;
+        do {
+            at = mark >> kShift == phase >> kShift ? mark - phase : 0;
+            if (first + static_cast<int64_t>(at) >= last)
+                break;
+        } while (!runs_[run].mark.compare_exchange_weak(mark, phase + at + static_cast<uint64_t>(grain),
+                                                        std::memory_order_relaxed));
+        *begin = first + static_cast<int64_t>(at);
+        *end = *begin + grain < last ? *begin + grain : last;
+        if (*begin < last)
+            return true;
+    }
+    return false;
+}
+
 void Team::meet() {
+    const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (size_ == 1) {
         next_.store(0, std::memory_order_relaxed);
+        phase_.store(phase + 1, std::memory_order_relaxed);
         return;
     }
-    const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         arrived_.store(0, std::memory_order_relaxed);
         next_.store(0, std::memory_order_relaxed);

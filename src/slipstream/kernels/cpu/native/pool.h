@@ -18,11 +18,23 @@ public:
     // The next `grain` items that nobody has taken; the caller stops once the answer reaches the count.
     int64_t take(int64_t grain);
 
-    // Waits for all threads of the team; then the count of taken items is zero again.
+    // The same where items lie one after another in memory: each thread has a run of its own and goes through
+    // it piece by piece; one that is done goes on in another's. False once all is taken.
+    bool take_run(int rank, int64_t count, int64_t grain, int64_t* begin, int64_t* end);
+
+    // Waits for all threads of the team; then no item is taken any more.
     void meet();
 
 private:
+    // How much of a run is taken, above the number of the phase that it was taken in: what an earlier phase
+    // left counts as nothing, and nobody has to clear it.
+    struct alignas(64) Taken {
+        std::atomic<uint64_t> mark{0};
+    };
+    static constexpr int kMostRuns = 16; // more threads share them
+
     const int size_;
+    Taken runs_[kMostRuns];
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<unsigned> phase_{0};

@@ -19,18 +19,18 @@ inline Feed feed_of(const Block& b) {
 class Stack {
 public:
     Stack(const StackCall& call, char* base, int threads) : call_(call), tokens_(call.step.tokens) {
-        int64_t hidden = 0, inner = 0, qkv = 0, joined = 0, dim = 0;
+        int64_t hidden = 0, inner = 0, qkv = 0, joined = 0;
         for (int64_t i = 0; i < call.num_blocks; ++i) {
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
             inner = most(inner, feed_of(b).width);
             joined = most(joined, b.heads * b.head_dim);
             qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
-            dim = most(dim, b.head_dim);
+            if (replans(i))
+                room_.include(spans_of(call.step), heads_of(b), threads);
         }
         Scratch scratch(base);
-        num_tiles_ = scratch.part<int64_t>(1);
-        tiles_ = scratch.part<Tile>(most_tiles(call.step));
+        room_.reserve(scratch, threads);
         x_ = scratch.part<float>(tokens_ * hidden);
         normed_ = scratch.part<float>(tokens_ * hidden);
         entry_ = scratch.part<float>(tokens_ * hidden);
@@ -49,7 +49,7 @@ public:
             rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
             rounded_inner_ = scratch.part<Bf16>(tokens_ * inner);
         }
-        own_floats_ = most(attention_floats(dim), tokens_ >= kManyRowsInTiles ? kProductBytes / 4 : 0);
+        own_floats_ = tokens_ >= kManyRowsInTiles ? kProductBytes / 4 : 0;
         own_floats_ = most(own_floats_, tokens_ < kManyRows ? tokens_ * 128 : 0);
         own_floats_ = ceil_div(own_floats_, 16) * 16;
         own_ = scratch.part<float>(own_floats_ * threads);
@@ -75,8 +75,6 @@ public:
     // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last.
     template <class Read, class Write>
     void run(Team& team, int rank, Read read, Write write) {
-        if (rank == 0)
-            *num_tiles_ = make_tiles(call_.step, tiles_);
         const Block& first = call_.blocks[0];
         over_tokens(team, [&](int64_t t) {
             read(t, x_ + t * first.hidden);
@@ -99,6 +97,16 @@ public:
     }
 
 private:
+    static Heads heads_of(const Block& b) { return {b.heads, b.kv_heads, b.head_dim}; }
+
+    // Whether the plan of the layer before does not fit a layer's attention.
+    bool replans(int64_t layer) const {
+        if (layer == 0)
+            return true;
+        const Block &b = call_.blocks[layer], &before = call_.blocks[layer - 1];
+        return b.heads != before.heads || b.kv_heads != before.kv_heads || b.head_dim != before.head_dim;
+    }
+
     float* own_floats(int rank) const { return own_ + own_floats_ * rank; }
 
     // What one thread multiplies, once the rows are complete.
@@ -137,24 +145,17 @@ private:
         const Rows rows = {normed_, rounds_rows(b.qkv, many(tokens_, b.qkv)) ? rounded_ : nullptr, b.hidden,
                            tokens_};
         project(rows, b.qkv, qkv_, team, rank);
+        if (rank == 0 && replans(layer))
+            make_plan(spans_of(call_.step), heads_of(b), team, room_);
         over_tokens(team, [&](int64_t t) { place(b, layer, t, qkv_ + t * width); });
         Bf16* rounded = rounds_rows(b.attn_out, many(tokens_, b.attn_out)) ? rounded_joined_ : nullptr;
-        const Attention a = {qkv_,
-                             joined_,
-                             rounded,
-                             width,
-                             joined,
-                             call_.k_caches[layer],
-                             call_.v_caches[layer],
-                             call_.cache_dtype,
-                             b.heads,
-                             b.kv_heads,
-                             b.head_dim,
-                             &b.mask,
-                             &call_.step,
-                             tiles_,
-                             *num_tiles_};
-        attend(a, team, own_floats(rank));
+        const Pages pages = pages_of(call_.step);
+        Attention a = upon_cache(heads_of(b), call_.caches[layer], call_.cache_dtype, pages, b.mask);
+        a.q = {qkv_, kFloat32, 0, width, b.head_dim};
+        a.out = {joined_, kFloat32, 0, joined, b.head_dim};
+        a.rounded = rounded;
+        a.pairs = multiplies_pairs(call_.dtype, call_.cache_dtype);
+        attend(a, team, rank, room_);
         const Rows out = {joined_, rounded, joined, tokens_};
         project(out, b.attn_out, attended_, team, rank);
     }
@@ -169,8 +170,9 @@ private:
             return;
         }
         const Operand in = operand(x, m, rank);
-        each(team, m.outputs, grain(m.outputs, team.size()),
-             [&](int64_t begin, int64_t end) { multiply(in, m, begin, end, out + begin, m.outputs); });
+        each_in_runs(
+            team, rank, m.outputs, grain(m, m.outputs, team.size()),
+            [&](int64_t begin, int64_t end) { multiply(in, m, begin, end, out + begin, m.outputs); });
     }
 
     void project_packed(const char* packed, const Matrix& m, float* out, Team& team, float* own) {
@@ -205,9 +207,7 @@ private:
         }
         if (b.qk_norm_after_rope)
             norms();
-        const int64_t width = b.kv_heads * b.head_dim, slot = call_.step.slots[t] * width;
-        write_row(k, call_.k_caches[layer], call_.cache_dtype, slot, width);
-        write_row(v, call_.v_caches[layer], call_.cache_dtype, slot, width);
+        write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step.slots[t], k, v);
     }
 
     // After the attention's sum, where the feed-forward follows it.
@@ -251,7 +251,7 @@ private:
         const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
         const Operand in = operand(rows, *feed.in, rank);
         const bool rounded_out = rounds_rows(*feed.out, feeds_many(feed));
-        each(team, width, grain(width, team.size()), [&](int64_t begin, int64_t end) {
+        each_in_runs(team, rank, width, grain(*feed.in, width, team.size()), [&](int64_t begin, int64_t end) {
             const int64_t n = end - begin;
             multiply(in, *feed.in, begin, end, inner_ + begin, width);
             if (b.gated)
@@ -265,9 +265,10 @@ private:
         });
         const Rows inner = {inner_, rounded_out ? rounded_inner_ : nullptr, width, tokens_};
         const Operand out = operand(inner, *feed.out, rank);
-        each(team, b.hidden, grain(b.hidden, team.size()), [&](int64_t begin, int64_t end) {
-            multiply(out, *feed.out, begin, end, fed_ + begin, b.hidden);
-        });
+        each_in_runs(team, rank, b.hidden, grain(*feed.out, b.hidden, team.size()),
+                     [&](int64_t begin, int64_t end) {
+                         multiply(out, *feed.out, begin, end, fed_ + begin, b.hidden);
+                     });
     }
 
     // What the activation leaves is packed for the second matrix at once: it never lies anywhere in float32.
@@ -314,8 +315,7 @@ private:
 
     const StackCall& call_;
     const int64_t tokens_;
-    Tile* tiles_;
-    int64_t* num_tiles_; // written by the first thread, read by all after the first meeting
+    AttentionRoom room_;
     float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *inner_ = nullptr, *own_;
     char *packed_ = nullptr, *packed_inner_ = nullptr; // rows as products of many take them
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr, *rounded_inner_ = nullptr;

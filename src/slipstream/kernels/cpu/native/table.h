@@ -17,7 +17,14 @@
 #include "gemm_amx.h"
 #endif
 #include "product.h"
+#include "attention_tile.h"
+#ifdef SLIPSTREAM_AMX
+#include "attention_amx.h"
+#endif
+#include "attention_plan.h"
+#include "attention_types.h"
 #include "attention.h"
+#include "attention_calls.h"
 #include "experts.h"
 #include "stack.h"
 #include "pack.h"
@@ -88,51 +95,11 @@ inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
     float* own = reinterpret_cast<float*>(scratch.own + scratch.own_bytes * rank);
     const Rows rows = {scratch.full, rounded ? scratch.rounded : nullptr, m.inputs, call.rows};
     const Operand x = prepare(rows, m, scratch.operands + scratch.operand_size * rank);
-    each(team, m.outputs, grain(m.outputs, team.size()), [&](int64_t begin, int64_t end) {
+    each_in_runs(team, rank, m.outputs, grain(m, m.outputs, team.size()), [&](int64_t begin, int64_t end) {
         const int64_t n = end - begin;
         multiply(x, m, begin, end, own, n);
         for (int64_t i = 0; i < call.rows; ++i)
             write_row(own + i * n, call.out, call.dtype, i * m.outputs + begin, n);
-    });
-}
-
-struct AttentionScratch {
-    AttentionScratch(const AttentionCall& call, char* base, int threads) {
-        const int64_t width = call.step.tokens * call.heads * call.head_dim;
-        Scratch scratch(base);
-        num_tiles = scratch.part<int64_t>(1);
-        tiles = scratch.part<Tile>(most_tiles(call.step));
-        q = scratch.part<float>(width);
-        out = scratch.part<float>(width);
-        own_floats = ceil_div(attention_floats(call.head_dim), 16) * 16;
-        own = scratch.part<float>(own_floats * threads);
-        bytes = scratch.used();
-    }
-    Tile* tiles;
-    int64_t* num_tiles;
-    float *q, *out, *own;
-    int64_t own_floats, bytes;
-};
-
-inline int64_t attention_bytes(const AttentionCall& call, int threads) {
-    return AttentionScratch(call, nullptr, threads).bytes;
-}
-
-inline void attention(const AttentionCall& call, char* base, Team& team, int rank) {
-    const AttentionScratch scratch(call, base, team.size());
-    const int64_t width = call.heads * call.head_dim, tokens = call.step.tokens;
-    const int64_t share = ceil_div(tokens, 2 * static_cast<int64_t>(team.size()));
-    if (rank == 0)
-        *scratch.num_tiles = make_tiles(call.step, scratch.tiles);
-    each(team, tokens, share, [&](int64_t begin, int64_t end) {
-        read_row(call.q, call.dtype, begin * width, scratch.q + begin * width, (end - begin) * width);
-    });
-    const Attention a = {scratch.q,     scratch.out,  nullptr,          width,         width,
-                         call.k_cache,  call.v_cache, call.cache_dtype, call.heads,    call.kv_heads,
-                         call.head_dim, &call.mask,   &call.step,       scratch.tiles, *scratch.num_tiles};
-    attend(a, team, scratch.own + scratch.own_floats * rank);
-    each(team, tokens, share, [&](int64_t begin, int64_t end) {
-        write_row(scratch.out + begin * width, call.out, call.dtype, begin * width, (end - begin) * width);
     });
 }
 
@@ -153,8 +120,8 @@ inline void model(const ModelCall& call, char* base, Team& team, int rank) {
 }
 
 constexpr Kernels table() {
-    return {linear_bytes, attention_bytes, stack_bytes, pack_bytes, model_bytes,
-            linear,       attention,       stack,       pack,       model};
+    return {linear_bytes, attention_bytes, paged_attention_bytes, stack_bytes, pack_bytes, model_bytes,
+            linear,       attention,       paged_attention,       stack,       pack,       model};
 }
 
 } // namespace

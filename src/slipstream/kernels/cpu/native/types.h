@@ -47,6 +47,14 @@ inline void each(Team& team, int64_t count, int64_t grain, F f) {
     team.meet();
 }
 
+// The same for what is read from memory in order: each thread keeps to a run of its own as long as it can.
+template <class F>
+inline void each_in_runs(Team& team, int rank, int64_t count, int64_t grain, F f) {
+    for (int64_t begin, end; team.take_run(rank, count, grain, &begin, &end);)
+        f(begin, end);
+    team.meet();
+}
+
 // Cuts scratch into parts, each aligned to 64 bytes; with a null base it only counts.
 class Scratch {
 public:

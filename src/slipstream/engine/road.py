@@ -1,0 +1,58 @@
+"""What the engine road was asked for beyond its kernels: the dtype of its cache, captured steps."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from slipstream.config import InferenceConfig
+from slipstream.devices import Device
+from slipstream.engine.graph import LADDER, Graphs
+from slipstream.engine.runner import Runner
+from slipstream.model.cache import bytes_per_token
+
+__all__ = ["prepare_road"]
+
+
+def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig) -> list[str]:
+    """Honour what the configuration asks of the engine road.
+
+    Args:
+        runner: The model over packed tokens, or None where transformers' own loops run; changed.
+        device: Where it runs.
+        config: The configuration.
+
+    Returns:
+        A note for the report on each wish.
+    """
+    notes = []
+    if config.kv_cache_dtype is not None:
+        notes.append(_keep_in_int8(runner, config.kv_cache_dtype))
+    if config.enable_cuda_graph:
+        notes.append(_capture(runner, device, config.max_out_tokens))
+    return notes
+
+
+def _keep_in_int8(runner: Runner | None, wish: str) -> str:
+    if runner is None:
+        note = f"kv_cache_dtype={wish!r} has no effect: without an engine road, caches are transformers' own"
+        warnings.warn(note, UserWarning, stacklevel=6)
+        return note
+    runner.cache_dtype = torch.int8
+    specs = [block.spec for block in runner.blocks]
+    own, plain = (bytes_per_token(specs, dtype) for dtype in (torch.int8, runner.dtype))
+    dense = str(runner.dtype).removeprefix("torch.")
+    return f"generate keeps keys and values in int8: {own} bytes per token, {plain} in {dense}"
+
+
+def _capture(runner: Runner | None, device: Device, tokens: int) -> str:
+    reason = device.no_graph() or ("" if runner is not None else "generate runs transformers' own loop")
+    if runner is not None and not reason:
+        runner.whole = graphs = Graphs(runner, device, tokens=tokens)
+        runner.new_cache = graphs.new_cache
+        graphs.prove()
+        reason = graphs.reason
+    if reason:
+        return f"enable_cuda_graph has no effect: {reason}"
+    return f"decode steps are captured as graphs of up to {LADDER[-1]} rows"

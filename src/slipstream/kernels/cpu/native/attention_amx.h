@@ -1,0 +1,71 @@
+// Attention by tiles of AMX: sixteen rows at a time; fewer are left to the vectors.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+struct TileSlots : PairSlots {
+    using Session = TileSession;
+    static constexpr int64_t kSlots = 16, kKeys = 32, kStripRows = 16;
+
+    template <bool kAdd>
+    static void multiply(const float* a, int64_t as, int64_t rows, const float* b, int64_t bs, int64_t depth,
+                         int64_t width, float* out, int64_t os) {
+        if (rows < kStripRows) {
+            PairSlots::multiply<kAdd>(a, as, rows, b, bs, depth, width, out, os);
+            return;
+        }
+        int64_t j = 0;
+        for (; j + 64 <= width; j += 64)
+            columns<kAdd, 4>(a, as, b + j, bs, depth, out + j, os);
+        if (width - j == 48)
+            columns<kAdd, 3>(a, as, b + j, bs, depth, out + j, os);
+        else if (width - j == 32)
+            columns<kAdd, 2>(a, as, b + j, bs, depth, out + j, os);
+        else if (width - j == 16)
+            columns<kAdd, 1>(a, as, b + j, bs, depth, out + j, os);
+    }
+
+private:
+    static constexpr int64_t kFloat = sizeof(float);
+
+    // Sixteen rows by C times sixteen columns: tiles 0 to 3 sum, 4 is of the rows, 5 and 6 of the columns.
+    template <bool kAdd, int C>
+    static void columns(const float* a, int64_t as, const float* b, int64_t bs, int64_t depth, float* out,
+                        int64_t os) {
+        begin<kAdd, C>(out, os * kFloat);
+        for (int64_t k = 0; k < depth; k += kSlots) {
+            tile_load<4>(a + k, as * kFloat);
+            step<C>(b + k * bs, bs * kFloat);
+        }
+        end<C>(out, os * kFloat);
+    }
+
+    template <bool kAdd, int C, int I = 0>
+    static void begin(const float* out, int64_t bytes) {
+        if constexpr (kAdd)
+            tile_load<I>(out + I * 16, bytes);
+        else
+            tile_zero<I>();
+        if constexpr (I + 1 < C)
+            begin<kAdd, C, I + 1>(out, bytes);
+    }
+
+    template <int C, int I = 0>
+    static void step(const float* b, int64_t bytes) {
+        tile_load<5 + I % 2>(b + I * 16, bytes);
+        tile_dot_bf16<I, 4, 5 + I % 2>();
+        if constexpr (I + 1 < C)
+            step<C, I + 1>(b, bytes);
+    }
+
+    template <int C, int I = 0>
+    static void end(float* out, int64_t bytes) {
+        tile_store<I>(out + I * 16, bytes);
+        if constexpr (I + 1 < C)
+            end<C, I + 1>(out, bytes);
+    }
+};
+
+} // namespace
+} // namespace slipstream

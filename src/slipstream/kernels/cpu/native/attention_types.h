@@ -1,0 +1,123 @@
+// What attention reads and writes: rows of queries, keys and values, plain or in the pages of a cache.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// Rows of heads, each `dim` contiguous elements: that of token t and head h of sequence n begins at
+// data + n * sequence + t * token + h * head. Packed tokens are counted through all sequences.
+struct View {
+    const void* data;
+    int32_t dtype;
+    int64_t sequence, token, head;
+};
+
+// Where keys lie in pages: token t of sequence n in page table[n * table_width + t / block_size].
+struct Pages {
+    const int32_t* table;
+    int64_t table_width, block_size;
+};
+
+// What is added to the scores of (n, h, query, key): data[n * sequence + h * head + query * token + key] of a
+// floating dtype, or kBoolean: hidden where it is zero.
+using Scores = View;
+
+// One call. To attend in both directions within packed sequences that have no cache (an encoder's, q, k and v
+// side by side in rows of `stride` floats):
+//
+//     spans = {sequences, query_starts, nullptr, 0, 0, false, true, nullptr};
+//     room.include(spans, heads, threads), room.reserve(scratch, threads) where scratch is counted;
+//     make_plan(spans, heads, team, room) by one thread, then a meeting: once for all layers;
+//     Attention a = {};
+//     a.heads = heads, a.mask = &mask;
+//     a.q = {qkv, kFloat32, 0, stride, dim}, a.k and a.v likewise with data where their heads begin;
+//     a.out = {joined, kFloat32, 0, heads.heads * dim, dim}, a.rounded where bfloat16 is wanted as well;
+//     a.pairs = multiplies_pairs(call.dtype, call.dtype);
+//     attend(a, team, rank, room), which ends in a meeting.
+struct Attention {
+    Heads heads;
+    View q, k, v;
+    View out;                         // written
+    Bf16* rounded;                    // the same again in bfloat16, with the strides of out; or null
+    const Pages* pages;               // of k and v, or null: plain rows
+    const float *k_scales, *v_scales; // of int8 keys and values, `(P, Z, K)`; otherwise null
+    const Mask* mask;
+    const Scores* bias; // or null
+    bool causal;
+    bool pairs; // multiply in bfloat16 where the processor does; what is stored wider is rounded
+};
+
+// The paged cache of a step, for queries that are packed.
+inline Spans spans_of(const Step& step) {
+    return {step.sequences, step.query_starts, step.kv_lens, 0, 0, true, false, nullptr};
+}
+inline Pages pages_of(const Step& step) {
+    return {step.block_table, step.table_width, step.block_size};
+}
+// Causal attention upon a layer's cache; what is left to say is `q`, `out` and `pairs`.
+inline Attention upon_cache(const Heads& heads, const Cache& cache, int32_t dtype, const Pages& pages,
+                            const Mask& mask) {
+    Attention a = {};
+    a.heads = heads;
+    a.k = {cache.k, dtype, 0, heads.kv_heads * heads.dim, heads.dim};
+    a.v = a.k;
+    a.v.data = cache.v;
+    a.k_scales = cache.k_scales;
+    a.v_scales = cache.v_scales;
+    a.pages = &pages;
+    a.mask = &mask;
+    a.causal = true;
+    return a;
+}
+
+// Whether products are made in bfloat16: where that is what is stored, or what the caller computes in.
+inline bool multiplies_pairs(int32_t dtype, int32_t cache_dtype) {
+    return Vec::kBf16Dot && (cache_dtype == kBfloat16 || (cache_dtype == kInt8Codes && dtype == kBfloat16));
+}
+
+// One head as codes; returns their scale. Codes reach from -127 to 127; a row of zeros has the scale 0.
+inline float quantize_row(const float* x, int8_t* codes, int64_t n) {
+    Vec widest = Vec::set(0);
+    for (int64_t j = 0; j < n; j += Vec::kWidth)
+        widest = max(abs(Vec::load(x + j, least(n - j, Vec::kWidth))), widest);
+    const float scale = widest.highest() / 127.0f;
+    const Vec inverse = Vec::set(scale > 0.0f ? 1.0f / scale : 0.0f);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const int64_t count = least(n - j, Vec::kWidth);
+        float rounded[Vec::kWidth];
+        round(Vec::load(x + j, count) * inverse).store(rounded);
+        for (int64_t i = 0; i < count; ++i)
+            codes[j + i] = static_cast<int8_t>(rounded[i]);
+    }
+    return scale;
+}
+
+// The key and the value of one token, `(K, D)` each, go into their slot.
+inline void write_cache(const Cache& cache, int32_t dtype, const Heads& heads, int64_t slot, const float* k,
+                        const float* v) {
+    const int64_t width = heads.kv_heads * heads.dim;
+    if (dtype != kInt8Codes) {
+        write_row(k, cache.k, dtype, slot * width, width);
+        write_row(v, cache.v, dtype, slot * width, width);
+        return;
+    }
+    for (int64_t h = 0; h < heads.kv_heads; ++h) {
+        const int64_t row = slot * heads.kv_heads + h, at = h * heads.dim;
+        cache.k_scales[row] =
+            quantize_row(k + at, static_cast<int8_t*>(cache.k) + row * heads.dim, heads.dim);
+        cache.v_scales[row] =
+            quantize_row(v + at, static_cast<int8_t*>(cache.v) + row * heads.dim, heads.dim);
+    }
+}
+
+// Calls `f` with a null pointer of the type that keys are stored in.
+template <class F>
+inline void with_key_dtype(int32_t dtype, F f) {
+    if (dtype == kInt8Codes)
+        f(static_cast<int8_t*>(nullptr));
+    else
+        with_dtype(dtype, f);
+}
+
+} // namespace
+} // namespace slipstream

@@ -1,0 +1,85 @@
+"""How keys and values lie in a paged cache: as they are, or as int8 codes with a scale per token and kv head.
+
+Shapes: T packed tokens, K kv heads, D head dim, P blocks (pages), Z tokens per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["CachePart", "Int8Cache", "read_cache", "write_cache"]
+
+
+@dataclass(frozen=True)
+class Int8Cache:
+    """Keys, or values, as `code * scale`: half the bytes of bfloat16.
+
+    A row of D values has the scale `max |x| / 127`: each is off by half a scale at most, `max |x| / 254`.
+
+    Attributes:
+        codes: `(P, Z, K, D)` int8, contiguous, from -127 to 127; updated in place.
+        scales: `(P, Z, K)` float32, contiguous; updated in place.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(P, Z, K, D)`."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return self.codes.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+CachePart = Tensor | Int8Cache
+"""Keys, or values, of one layer, `(P, Z, K, D)`."""
+
+
+def read_cache(cache: CachePart, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return blocks of a cache as they were written.
+
+    Args:
+        cache: Keys or values, `(P, Z, K, D)`.
+        blocks: Indices of any shape, int64.
+        dtype: Of the result.
+
+    Returns:
+        `(*blocks.shape, Z, K, D)`, a copy.
+    """
+    if isinstance(cache, Tensor):
+        return cache[blocks].to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (cache.codes[blocks].to(wide) * cache.scales[blocks].to(wide).unsqueeze(-1)).to(dtype)
+
+
+def write_cache(k: Tensor, v: Tensor, k_cache: CachePart, v_cache: CachePart, slots: Tensor) -> None:
+    """Write new keys and values into their slots, in place.
+
+    Args:
+        k: `(T, K, D)`.
+        v: `(T, K, D)`.
+        k_cache: `(P, Z, K, D)`, contiguous; updated.
+        v_cache: `(P, Z, K, D)`, contiguous; updated.
+        slots: `(T,)` int64, each one distinct.
+    """
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        if isinstance(cache, Tensor):
+            cache.flatten(0, 1).index_copy_(0, slots, rows.to(cache.dtype))
+            continue
+        rows = rows.float()
+        scales = rows.abs().amax(-1) / 127
+        codes = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)).round()
+        cache.codes.flatten(0, 1).index_copy_(0, slots, codes.to(torch.int8))
+        cache.scales.flatten(0, 1).index_copy_(0, slots, scales)
