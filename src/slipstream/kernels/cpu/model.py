@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
+from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
 from slipstream.kernels.cpu.stack import (
@@ -167,6 +168,7 @@ class NativeSession:
         out = torch.empty(step.logit_rows.shape[0], self._vocabulary)
         call = self._call
         call.best, call.logits, call.steps = None, out.data_ptr(), 1
+        rest_torch()
         self._library.run("model", call)
         return out
 
@@ -193,6 +195,7 @@ class NativeSession:
         call.best, call.logits, call.steps = out.data_ptr(), None, steps
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
+        rest_torch()
         self._library.run("model", call)
         return out if done.value == steps else out[:, : done.value]
 

@@ -1,0 +1,28 @@
+"""Torch's idle threads go home before a native call of a whole model, and come back when torch needs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, torch
+from slipstream.kernels.cpu.library import rest_torch
+torch.set_num_threads(2)
+x = torch.arange(1 << 20, dtype=torch.float32)
+for _ in range(2):
+    assert float((x + 1)[-1]) == 1 << 20
+    before = len(os.listdir("/proc/self/task"))
+    rest_torch()
+    rest_torch()
+    print(before - len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list its threads")
+def test_idle_threads_of_torch_end_and_come_back() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1"]
