@@ -183,7 +183,8 @@ def _launch_of(kind: int, itemsize: int, rows: int) -> Launch:
     width = 16 // itemsize if kind == 0 else 16
     # 64 inputs of a field at a time.
     sizes = {"ROWS": rows, "OUTPUTS": 64, "RUNS": 64 // width, "WIDTH": width}
-    return Launch(sizes, warps=4, stages=4 if kind < 3 else 3)
+    # What is decoded lies in registers: with four warps 64 rows spill on sm_80.
+    return Launch(sizes, warps=8 if kind >= 3 and rows >= 64 else 4, stages=4 if kind < 3 else 3)
 
 
 def _splits(tiles: int, runs: int, each: int, device: torch.device) -> int:
