@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["ACTIVATIONS", "OP", "activate"]
+__all__ = ["ACTIVATIONS", "KINDS", "OP", "activate"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -62,6 +62,31 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     }
 )
 """Activation by name. Names outside of this table make a family decline the layer."""
+
+KINDS: Mapping[str, int] = MappingProxyType(
+    {
+        "gelu": 0,
+        "gelu_python": 0,
+        "gelu_new": 1,
+        "gelu_pytorch_tanh": 1,
+        "gelu_python_tanh": 1,
+        "gelu_fast": 1,
+        "gelu_accurate": 1,
+        "quick_gelu": 2,
+        "silu": 3,
+        "swish": 3,
+        "relu": 4,
+        "relu2": 5,
+        "relu6": 6,
+        "leaky_relu": 7,
+        "mish": 8,
+        "tanh": 9,
+        "sigmoid": 10,
+        "linear": 11,
+        "swiglu_oai": 12,
+    }
+)
+"""Number by which compiled kernels know each activation; the last one is gated only."""
 
 _OAI_LIMIT = 7.0
 _OAI_ALPHA = 1.702

@@ -11,7 +11,6 @@ from torch import Tensor
 
 __all__ = [
     "ABI",
-    "ACTIVATIONS",
     "DTYPES",
     "FACTORS",
     "FORMATS",
@@ -47,29 +46,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 INT8_CODES, BOOLEAN = 3, 4
 """Storage types of cached keys and values, and of masks."""
-
-ACTIVATIONS = {
-    "gelu": 0,
-    "gelu_python": 0,
-    "gelu_new": 1,
-    "gelu_pytorch_tanh": 1,
-    "gelu_python_tanh": 1,
-    "gelu_fast": 1,
-    "gelu_accurate": 1,
-    "quick_gelu": 2,
-    "silu": 3,
-    "swish": 3,
-    "relu": 4,
-    "relu2": 5,
-    "relu6": 6,
-    "leaky_relu": 7,
-    "mish": 8,
-    "tanh": 9,
-    "sigmoid": 10,
-    "linear": 11,
-    "swiglu_oai": 12,
-}
-"""Activations of `slipstream.ops.activation` by their number."""
 
 FORMATS = {
     "plain": 0,

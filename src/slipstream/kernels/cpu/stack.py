@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import ACTIVATIONS, DTYPES, SCORINGS, StackCall, address
+from slipstream.kernels.cpu.abi import DTYPES, SCORINGS, StackCall, address
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, mask_of, readable, serves, step_of
+from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.linear import Weight
@@ -90,7 +91,7 @@ def refuse_block(block: BlockLike) -> str | None:
     spec = block.spec
     if not spec.causal:
         return "it is causal"
-    if spec.activation not in ACTIVATIONS or (spec.activation == "swiglu_oai" and not spec.gated):
+    if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
         return f"the activation {spec.activation!r} is not in it"
     for role, weight in block.weights.matrices.items():
         matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
@@ -316,7 +317,7 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         parallel=int(spec.parallel and spec.place != "post"),
         residual_from_norm=int(spec.residual_from == "norm"),
         gated=int(spec.gated),
-        activation=ACTIVATIONS[spec.activation],
+        activation=KINDS[spec.activation],
         table=-1 if spec.rope is None else ropes.index(spec.rope),
         rope_interleaved=int(spec.rope is not None and spec.rope.interleaved),
         residual_scale=spec.residual_scale,

@@ -14,33 +14,10 @@ from torch import Tensor
 
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import Build, Launch, refuse
-from slipstream.ops.activation import activate
+from slipstream.ops.activation import KINDS, activate
 from slipstream.ops.bind import Kernel
 
-__all__ = ["BUILDS", "KERNELS", "KINDS", "activation", "apply", "gate"]
-
-KINDS = {
-    "gelu": 0,
-    "gelu_python": 0,
-    "gelu_new": 1,
-    "gelu_pytorch_tanh": 1,
-    "gelu_python_tanh": 1,
-    "gelu_fast": 1,
-    "gelu_accurate": 1,
-    "quick_gelu": 2,
-    "silu": 3,
-    "swish": 3,
-    "relu": 4,
-    "relu2": 5,
-    "relu6": 6,
-    "leaky_relu": 7,
-    "mish": 8,
-    "tanh": 9,
-    "sigmoid": 10,
-    "linear": 11,
-    "swiglu_oai": 12,
-}
-"""Activations of `ops.activation` by the number that kernels know them by; the last is gated only."""
+__all__ = ["BUILDS", "KERNELS", "activation", "apply", "gate"]
 
 
 @triton.jit

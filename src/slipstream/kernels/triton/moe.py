@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.triton.activation import KINDS
 from slipstream.kernels.triton.activation import activation as activate
 from slipstream.kernels.triton.decode import kind_of
 from slipstream.kernels.triton.matmul import tile_rows, times_matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import refuse
+from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight
 from slipstream.ops.moe import moe, route
