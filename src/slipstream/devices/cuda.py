@@ -18,6 +18,7 @@ class CudaDevice(Device):
     """A GPU by its index."""
 
     name = "cuda"
+    joins_rows = True
 
     def __init__(self, index: int) -> None:
         """Take the GPU.

@@ -34,6 +34,9 @@ class Device(ABC):
     name: str
     """What the report and the configuration call it."""
 
+    joins_rows: bool = False
+    """Whether the runs of rows of a matrix (q, k and v; gate and up) are joined at load, for one launch each."""
+
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:

@@ -17,6 +17,7 @@ class NullDevice(CpuDevice):
     """The CPU, with graphs: it records what is dispatched, and refuses what a GPU could not capture."""
 
     name = "null"
+    joins_rows = True
 
     def no_graph(self) -> str | None:
         """Nothing stands in the way."""

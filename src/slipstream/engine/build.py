@@ -236,6 +236,7 @@ def _settings(model: nn.Module, config: InferenceConfig, device: Device, packed:
         plain_roles=frozenset() if config.quant.qkv.enabled else frozenset({Role.QKV}),
         keep=kept_in_float32(model),
         device=place,
+        join=device.joins_rows,
     )
 
 

@@ -50,6 +50,7 @@ class Settings:
         plain_roles: Roles that stay dense though they may be quantized.
         keep: Patterns of parameters that stay in float32.
         device: Where the engine will run.
+        join: Dense matrices become one plane each, at the cost of a copy per layer while it is fused.
     """
 
     dtype: torch.dtype
@@ -59,6 +60,7 @@ class Settings:
     plain_roles: frozenset[Role] = frozenset()
     keep: tuple[re.Pattern[str], ...] = ()
     device: torch.device = torch.device("cpu")
+    join: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         matrix_format=settings.format,
         plain=FORMATS["plain"],
         plain_roles=settings.plain_roles,
+        join=settings.join,
     )
     block = Block(spec, weights, settings.bind(spec))
     return Injected(

@@ -26,8 +26,8 @@ class Weight:
         format: The format's name; "plain" is a dense tensor.
         shape: `(O, I)` or `(experts, O, I)` of the matrix that the planes stand for.
         planes: The format's tensors. Plain has runs of rows, one or several, which lie on top of each other
-            and make up `shape`: the model's own q, k and v, say, for joining them would copy the model. Of a
-            packed format each has the experts first, then the rows.
+            and make up `shape`: on the CPU the model's own q, k and v, say, for joining them would copy the
+            model and gain nothing. Of a packed format each has the experts first, then the rows.
         unpack: Makes the dense matrix out of planes, its shape and a dtype; not used for plain.
         bias: `(O,)` or `(experts, O)`, or None.
         dtype: That a packed matrix is unpacked to; None for plain, whose plane has its own.

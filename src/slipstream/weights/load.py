@@ -120,6 +120,7 @@ def load_block(
     matrix_format: Format,
     plain: Format,
     plain_roles: frozenset[Role] = frozenset(),
+    join: bool = False,
 ) -> BlockWeights:
     """Read a block's tensors and pack its matrices.
 
@@ -129,6 +130,8 @@ def load_block(
         matrix_format: Format of the roles that may be quantized.
         plain: Format of the routers, which stay dense.
         plain_roles: Others that stay dense.
+        join: Dense matrices are one plane whose rows are contiguous, a copy where the source has them in runs
+            or transposed; the layer's own tensors become views of it, and what they were can be released.
     """
     matrices: dict[Role, Weight] = {}
     vectors: dict[Role, Vector] = {}
@@ -136,16 +139,18 @@ def load_block(
         bias = gather(source, plan.bias) if plan.bias else None
         if role.is_matrix:
             packed = role.is_quantizable and role not in plain_roles
-            matrices[role] = _matrix(source, plan, bias, matrix_format if packed else plain)
+            matrices[role] = _matrix(source, plan, bias, matrix_format if packed else plain, join=join)
         else:
             weight = gather(source, plan.weight).flatten() if plan.weight else None
             vectors[role] = Vector(weight, bias)
     return BlockWeights(matrices, vectors)
 
 
-def _matrix(source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format) -> Weight:
+def _matrix(source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format, *, join: bool) -> Weight:
     if matrix_format.name != "plain" or not plan.is_whole:
         return matrix_format.weight(gather(source, plan.weight), bias)
+    if join:
+        return matrix_format.weight(gather(source, plan.weight).contiguous(), bias)
     planes = tuple(piece.of(source.read(piece.name)) for piece in plan.weight)
     shape = (*planes[0].shape[:-2], sum(plane.shape[-2] for plane in planes), planes[0].shape[-1])
     return Weight(matrix_format.name, shape, planes, matrix_format.unpack, bias)
@@ -191,7 +196,10 @@ def _vectors(weights: BlockWeights, plans: Mapping[Role, Plan]) -> Iterator[tupl
 def _matrix_views(weight: Weight, plan: Plan) -> dict[str, Tensor] | None:
     if weight.format != "plain" or not plan.is_whole:
         return None
-    runs = zip(plan.weight, weight.planes, strict=True)
+    planes: tuple[Tensor, ...] = weight.planes
+    if len(planes) == 1:
+        planes = planes[0].split([piece.count for piece in plan.weight], dim=-2)
+    runs = zip(plan.weight, planes, strict=True)
     return {piece.name: rows.mT if piece.transposed else rows for piece, rows in runs}
 
 
