@@ -35,7 +35,7 @@ class Device(ABC):
     """What the report and the configuration call it."""
 
     joins_rows: bool = False
-    """Whether the runs of rows of a matrix (q, k and v; gate and up) are joined at load, for one launch each."""
+    """Whether the rows of q, k and v (of gate and up) are joined at load, so that one launch serves all."""
 
     @property
     @abstractmethod
