@@ -58,6 +58,10 @@ RECIPES: dict[str, tuple[Recipe, Tensors]] = {
         Tensors(in_proj_weight=_random(7, 6), in_proj_bias=_random(7)),
     ),
     "stack": (Stack(("q", "k")), Tensors(q__weight=_random(8, 6), k__weight=_random(4, 6))),
+    "stack, one bias": (
+        Stack(("q", "k")),
+        Tensors(q__weight=_random(8, 6), q__bias=_random(8), k__weight=_random(4, 6)),
+    ),
     "conv1d": (Conv1D("a"), Tensors(a__weight=_random(6, 9), a__bias=_random(9))),
     "interleaved": (Interleaved("a"), Tensors(a__weight=FUSED, a__bias=_random(16))),
     "interleaved, other order": (Interleaved("a", groups=2, order="qvk"), Tensors(a__weight=FUSED)),
@@ -161,7 +165,10 @@ def test_half_a_stack_is_refused_by_name() -> None:
         Stack(("q", "k")).plan(Tensors(q__weight=_random(8, 6)), SPEC)
 
 
-def test_a_stack_of_which_some_have_a_bias_is_refused() -> None:
+def test_a_part_of_a_stack_without_a_bias_has_zeros() -> None:
     source = Tensors(q__weight=_random(8, 6), q__bias=_random(8), k__weight=_random(4, 6))
-    with pytest.raises(WeightError, match=r"only q\.bias"):
-        Stack(("q", "k")).plan(source, SPEC)
+    plan = Stack(("k", "q")).plan(source, SPEC)
+    assert plan is not None
+    assert plan.names == {"q.weight", "q.bias", "k.weight"}
+    assert torch.equal(gather(source, plan.bias), torch.cat([torch.zeros(4), source.read("q.bias")]))
+    assert torch.equal(gather(source, cut(plan.bias, [range(1, 3)])), torch.zeros(2))

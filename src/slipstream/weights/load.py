@@ -181,7 +181,7 @@ def own_views(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Te
     for role, matrix in weights.matrices.items():
         own |= _matrix_views(matrix, plans[role]) or dict.fromkeys(p.name for p in plans[role].weight)
     for pieces, joined in _vectors(weights, plans):
-        own |= _vector_views(pieces, joined) or dict.fromkeys(piece.name for piece in pieces)
+        own |= _vector_views(pieces, joined) or dict.fromkeys(piece.name for piece in pieces if piece.name)
     return own
 
 
@@ -207,10 +207,11 @@ def _vector_views(pieces: Sequence[Piece], joined: Tensor) -> dict[str, Tensor] 
     """Runs of a vector, a bias, or one bias per expert, each the whole of a source tensor."""
     if len(pieces) == 1:
         return {pieces[0].name: joined}
-    if len({piece.name for piece in pieces}) < len(pieces) or any(piece.step != 1 for piece in pieces):
+    named = [piece.name for piece in pieces if piece.name]
+    if len(set(named)) < len(named) or any(piece.step != 1 for piece in pieces):
         return None
     runs = joined.split([piece.count for piece in pieces], dim=-1)
-    return {piece.name: run for piece, run in zip(pieces, runs, strict=True)}
+    return {piece.name: run for piece, run in zip(pieces, runs, strict=True) if piece.name}
 
 
 def check_finite(source: Source) -> None:

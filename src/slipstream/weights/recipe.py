@@ -44,7 +44,7 @@ class Piece:
     Rows are dim -2 of a matrix, dim -1 of a transposed matrix, and dim -1 of a vector or bias.
 
     Attributes:
-        name: The source tensor.
+        name: The source tensor; "" for rows of zeros, where a stack's other parts have a bias.
         start: First row.
         count: Number of rows.
         step: Distance between rows.
@@ -88,7 +88,7 @@ class Plan:
     @property
     def names(self) -> frozenset[str]:
         """Source tensors that the plan consumes."""
-        return frozenset(piece.name for piece in (*self.weight, *self.bias))
+        return frozenset(piece.name for piece in (*self.weight, *self.bias) if piece.name)
 
 
 class Recipe(ABC):
@@ -141,8 +141,10 @@ class Stack(Recipe):
     def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
         """See `Recipe.plan`.
 
+        Where only some have a bias, that of the others is zero.
+
         Raises:
-            WeightError: Some of the names are there and others are not, or only some have a bias.
+            WeightError: Some of the names are there and others are not.
         """
         names = [full for name in self.names for full in _expand(source, name)]
         found = {name: _resolve(source, name) for name in names}
@@ -156,12 +158,9 @@ class Stack(Recipe):
             Piece(w, 0, _rows(source, w, transposed=self.transposed), transposed=self.transposed)
             for w, _ in pairs
         )
-        biases = [b for _, b in pairs if b is not None]
-        if biases and len(biases) != len(pairs):
-            raise WeightError(
-                f"only {', '.join(biases)} of {', '.join(names)} have a bias; a stack needs all or none"
-            )
-        return Plan(weight, tuple(Piece(b, 0, source.shape(b)[-1], bias=True) for b in biases))
+        rows = [piece.count for piece in weight]
+        biases = [Piece(b or "", 0, n, bias=True) for (_, b), n in zip(pairs, rows, strict=True)]
+        return Plan(weight, tuple(biases) if any(piece.name for piece in biases) else ())
 
 
 def _expand(source: Source, name: str) -> list[str]:
@@ -285,7 +284,12 @@ def gather(source: Source, pieces: Sequence[Piece], columns: slice = slice(None)
         The canonical tensor: a view of the source where it is one piece, else a new tensor.
     """
     parts = []
+    like = next((piece.name for piece in pieces if piece.name), None)
     for piece in pieces:
+        if not piece.name:
+            whole = source.read(like or next(iter(source.names())))
+            parts.append(whole.new_zeros((*(whole.shape[:-1] if like else ()), piece.count)))
+            continue
         part = piece.of(source.read(piece.name))
         parts.append(part if _is_flat(piece, part) else part[..., columns])
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1 if _is_flat(pieces[0], parts[0]) else -2)
@@ -309,7 +313,8 @@ def scatter(pieces: Sequence[Piece], canonical: Tensor) -> dict[str, Tensor]:
     parts: dict[str, list[tuple[Piece, Tensor]]] = {}
     offset = 0
     for piece in pieces:
-        parts.setdefault(piece.name, []).append((piece, canonical.narrow(axis, offset, piece.count)))
+        if piece.name:
+            parts.setdefault(piece.name, []).append((piece, canonical.narrow(axis, offset, piece.count)))
         offset += piece.count
     out = {}
     for name, runs in parts.items():
