@@ -18,7 +18,8 @@ class Role(StrEnum):
     """What a tensor is for; decides its canonical layout, how it is sharded, and whether it may be quantized.
 
     Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]` and those of a gated `MLP_IN`
-    `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`.
+    `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`. `ATTN_SCALE` and `MLP_SCALE`
+    multiply a branch, one number per channel, before it is added.
     """
 
     ATTN_NORM = "attn_norm"
@@ -28,10 +29,12 @@ class Role(StrEnum):
     SINKS = "sinks"
     ATTN_OUT = "attn_out"
     ATTN_POST_NORM = "attn_post_norm"
+    ATTN_SCALE = "attn_scale"
     MLP_NORM = "mlp_norm"
     MLP_IN = "mlp_in"
     MLP_OUT = "mlp_out"
     MLP_POST_NORM = "mlp_post_norm"
+    MLP_SCALE = "mlp_scale"
     ROUTER = "router"
     EXPERTS_IN = "experts_in"
     EXPERTS_OUT = "experts_out"

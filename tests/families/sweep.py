@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.families import FAMILIES, Family, Tiny
 from slipstream.model.block import Block
+from slipstream.model.inputs import sample_inputs
 
 VARIANTS = [(family, tiny) for family in FAMILIES.values() for tiny in family.tiny]
 """Every tiny model of every registered family: nothing can be registered and stay out."""
@@ -83,6 +84,8 @@ def measure(family: Family, tiny: Tiny) -> Row:
     engine = slipstream.init_inference(
         copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
     )
+    if original.main_input_name != "input_ids":
+        return _measure_senses(family, tiny, original, engine)
     ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
     runs: dict[str, float] = {}
     layers = [original.get_submodule(layer.name) for layer in engine.report().layers]
@@ -94,11 +97,11 @@ def measure(family: Family, tiny: Tiny) -> Row:
         ):
             expected = original(input_ids=rows, attention_mask=mask, output_hidden_states=True)
             got = engine(input_ids=rows, attention_mask=mask, output_hidden_states=True)
-            runs[name] = _error(expected.logits, got.logits, mask)
+            runs[name] = _error(_answer(expected), _answer(got), mask)
             if name == "left":
                 pairs = zip(expected.hidden_states, got.hidden_states, strict=True)
                 runs["states"] = max(_error(a, b, mask) / max(float(a.abs().max()), 1.0) for a, b in pairs)
-                peak = float(expected.logits[mask.bool()].softmax(-1).max(-1).values.median())
+                peak = float(_answer(expected)[mask.bool()].softmax(-1).max(-1).values.median())
         runs["cached"] = _second_forward(original, engine, ids, left)
         assert calls.blocks == calls.layers, "an injected layer ran its original code"
     greedy, road = _greedy(original, engine, ids, left)
@@ -106,6 +109,46 @@ def measure(family: Family, tiny: Tiny) -> Row:
         family.name, tiny.label or "-", engine.report().level, runs["single"], runs["left"], runs["right"],
         runs["cached"], runs["states"], greedy, road, peak,
     )  # fmt: skip
+
+
+def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.Module) -> Row:
+    """The same for a model of pictures or of sound: each kind of input that its config names, and one row."""
+    samples = sample_inputs(original)
+    assert samples, f"no input is made for {type(original).__name__}"
+    generator = torch.Generator().manual_seed(7)
+    worst = states = single = 0.0
+    layers = [original.get_submodule(layer.name) for layer in engine.report().layers]
+    with torch.no_grad(), _Calls(layers) as calls:
+        for inputs in samples:
+            drawn = {
+                name: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
+                for name, t in inputs.items()
+            }
+            first = {name: t[:1] for name, t in drawn.items()}
+            for given in (drawn, first):
+                torch.manual_seed(1)  # some shuffle their patches
+                expected = original(**given, output_hidden_states=True)
+                torch.manual_seed(1)
+                got = engine(**given, output_hidden_states=True)
+                error = _largest(expected[0], got[0])
+                worst, single = (max(worst, error), single) if given is drawn else (worst, max(single, error))
+                pairs = list(zip(expected.hidden_states, got.hidden_states, strict=True))
+                assert len(pairs) > 1
+                states = max([states, *(_largest(a, b) / max(float(a.abs().max()), 1.0) for a, b in pairs)])
+        assert calls.blocks == calls.layers > 0, "an injected layer ran its original code"
+    level = engine.report().level
+    return Row(family.name, tiny.label or "-", level, single, worst, worst, 0.0, states, "-", "-", 0.0)
+
+
+def _answer(output: Any) -> Tensor:
+    """Logits, or the last states of a model without a head."""
+    answer: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    return answer
+
+
+def _largest(expected: Tensor, got: Tensor) -> float:
+    assert bool(torch.isfinite(expected).all())
+    return float((expected - got).abs().max())
 
 
 def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:

@@ -46,13 +46,16 @@ FOREIGN: dict[str, Any] = {
 
 
 _HALF_READ = {
+    "dinov2": ("head_dim",),
+    "dinov2_with_registers": ("head_dim",),
     "gpt_neox_japanese": ("head_dim",),
     "modernbert": ("head_dim",),
     "olmoe": ("head_dim",),
     "persimmon": ("head_dim",),
     "stablelm": ("head_dim",),
 }
-"""Fields that a part of the original reads and another does not, so that it cannot run with them itself."""
+"""Fields that a part of the original reads and another does not, so that it cannot run with them itself; or
+that one version of transformers reads and another does not."""
 
 
 def _with_foreign_fields(family: Family) -> Tiny:

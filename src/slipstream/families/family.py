@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import Recipe
 
-__all__ = ["Config", "Family", "Tiny"]
+__all__ = ["Config", "Family", "OwnBias", "Tiny"]
 
 Config = Any
 """A transformers `PretrainedConfig`: attributes only, never imported here."""
@@ -32,6 +32,19 @@ class Tiny:
     label: str = ""
 
 
+@dataclass(frozen=True)
+class OwnBias:
+    """What a layer adds to its scores by a part of its own, which stays in the layer and runs its own code.
+
+    Attributes:
+        make: Of the layer and the arguments of its call by name: `(1 | B, H, S, L)`, or None.
+        reads: Names of arguments that only this part reads.
+    """
+
+    make: Callable[[Any, Mapping[str, Any]], Any]
+    reads: frozenset[str] = frozenset()
+
+
 def _no_reason(config: Config) -> str | None:
     return None
 
@@ -52,6 +65,7 @@ class Family:
         refuse: Why a config cannot be served, or None.
         ignored: Patterns of parameters of the layer that carry nothing.
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
+        bias: What the layer itself adds to its scores; its parameters are `ignored`.
     """
 
     name: str
@@ -63,6 +77,7 @@ class Family:
     refuse: Callable[[Config], str | None] = field(default=_no_reason)
     ignored: tuple[str, ...] = ()
     rope_table: str | None = None
+    bias: OwnBias | None = None
 
     def why_not(self, config: Config, index: int) -> str | None:
         """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""

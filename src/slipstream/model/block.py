@@ -31,14 +31,15 @@ class Block:
 
     The residual stream, where `place` is "pre" and the branches follow each other::
 
-        x ─┬─ attn_norm ─ qkv ─ q/k norm ─ rope ─ attend ─ attn_out ─ attn_post_norm ─ * residual_scale ─(+)─┐
-           └──────────────────────────────────────────────────────────────────────────────────────────────┘
-          ─┬─ mlp_norm ─ mlp_in ─ activation ─ mlp_out  (or experts) ─ mlp_post_norm ─ * residual_scale ─(+)─▶
-           └────────────────────────────────────────────────────────────────────────────────────────────┘
+        x ─┬─ attn_norm ─ qkv ─ q/k norm ─ rope ─ attend ─ attn_out ─ attn_post_norm ─ * scale ─(+)─┐
+           └─────────────────────────────────────────────────────────────────────────────────────┘
+          ─┬─ mlp_norm ─ mlp_in ─ activation ─ mlp_out  (or experts) ─ mlp_post_norm ─ * scale ─(+)─▶
+           └─────────────────────────────────────────────────────────────────────────────────────┘
 
     Where `parallel`, both branches read the same `x` (the second through `attn_norm` if there is no
     `mlp_norm`) and are added to it together. Where `place` is "post", `attn_norm` and `mlp_norm` normalise
-    the sums instead. A norm whose role is absent passes its input on.
+    the sums instead. A norm whose role is absent passes its input on. A branch's scale is `residual_scale`,
+    times one number per channel where `attn_scale` and `mlp_scale` are there.
 
     Attributes:
         spec: The block in numbers.
@@ -73,22 +74,30 @@ class Block:
         """
         spec = self.spec
         if spec.place == "post":
-            x = self._norm(Role.ATTN_NORM, x + self._attention(x, rope, attend) * spec.residual_scale)
-            return self._norm(Role.MLP_NORM, x + self._feed_forward(x) * spec.residual_scale)
+            x = self._norm(
+                Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, self._attention(x, rope, attend))
+            )
+            return self._norm(Role.MLP_NORM, x + self._scaled(Role.MLP_SCALE, self._feed_forward(x)))
         normed = self._norm(Role.ATTN_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
         attended = self._norm(Role.ATTN_POST_NORM, self._attention(normed, rope, attend))
         if spec.parallel:
             entry = self._norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
             fed = self._norm(Role.MLP_POST_NORM, self._feed_forward(entry))
-            return residual + (attended + fed) * spec.residual_scale
-        x = residual + self._scaled(attended)
+            scaled = self._scaled(Role.ATTN_SCALE, attended), self._scaled(Role.MLP_SCALE, fed)
+            return residual + (scaled[0] + scaled[1])
+        x = residual + self._scaled(Role.ATTN_SCALE, attended)
         normed = self._norm(Role.MLP_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
-        return residual + self._scaled(self._norm(Role.MLP_POST_NORM, self._feed_forward(normed)))
+        fed = self._norm(Role.MLP_POST_NORM, self._feed_forward(normed))
+        return residual + self._scaled(Role.MLP_SCALE, fed)
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.spec.residual_scale == 1.0 else branch * self.spec.residual_scale
+    def _scaled(self, role: Role, branch: Tensor) -> Tensor:
+        """The branch times the block's one number, and the role's number per channel, where there are any."""
+        if self.spec.residual_scale != 1.0:
+            branch = branch * self.spec.residual_scale
+        vector = self.weights.vectors.get(role)
+        return branch if vector is None or vector.weight is None else branch * vector.weight
 
     def _norm(self, role: Role, x: Tensor, norm: Norm | None = None) -> Tensor:
         vector = self.weights.vectors.get(role)

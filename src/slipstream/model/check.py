@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
+from slipstream.model.inputs import sample_inputs, vocabulary
 from slipstream.model.layers import Found
 
 __all__ = [
@@ -80,39 +81,48 @@ class _EnoughError(Exception):
 
 
 def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[RecordedCall]]:
-    """Run the model on random tokens and record how it calls some of its layers.
+    """Run the model on random input and record how it calls some of its layers.
 
     Args:
-        root: The model that owns the layers; its forward takes `input_ids` and `attention_mask`.
+        root: The model that owns the layers; its forward takes `input_ids` and `attention_mask`, or what
+            `sample_inputs` makes.
         layers: One per kind, in the order of the model.
 
     Returns:
-        Calls by layer name: a padded prompt; one more token, where the model keeps a cache; and a prompt
-        without padding, for which transformers often makes no mask at all. Empty for a model that does not
-        take tokens; one that does may still raise any of `MODEL_ERRORS`.
+        Calls by layer name. Of tokens: a padded prompt; one more token, where the model keeps a cache; and a
+        prompt without padding, for which transformers often makes no mask at all. Empty for a model that
+        takes neither; one that does may still raise any of `MODEL_ERRORS`.
     """
-    vocabulary = _vocabulary(root)
-    if vocabulary is None:
+    tokens = vocabulary(root)
+    samples = sample_inputs(root) if tokens is None else []
+    if tokens is None and not samples:
         return {}
     calls: dict[str, list[RecordedCall]] = {found.name: [] for found in layers}
     pending: set[str] = set()
     handles = [hook for found in layers for hook in _listen(found, calls, pending)]
-    generator = torch.Generator().manual_seed(0)
-    device = next(root.parameters()).device
-    ids = torch.randint(0, vocabulary, (_BATCH, _LENGTH + 1), generator=generator).to(device)
-    mask = torch.ones(_BATCH, _LENGTH + 1, dtype=torch.long, device=device)
-    mask[0, :3] = 0
     try:
         with left_as_it_was(root):
-            cache = _run(root, pending, calls, input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
-            if cache is not None:
-                _run(root, pending, calls, input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
-            unpadded = ids[:, :_UNPADDED]
-            _run(root, pending, calls, input_ids=unpadded, attention_mask=torch.ones_like(unpadded))
+            if tokens is not None:
+                _run_tokens(root, pending, calls, tokens)
+            for inputs in samples:
+                _run(root, pending, calls, **inputs)
     finally:
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _run_tokens(root: nn.Module, pending: set[str], calls: Mapping[str, Any], tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    device = next(root.parameters()).device
+    ids = torch.randint(0, tokens, (_BATCH, _LENGTH + 1), generator=generator).to(device)
+    mask = torch.ones(_BATCH, _LENGTH + 1, dtype=torch.long, device=device)
+    mask[0, :3] = 0
+    cache = _run(root, pending, calls, input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
+    if cache is not None:
+        _run(root, pending, calls, input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
+    unpadded = ids[:, :_UNPADDED]
+    _run(root, pending, calls, input_ids=unpadded, attention_mask=torch.ones_like(unpadded))
 
 
 @contextmanager
@@ -128,18 +138,6 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
             vars(module).update(own)
             module._buffers.clear()
             module._buffers.update(buffers)
-
-
-def _vocabulary(root: nn.Module) -> int | None:
-    accepts = inspect.signature(root.forward).parameters
-    embeddings = getattr(root, "get_input_embeddings", None)
-    if "input_ids" not in accepts or "attention_mask" not in accepts or embeddings is None:
-        return None
-    try:
-        weight = getattr(embeddings(), "weight", None)
-    except NotImplementedError:  # transformers' answer where a model has no single embedding
-        return None
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], **inputs: Any) -> Any:

@@ -288,6 +288,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         rope_table=family.rope_table,
         bool_masks=verdict.bool_masks,
         forward=type(layer).forward,
+        bias=family.bias,
     )
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
+from slipstream.families import OwnBias
 from slipstream.model.block import Block
 from slipstream.model.intact import PartState, is_intact, parts_of
 from slipstream.model.layer_call import LayerSignature, run_block
@@ -54,6 +55,7 @@ class Injected:
         forward: The original class's code.
         parts: The modules inside of the layer when it was injected.
         links: The layer's parameters as the block holds them.
+        bias: Makes what the layer itself adds to the scores, of the layer and its call's arguments by name.
     """
 
     original: type[nn.Module]
@@ -66,6 +68,7 @@ class Injected:
     forward: Callable[..., Any]
     parts: tuple[PartState, ...] = ()
     links: tuple[Link, ...] = ()
+    bias: OwnBias | None = None
 
 
 def is_injected(module: nn.Module) -> bool:
@@ -97,22 +100,23 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
     layer.__dict__.pop("forward", None)
     layer.__dict__[_STATE] = state
     state.parts = parts_of(layer)
-    layer.__class__ = _injected_class(state.original)  # type: ignore[arg-type]
+    silent = frozenset() if state.bias is None else state.bias.reads
+    layer.__class__ = _injected_class(state.original, silent)  # type: ignore[arg-type]
     layer.register_state_dict_post_hook(_fill_state_dict)
     layer.register_load_state_dict_pre_hook(_refuse_load)
     state.links = link(layer, state.block.weights, state.plans)
 
 
 @functools.cache
-def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
+def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[nn.Module]:
     """A subclass of a layer class whose forward runs the block; it bears the original's name."""
-    signature = LayerSignature(original)
+    signature = LayerSignature(original, silent)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = injected_state(self)
         call = None
         if not (self.training or wants_original()) and is_untouched(self):
-            call = signature.read(args, kwargs, state.block.spec.heads)
+            call = signature.read(args, kwargs, state.block.spec)
         if call is not None and call.has_bool_mask and not state.bool_masks:
             call = None
         if call is None:
@@ -120,6 +124,8 @@ def _injected_class(original: type[nn.Module]) -> type[nn.Module]:
         table = None if state.rope_table is None else self.get_buffer(state.rope_table)
         if table is None and state.block.spec.rope is not None and call.rope is None:
             return original_forward(self, *args, **kwargs)
+        if state.bias is not None:
+            call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
         return state.returns(run_block(state.block, call, state.index, table))
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.model.block import Block, RopeTable
@@ -23,7 +24,14 @@ _MASKS = ("attention_mask", "attn_mask", "mask")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _BIASES = ("alibi", "position_bias")
 _SILENT = frozenset(
-    {"use_cache", "position_ids", "cache_position", "position_embeddings", "output_hidden_states"}
+    {
+        "use_cache",
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "output_hidden_states",
+        "return_dict",
+    }
 )
 """Arguments that the block either reads or has no use for, whatever their value."""
 _TABLE_TYPES = (tuple, list)
@@ -58,22 +66,27 @@ class LayerCall:
 class LayerSignature:
     """How one layer class takes its arguments; made once per class."""
 
-    def __init__(self, layer_class: type) -> None:
-        """Read the signature of the class's own forward."""
+    def __init__(self, layer_class: type, silent: frozenset[str] = frozenset()) -> None:
+        """Read the signature of the class's own forward; `silent` arguments ask nothing of a block."""
         parameters = list(inspect.signature(inspect.unwrap(layer_class.forward)).parameters.values())[1:]  # type: ignore[attr-defined]
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._order = [p.name for p in parameters if p.kind in positional]
         self._hidden = self._order[0] if self._order else ""
+        self._silent = _SILENT | silent
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], heads: int) -> LayerCall | None:
+    def name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, `args` without `self`."""
+        return dict(zip(self._order, args, strict=False), **kwargs)
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: BlockSpec) -> LayerCall | None:
         """Reduce a call, or return None where it asks for something that a block does not do.
 
         Args:
             args: Positional arguments, without `self`.
             kwargs: Keyword arguments.
-            heads: Query heads, to give a flat alibi its shape.
+            spec: Of the block, which gives a flat alibi its shape.
         """
-        given = dict(zip(self._order, args, strict=False), **kwargs)
+        given = self.name(args, kwargs)
         hidden = given.pop(self._hidden, None)
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(args) > len(self._order):
             return None
@@ -82,12 +95,14 @@ class LayerSignature:
         bias = _pop_first(given, _BIASES)
         rope = given.get("position_embeddings")
         positions = given.get("position_ids")
-        if any(_asks(value) for name, value in given.items() if name not in _SILENT):
+        if given.pop("is_causal", None) not in (None, spec.causal):
+            return None
+        if any(_asks(value) for name, value in given.items() if name not in self._silent):
             return None
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
             return None
         if bias is not None:
-            bias = _shape_bias(bias, hidden.shape[0], heads)
+            bias = _shape_bias(bias, hidden.shape[0], spec.heads)
             if bias is None:
                 return None
         cache = getattr(cache, "self_attention_cache", cache)
@@ -226,6 +241,10 @@ def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
         raise AssertionError(
             "a layer that rotates was called without a table; its injected class checks for that"
         )
+    if cos.shape[-2] < length:
+        # A picture's first tokens have no place in it, and no angle.
+        before = (0, 0, length - cos.shape[-2], 0)
+        cos, sin = F.pad(cos, before, value=1.0), F.pad(sin, before)
     cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))
     return cos, sin
 

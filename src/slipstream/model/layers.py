@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 
 from slipstream.families import Family, find_family
 from slipstream.model.inject import is_injected
+from slipstream.model.inputs import takes_input
 from slipstream.model.policy import Policy, target_of
 from slipstream.spec import BlockSpec
 
@@ -25,7 +25,7 @@ class Found:
         name: Path from the model.
         layer: The module.
         index: Its place among its siblings, which is its place in the cache.
-        root: Path of the nearest ancestor that runs on token ids ("" for the model itself).
+        root: Path of the nearest ancestor that runs on tokens, pictures or sound ("" for the model itself).
         family: Who knows its class, or None.
         spec: Its numbers, or None where there is no family or the family declines.
         reason: Why there is no spec, for the report.
@@ -53,10 +53,13 @@ def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = No
     Returns:
         In the order of the model's modules; a module that stands in several places once.
     """
-    return [
+    found = [
         _identify(model, name, layer, index, config=config, policy=policy)
         for name, layer, index in _candidates(model, "", policy)
     ]
+    if all(one.family is None for one in found):
+        return found
+    return [one for one in found if one.family is not None or one.wanted or not _only_convolves(one.layer)]
 
 
 def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator[tuple[str, nn.Module, int]]:
@@ -77,6 +80,14 @@ def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator
             yield from _candidates(child, full, policy)
 
 
+def _only_convolves(layer: nn.Module) -> bool:
+    """Whether a layer's matrices are all convolutions': it comes before the layers that a family knows."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    convolutions = [module for module in layer.modules() if isinstance(module, kinds)]
+    theirs = {id(p) for module in convolutions for p in module.parameters()}
+    return bool(convolutions) and all(p.dim() < 2 or id(p) in theirs for p in layer.parameters())
+
+
 def _is_known(module: nn.Module, policy: Policy | None) -> bool:
     known = is_injected(module) or find_family(type(module)) is not None
     return known or target_of(policy, type(module)) is not None
@@ -86,7 +97,7 @@ def _identify(
     model: nn.Module, name: str, layer: nn.Module, index: int, *, config: Any, policy: Policy | None
 ) -> Found:
     parents = _parents(model, name)
-    root = next((path for path, module in parents if _takes_tokens(module)), "")
+    root = next((path for path, module in parents if takes_input(module)), "")
     target = target_of(policy, type(layer))
     if target is not None and not isinstance(target, Family):
         why = f"injection_policy names {', '.join(target)}, and no family"
@@ -110,10 +121,3 @@ def _parents(model: nn.Module, name: str) -> list[tuple[str, Any]]:
     parts = name.split(".")[:-1]
     paths = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
     return [(path, model.get_submodule(path)) for path in paths]
-
-
-def _takes_tokens(module: nn.Module) -> bool:
-    return (
-        hasattr(module, "get_input_embeddings")
-        and "input_ids" in inspect.signature(module.forward).parameters
-    )

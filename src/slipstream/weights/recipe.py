@@ -233,15 +233,28 @@ class Alternating(Recipe):
 
 @dataclass(frozen=True)
 class First(Recipe):
-    """The first recipe whose tensors are there: for classes that name a part differently by configuration."""
+    """The first recipe whose tensors are all there: for classes that name a part by configuration."""
 
     recipes: tuple[Recipe, ...]
 
     def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
-        """See `Recipe.plan`."""
-        return next(
-            (plan for recipe in self.recipes if (plan := recipe.plan(source, spec)) is not None), None
-        )
+        """See `Recipe.plan`.
+
+        Raises:
+            WeightError: One of them misses some of its tensors, and no other has all of its own.
+        """
+        half: WeightError | None = None
+        for recipe in self.recipes:
+            try:
+                plan = recipe.plan(source, spec)
+            except WeightError as error:
+                half = half or error
+                continue
+            if plan is not None:
+                return plan
+        if half is not None:
+            raise half
+        return None
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ def refuse_block(block: BlockLike) -> str | None:
         if isinstance(matrix, str):
             return f"{role}: {matrix}"
     for role, vector in block.weights.vectors.items():
+        if role in (Role.ATTN_SCALE, Role.MLP_SCALE):
+            return f"{role}: branches are scaled by one number only"
         for tensor in (vector.weight, vector.bias):
             if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
                 return f"{role}: a vector in {tensor.dtype} is not read"

@@ -1,0 +1,122 @@
+"""What a model is run on to see how it calls its layers: random tokens, pictures, or sound.
+
+Shapes: B batch, S tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Inputs", "sample_inputs", "takes_input", "vocabulary"]
+
+Inputs = dict[str, Tensor]
+
+_BATCH = 2
+_FRAMES = 7
+"""Of sound, once the convolutions before the layers have shortened it."""
+
+
+def takes_input(module: nn.Module) -> bool:
+    """Whether a module is a model that runs on tokens, or on what `sample_inputs` makes for it."""
+    accepts = inspect.signature(module.forward).parameters
+    if "input_ids" in accepts and hasattr(module, "get_input_embeddings"):
+        return True
+    name = getattr(module, "main_input_name", None)
+    return name in _MAKERS and name in accepts and hasattr(module, "config")
+
+
+def vocabulary(root: nn.Module) -> int | None:
+    """Number of tokens that a model takes by `input_ids` and `attention_mask`, or None."""
+    accepts = inspect.signature(root.forward).parameters
+    embeddings = getattr(root, "get_input_embeddings", None)
+    if "input_ids" not in accepts or "attention_mask" not in accepts or embeddings is None:
+        return None
+    try:
+        weight = getattr(embeddings(), "weight", None)
+    except NotImplementedError:  # transformers' answer where it does not know the embedding's name
+        return _number(getattr(root, "config", None), "vocab_size")
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def sample_inputs(root: nn.Module) -> list[Inputs]:
+    """Random input for a model of pictures or of sound, as its config says they are.
+
+    Returns:
+        Keyword arguments of its forward, for one run each; empty for any other model.
+    """
+    accepts = inspect.signature(root.forward).parameters
+    name = getattr(root, "main_input_name", None)
+    if not isinstance(name, str) or name not in _MAKERS or name not in accepts:
+        return []
+    like = next(p for p in root.parameters() if p.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    made = _MAKERS[name](getattr(root, "config", None), accepts, generator)
+    return [
+        {key: t.to(like) if t.is_floating_point() else t.to(like.device) for key, t in inputs.items()}
+        for inputs in made
+    ]
+
+
+def _pictures(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
+    """Pictures of the config's size, or patches of them where each has a shape of its own."""
+    channels = int(_number(config, "num_channels", "in_channels", "in_chans") or 3)
+    if "spatial_shapes" in accepts:
+        return [_patches(config, channels, generator)]
+    height, width = _pair(_value(config, "image_size") or 4 * _pair(_value(config, "patch_size") or 16)[0])
+    frames = _number(config, "num_frames") if _value(config, "tubelet_size") is not None else None
+    shape = (*(() if frames is None else (frames,)), channels, height, width)
+    return [{"pixel_values": torch.randn(_BATCH, *shape, generator=generator)}]
+
+
+def _patches(config: Any, channels: int, generator: torch.Generator) -> Inputs:
+    side = _pair(_value(config, "patch_size") or 16)[0]
+    mask = torch.ones(_BATCH, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    return {
+        "pixel_values": torch.randn(_BATCH, 6, channels * side * side, generator=generator),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[2, 3], [2, 2]]),
+    }
+
+
+def _sound(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
+    """A spectrogram of the config's size, or samples that the model's convolutions turn into few frames."""
+    bins, length = _number(config, "num_mel_bins"), _number(config, "max_length")
+    if bins is not None and length is not None:
+        return [{"input_values": torch.randn(_BATCH, length, bins, generator=generator)}]
+    strides, kernels = _value(config, "conv_stride") or (320,), _value(config, "conv_kernel") or (400,)
+    needed = _FRAMES
+    for stride, kernel in zip(reversed(strides), reversed(kernels), strict=False):
+        needed = (needed - 1) * int(stride) + int(kernel)
+    wave = {"input_values": torch.randn(_BATCH, needed, generator=generator)}
+    if "attention_mask" not in accepts:
+        return [wave]
+    mask = torch.ones(_BATCH, needed, dtype=torch.long)
+    mask[0, -3 * math.prod(int(stride) for stride in strides) :] = 0
+    return [wave, {**wave, "attention_mask": mask}]
+
+
+_MAKERS: Mapping[str, Callable[[Any, Mapping[str, Any], torch.Generator], list[Inputs]]] = {
+    "pixel_values": _pictures,
+    "input_values": _sound,
+}
+
+
+def _value(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
+
+
+def _number(config: Any, *names: str) -> int | None:
+    return next((v for name in names if isinstance(v := _value(config, name), int)), None)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if isinstance(size, Mapping):
+        return int(size["height"]), int(size["width"])
+    return (int(size[0]), int(size[-1])) if isinstance(size, list | tuple) else (int(size), int(size))
