@@ -117,9 +117,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         call = None
         if not (self.training or wants_original()) and is_untouched(self):
             call = signature.read(args, kwargs, state.block.spec)
-        if call is not None and call.has_bool_mask and not state.bool_masks:
-            call = None
-        if call is None:
+        if call is None or (call.has_bool_mask and not state.bool_masks):
             return original_forward(self, *args, **kwargs)
         table = None if state.rope_table is None else self.get_buffer(state.rope_table)
         if table is None and state.block.spec.rope is not None and call.rope is None:
