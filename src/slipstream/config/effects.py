@@ -78,10 +78,11 @@ _TOP = {
         "token and kv head: about half the bytes of bfloat16, each value off by at most 1/254 of the largest "
         "of its head. A cache that is returned is in the engine's dtype. Without an engine road it warns."
     ),
-    "checkpoint": _unserved(
-        "Weights are read from it and every tensor is accounted for, with and without injection."
+    "checkpoint": _acts(
+        "Weights are read from it, layer by layer as they are packed, and every tensor is accounted for, "
+        "with and without injection. A folder, a file, a tagged folder of ranks, or DeepSpeed's description."
     ),
-    "base_dir": _unserved(
+    "base_dir": _acts(
         "Relative file names of a checkpoint are looked up in it; without a checkpoint it warns."
     ),
     "set_empty_params": _warns(
@@ -93,7 +94,7 @@ _TOP = {
     "return_tuple": _acts(
         "False makes forward return the plain first tensor in place of the model's output object."
     ),
-    "training_mp_size": _unserved(
+    "training_mp_size": _acts(
         "Says how many ways a checkpoint is split when its files do not; without a checkpoint it warns."
     ),
     "injection_policy": _acts(
@@ -213,12 +214,10 @@ _ZERO = {
 }
 
 _CHECKPOINT = {
-    "checkpoint_config": _unserved(
-        "Fills three fields of the top level; a different value in both is an error."
-    ),
-    "checkpoint_config.checkpoint_dir": _unserved("The same as `checkpoint`."),
+    "checkpoint_config": _acts("Fills three fields of the top level; a different value in both is an error."),
+    "checkpoint_config.checkpoint_dir": _acts("The same as `checkpoint`."),
     "checkpoint_config.save_mp_checkpoint_path": _unserved("The same as `save_mp_checkpoint_path`."),
-    "checkpoint_config.base_dir": _unserved("The same as `base_dir`."),
+    "checkpoint_config.base_dir": _acts("The same as `base_dir`."),
 }
 
 EFFECTS: dict[str, Effect] = {**_TOP, **_PARALLEL, **_QUANT, **_ZERO, **_CHECKPOINT}

@@ -28,8 +28,8 @@ from slipstream.model.inject import is_injected
 from slipstream.model.packed import is_packed
 from slipstream.model.parts import is_swapped
 from slipstream.model.policy import check_policy
-from slipstream.weights.load import check_finite
-from slipstream.weights.source import ModuleSource
+from slipstream.weights.load import check_finite, check_finite_tensor
+from slipstream.weights.source import ModuleSource, Source
 
 __all__ = [
     "check_inputs",
@@ -41,8 +41,13 @@ __all__ = [
 ]
 
 
-def check_model(model: Any, config: InferenceConfig) -> None:
+def check_model(model: Any, config: InferenceConfig, source: Source | None = None) -> None:
     """Refuse what is not a usable model; nothing is changed.
+
+    Args:
+        model: What the user handed in.
+        config: What the engine is to be.
+        source: Where the model's values will come from, if not from itself.
 
     Raises:
         ConfigError: Not an `nn.Module`, or not one that the `injection_policy` fits.
@@ -66,18 +71,8 @@ def check_model(model: Any, config: InferenceConfig) -> None:
                 "load the model again"
             )
     parameters = dict(model.named_parameters())
-    meta = [name for name, p in parameters.items() if p.is_meta]
-    if meta:
-        raise WeightError(
-            f"{len(meta)} of {len(parameters)} parameters are on the meta device and hold no values "
-            f"({meta[0]}, ...); load the weights before init_inference"
-        )
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if empty:
-        raise WeightError(
-            f"the buffers {', '.join(empty[:4])}{' ...' if len(empty) > 4 else ''} are on the meta device "
-            "and hold no values; build the model on a real device, or load it with from_pretrained"
-        )
+    if source is None:
+        _check_has_values(model, parameters)
     sparse = [name for name, p in parameters.items() if p.layout is not torch.strided]
     if sparse:
         raise WeightError(
@@ -93,8 +88,45 @@ def check_model(model: Any, config: InferenceConfig) -> None:
             "quantization, or leave replace_with_kernel_inject at False"
         )
     check_policy(model, config.injection_policy)
-    check_finite(ModuleSource(model))
-    _check_range(parameters, compute_dtype(model, config))
+    if source is None:
+        check_finite(ModuleSource(model))
+        _check_range(parameters, compute_dtype(model, config))
+    else:
+        _check_values(source, parameters, compute_dtype(model, config))
+
+
+def _check_has_values(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    meta = [name for name, p in parameters.items() if p.is_meta]
+    if meta:
+        raise WeightError(
+            f"{len(meta)} of {len(parameters)} parameters are on the meta device and hold no values "
+            f"({meta[0]}, ...); load the weights before init_inference"
+        )
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise WeightError(
+            f"the buffers {', '.join(empty[:4])}{' ...' if len(empty) > 4 else ''} are on the meta device "
+            "and hold no values; build the model on a real device, or load it with from_pretrained"
+        )
+
+
+def _check_values(source: Source, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuse what a checkpoint holds, reading it once, a tensor at a time."""
+    for name in source.names():
+        if (tensor := source.stored(name)) is None:
+            continue
+        wants_floats = name in parameters and parameters[name].is_floating_point()
+        if wants_floats and not tensor.is_floating_point():
+            raise WeightError(
+                f"{source.place(name)} is {tensor.dtype}, and the model's {name} is a float; load a "
+                "checkpoint that is not quantized"
+            )
+        if tensor.is_floating_point():
+            check_finite_tensor(source.place(name), tensor)
+            if not source.is_packed(name):
+                _check_range({source.place(name): tensor}, dtype)
+        del tensor
+        source.release([name])
 
 
 def compute_dtype(model: nn.Module, config: InferenceConfig) -> torch.dtype:

@@ -15,6 +15,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings, compute_dtype
+from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.road import prepare_road
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
@@ -22,7 +23,8 @@ from slipstream.families import Family
 from slipstream.formats import FORMATS, Format, format_of
 from slipstream.kernels import bind_model, bind_pack, bind_stack, kernels_for
 from slipstream.model.block import Block
-from slipstream.model.convert import convert, kept_in_float32
+from slipstream.model.convert import convert, kept_in_float32, move
+from slipstream.model.filling import Filling
 from slipstream.model.frame import Frame, run_stack
 from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
@@ -71,35 +73,34 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     """
     device = choose()
     notes = check_settings(config, device)
-    check_model(model, config)
+    filling = open_filling(model, config)
+    check_model(model, config, None if filling is None else filling.source)
     model_config = _override(getattr(model, "config", None), config)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    if any(module is model for module in training):
+    if model.training:
         notes.append("the model was in training mode and was switched to eval")
-    try:
+    with undone_on_error(model, filling):
         layers = find_layers(model, _layers_config(model_config, config), config.injection_policy)
-        settings = _settings(model, config, device, _format(config, layers, model_config))
+        settings = _settings(model, config, device, _format(config, layers, model_config), filling)
+        if filling is not None:
+            filling.start(layers)
         verdicts = _judge(model, layers, config, settings)
         packing = plan_packing(layers, verdicts, settings)
         parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
         outside, stays = _outside(model, config, settings, device)
         ops = _frame_ops(CpuDevice(), settings, outside)
         frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings, ops)
-    except BaseException:
-        for module in training:
-            module.training = True
-        raise
     convert(model, settings.dtype, keep=settings.keep)
     if model_config is not None and hasattr(model_config, "dtype"):
         model.config.dtype = settings.dtype
     if not config.keep_module_on_host:
-        model.to(device.torch_device)
+        move(model, device.torch_device)
     blocks = fuse(layers, verdicts, settings)
     packed = pack_layers(layers, packing, settings)
     notes += stays
-    around = tuple(pack_outside(model, outside))
+    around = tuple(pack_outside(model, outside, filling))
     fuse_parts(layers, parts)
+    if filling is not None:
+        filling.finish(settings.cast)
     if settings.format.bits and not blocks and not packing:
         notes.append(_nothing_packed(model, settings.format))
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
@@ -221,7 +222,13 @@ def _packing_fast(packed: Format) -> Format:
     return replace(packed, pack=bind_pack(packed))
 
 
-def _settings(model: nn.Module, config: InferenceConfig, device: Device, packed: Format) -> Settings:
+def _settings(
+    model: nn.Module,
+    config: InferenceConfig,
+    device: Device,
+    packed: Format,
+    filling: Filling | None = None,
+) -> Settings:
     dtype = compute_dtype(model, config)
 
     def bind(spec: BlockSpec | None) -> Ops:
@@ -237,6 +244,7 @@ def _settings(model: nn.Module, config: InferenceConfig, device: Device, packed:
         keep=kept_in_float32(model),
         device=place,
         join=device.joins_rows,
+        filling=filling,
     )
 
 

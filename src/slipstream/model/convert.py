@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-__all__ = ["convert", "kept_in_float32"]
+__all__ = ["applies", "convert", "kept_in_float32", "move"]
 
 _ANGLES = re.compile(r"freq|rot|cos|sin|timescale|embed_positions")
 
@@ -41,16 +41,22 @@ def convert(
     for path, owner in module.named_modules(prefix=prefix):
         tables = owner._non_persistent_buffers_set
         for leaf, parameter in owner._parameters.items():
-            if parameter is not None and _applies(f"{path}.{leaf}", parameter, dtype, patterns):
+            if parameter is not None and applies(f"{path}.{leaf}", parameter, dtype, patterns):
                 parameter.data = parameter.data.to(dtype)
         for leaf, buffer in owner._buffers.items():
             if buffer is None or (leaf in tables and _ANGLES.search(leaf)):
                 continue
-            if _applies(f"{path}.{leaf}", buffer, dtype, patterns):
+            if applies(f"{path}.{leaf}", buffer, dtype, patterns):
                 owner._buffers[leaf] = buffer.to(dtype)
 
 
-def _applies(name: str, tensor: torch.Tensor, dtype: torch.dtype, keep: tuple[re.Pattern[str], ...]) -> bool:
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move a model in place; what has no values, because it is filled later, stays without."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def applies(name: str, tensor: torch.Tensor, dtype: torch.dtype, keep: tuple[re.Pattern[str], ...]) -> bool:
+    """Whether `convert` casts a tensor of this name."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return False
     return dtype not in (torch.float16, torch.bfloat16) or not any(pattern.search(name) for pattern in keep)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +18,8 @@ from slipstream.errors import InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.block import Block
 from slipstream.model.check import MODEL_ERRORS, RecordedCall, call_alone, compare, record_calls
-from slipstream.model.convert import convert
+from slipstream.model.convert import applies, convert
+from slipstream.model.filling import Filling
 from slipstream.model.inject import Injected, inject_layer, restore_layer
 from slipstream.model.intact import is_hooked
 from slipstream.model.layer_call import returns_of
@@ -26,7 +28,7 @@ from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
-from slipstream.weights.source import ModuleSource
+from slipstream.weights.source import ModuleSource, Source
 
 __all__ = ["Settings", "Verdict", "fuse", "judge"]
 
@@ -51,6 +53,7 @@ class Settings:
         keep: Patterns of parameters that stay in float32.
         device: Where the engine will run.
         join: Dense matrices become one plane each, at the cost of a copy per layer while it is fused.
+        filling: Where the layers' values come from, if not from the layers.
     """
 
     dtype: torch.dtype
@@ -61,6 +64,16 @@ class Settings:
     keep: tuple[re.Pattern[str], ...] = ()
     device: torch.device = torch.device("cpu")
     join: bool = False
+    filling: Filling | None = None
+
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the model, by its name, as the engine holds it."""
+        wanted = self.dtype if applies(name, tensor, self.dtype, self.keep) else tensor.dtype
+        return tensor.to(self.device, wanted)
+
+    def lent(self, found: Found) -> AbstractContextManager[None]:
+        """Within, the layer has its values."""
+        return nullcontext() if self.filling is None else self.filling.lend(found)
 
 
 @dataclass(frozen=True)
@@ -106,13 +119,17 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
             kinds.setdefault(_kind(found), []).append(found)
     for root in sorted({members[0].root for members in kinds.values()}):
         of_root = [members for members in kinds.values() if members[0].root == root]
-        calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
+        filled = nullcontext() if settings.filling is None else settings.filling.lending(layers)
+        with filled:
+            calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
         for members in of_root:
-            recorded = calls.get(members[0].name) or _record_alone(members[0])
-            verdict = _check(members[0], recorded, settings, why, answered=True)
+            with settings.lent(members[0]):
+                recorded = calls.get(members[0].name) or _record_alone(members[0])
+                verdict = _check(members[0], recorded, settings, why, answered=True)
             if len(members) > 1 and verdict.returns is not None:
                 # What a layer's own code derives from its index, beside its spec, shows in the last one.
-                last = _check(members[-1], recorded[:1], settings)
+                with settings.lent(members[-1]):
+                    last = _check(members[-1], recorded[:1], settings)
                 verdict = last if last.returns is None else verdict
             verdicts |= {found.name: verdict for found in members}
     return verdicts
@@ -268,7 +285,9 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
     family, spec = _known(found)
     if verdict.returns is None:
         raise AssertionError("only layers that are to be fused come here")
-    source = ModuleSource(layer)
+    source: Source = ModuleSource(layer)
+    if settings.filling is not None and (layer is found.layer or settings.format.bits):
+        source = settings.filling.of(found, settings.dtype, settings.keep)
     plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
     weights = load_block(
         source,
@@ -292,7 +311,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
     )
 
 
-def fuse(layers: Iterable[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> dict[str, Block]:
+def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> dict[str, Block]:
     """Put the blocks in, in place: after `judge` nothing is left that could refuse.
 
     Each layer's tensors are released as its block takes them over, so memory grows by one layer at most.
@@ -306,11 +325,13 @@ def fuse(layers: Iterable[Found], verdicts: Mapping[str, Verdict], settings: Set
         Blocks by layer name.
     """
     blocks: dict[str, Block] = {}
-    for found in layers:
+    for found in layers if settings.filling is None else settings.filling.progress(layers):
         verdict = verdicts[found.name]
         if verdict.returns is None:
             continue
         state = make_block(found, found.layer, settings, verdict)
         inject_layer(found.layer, state)
+        if settings.filling is not None:
+            settings.filling.settle(found)
         blocks[found.name] = state.block
     return blocks

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError
 from slipstream.formats import Format
 from slipstream.model.check import TOLERANCE
+from slipstream.model.filling import Filling
 from slipstream.model.packed import looks_up_rows, pack
 from slipstream.model.report import OutsideReport
 from slipstream.ops.bind import Bound
@@ -168,12 +169,15 @@ def _prove(name: str, module: Any, packed: Format, bound: Bound, dtype: torch.dt
             )
 
 
-def pack_outside(model: nn.Module, plans: Sequence[OutsidePlan]) -> list[OutsideReport]:
+def pack_outside(
+    model: nn.Module, plans: Sequence[OutsidePlan], filling: Filling | None = None
+) -> list[OutsideReport]:
     """Pack in place, once the model is in the engine's dtype and on its device.
 
     Args:
         model: The one that was planned for.
         plans: From `plan_outside`.
+        filling: May have planes that are packed already.
 
     Returns:
         A row for the report of each.
@@ -185,7 +189,9 @@ def pack_outside(model: nn.Module, plans: Sequence[OutsidePlan]) -> list[Outside
         if plan.shares and planes is not None:
             weight = planes
         else:
-            weight = plan.format.weight(first._parameters["weight"].detach(), None)
+            dense = first._parameters["weight"].detach()
+            ready = None if filling is None else filling.source.packed(f"{plan.names[0]}.weight", plan.format)
+            weight = plan.format.weight(dense, None) if ready is None else replace(ready, dtype=dense.dtype)
         if plan.role == "embedding":
             planes = weight
         for name in plan.names:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from slipstream.errors import WeightError
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import Found
 from slipstream.model.packed import holds, pack
+from slipstream.ops.linear import Weight
 from slipstream.spec import Role
 from slipstream.weights.load import plan_block
 from slipstream.weights.recipe import Plan
@@ -135,10 +136,17 @@ def pack_layers(
             module = found.layer.get_submodule(plan.path)
             if holds(module, plan.name):
                 continue  # layers that share their parts
-            tensor = module.get_parameter(plan.name).detach()
+            if settings.filling is not None:
+                settings.filling.take(f"{found.name}.{plan.path}.bias", settings.cast)
             bias = module._parameters.get("bias") if plan.linear else None
-            weight = settings.format.weight(tensor.mT if plan.transposed else tensor, bias)
+            weight = _packed(f"{found.name}.{plan.path}.{plan.name}", module, plan, settings)
             run = bound.run if plan.linear else None
-            pack(module, plan.name, weight, transposed=plan.transposed, run=run)
-            del tensor
+            pack(module, plan.name, replace(weight, bias=bias), transposed=plan.transposed, run=run)
     return dict.fromkeys(plans, bound.name)
+
+
+def _packed(full: str, module: nn.Module, plan: PackPlan, settings: Settings) -> Weight:
+    if settings.filling is not None:
+        return settings.filling.packed(full, settings.format, settings.dtype, transposed=plan.transposed)
+    tensor = module.get_parameter(plan.name).detach()
+    return settings.format.weight(tensor.mT if plan.transposed else tensor, None)

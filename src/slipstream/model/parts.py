@@ -95,18 +95,19 @@ def judge_parts(
         if verdicts[found.name].returns is not None or not (all_layers or found.wanted):
             continue
         proven: dict[str, _Proven] = {}
-        for path, module in _candidates(found.layer):
-            bound = ops.linear if _is_linear(module) else ops.norm
-            if bound.name == "reference" and _is_native(module) and not found.wanted:
-                continue
-            name = f"{found.name}.{path}"
-            kept = any(pattern.search(f"{name}.weight") for pattern in settings.keep)
-            key = (type(module), _shape(module), _eps(module), _has_bias(module), kept)
-            if key not in kinds:
-                kinds[key] = _prove(module, bound, settings, name)
-            kind = kinds[key]
-            if kind is not None and (kind.gains or found.wanted):
-                proven[path] = kind
+        with settings.lent(found):
+            for path, module in _candidates(found.layer):
+                bound = ops.linear if _is_linear(module) else ops.norm
+                if bound.name == "reference" and _is_native(module) and not found.wanted:
+                    continue
+                name = f"{found.name}.{path}"
+                kept = any(pattern.search(f"{name}.weight") for pattern in settings.keep)
+                key = (type(module), _shape(module), _eps(module), _has_bias(module), kept)
+                if key not in kinds:
+                    kinds[key] = _prove(module, bound, settings, name)
+                kind = kinds[key]
+                if kind is not None and (kind.gains or found.wanted):
+                    proven[path] = kind
         if proven:
             swaps = {path: kind.run for path, kind in proven.items()}
             kernels = {kind.op.op: kind.op.name for kind in proven.values()}

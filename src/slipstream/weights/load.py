@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "BlockWeights",
     "Vector",
     "check_finite",
+    "check_finite_tensor",
     "load_block",
     "own_views",
     "plan_block",
@@ -139,7 +140,11 @@ def load_block(
         bias = gather(source, plan.bias) if plan.bias else None
         if role.is_matrix:
             packed = role.is_quantizable and role not in plain_roles
-            matrices[role] = _matrix(source, plan, bias, matrix_format if packed else plain, join=join)
+            wanted = matrix_format if packed else plain
+            ready = source.packed(role, wanted, plan.weight) if wanted.bits else None
+            if ready is None:
+                ready = _matrix(source, plan, bias, wanted, join=join)
+            matrices[role] = replace(ready, bias=bias)
         else:
             weight = gather(source, plan.weight).flatten() if plan.weight else None
             vectors[role] = Vector(weight, bias)
@@ -230,6 +235,16 @@ def check_finite(source: Source) -> None:
         raise WeightError(
             f"{names} hold NaN or infinity; load the checkpoint again, or convert it with a wider dtype"
         )
+
+
+def check_finite_tensor(place: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinity in one tensor of a file.
+
+    Raises:
+        WeightError: With the place.
+    """
+    if not bool(torch.isfinite(_sum(tensor))) and not bool(tensor.isfinite().all()):
+        raise WeightError(f"{place} holds NaN or infinity; fetch the checkpoint again, or convert it wider")
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
+
+from slipstream.formats import Format
+from slipstream.ops.linear import Weight
 
 __all__ = ["ModuleSource", "Source"]
 
@@ -32,6 +36,38 @@ class Source(ABC):
         Raises:
             KeyError: No tensor has this name.
         """
+
+    def packed(self, name: str, wanted: Format, pieces: Sequence[Any] = ()) -> Weight | None:
+        """A matrix in a packed format, if it lies so already; without a bias.
+
+        Args:
+            name: Of the tensor; or `layer:role`.
+            wanted: The format to have it in.
+            pieces: Of a role, what its rows are (`recipe.Piece`, with the tensors' names in the source).
+
+        Returns:
+            The matrix `(..., O, I)` in canonical orientation, of any dtype to unpack to, or None where it has
+            to be packed from `read`.
+        """
+        return None
+
+    def stored(self, name: str) -> Tensor | None:
+        """What a tensor is stored as, to look for NaN and infinity; None where there can be none."""
+        return self.read(name)
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor is stored in a packed format."""
+        return False
+
+    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - most sources have nothing to do
+        """Begin to bring tensors into memory that will be read soon."""
+
+    def release(self, names: Iterable[str]) -> None:  # noqa: B027
+        """Let go of the memory of tensors that were read; they can be read again."""
+
+    def place(self, name: str) -> str:
+        """Where a tensor lies, for messages."""
+        return name
 
     def __contains__(self, name: str) -> bool:
         """Whether a tensor has this name."""

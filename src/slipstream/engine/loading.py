@@ -1,0 +1,140 @@
+"""Where an engine's weights come from, when not from the model: from a configuration to a `Filling`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from slipstream.config import InferenceConfig
+from slipstream.errors import WeightError
+from slipstream.model.filling import Filling
+from slipstream.model.layers import find_layers
+from slipstream.spec import Role
+from slipstream.weights.checkpoint import Slices, open_checkpoint
+from slipstream.weights.load import plan_block
+from slipstream.weights.match import Renamed, match, under_names_of
+from slipstream.weights.slices import Fused, Merged
+from slipstream.weights.source import ModuleSource, Source
+
+__all__ = ["matched", "open_filling", "undone_on_error"]
+
+
+@contextmanager
+def undone_on_error(model: nn.Module, filling: Filling | None) -> Iterator[None]:
+    """Within, a model is in eval mode and being filled; an error leaves it as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    except BaseException:
+        for module in training:
+            module.training = True
+        if filling is not None:
+            filling.undo()
+        raise
+    if filling is not None:
+        filling.commit()
+
+
+def open_filling(model: nn.Module, config: InferenceConfig) -> Filling | None:
+    """What fills a model, proved to be complete, or None where the model has its own values.
+
+    Args:
+        model: Only read.
+        config: Has the checkpoint.
+
+    Raises:
+        WeightError: The checkpoint is not this model's.
+    """
+    if config.checkpoint is None or not isinstance(model, nn.Module):  # admission says what is wrong with it
+        return None
+    slices = open_checkpoint(config.checkpoint, config.base_dir, degree=config.training_mp_size)
+    return Filling(model, matched(model, slices, config))
+
+
+def matched(
+    model: nn.Module, slices: Slices, config: InferenceConfig | None = None, *, strict: bool = True
+) -> Renamed:
+    """A checkpoint under a model's names, slices joined.
+
+    Raises:
+        WeightError: Names are missing or left over, or shapes do not fit.
+    """
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    optional: set[str] = set()
+    for path, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                name = f"{path}.{leaf}" if path else leaf
+                shapes[name] = tuple(buffer.shape)
+                if not buffer.is_meta:
+                    optional.add(name)
+    prefix = str(getattr(model, "base_model_prefix", "") or "")
+    whole: Source = slices.ranks[0]
+    if len(slices.ranks) > 1:
+        found = [under_names_of(list(rank.names()), shapes, prefix) for rank in slices.ranks]
+        ranks = [Renamed(rank, places) for rank, places in zip(slices.ranks, found, strict=True)]
+        whole = Merged(ranks, shapes, _fused(model, config), version=slices.version)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return match(
+        whole,
+        shapes,
+        _ties(model),
+        prefix=prefix,
+        optional=optional,
+        ignored=[pattern for pattern in ignored if _is_pattern(pattern)],
+        strict=strict,
+        what=slices.what,
+    )
+
+
+def _ties(model: nn.Module) -> list[tuple[str, ...]]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def _is_pattern(text: Any) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, TypeError):
+        return False
+    return True
+
+
+def _fused(model: nn.Module, config: InferenceConfig | None) -> dict[str, Fused]:
+    """The tensors of a model that stack several, as the families know them."""
+    policy = None if config is None else config.injection_policy
+    fused: dict[str, Fused] = {}
+    for found in find_layers(model, None, policy):
+        if found.family is None or found.spec is None:
+            continue
+        spec = found.spec
+        try:
+            plans: Mapping[Role, Any] = plan_block(
+                ModuleSource(found.layer), found.family.recipes, spec, ignored=found.family.ignored
+            )
+        except WeightError:
+            continue
+        parts: dict[Role, tuple[int, ...]] = {Role.QKV: (spec.q_dim, spec.kv_dim, spec.kv_dim)}
+        for role in (Role.MLP_IN, Role.EXPERTS_IN, Role.SHARED_IN):
+            if role in plans and spec.gated:
+                rows = sum(piece.count for piece in plans[role].weight)
+                parts[role] = (rows // 2, rows // 2)
+        for role, sizes in parts.items():
+            if role not in plans:
+                continue
+            heads = spec.heads if role is Role.QKV and spec.q_dim == spec.kv_dim else 0
+            for pieces in (plans[role].weight, plans[role].bias):
+                if pieces and len({piece.name for piece in pieces}) == 1:
+                    first = pieces[0]
+                    dims = found.layer.get_parameter(first.name).dim()
+                    last = first.bias or first.transposed or dims == 1
+                    axis = dims - 1 if last else dims - 2
+                    fused[f"{found.name}.{first.name}"] = Fused(sizes, heads, len(pieces) > 1, axis)
+    return fused

@@ -1,0 +1,276 @@
+"""Fills a model from a source, layer by layer as it is packed, and puts back what was there if that fails.
+
+What a layer reads are views of the source; what it keeps of them, once it has been packed, is copied, and the
+rest is let go. So the dense model is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from slipstream.formats import Format
+from slipstream.model.convert import applies
+from slipstream.model.hollow import lost_buffers
+from slipstream.model.layers import Found
+from slipstream.ops.linear import Weight
+from slipstream.weights.recipe import Piece
+from slipstream.weights.source import Source
+
+__all__ = ["Filling", "LayerSource"]
+
+_Table = dict[str, Any]
+"""A module's parameters or buffers."""
+
+
+class Filling:
+    """The values of one model, to be put in part by part.
+
+    Attributes:
+        source: Under the model's names.
+        mapped: What layers keep stays a view of the source, whose pages come and go.
+    """
+
+    def __init__(self, model: nn.Module, source: Source, *, mapped: bool = False) -> None:
+        """Note every parameter's place; nothing is changed yet.
+
+        Args:
+            model: Its parameters may be on the meta device, or have values that give way.
+            source: Under the model's names, complete.
+            mapped: See the attribute.
+        """
+        self.source = source
+        self.mapped = mapped
+        self._model = model
+        self._original: dict[str, nn.Parameter] = {}
+        self._slots: dict[str, list[tuple[_Table, str]]] = {}
+        self._group: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{leaf}" if path else leaf
+                    self._group[name] = group = first.setdefault(id(parameter), name)
+                    self._original[group] = parameter
+                    self._slots.setdefault(group, []).append((module._parameters, leaf))
+        self._before: list[tuple[_Table, str, Any]] = []
+        self._borrowed: list[tuple[int, int]] = []
+
+    def start(self, layers: Sequence[Found]) -> None:
+        """Fill what stands outside of the layers, and the buffers without values.
+
+        Raises:
+            WeightError: A buffer that nobody can compute.
+        """
+        heads = tuple(f"{found.name}." for found in layers)
+        lost = lost_buffers(self._model, frozenset(self.source.names()))
+        for path, module in self._model.named_modules():
+            for leaf in module._buffers:
+                name = f"{path}.{leaf}" if path else leaf
+                value = lost.get(name)
+                if name in self.source and leaf not in module._non_persistent_buffers_set:
+                    value = self.source.read(name).clone()
+                if value is not None:
+                    self._before.append((module._buffers, leaf, module._buffers[leaf]))
+                    module._buffers[leaf] = value
+        self._put({group for name, group in self._group.items() if not name.startswith(heads)})
+
+    def undo(self) -> None:
+        """Put back what was there before `start`."""
+        self._restore(0)
+
+    def commit(self) -> None:
+        """Let go of what was there before: nothing is left that could refuse."""
+        self._before.clear()
+
+    @contextmanager
+    def lend(self, found: Found) -> Iterator[None]:
+        """Within, a layer has its values, dense and as they are stored; afterwards what it had before."""
+        count, head = len(self._before), f"{found.name}."
+        groups = {group for name, group in self._group.items() if name.startswith(head)}
+        groups = {group for group in groups if self._is_original(group)}
+        self._put(groups)
+        try:
+            yield
+        finally:
+            self._restore(count)
+            self.source.release(groups)
+
+    @contextmanager
+    def lending(self, layers: Iterable[Found]) -> Iterator[None]:
+        """Within, each layer has its values while it runs."""
+        with ExitStack() as hooks, ExitStack() as lent:
+
+            def enter(found: Found) -> Callable[..., None]:
+                return lambda *_: lent.enter_context(self.lend(found))
+
+            for found in layers:
+                hooks.callback(found.layer.register_forward_pre_hook(enter(found)).remove)
+                hooks.callback(found.layer.register_forward_hook(lambda *_: lent.close()).remove)
+            yield
+
+    def settle(self, found: Found) -> None:
+        """Copy what a packed layer still has of the source, and let go of the rest."""
+        if not self.mapped:
+            found.layer._apply(self._own)
+        head = f"{found.name}."
+        names = [name for name in self._group if name.startswith(head)]
+        self.source.release(name for name in names if name in self.source)
+
+    def finish(self, cast: Callable[[str, Tensor], Tensor]) -> None:
+        """Fill every parameter that nobody took over, and copy what is still a view of the source.
+
+        Args:
+            cast: Brings a tensor, by its name, to the engine's dtype and device.
+        """
+        for group in self._slots:
+            if self._is_original(group):
+                self._put({group}, cast)
+        self._before.clear()
+        if not self.mapped:
+            for slots in self._slots.values():
+                for table, leaf in slots:
+                    value = table[leaf]
+                    if isinstance(value, Tensor) and self._own(value) is not value:
+                        value.data = value.data.clone()
+        self.source.release(name for name in self._slots if name in self.source)
+
+    def packed(self, name: str, wanted: Format, dtype: torch.dtype, *, transposed: bool = False) -> Weight:
+        """A matrix outside of fused layers in a packed format: as the source has it, or packed from it.
+
+        Args:
+            name: Of the parameter.
+            wanted: The format.
+            dtype: What it unpacks to; a source's own values are rounded to it before they are packed.
+            transposed: The parameter is stored `(..., I, O)`.
+        """
+        found = self.source.packed(name, wanted)
+        if found is not None:
+            return replace(found, dtype=dtype)
+        dense = self.source.read(name).to(dtype)
+        made = wanted.weight(dense.mT if transposed else dense, None)
+        self.source.release([name])
+        return made
+
+    def take(self, name: str, cast: Callable[[str, Tensor], Tensor]) -> None:
+        """Fill one parameter for good, if nobody has yet."""
+        group = self._group.get(name)
+        if group is not None and self._is_original(group):
+            self._put({group}, cast)
+
+    def progress(self, layers: Sequence[Found]) -> Iterator[Found]:
+        """The layers in order, with a bar on a terminal; the next one is read ahead."""
+        for index, found in enumerate(tqdm(layers, desc="loading", unit="layer", disable=None, leave=False)):
+            if index + 1 < len(layers):
+                head = f"{layers[index + 1].name}."
+                self.source.prefetch(name for name in self.source.names() if name.startswith(head))
+            yield found
+
+    def _is_original(self, group: str) -> bool:
+        table, leaf = self._slots[group][0]
+        return table[leaf] is self._original[group]
+
+    def _put(self, groups: Iterable[str], cast: Callable[[str, Tensor], Tensor] | None = None) -> None:
+        for group in groups:
+            tensor = self.borrow(self.source.read(group))
+            value = nn.Parameter(tensor if cast is None else cast(group, tensor), requires_grad=False)
+            for table, leaf in self._slots[group]:
+                self._before.append((table, leaf, table[leaf]))
+                table[leaf] = value
+
+    def _restore(self, count: int) -> None:
+        while len(self._before) > count:
+            table, leaf, value = self._before.pop()
+            table[leaf] = value
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A copy of a view of the source; anything else as it is."""
+        if tensor.is_meta or not tensor.numel():
+            return tensor
+        place = bisect.bisect_right(self._borrowed, (tensor.data_ptr(), sys.maxsize)) - 1
+        inside = place >= 0 and tensor.data_ptr() < self._borrowed[place][1]
+        return tensor.detach().clone() if inside else tensor
+
+    def of(self, found: Found, dtype: torch.dtype, keep: Sequence[re.Pattern[str]]) -> LayerSource:
+        """A layer's tensors under its own names, in the engine's dtype."""
+        return LayerSource(self, found, dtype, keep)
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Remember that a tensor may be a view of the source."""
+        place = (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        at = bisect.bisect_left(self._borrowed, place)
+        if tensor.numel() and self._borrowed[at : at + 1] != [place]:
+            self._borrowed.insert(at, place)
+        return tensor
+
+
+class LayerSource(Source):
+    """One layer's tensors, of a filling's source."""
+
+    def __init__(
+        self, filling: Filling, found: Found, dtype: torch.dtype, keep: Sequence[re.Pattern[str]]
+    ) -> None:
+        """Read nothing yet."""
+        self._filling, self._head, self._dtype, self._keep = filling, found.name, dtype, tuple(keep)
+        self._names = [name for name, _ in found.layer.named_parameters(remove_duplicate=False)]
+        self._last: tuple[str, Tensor] | None = None
+
+    def names(self) -> Iterable[str]:
+        """Paths of the layer's parameters."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as stored."""
+        return self._filling.source.shape(f"{self._head}.{name}")
+
+    def read(self, name: str) -> Tensor:
+        """In the engine's dtype; a view of the source where that is its own."""
+        if self._last is None or self._last[0] != name:
+            full = f"{self._head}.{name}"
+            tensor = self._filling.borrow(self._filling.source.read(full))
+            if applies(full, tensor, self._dtype, self._keep):
+                tensor = tensor.to(self._dtype)
+            self._last = (name, tensor)
+        return self._last[1]
+
+    def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
+        """A role's matrix (`name` is the role), as the source has it, or joined of the pieces it has."""
+        source = self._filling.source
+        full = [replace(piece, name=f"{self._head}.{piece.name}") for piece in pieces]
+        whole = source.packed(f"{self._head}:{name}", wanted, full)
+        if whole is not None:
+            return replace(whole, dtype=self._dtype)
+        have = {piece.name: source.packed(piece.name, wanted) for piece in full}
+        some = next((matrix for matrix in have.values() if matrix is not None), None)
+        if some is None:
+            return None
+        runs = []
+        for piece, own in zip(full, pieces, strict=True):
+            matrix = have[piece.name]
+            if matrix is None:
+                runs.append(wanted.pack(own.of(self.read(own.name)).contiguous()))
+            else:
+                runs.append(_rows(piece, matrix))
+        last = len(runs[0]) - 1
+        planes = tuple(
+            torch.cat(run, dim=-1 if place == last else -2) if len(run) > 1 else run[0].contiguous()
+            for place, run in enumerate(zip(*runs, strict=True))
+        )
+        shape = (*planes[last].shape, some.shape[-1])
+        return Weight(wanted.name, shape, planes, wanted.unpack, None, self._dtype)
+
+
+def _rows(piece: Piece, matrix: Weight) -> tuple[Tensor, ...]:
+    """A piece's rows of every plane of a matrix, which is in canonical orientation already."""
+    *planes, factors = matrix.planes
+    rows = replace(piece, transposed=False)
+    return (*(rows.of(plane) for plane in planes), replace(rows, bias=True).of(factors))

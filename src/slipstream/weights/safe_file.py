@@ -1,0 +1,296 @@
+"""Safetensors files: a header that is checked before it is believed, tensors that are views of a mapped file.
+
+    8 bytes    length of the header, little-endian
+    header     JSON: name -> {"dtype", "shape", "data_offsets": [begin, end)}, and "__metadata__"
+    data       the tensors, one after the other, without holes
+
+Source: https://github.com/huggingface/safetensors, README.md, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import WeightError
+from slipstream.weights.source import Source
+
+__all__ = ["Entry", "SafeFile", "SafeSource", "write_safe"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000
+_MOST_DIMS = 16
+_ALIGNMENT = 64
+_CHUNK = 1 << 26
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: Of its elements.
+        shape: As stored.
+        begin: First byte, from the start of the file.
+        end: One past the last.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafeFile:
+    """A mapped file. Its pages are read when a view is used, and a write to a view stays in this process.
+
+    Attributes:
+        path: Of the file.
+        entries: Every tensor by name.
+        metadata: Strings by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map a file and check its header.
+
+        Raises:
+            WeightError: The file cannot be read, is cut short, or its header does not describe it.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                header, start = _header(path, file.read(8), size, file)
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise WeightError(f"{path} cannot be read: {error.strerror or error}") from error
+        self.metadata = _metadata(path, header.pop("__metadata__", {}))
+        self.entries = _entries(path, header, start, size)
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of a tensor; it keeps the file mapped."""
+        entry = self.entries[name]
+        if entry.end == entry.begin:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        size = entry.end - entry.begin
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=entry.begin)
+        if entry.begin % entry.dtype.itemsize:
+            flat = flat.clone()  # torch has no view of elements that are not aligned
+        return flat.view(entry.dtype).view(entry.shape)
+
+    def prefetch(self, name: str) -> None:
+        """Ask the system to read a tensor's pages ahead."""
+        self._advise(name, "MADV_WILLNEED", inwards=False)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from this process, and what was written to them; they are read again."""
+        self._advise(name, "MADV_DONTNEED", inwards=True)
+
+    def _advise(self, name: str, advice: str, *, inwards: bool) -> None:
+        option = getattr(mmap, advice, None)
+        if option is None:
+            return
+        entry, page = self.entries[name], mmap.PAGESIZE
+        # A page that a neighbour shares is not dropped: the neighbour may have been written to.
+        begin = -(-entry.begin // page) * page if inwards else entry.begin // page * page
+        end = entry.end // page * page if inwards else entry.end
+        if end > begin:
+            self._memory.madvise(option, begin, end - begin)
+
+
+def _header(path: Path, first: bytes, size: int, file: Any) -> tuple[dict[str, Any], int]:
+    """The header, parsed, and where the data begin."""
+    if len(first) < 8:
+        raise WeightError(f"{path} is cut short: {size} bytes, and the header alone has more; fetch it again")
+    (length,) = struct.unpack("<Q", first)
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise WeightError(
+            f"{path}: the header should have {length} bytes and the file has {size}; it is cut short or no "
+            "safetensors file; fetch it again"
+        )
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise WeightError(f"{path}: the header is no JSON ({_short(error)}); fetch it again") from error
+    if not isinstance(header, dict):
+        raise WeightError(f"{path}: the header is a {type(header).__name__}, not a table of tensors")
+    return header, 8 + length
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name stands twice")
+    return table
+
+
+def _metadata(path: Path, given: Any) -> dict[str, str]:
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise WeightError(f"{path}: __metadata__ must hold strings")
+    return dict(given)
+
+
+def _entries(path: Path, header: Mapping[str, Any], start: int, size: int) -> dict[str, Entry]:
+    """Every tensor's place, proved to tile the rest of the file."""
+    entries = {name: _entry(path, name, described, start) for name, described in header.items()}
+    reached = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != reached:
+            raise WeightError(
+                f"{path}: {name!r} begins at byte {entry.begin}, where {reached} is due; the header is wrong"
+            )
+        reached = entry.end
+        if reached > size:
+            raise WeightError(
+                f"{path} is cut short: {name!r} ends at byte {reached} of {size}; fetch it again"
+            )
+    if reached != size:
+        raise WeightError(f"{path}: {size - reached} bytes follow the last tensor; the file is damaged")
+    return entries
+
+
+def _entry(path: Path, name: str, given: Any, start: int) -> Entry:
+    if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
+        raise WeightError(
+            f"{path}: {name!r} needs a dtype, a shape and data_offsets, and has {_short(given)}"
+        )
+    dtype = DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
+    if dtype is None:
+        raise WeightError(
+            f"{path}: {name!r} has the dtype {_short(given['dtype'])}, one of {', '.join(DTYPES)}"
+        )
+    shape, offsets = given["shape"], given["data_offsets"]
+    if not _sizes(shape) or len(shape) > _MOST_DIMS or math.prod(s or 1 for s in shape) >= 1 << 62:
+        raise WeightError(f"{path}: {name!r} has the shape {_short(shape)}, which no tensor has")
+    if not _sizes(offsets) or len(offsets) != 2:
+        raise WeightError(
+            f"{path}: {name!r} has the data_offsets {_short(offsets)}; two byte offsets are due"
+        )
+    needed = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != needed:
+        raise WeightError(
+            f"{path}: {name!r} of shape {tuple(shape)} in {given['dtype']} takes {needed} bytes, and its "
+            f"data_offsets {offsets} leave {offsets[1] - offsets[0]}"
+        )
+    return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
+
+
+def _short(value: Any) -> str:
+    text = str(value) if isinstance(value, BaseException) else repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+class SafeSource(Source):
+    """The tensors of one or several safetensors files."""
+
+    def __init__(self, files: Iterable[SafeFile]) -> None:
+        """Join files.
+
+        Raises:
+            WeightError: A name stands in two of them.
+        """
+        self._files: dict[str, SafeFile] = {}
+        for file in files:
+            for name in file.entries:
+                if name in self._files:
+                    raise WeightError(f"{file.path}: {name!r} stands in {self._files[name].path.name} too")
+                self._files[name] = file
+
+    def names(self) -> Iterable[str]:
+        """Every tensor's name."""
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as stored."""
+        return self._files[name].entries[name].shape
+
+    def read(self, name: str) -> Tensor:
+        """A view of the mapped file."""
+        return self._files[name].tensor(name)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Ask the system to read ahead."""
+        for name in names:
+            self._files[name].prefetch(name)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Drop the pages."""
+        for name in names:
+            self._files[name].release(name)
+
+    def place(self, name: str) -> str:
+        """The file and the name."""
+        return f"{self._files[name].path}: {name}"
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a file has the name."""
+        return name in self._files
+
+
+def write_safe(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file, one tensor at a time: nothing is held twice.
+
+    Tensors begin at multiples of 64 bytes as long as their sizes allow: those that take a multiple of 64
+    come first.
+
+    Args:
+        path: Overwritten where it exists.
+        tensors: Of the dtypes of the format.
+        metadata: Strings.
+
+    Raises:
+        WeightError: A dtype that the format does not have, or a byte order that is not the format's.
+        OSError: The file cannot be written.
+    """
+    if sys.byteorder != "little":
+        raise WeightError(
+            "safetensors files are little-endian, and this machine is not; write them elsewhere"
+        )
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    order = sorted(tensors, key=lambda name: (-math.gcd(tensors[name].nbytes, _ALIGNMENT), name))
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise WeightError(f"{name} is {tensor.dtype}, which safetensors has no name for; convert it")
+        place = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            flat = tensors[name].detach().contiguous().view(-1)
+            step = max(1, _CHUNK // max(1, flat.element_size()))
+            for start in range(0, len(flat), step):
+                file.write(flat[start : start + step].cpu().view(torch.uint8).numpy().data)
