@@ -17,9 +17,9 @@ __all__ = ["BlockSpec", "FrameSpec", "MoE", "Norm", "QKNorm", "Role", "Rope"]
 class Role(StrEnum):
     """What a tensor is for; decides its canonical layout, how it is sharded, and whether it may be quantized.
 
-    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]` and those of a gated `MLP_IN`
-    `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`. `ATTN_SCALE` and `MLP_SCALE`
-    multiply a branch, one number per channel, before it is added.
+    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]`, those of `CROSS_KV` `[k | v]` and
+    those of a gated `MLP_IN` `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`.
+    `ATTN_SCALE` and `MLP_SCALE` multiply a branch, one number per channel, before it is added.
     """
 
     ATTN_NORM = "attn_norm"
@@ -30,6 +30,10 @@ class Role(StrEnum):
     ATTN_OUT = "attn_out"
     ATTN_POST_NORM = "attn_post_norm"
     ATTN_SCALE = "attn_scale"
+    CROSS_NORM = "cross_norm"
+    CROSS_Q = "cross_q"
+    CROSS_KV = "cross_kv"
+    CROSS_OUT = "cross_out"
     MLP_NORM = "mlp_norm"
     MLP_IN = "mlp_in"
     MLP_OUT = "mlp_out"
@@ -48,6 +52,11 @@ class Role(StrEnum):
         return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE)
 
     @property
+    def is_cross(self) -> bool:
+        """Whether the role belongs to attention over an encoder's states."""
+        return self in (Role.CROSS_NORM, Role.CROSS_Q, Role.CROSS_KV, Role.CROSS_OUT)
+
+    @property
     def is_quantizable(self) -> bool:
         """Whether the role may be stored in a weight format; a router decides too much for its size."""
         return self in _QUANTIZABLE
@@ -57,6 +66,9 @@ _QUANTIZABLE = frozenset(
     {
         Role.QKV,
         Role.ATTN_OUT,
+        Role.CROSS_Q,
+        Role.CROSS_KV,
+        Role.CROSS_OUT,
         Role.MLP_IN,
         Role.MLP_OUT,
         Role.EXPERTS_IN,
@@ -182,6 +194,12 @@ class BlockSpec:
         qk_norm: The normalisation of queries and keys, if any.
         clip_qkv: Queries, keys and values are clamped to this magnitude, after `qk_norm` and before `rope`.
         moe: The mixture of experts, if any.
+        cross: Width of an encoder's states that the layer attends to, between its own attention and its
+            feed-forward, with as many heads; None where it attends to itself alone.
+        relative: A learned bias by relative position is added to the scores of the layer's own attention.
+            "shared" is made by the first layer, returned, and handed to the others; "own" is each layer's.
+        clamp: In float16, sums that are no longer finite are brought back into the dtype's range: after each
+            "branch", or at the layer's "end".
     """
 
     hidden: int
@@ -210,6 +228,9 @@ class BlockSpec:
     qk_norm: QKNorm | None = None
     clip_qkv: float | None = None
     moe: MoE | None = None
+    cross: int | None = None
+    relative: Literal["shared", "own"] | None = None
+    clamp: Literal["branch", "end"] | None = None
 
     @property
     def q_dim(self) -> int:
@@ -228,6 +249,10 @@ class BlockSpec:
             Role.QKV: (self.q_dim + 2 * self.kv_dim, self.hidden),
             Role.ATTN_OUT: (self.hidden, self.q_dim),
         }
+        if self.cross is not None:
+            shapes[Role.CROSS_Q] = (self.q_dim, self.hidden)
+            shapes[Role.CROSS_KV] = (2 * self.kv_dim, self.cross)
+            shapes[Role.CROSS_OUT] = (self.hidden, self.q_dim)
         if self.moe is None:
             shapes |= {Role.MLP_IN: (gate * self.ffn, self.hidden), Role.MLP_OUT: (self.hidden, self.ffn)}
             return shapes

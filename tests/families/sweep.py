@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.families import FAMILIES, Family, Tiny
-from slipstream.model.block import Block
 from slipstream.model.inputs import sample_inputs
+from tests.families.calls import Calls
+from tests.families.pairs import measure_pair
 
 VARIANTS = [(family, tiny) for family in FAMILIES.values() for tiny in family.tiny]
 """Every tiny model of every registered family: nothing can be registered and stay out."""
@@ -81,6 +82,8 @@ def batch(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 def measure(family: Family, tiny: Tiny) -> Row:
     """Compare an injected model with a copy of the original in float32."""
     original = peaked_model(tiny)
+    if getattr(original.config, "is_encoder_decoder", False):
+        return Row(family.name, tiny.label or "-", **measure_pair(original))
     engine = slipstream.init_inference(
         copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
     )
@@ -89,7 +92,7 @@ def measure(family: Family, tiny: Tiny) -> Row:
     ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
     runs: dict[str, float] = {}
     layers = [original.get_submodule(layer.name) for layer in engine.report().layers]
-    with torch.no_grad(), _Calls(layers) as calls:
+    with torch.no_grad(), Calls(layers) as calls:
         for name, rows, mask in (
             ("single", ids[:1], torch.ones_like(ids[:1])),
             ("left", ids, left),
@@ -118,7 +121,7 @@ def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.
     generator = torch.Generator().manual_seed(7)
     worst = states = single = 0.0
     layers = [original.get_submodule(layer.name) for layer in engine.report().layers]
-    with torch.no_grad(), _Calls(layers) as calls:
+    with torch.no_grad(), Calls(layers) as calls:
         for inputs in samples:
             drawn = {
                 name: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
@@ -182,33 +185,6 @@ def _greedy(
     same = torch.equal(original.generate(ids, **options), engine.generate(ids, **options))
     road = "compatible" if engine.why_compatible() else "engine"
     return "identical" if same else "DIFFERENT", road
-
-
-class _Calls:
-    """Counts runs of blocks and of the original's layers: more of these means that original code ran."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.blocks = self.layers = 0
-        self._original = layers
-
-    def __enter__(self) -> _Calls:
-        self._call, counter = Block.__call__, self
-
-        def counted(block: Block, *args: Any) -> Tensor:
-            counter.blocks += 1
-            return counter._call(block, *args)
-
-        def called(*_: Any) -> None:
-            counter.layers += 1
-
-        Block.__call__ = counted  # type: ignore[method-assign,assignment]
-        self._handles = [layer.register_forward_hook(called) for layer in self._original]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Block.__call__ = self._call  # type: ignore[method-assign]
-        for handle in self._handles:
-            handle.remove()
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

@@ -43,6 +43,8 @@ __all__ = ["Built", "build", "inspect", "offer"]
 
 log = logging.getLogger(__name__)
 
+_PROJECTIONS = frozenset({Role.QKV, Role.CROSS_Q, Role.CROSS_KV})
+
 
 @dataclass(frozen=True)
 class Built:
@@ -240,7 +242,7 @@ def _settings(
         config.injection_check,
         bind,
         packed,
-        plain_roles=frozenset() if config.quant.qkv.enabled else frozenset({Role.QKV}),
+        plain_roles=frozenset() if config.quant.qkv.enabled else _PROJECTIONS,
         keep=kept_in_float32(model),
         device=place,
         join=device.joins_rows,

@@ -58,6 +58,8 @@ class Family:
         layers: Names of the layer classes; a class matches by any name along its MRO. A name that others may
             use too is led by its module's: "modeling_distilbert.TransformerBlock".
         spec: Numbers of layer `index` by the model's config.
+        specs: The same for single classes of `layers`, where a config has numbers for each (an encoder's
+            layers and a decoder's).
         recipes: How each role's tensor is made of the layer's own.
         tiny: Small models that the tests build; every variant that takes another path has one.
         frame: What stands around the layers of a causal language model; None where there is nothing to
@@ -66,6 +68,7 @@ class Family:
         ignored: Patterns of parameters of the layer that carry nothing.
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
         bias: What the layer itself adds to its scores; its parameters are `ignored`.
+        relative: Path of the layer's part whose `compute_bias` makes biases by relative position.
     """
 
     name: str
@@ -78,13 +81,21 @@ class Family:
     ignored: tuple[str, ...] = ()
     rope_table: str | None = None
     bias: OwnBias | None = None
+    specs: Mapping[str, Callable[[Config, int], BlockSpec]] = field(default_factory=dict)
+    relative: str | None = None
 
-    def why_not(self, config: Config, index: int) -> str | None:
+    def spec_of(self, layer_class: type, config: Config, index: int) -> BlockSpec:
+        """Numbers of layer `index`, which is of a class of the family."""
+        names = (known.__name__ for known in layer_class.__mro__)
+        spec = next((self.specs[name] for name in names if name in self.specs), self.spec)
+        return spec(config, index)
+
+    def why_not(self, layer_class: type, config: Config, index: int) -> str | None:
         """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""
         reason = self.refuse(config)
         if reason is not None:
             return reason
-        spec = self.spec(config, index)
+        spec = self.spec_of(layer_class, config, index)
         if spec.causal and getattr(config, "is_causal", None) is False:
             # Then no mask means causality to some of transformers' attentions, and none of it to others.
             return "is_causal is False"

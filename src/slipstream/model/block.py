@@ -17,13 +17,16 @@ from slipstream.ops.step import AttentionMask
 from slipstream.spec import BlockSpec, Norm, Role
 from slipstream.weights.load import BlockWeights, Vector
 
-__all__ = ["Attend", "Block", "RopeTable"]
+__all__ = ["Attend", "Block", "CrossAttend", "RopeTable"]
 
 RopeTable = tuple[Tensor, Tensor]
 """Cosines and sines of the packed tokens, `(T, R / 2)` each, every angle once."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A road's attention: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
+
+CrossAttend = Callable[[Tensor], Tensor]
+"""A road's attention over an encoder's states: q `(T, H, D)` in, `(T, H, D)` out; it owns keys and values."""
 
 
 class Block:
@@ -36,10 +39,15 @@ class Block:
           ─┬─ mlp_norm ─ mlp_in ─ activation ─ mlp_out  (or experts) ─ mlp_post_norm ─ * scale ─(+)─▶
            └─────────────────────────────────────────────────────────────────────────────────────┘
 
+    A block with cross attention has a third branch between the two, which asks an encoder's states::
+
+        ─┬─ cross_norm ─ cross_q ─ attend across ─ cross_out ─(+)─▶
+         └─────────────────────────────────────────────────────┘
+
     Where `parallel`, both branches read the same `x` (the second through `attn_norm` if there is no
-    `mlp_norm`) and are added to it together. Where `place` is "post", `attn_norm` and `mlp_norm` normalise
-    the sums instead. A norm whose role is absent passes its input on. A branch's scale is `residual_scale`,
-    times one number per channel where `attn_scale` and `mlp_scale` are there.
+    `mlp_norm`) and are added to it together. Where `place` is "post", `attn_norm`, `cross_norm` and
+    `mlp_norm` normalise the sums instead. A norm whose role is absent passes its input on. A branch's scale
+    is `residual_scale`, times one number per channel where `attn_scale` and `mlp_scale` are there.
 
     Attributes:
         spec: The block in numbers.
@@ -61,13 +69,16 @@ class Block:
             sinks=None if sinks is None else sinks.weight,
         )
 
-    def __call__(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope: RopeTable | None, attend: Attend, across: CrossAttend | None = None
+    ) -> Tensor:
         """Run the layer.
 
         Args:
             x: `(T, C)`; not changed.
             rope: The table for these tokens; ignored where the spec has no rope.
             attend: The road's attention for this layer.
+            across: The road's attention over an encoder's states; without one, that branch is left out.
 
         Returns:
             `(T, C)`, a new tensor in the dtype of `x`.
@@ -77,7 +88,9 @@ class Block:
             x = self._norm(
                 Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, self._attention(x, rope, attend))
             )
-            return self._norm(Role.MLP_NORM, x + self._scaled(Role.MLP_SCALE, self._feed_forward(x)))
+            x = self._ask(x, across)
+            fed = self._scaled(Role.MLP_SCALE, self._feed_forward(x))
+            return self._end(self._norm(Role.MLP_NORM, x + fed))
         normed = self._norm(Role.ATTN_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
         attended = self._norm(Role.ATTN_POST_NORM, self._attention(normed, rope, attend))
@@ -86,11 +99,39 @@ class Block:
             fed = self._norm(Role.MLP_POST_NORM, self._feed_forward(entry))
             scaled = self._scaled(Role.ATTN_SCALE, attended), self._scaled(Role.MLP_SCALE, fed)
             return residual + (scaled[0] + scaled[1])
-        x = residual + self._scaled(Role.ATTN_SCALE, attended)
+        x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
         normed = self._norm(Role.MLP_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
         fed = self._norm(Role.MLP_POST_NORM, self._feed_forward(normed))
-        return residual + self._scaled(Role.MLP_SCALE, fed)
+        return self._end(residual + self._scaled(Role.MLP_SCALE, fed))
+
+    def _ask(self, x: Tensor, across: CrossAttend | None) -> Tensor:
+        """The branch between the others."""
+        if across is None:
+            return x
+        pre = self.spec.place == "pre"
+        asked = self._norm(Role.CROSS_NORM, x) if pre else x
+        q = self._linear(Role.CROSS_Q, asked).unflatten(-1, (-1, self.spec.head_dim))
+        x = x + self._linear(Role.CROSS_OUT, across(q).flatten(1))
+        return self._branch(x) if pre else self._norm(Role.CROSS_NORM, x)
+
+    def cross_keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of an encoder's states.
+
+        Args:
+            states: `(N, Ce)`, of any number of sequences.
+
+        Returns:
+            `(N, K, D)` each, strided.
+        """
+        k, v = self._linear(Role.CROSS_KV, states).chunk(2, dim=-1)
+        return k.unflatten(-1, (-1, self.spec.head_dim)), v.unflatten(-1, (-1, self.spec.head_dim))
+
+    def _branch(self, x: Tensor) -> Tensor:
+        return _in_range(x) if self.spec.clamp == "branch" else x
+
+    def _end(self, x: Tensor) -> Tensor:
+        return x if self.spec.clamp is None else _in_range(x)
 
     def _scaled(self, role: Role, branch: Tensor) -> Tensor:
         """The branch times the block's one number, and the role's number per channel, where there are any."""
@@ -178,3 +219,12 @@ class Block:
             alibi=None if alibi is None else alibi.to(device),
             sinks=None if sinks is None else sinks.weight,
         )
+
+
+def _in_range(x: Tensor) -> Tensor:
+    """In float16, where a sum has left the dtype's range, everything brought back into it."""
+    if x.dtype != torch.float16:
+        return x
+    largest = torch.finfo(x.dtype).max
+    bound = torch.where(x.isfinite().all(), largest, largest - 1000)
+    return x.clamp(-bound, bound)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.inputs import sample_inputs, vocabulary
 from slipstream.model.layers import Found
+from slipstream.model.probe import BATCH, LENGTH, PADDING, runs_of
 
 __all__ = [
     "MODEL_ERRORS",
@@ -58,8 +58,6 @@ MODEL_ERRORS = (
 _ROUNDS_AS_WELL = 1.5
 """What lower precision may cost, in errors of the original in it: the promise of the whole."""
 
-_BATCH, _LENGTH, _UNPADDED = 2, 8, 6
-
 
 @dataclass(frozen=True)
 class RecordedCall:
@@ -84,45 +82,27 @@ def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[Rec
     """Run the model on random input and record how it calls some of its layers.
 
     Args:
-        root: The model that owns the layers; its forward takes `input_ids` and `attention_mask`, or what
-            `sample_inputs` makes.
+        root: The model that owns the layers.
         layers: One per kind, in the order of the model.
 
     Returns:
-        Calls by layer name. Of tokens: a padded prompt; one more token, where the model keeps a cache; and a
-        prompt without padding, for which transformers often makes no mask at all. Empty for a model that
-        takes neither; one that does may still raise any of `MODEL_ERRORS`.
+        Calls by layer name, one for each of `runs_of`; empty where there are none. The model may raise any of
+        `MODEL_ERRORS`.
     """
-    tokens = vocabulary(root)
-    samples = sample_inputs(root) if tokens is None else []
-    if tokens is None and not samples:
+    runs = runs_of(root, layers)
+    if not runs:
         return {}
     calls: dict[str, list[RecordedCall]] = {found.name: [] for found in layers}
     pending: set[str] = set()
     handles = [hook for found in layers for hook in _listen(found, calls, pending)]
     try:
         with left_as_it_was(root):
-            if tokens is not None:
-                _run_tokens(root, pending, calls, tokens)
-            for inputs in samples:
-                _run(root, pending, calls, **inputs)
+            for inputs in runs:
+                _run(root, pending, calls, inputs)
     finally:
         for handle in handles:
             handle.remove()
     return calls
-
-
-def _run_tokens(root: nn.Module, pending: set[str], calls: Mapping[str, Any], tokens: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    device = next(root.parameters()).device
-    ids = torch.randint(0, tokens, (_BATCH, _LENGTH + 1), generator=generator).to(device)
-    mask = torch.ones(_BATCH, _LENGTH + 1, dtype=torch.long, device=device)
-    mask[0, :3] = 0
-    cache = _run(root, pending, calls, input_ids=ids[:, :-1], attention_mask=mask[:, :-1])
-    if cache is not None:
-        _run(root, pending, calls, input_ids=ids[:, -1:], attention_mask=mask, past_key_values=cache)
-    unpadded = ids[:, :_UNPADDED]
-    _run(root, pending, calls, input_ids=unpadded, attention_mask=torch.ones_like(unpadded))
 
 
 @contextmanager
@@ -140,29 +120,15 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], **inputs: Any) -> Any:
-    """Run until every layer of `calls` was called; return the cache it was given, if any."""
+def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    """Run until every layer of `calls` was called."""
     pending.clear()
     pending |= set(calls)
-    cache = inputs.get("past_key_values")
-    if cache is None and "past_key_values" in inspect.signature(root.forward).parameters:
-        cache = _dynamic_cache(root)
-        inputs["past_key_values"] = cache
     try:
         with torch.no_grad():
             root(**inputs)
     except _EnoughError:
         pass
-    return cache
-
-
-def _dynamic_cache(root: nn.Module) -> Any:
-    from transformers import DynamicCache
-
-    config: Any = getattr(root, "config", None)
-    if not getattr(config, "is_decoder", False) and not getattr(config, "use_cache", False):
-        return None
-    return DynamicCache(config=config)
 
 
 def call_alone(found: Found, width: int) -> list[RecordedCall]:
@@ -181,7 +147,7 @@ def call_alone(found: Found, width: int) -> list[RecordedCall]:
     if len(needed) != 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
         return []
     like = next(found.layer.parameters())
-    hidden = torch.randn(_BATCH, _LENGTH, width, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(BATCH, LENGTH, width, generator=torch.Generator().manual_seed(0))
     hidden = hidden.to(like.device, like.dtype)
     try:
         with torch.no_grad():
@@ -251,6 +217,9 @@ def _bring(value: Any, like: Tensor) -> Any:
         return type(value)(_bring(v, like) for v in value)
     if isinstance(value, dict):
         return {key: _bring(v, like) for key, v in value.items()}
+    for inner in ("self_attention_cache", "cross_attention_cache"):
+        if hasattr(value, inner):
+            _bring(getattr(value, inner), like)
     for layer in getattr(value, "layers", ()):
         for part in ("keys", "values"):
             tensor = getattr(layer, part, None)
@@ -352,8 +321,8 @@ def _exactly(calls: Sequence[RecordedCall], run: Callable[..., Any], like: Tenso
 
 
 def _real_rows(call: RecordedCall, output: Tensor) -> Tensor:
-    """Rows that are not padding; the first three of the first sequence are, in the padded prompt."""
+    """Rows that are not padding; the first of the first sequence are, in the padded prompt."""
     rows = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device)
-    if output.shape[1] == _LENGTH:
-        rows[0, :3] = False
+    if output.shape[1] == LENGTH:
+        rows[0, :PADDING] = False
     return rows

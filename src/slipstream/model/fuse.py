@@ -87,7 +87,7 @@ class Verdict:
         bool_masks: The model makes boolean masks for the layer.
     """
 
-    returns: Callable[[Tensor], Any] | None
+    returns: Callable[..., Any] | None
     max_error: float | None = None
     reason: str = ""
     bool_masks: bool = False
@@ -215,7 +215,7 @@ def _check(
     _, spec = _known(found)
     if not calls:
         return Verdict(None, reason=f"the model cannot be run on random tokens to check the block{why}")
-    returns = returns_of(calls[0].output)
+    returns = returns_of(calls[0].output, biases=spec.relative == "shared")
     if returns is None:
         return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")
     if settings.check == "off":
@@ -308,6 +308,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         bool_masks=verdict.bool_masks,
         forward=type(layer).forward,
         bias=family.bias,
+        relative=family.relative,
     )
 
 

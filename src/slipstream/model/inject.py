@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slipstream.errors import UnsupportedError
 from slipstream.families import OwnBias
 from slipstream.model.block import Block
+from slipstream.model.cross import relative_of
 from slipstream.model.intact import PartState, is_intact, parts_of
 from slipstream.model.layer_call import LayerSignature, run_block
 from slipstream.model.links import Link, link, relink, restored
@@ -49,10 +50,11 @@ class Injected:
         block: The fused layer.
         plans: How the layer's own tensors make up the block's.
         index: The layer's place in the cache.
-        returns: Turns `(B, S, C)` into what the original class returns.
+        returns: Turns what `run_block` returns into what the original class returns.
         rope_table: Path of the layer's own `[sin | cos]` table, if the model passes none.
         bool_masks: The model makes boolean masks; where it does not, only its own code knows what one means.
         forward: The original class's code.
+        relative: Path of the part that makes biases by relative position, if there is one.
         parts: The modules inside of the layer when it was injected.
         links: The layer's parameters as the block holds them.
         bias: Makes what the layer itself adds to the scores, of the layer and its call's arguments by name.
@@ -62,10 +64,11 @@ class Injected:
     block: Block
     plans: Mapping[Role, Plan]
     index: int
-    returns: Callable[[Tensor], Any]
+    returns: Callable[..., Any]
     rope_table: str | None
     bool_masks: bool
     forward: Callable[..., Any]
+    relative: str | None = None
     parts: tuple[PartState, ...] = ()
     links: tuple[Link, ...] = ()
     bias: OwnBias | None = None
@@ -124,7 +127,8 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             return original_forward(self, *args, **kwargs)
         if state.bias is not None:
             call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
-        return state.returns(run_block(state.block, call, state.index, table))
+        relative = relative_of(self, state.relative)
+        return state.returns(*run_block(state.block, call, state.index, table, relative))
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         state = injected_state(self)

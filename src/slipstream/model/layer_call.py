@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.model.block import Block, RopeTable
+from slipstream.model.cross import CrossCall, Relative, add_bias, attend_across, read_cross, zeros
 from slipstream.ops.rope import half_table
 from slipstream.spec import BlockSpec, Rope
 
@@ -48,6 +49,7 @@ class LayerCall:
         cache: A transformers cache with `update`, or None.
         rope: What the model passed as `position_embeddings`, or None.
         positions: `(B | 1, S)` int64, or None.
+        cross: What the model passed of an encoder, or None.
     """
 
     hidden: Tensor
@@ -56,11 +58,13 @@ class LayerCall:
     cache: Any
     rope: tuple[Tensor, Tensor] | None
     positions: Tensor | None
+    cross: CrossCall | None = None
 
     @property
     def has_bool_mask(self) -> bool:
-        """Whether the mask says what is visible, rather than what to add to the scores."""
-        return self.mask is not None and self.mask.dtype == torch.bool
+        """Whether a mask says what is visible, rather than what to add to the scores."""
+        masks = (self.mask, None if self.cross is None else self.cross.mask)
+        return any(mask is not None and mask.dtype == torch.bool for mask in masks)
 
 
 class LayerSignature:
@@ -84,7 +88,7 @@ class LayerSignature:
         Args:
             args: Positional arguments, without `self`.
             kwargs: Keyword arguments.
-            spec: Of the block, which gives a flat alibi its shape.
+            spec: Of the layer's block.
         """
         given = self.name(args, kwargs)
         hidden = given.pop(self._hidden, None)
@@ -93,6 +97,13 @@ class LayerSignature:
         mask = _pop_first(given, _MASKS)
         cache = _pop_first(given, _CACHES)
         bias = _pop_first(given, _BIASES)
+        cross = None
+        if spec.cross is not None and given.get("encoder_hidden_states") is not None:
+            cross = read_cross(given, hidden, cache)
+            if cross is None:
+                return None
+        elif spec.cross is not None and spec.relative == "shared":
+            return None  # without states, the layer's answer has fewer parts
         rope = given.get("position_embeddings")
         positions = given.get("position_ids")
         if given.pop("is_causal", None) not in (None, spec.causal):
@@ -110,7 +121,8 @@ class LayerSignature:
             return None
         if rope is not None and not (isinstance(rope, _TABLE_TYPES) and len(rope) == 2):
             return None
-        return LayerCall(hidden, mask, bias, cache, None if rope is None else (rope[0], rope[1]), positions)
+        table = None if rope is None else (rope[0], rope[1])
+        return LayerCall(hidden, mask, bias, cache, table, positions, cross)
 
 
 def _pop_first(given: dict[str, Any], names: tuple[str, ...]) -> Any:
@@ -134,7 +146,9 @@ def _shape_bias(bias: Any, batch: int, heads: int) -> Tensor | None:
     return bias[None] if bias.dim() == 3 and bias.shape[0] == heads else None
 
 
-def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | None) -> Tensor:
+def run_block(
+    block: Block, call: LayerCall, layer_index: int, table: Tensor | None, relative: Relative | None = None
+) -> tuple[Tensor, ...]:
     """Run a block on a padded batch, as its layer would have.
 
     Args:
@@ -142,18 +156,22 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
         call: What the model passed.
         layer_index: The layer's place in the cache.
         table: The layer's own `[sin | cos]` table by position, where the model passes none.
+        relative: Makes the layer's bias by relative position, where it has one and is given none.
 
     Returns:
-        `(B, S, C)`.
+        `(B, S, C)`; then, where layers share a bias by relative position, that bias, and the one over the
+        encoder's states where there are any.
     """
     spec = block.spec
     batch, length, width = call.hidden.shape
+    biases: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
-        seen = 0
+        seen, before = 0, 0
         if call.cache is not None:
             seen = int(call.cache.get_seq_length(layer_index)) if call.mask is None and length > 1 else 0
+            before = _seen_before(call.cache, layer_index) if relative is not None else 0
             if spec.cache_repeated:
                 k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
             k, v = call.cache.update(k, v, layer_index)
@@ -161,7 +179,13 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
             # No mask is transformers' way to say that causality is all there is; a static cache has room
             # after that.
             k, v = k[:, :, : seen + length], v[:, :, : seen + length]
-        mask = _scores_mask(call, block, q, k)
+        bias = call.bias
+        if bias is None and relative is not None:
+            bias = relative.make(q, k.shape[2], before)
+        if bias is not None:
+            biases.append(bias)
+        hides_later = spec.causal and (relative is None or relative.causal)
+        mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
         sinks = block.mask.sinks
         causal = spec.causal and mask is None
         out: Tensor = block.ops.attention.run(
@@ -170,37 +194,54 @@ def run_block(block: Block, call: LayerCall, layer_index: int, table: Tensor | N
         return out.flatten(0, 1)
 
     rope = None if spec.rope is None else _rope_table(spec.rope, call, table)
-    return block(call.hidden.reshape(batch * length, width), rope, attend).view(batch, length, width)
+    across = None if call.cross is None else attend_across(block, call.cross, layer_index)
+    out = block(call.hidden.reshape(batch * length, width), rope, attend, across).view(batch, length, width)
+    if spec.relative != "shared":
+        return (out,)
+    if call.cross is not None:
+        biases.append(_cross_bias(call.cross, spec, out))
+    return (out, *biases)
 
 
-def _scores_mask(call: LayerCall, block: Block, q: Tensor, k: Tensor) -> Tensor | None:
-    """The model's mask, with the bias or the slopes added to it where there are any."""
+def _seen_before(cache: Any, layer_index: int) -> Any:
+    """Tokens in the cache; a static cache counts them in a tensor, which it goes on to change."""
+    seen = cache.get_seq_length(layer_index)
+    return seen.clone() if isinstance(seen, Tensor) else seen
+
+
+def _cross_bias(cross: CrossCall, spec: BlockSpec, out: Tensor) -> Tensor:
+    """What the first layer hands on to the others as a bias over the encoder's states: none."""
+    if cross.bias is not None:
+        return cross.bias
+    return zeros(spec.heads, out.shape[1], cross.states.shape[1], dtype=out.dtype, device=out.device)
+
+
+def _scores_mask(
+    call: LayerCall, block: Block, q: Tensor, k: Tensor, *, bias: Tensor | None, causal: bool
+) -> Tensor | None:
+    """The model's mask, with the bias or the slopes added to it where there are any.
+
+    `causal` is what no mask means.
+    """
     keys = k.shape[2]
     mask = _full_mask(call.mask, block.spec, q.shape[2], keys, q.device)
-    bias = None
-    if call.bias is not None:
+    if bias is not None:
         missing = block.spec.alibi_scale - block.spec.alibi_in_mask
-        bias = call.bias[..., -keys:] * missing if missing else None
+        bias = bias[..., -keys:] if missing == 1.0 else bias[..., -keys:] * missing if missing else None
     elif block.mask.alibi is not None:
         # A constant per query leaves a softmax alone: slope times the key's index says the same as times the
         # distance.
         bias = block.mask.alibi.view(1, -1, 1, 1) * torch.arange(keys, device=k.device)
     if bias is None:
         return mask
-    if mask is None and block.spec.causal and q.shape[2] > 1:
+    if mask is None and causal and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device).tril(keys - q.shape[2])[
             None, None
         ]
     if bias.dtype != q.dtype and bias.shape[-2] == 1:
         # Measured from the query's own key, the bias of the keys that count is small and survives rounding.
         bias = bias - bias[..., keys - q.shape[2] :].mT
-    bias = bias.to(q.dtype)
-    if mask is None:
-        return bias
-    lowest = torch.finfo(q.dtype).min
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, lowest)
-    return (bias + mask.to(q.dtype)).clamp(min=lowest)
+    return add_bias(bias.to(q.dtype), mask)
 
 
 def _full_mask(
@@ -249,25 +290,42 @@ def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
     return cos, sin
 
 
-def returns_of(output: Any) -> Callable[[Tensor], Any] | None:
+def returns_of(output: Any, *, biases: bool = False) -> Callable[..., Any] | None:
     """Learn from a layer's own answer how to answer for it.
 
     Attention maps returned unasked become None: a forward that asks for them runs the original code.
 
     Args:
-        output: What the original layer returned.
+        output: What the original layer returned to a batch of more than one.
+        biases: The layer also returns biases by relative position, for the layers after it.
 
     Returns:
-        A function from `(B, S, C)` to the same kind of answer, or None where the answer holds more than that.
+        A function from what `run_block` returns to the same kind of answer, or None where the answer holds
+        more than that.
     """
     if isinstance(output, Tensor):
         return lambda hidden: hidden
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        kind = type(output)
-        rest = [None if _is_map(part, output[0]) else part for part in output[1:]]
-        if all(part is None or isinstance(part, tuple) and not part for part in rest):
-            return lambda hidden: kind((hidden, *rest))
+        kind, parts = type(output), list(output[1:])
+        places = [i for i, part in enumerate(parts) if biases and _is_bias(part, output[0])]
+        rest = [None if i in places or _is_map(part, output[0]) else part for i, part in enumerate(parts)]
+        if not all(part is None or isinstance(part, tuple) and not part for part in rest):
+            return None
+
+        def answer(hidden: Tensor, *made: Tensor) -> Any:
+            filled = list(rest)
+            for place, bias in zip(places, made, strict=True):
+                filled[place] = bias
+            return kind((hidden, *filled))
+
+        return answer
     return None
+
+
+def _is_bias(part: Any, hidden: Tensor) -> bool:
+    """Whether a part of an answer is a bias upon the scores, `(1, H, S, L)`."""
+    shape = part.shape if isinstance(part, Tensor) and part.dim() == 4 else (0, 0, 0)
+    return (shape[0], shape[2]) == (1, hidden.shape[1])
 
 
 def _is_map(part: Any, hidden: Tensor) -> bool:

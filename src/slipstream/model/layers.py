@@ -110,10 +110,10 @@ def _identify(
         config = next((module.config for _, module in parents if hasattr(module, "config")), None)
     if config is None and not wanted:
         return Found(name, layer, index, root, family, None, "no module above the layer has a config")
-    reason = family.why_not(config, index)
+    reason = family.why_not(type(layer), config, index)
     if reason is not None:
         return Found(name, layer, index, root, family, None, f"{family.name} declines: {reason}", wanted)
-    return Found(name, layer, index, root, family, family.spec(config, index), "", wanted)
+    return Found(name, layer, index, root, family, family.spec_of(type(layer), config, index), "", wanted)
 
 
 def _parents(model: nn.Module, name: str) -> list[tuple[str, Any]]:

@@ -79,7 +79,7 @@ def plan_block(
     wanted = spec.matrix_shapes()
     plans: dict[Role, Plan] = {}
     for role, recipe in recipes.items():
-        if role.is_matrix and role not in wanted:
+        if (role.is_matrix and role not in wanted) or (role.is_cross and spec.cross is None):
             continue
         plan = recipe.plan(source, spec)
         if plan is not None:

@@ -91,6 +91,8 @@ def refuse_block(block: BlockLike) -> str | None:
     spec = block.spec
     if not spec.causal:
         return "it is causal"
+    if spec.cross is not None or spec.relative is not None:
+        return "attention across, and biases by relative position, are not in it"
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
         return f"the activation {spec.activation!r} is not in it"
     for role, weight in block.weights.matrices.items():

@@ -1,0 +1,113 @@
+"""BART and the translators and talkers that share its layers; some normalise before each branch instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from slipstream.families.common import QKV
+from slipstream.families.family import Config, Family, Tiny
+from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.weights.recipe import Recipe, Stack, Take
+
+__all__ = ["BART_RECIPES", "BART_TINY", "bart_decoder", "bart_encoder"]
+
+BART_RECIPES: Mapping[Role, Recipe] = {
+    Role.ATTN_NORM: Take("self_attn_layer_norm"),
+    Role.QKV: QKV,
+    Role.ATTN_OUT: Take("self_attn.out_proj"),
+    Role.CROSS_NORM: Take("encoder_attn_layer_norm"),
+    Role.CROSS_Q: Take("encoder_attn.q_proj"),
+    Role.CROSS_KV: Stack(("encoder_attn.k_proj", "encoder_attn.v_proj")),
+    Role.CROSS_OUT: Take("encoder_attn.out_proj"),
+    Role.MLP_NORM: Take("final_layer_norm"),
+    Role.MLP_IN: Take("fc1"),
+    Role.MLP_OUT: Take("fc2"),
+}
+
+BART_TINY: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 8,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 80,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+
+Place = Literal["pre", "post"]
+
+
+def bart_encoder(config: Config, place: Place) -> BlockSpec:
+    """The numbers of a layer of the encoder."""
+    return _layer(config, config.encoder_attention_heads, config.encoder_ffn_dim, place)
+
+
+def bart_decoder(config: Config, place: Place) -> BlockSpec:
+    """The numbers of a layer of the decoder."""
+    spec = _layer(config, config.decoder_attention_heads, config.decoder_ffn_dim, place)
+    return replace(spec, causal=True, cross=config.d_model, clamp=None)
+
+
+def _layer(config: Config, heads: int, ffn: int, place: Place) -> BlockSpec:
+    dim = config.d_model // heads
+    return BlockSpec(
+        hidden=config.d_model,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=dim,
+        ffn=ffn,
+        norm=Norm("layer", 1e-5),
+        place=place,
+        activation=config.activation_function,
+        gated=False,
+        scale=dim**-0.5,
+        causal=False,
+        clamp="end",
+    )
+
+
+def _by_place(make: Callable[[Config, Place], BlockSpec], place: Place) -> Callable[[Config, int], BlockSpec]:
+    return lambda config, index: make(config, place)
+
+
+def _family(name: str, prefix: str, place: Place, *more: Tiny, **options: Any) -> Family:
+    return Family(
+        name=name,
+        layers=(f"{prefix}EncoderLayer", f"{prefix}DecoderLayer"),
+        spec=_by_place(bart_encoder, place),
+        specs={f"{prefix}DecoderLayer": _by_place(bart_decoder, place)},
+        recipes=BART_RECIPES,
+        tiny=(_tiny(prefix, **options), *more),
+    )
+
+
+def _tiny(prefix: str, label: str = "", model: str = "ForConditionalGeneration", **options: Any) -> Tiny:
+    return Tiny(f"{prefix}{model}", f"{prefix}Config", {**BART_TINY, **options}, label)
+
+
+FAMILIES = (
+    _family("bart", "Bart", "post", _tiny("Bart", "a decoder alone", "ForCausalLM", is_decoder=True)),
+    _family("mbart", "MBart", "pre", scale_embedding=True),
+    _family("pegasus", "Pegasus", "pre"),
+    Family(
+        name="marian",
+        layers=("MarianEncoderLayer", "MarianDecoderLayer"),
+        spec=_by_place(bart_encoder, "post"),
+        specs={"MarianDecoderLayer": _by_place(bart_decoder, "post")},
+        recipes=BART_RECIPES,
+        tiny=(_tiny("Marian", model="MTModel"),),
+    ),
+    _family("m2m_100", "M2M100", "pre"),
+    _family("blenderbot", "Blenderbot", "pre"),
+    _family("blenderbot-small", "BlenderbotSmall", "post"),
+    _family("plbart", "PLBart", "post"),
+)

@@ -1,0 +1,101 @@
+"""T5 and its kin: no scale on the scores, a learned bias by relative position, norms without a mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from slipstream.families.family import Config, Family, Tiny
+from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.weights.recipe import First, Recipe, Stack, Take
+
+
+def _spec(config: Config, relative: Literal["shared", "own"]) -> BlockSpec:
+    return BlockSpec(
+        hidden=config.d_model,
+        heads=config.num_heads,
+        kv_heads=config.num_heads,
+        head_dim=config.d_kv,
+        ffn=config.d_ff,
+        norm=Norm("rms", config.layer_norm_epsilon),
+        activation=config.dense_act_fn,
+        gated=config.is_gated_act,
+        causal=config.is_decoder,
+        cross=config.d_model if config.is_decoder else None,
+        relative=relative,
+        clamp="branch",
+    )
+
+
+def _shared(config: Config, index: int) -> BlockSpec:
+    return _spec(config, "shared")
+
+
+def _own(config: Config, index: int) -> BlockSpec:
+    return _spec(config, "own")
+
+
+def _last(part: str) -> tuple[str, str]:
+    """A part's path in the feed-forward: a decoder's layer has attention over the encoder before it."""
+    return f"layer.2.{part}", f"layer.1.{part}"
+
+
+_GATED = tuple(
+    Stack((f"{path}_0", f"{path}_1")) if gated else Take(path)
+    for path in _last("DenseReluDense.wi")
+    for gated in (True, False)
+)
+_RECIPES: Mapping[Role, Recipe] = {
+    Role.ATTN_NORM: Take("layer.0.layer_norm"),
+    Role.QKV: Stack(tuple(f"layer.0.SelfAttention.{part}" for part in "qkv")),
+    Role.ATTN_OUT: Take("layer.0.SelfAttention.o"),
+    Role.CROSS_NORM: Take("layer.1.layer_norm"),
+    Role.CROSS_Q: Take("layer.1.EncDecAttention.q"),
+    Role.CROSS_KV: Stack(tuple(f"layer.1.EncDecAttention.{part}" for part in "kv")),
+    Role.CROSS_OUT: Take("layer.1.EncDecAttention.o"),
+    Role.MLP_NORM: First(tuple(Take(path) for path in _last("layer_norm"))),
+    Role.MLP_IN: First(_GATED),
+    Role.MLP_OUT: First(tuple(Take(path) for path in _last("DenseReluDense.wo"))),
+}
+_TINY: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "d_kv": 8,
+    "num_heads": 4,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+
+
+def _family(name: str, prefix: str, *variants: Tiny, relative: Literal["shared", "own"] = "shared") -> Family:
+    return Family(
+        name=name,
+        layers=(f"{prefix}Block",),
+        spec=_shared if relative == "shared" else _own,
+        recipes=_RECIPES,
+        ignored=("*.relative_attention_bias.weight",),
+        relative="layer.0.SelfAttention",
+        tiny=variants,
+    )
+
+
+def _tiny(prefix: str, label: str = "", **options: Any) -> Tiny:
+    return Tiny(f"{prefix}ForConditionalGeneration", f"{prefix}Config", {**_TINY, **options}, label)
+
+
+FAMILIES = (
+    _family(
+        "t5",
+        "T5",
+        _tiny("T5"),
+        _tiny("T5", "gated", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    ),
+    _family("mt5", "MT5", _tiny("MT5")),
+    _family("umt5", "UMT5", _tiny("UMT5"), relative="own"),
+)

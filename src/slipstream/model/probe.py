@@ -1,0 +1,85 @@
+"""The runs of a model that the self-check listens to: prompts, a step upon a cache, states of an encoder.
+
+Shapes: B batch, S tokens, M states of an encoder, C their width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.model.inputs import sample_inputs, vocabulary
+from slipstream.model.layers import Found
+
+__all__ = ["BATCH", "LENGTH", "PADDING", "runs_of"]
+
+BATCH, LENGTH, PADDING = 2, 8, 3
+"""Rows, tokens of a prompt, and how many of them are padding, on the left of its first row."""
+
+_UNPADDED, _STATES = 6, 5
+
+
+def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
+    """Arguments for each run of a model.
+
+    Args:
+        root: The model that owns the layers.
+        layers: One per kind; they say whether an encoder is listened to.
+
+    Returns:
+        A padded prompt; one more token, where the model keeps a cache; and a prompt without padding, for
+        which transformers often makes no mask at all. Of a model that takes no tokens, what `sample_inputs`
+        makes for it.
+    """
+    tokens = vocabulary(root)
+    if tokens is None:
+        return [dict(inputs) for inputs in sample_inputs(root)]
+    generator = torch.Generator().manual_seed(0)
+    device = next(root.parameters()).device
+    ids = torch.randint(0, tokens, (BATCH, LENGTH + 1), generator=generator).to(device)
+    mask = torch.ones(BATCH, LENGTH + 1, dtype=torch.long, device=device)
+    mask[0, :PADDING] = 0
+    unpadded = ids[:, :_UNPADDED]
+    runs: list[dict[str, Any]] = [
+        {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]},
+        {"input_ids": ids[:, -1:], "attention_mask": mask},
+        {"input_ids": unpadded, "attention_mask": torch.ones_like(unpadded)},
+    ]
+    width = next((f.spec.cross for f in layers if f.spec is not None and f.spec.cross is not None), None)
+    takes = inspect.signature(root.forward).parameters
+    if width is not None and "encoder_hidden_states" in takes:
+        _add_states(runs, width, "encoder_attention_mask" in takes, generator, next(root.parameters()))
+    if "past_key_values" in takes:
+        cache, another = (_cache(root, crosses=width is not None) for _ in range(2))
+        for run, own in zip(runs, (cache, cache, another), strict=True):
+            run["past_key_values"] = own
+        if cache is not None:
+            return runs
+    return [runs[0], runs[2]]
+
+
+def _add_states(
+    runs: Sequence[dict[str, Any]], width: int, masked: bool, generator: torch.Generator, like: Tensor
+) -> None:
+    """Let each run listen to an encoder: the padded ones to states of which some are padding."""
+    states = torch.randn(BATCH, _STATES, width, generator=generator).to(like)
+    mask = torch.ones(BATCH, _STATES, dtype=torch.long, device=like.device)
+    mask[1, PADDING:] = 0
+    for run, seen in zip(runs, (mask, mask, torch.ones_like(mask)), strict=True):
+        run["encoder_hidden_states"] = states
+        if masked:
+            run["encoder_attention_mask"] = seen
+
+
+def _cache(root: nn.Module, *, crosses: bool) -> Any:
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    config: Any = getattr(root, "config", None)
+    if not getattr(config, "is_decoder", False) and not getattr(config, "use_cache", False):
+        return None
+    # The config of a pair counts the encoder's layers in some families, and the caches grow by themselves.
+    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if crosses else DynamicCache(config=config)
