@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.model.inputs import sample_inputs
 from tests.families.calls import Calls
 
 LENGTH, ANSWER, NEW_TOKENS = 12, 7, 6
@@ -60,8 +61,10 @@ def measure_pair(original: nn.Module) -> dict[str, Any]:
 
 
 def _entries(original: Any) -> dict[str, dict[str, Tensor]]:
-    """What the encoder is given: one row, and batches padded on either side."""
+    """What the encoder is given: one row, and batches padded on either side (sound on the right only)."""
     generator = torch.Generator().manual_seed(7)
+    if original.main_input_name != "input_ids":
+        return _sounds(original, generator)
     ids = torch.randint(3, original.config.vocab_size, (3, LENGTH), generator=generator)
     left = torch.ones_like(ids)
     left[0, :5] = 0
@@ -71,6 +74,18 @@ def _entries(original: Any) -> dict[str, dict[str, Tensor]]:
         "left": {"input_ids": ids, "attention_mask": left},
         "right": {"input_ids": ids, "attention_mask": left.flip(1)},
     }
+
+
+def _sounds(original: Any, generator: torch.Generator) -> dict[str, dict[str, Tensor]]:
+    """Three sounds as the family's sample is, with the padding that the model knows."""
+    samples = sample_inputs(original.get_encoder())
+    padded = samples[-1]
+    drawn = {name: torch.randn(3, *t.shape[1:], generator=generator) for name, t in padded.items()}
+    if "attention_mask" in padded:
+        mask = padded["attention_mask"]
+        drawn["attention_mask"] = torch.cat((mask, mask[1:]))
+    single = {original.main_input_name: drawn[original.main_input_name][:1]}
+    return {"single": single, "left": drawn, "right": drawn}
 
 
 def _answer() -> tuple[Tensor, Tensor]:

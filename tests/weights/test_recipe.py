@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from slipstream.weights.recipe import (
     Stack,
     Take,
     Unit,
+    UpFirst,
     cut,
     gather,
     scatter,
@@ -57,6 +59,7 @@ RECIPES: dict[str, tuple[Recipe, Tensors]] = {
         Take("in_proj"),
         Tensors(in_proj_weight=_random(7, 6), in_proj_bias=_random(7)),
     ),
+    "up first": (UpFirst("a"), Tensors(a__weight=_random(10, 6), a__bias=_random(10))),
     "stack": (Stack(("q", "k")), Tensors(q__weight=_random(8, 6), k__weight=_random(4, 6))),
     "stack, one bias": (
         Stack(("q", "k")),
@@ -172,3 +175,13 @@ def test_a_part_of_a_stack_without_a_bias_has_zeros() -> None:
     assert plan.names == {"q.weight", "q.bias", "k.weight"}
     assert torch.equal(gather(source, plan.bias), torch.cat([torch.zeros(4), source.read("q.bias")]))
     assert torch.equal(gather(source, cut(plan.bias, [range(1, 3)])), torch.zeros(2))
+
+
+def test_the_gate_comes_first_whatever_its_place_in_the_file() -> None:
+    source = Tensors(a__weight=_random(10, 6))
+    plan = UpFirst("a").plan(source, SPEC)
+    assert plan is not None
+    up, gate = source.read("a.weight").chunk(2)
+    assert torch.equal(gather(source, plan.weight), torch.cat((gate, up)))
+    plain = UpFirst("a").plan(source, replace(SPEC, gated=False))
+    assert plain is not None and torch.equal(gather(source, plain.weight), source.read("a.weight"))

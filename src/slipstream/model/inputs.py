@@ -99,12 +99,23 @@ def _sound(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) 
         return [wave]
     mask = torch.ones(_BATCH, needed, dtype=torch.long)
     mask[0, -3 * math.prod(int(stride) for stride in strides) :] = 0
+    if _value(config, "conv_stride") is None:
+        mask[0, needed // 3 :] = 0  # convolutions of another kind, which may leave fewer frames
     return [wave, {**wave, "attention_mask": mask}]
+
+
+def _spectrograms(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
+    """Spectrograms as long as Whisper's encoder has places for."""
+    bins, places = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
+    if bins is None or places is None:
+        return []
+    return [{"input_features": torch.randn(_BATCH, bins, 2 * places, generator=generator)}]
 
 
 _MAKERS: Mapping[str, Callable[[Any, Mapping[str, Any], torch.Generator], list[Inputs]]] = {
     "pixel_values": _pictures,
     "input_values": _sound,
+    "input_features": _spectrograms,
 }
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Stack",
     "Take",
     "Unit",
+    "UpFirst",
     "cut",
     "gather",
     "scatter",
@@ -229,6 +230,25 @@ class Alternating(Recipe):
             )
 
         return Plan(halves(whole.weight), halves(whole.bias))
+
+
+@dataclass(frozen=True)
+class UpFirst(Recipe):
+    """One feed-forward matrix, whose halves are up and gate in this order where it is gated (Moonshine)."""
+
+    name: str
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`."""
+        whole = Take(self.name).plan(source, spec)
+        if whole is None or not spec.gated:
+            return whole
+
+        def turned(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            halves = ((p, p.count // 2) for p in pieces)
+            return tuple(replace(p, start=start, count=half) for p, half in halves for start in (half, 0))
+
+        return Plan(turned(whole.weight), turned(whole.bias))
 
 
 @dataclass(frozen=True)
