@@ -29,6 +29,8 @@ FORMATS: dict[str, str | dict[str, Any]] = {
     "float32": "auto",
     "bfloat16": "auto",
     "int8": "int8",
+    "int8, inputs too": {"activation": {"enabled": True}},
+    "int8, inputs too, asymmetric": {"activation": {"q_type": "asymmetric"}},
     "fp8": "fp8",
     "fp6": "fp6",
     "fp6-e3m2": "fp6-e3m2",
@@ -81,7 +83,7 @@ def _rows(quick: bool) -> list[dict[str, Any]]:
 def _settings(name: str, width: int) -> dict[str, Any]:
     """What `init_inference` is given for a row."""
     quant = FORMATS[name]
-    if isinstance(quant, dict) and quant["weight"].get("q_groups", 1) < 0:
+    if isinstance(quant, dict) and quant.get("weight", {}).get("q_groups", 1) < 0:
         quant = {"weight": {**quant["weight"], "q_groups": width // -quant["weight"]["q_groups"]}}
     return {"quant": quant, "dtype": torch.float32 if name == "float32" else torch.bfloat16}
 

@@ -19,7 +19,7 @@ from benchmarks.peers.conductor import Failed, Worker, environments, not_install
 from benchmarks.peers.rows import TASKS, Row, Task, rows_of, tables
 from benchmarks.request import Request
 
-__all__ = ["Entry", "measure", "measure_table"]
+__all__ = ["Entry", "build_meter", "measure", "measure_table"]
 
 Limits = dict[str, float | None]
 Alone = Callable[[], AbstractContextManager[Any]]
@@ -107,7 +107,7 @@ def measure_table(
     model, folder = MODELS[name], environments() / "models" / name
     counted = facts(_checkpoint(name, folder / "hf"))
     threads = len(os.sched_getaffinity(0))
-    meter = _meter()
+    meter = build_meter()
     limits: list[Limits] = []
     entries = [Entry(row) for row in rows_of(name, precision, quick=quick)]
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def _checkpoint(name: str, folder: Path) -> Path:
     return folder
 
 
-def _meter() -> Path | None:
+def build_meter() -> Path | None:
     """Build `roof.cpp` for this machine; None without a compiler."""
     compiler, source = shutil.which("c++"), Path(__file__).with_name("roof.cpp")
     if compiler is None:

@@ -161,7 +161,6 @@ def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
     ("settings", "match"),
     [
         ({"tensor_parallel": {"tp_size": 2}}, "tp_size"),
-        ({"quant": {"activation": {"enabled": True}}}, "quant.activation"),
         ({"checkpoint": "somewhere"}, "checkpoint"),
         ({"use_triton": True}, "triton"),
         ({"triangular_masking": False}, "triangular_masking"),

@@ -206,13 +206,6 @@ def test_what_no_format_does_is_refused_before_anything_changes(weight: dict[str
     assert model.training
 
 
-def test_activations_are_not_quantized_in_silence() -> None:
-    with pytest.raises(slipstream.UnsupportedError, match=r"quant\.activation\.enabled"):
-        inject(make("llama"), quant={"activation": {"enabled": True}})
-    with pytest.raises(slipstream.UnsupportedError, match=r"quant\.activation\.q_groups"):
-        inject(make("llama"), quant={"activation": {"q_groups": 2}})
-
-
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("injected", [True, False], ids=["injected", "not injected"])
 def test_int8_as_a_dtype_computes_in_the_models_own_float(own: torch.dtype, injected: bool) -> None:

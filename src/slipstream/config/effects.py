@@ -145,13 +145,17 @@ _QUANT = {
         "In force once anything is set in it that does not switch it off; untouched, weights stay plain."
     ),
     "quant.enabled": _acts("False switches the whole section off; True alone means int8 weights."),
-    "quant.activation": _unserved("In force as soon as anything is set in it and `enabled` stays True."),
-    "quant.activation.enabled": _unserved(
-        "True, when set, quantizes the inputs of quantized linears; beside plain weights it is refused."
+    "quant.activation": _acts("In force as soon as anything is set in it and `enabled` stays True."),
+    "quant.activation.enabled": _acts(
+        "True, when set, rounds each row that enters an int8 linear of the layers to 8 bits, with a scale of "
+        "its own; beside plain weights, and those of another format, it is refused. Experts that lie in one "
+        "tensor and the vocabulary projection read rows as they are."
     ),
-    "quant.activation.num_bits": _unserved("8; the widths 4 and 6 are refused, for no matmul takes them."),
-    "quant.activation.q_type": _unserved("Without or with a zero point."),
-    "quant.activation.q_groups": _unserved("Groups of an input row with a scale of their own."),
+    "quant.activation.num_bits": _acts("8; the widths 4 and 6 are refused, for no matmul takes them."),
+    "quant.activation.q_type": _acts("Symmetric: codes -127 to 127; asymmetric: 0 to 255 with a zero point."),
+    "quant.activation.q_groups": _acts(
+        "Groups of an input row with a scale of their own; more than one runs in plain torch, which is slow."
+    ),
     "quant.weight": _acts(
         "Chooses the format that the linears of the layers are packed into, with and without injection; "
         "routers stay plain."

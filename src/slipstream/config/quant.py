@@ -76,7 +76,7 @@ class WeightQuantConfig(BaseQuantConfig):
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """How the inputs of quantized linears are quantized; weights alone are when this is left out."""
+    """How the inputs of int8 linears are quantized; weights alone are when this is left out."""
 
     @model_validator(mode="after")
     def _eight_bits(self) -> ActivationQuantConfig:
@@ -154,6 +154,11 @@ class QuantizationConfig(Section):
             raise ValueError(
                 "activation.enabled=True contradicts weight.enabled=False: a matmul takes narrow activations "
                 "only together with narrow weights; drop one of the two"
+            )
+        if self.activation_quantized and self.weight_format != "int8":
+            raise ValueError(
+                f"activations in int8 do not go with {self.weight_format} weights: products of bytes take "
+                'int8 on both sides; use weight.format="int8", or leave activation out'
             )
         return self
 

@@ -164,18 +164,16 @@ def check_settings(config: InferenceConfig, device: Device) -> list[str]:
         UnsupportedError: With the field and the way out.
     """
     for name, value in config.departures():
-        if name.startswith("quant.activation.") and not config.activation_quantized:
-            continue  # what is switched off asks for nothing
         if EFFECTS[name].kind == "unserved":
             raise UnsupportedError(
                 f"{name}={value!r} is understood and not served by this version; leave it out"
             )
-    if config.activation_quantized:
-        raise UnsupportedError(
-            "quant.activation.enabled=True (int8 activations) is understood and not served by this version; "
-            "leave quant.activation out, and weights alone are quantized"
-        )
     notes = []
+    if config.activation_quantized and (groups := config.quant.activation.q_groups) > 1:
+        notes.append(
+            f"quant.activation.q_groups={groups}: rows rounded in groups are multiplied by plain torch, "
+            "which is slow; 1 has kernels"
+        )
     if config.dtype == torch.float16 and device.name == "cpu":
         notes.append("float16 is slow on most CPUs; dtype=torch.bfloat16 or torch.float32 is faster here")
     return notes

@@ -20,7 +20,7 @@ from slipstream.engine.road import prepare_road
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
-from slipstream.formats import FORMATS, Format, format_of
+from slipstream.formats import FORMATS, Format, format_of, rounding_inputs
 from slipstream.kernels import bind_model, bind_pack, bind_stack, kernels_for
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32, move
@@ -216,6 +216,9 @@ def _format(config: InferenceConfig, layers: Sequence[Found], model_config: Any)
         weight.q_type if "q_type" in weight.model_fields_set else None,
         width=getattr(model_config, "hidden_size", None) if hidden is None else hidden,
     )
+    if config.activation_quantized:
+        inputs = config.quant.activation
+        found = rounding_inputs(found, symmetric=inputs.q_type == "symmetric", groups=inputs.q_groups)
     return _packing_fast(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.formats.choose import FORMATS, VARIANTS, format_of
+from slipstream.formats.choose import FORMATS, VARIANTS, format_of, rounding_inputs
 from slipstream.formats.weight_format import Format
 
-__all__ = ["FORMATS", "VARIANTS", "Format", "format_of"]
+__all__ = ["FORMATS", "VARIANTS", "Format", "format_of", "rounding_inputs"]

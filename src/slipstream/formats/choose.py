@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slipstream.errors import ConfigError
 from slipstream.formats.fp6 import FP6, FP6_E3M2
 from slipstream.formats.fp8 import FP8
@@ -9,8 +11,9 @@ from slipstream.formats.int4 import INT4, INT4_VARIANTS, int4
 from slipstream.formats.int8 import INT8
 from slipstream.formats.plain import PLAIN
 from slipstream.formats.weight_format import Format
+from slipstream.ops.linear import Rounding
 
-__all__ = ["FORMATS", "VARIANTS", "format_of"]
+__all__ = ["FORMATS", "VARIANTS", "format_of", "rounding_inputs"]
 
 FORMATS: dict[str, Format] = {f.name: f for f in (PLAIN, INT8, INT4, FP8, FP6)}
 """The formats that a configuration names, by name."""
@@ -65,6 +68,18 @@ def format_of(
     symmetric = found.name.endswith("-sym") if q_type is None else q_type == "symmetric"
     wanted = int4(group, symmetric=symmetric)
     return known[wanted.name]
+
+
+def rounding_inputs(packed: Format, *, symmetric: bool = True, groups: int = 1) -> Format:
+    """The same format for matrices whose input rows are rounded to 8 bits.
+
+    Args:
+        packed: `int8`, or what packs it faster.
+        symmetric: Without a zero point.
+        groups: Of a row, with a scale of their own.
+    """
+    rounding = Rounding(symmetric, groups)
+    return replace(packed, name=packed.name + rounding.suffix, rounding=rounding)
 
 
 def _group(q_groups: int, width: int | None) -> int:

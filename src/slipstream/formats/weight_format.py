@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Rounding, Weight
 
 __all__ = ["Format"]
 
@@ -34,6 +34,8 @@ class Format:
         floor: What is added to the bound, relative to the largest magnitude of the row: the scales of groups
             have a narrower range than the weights.
         planes: Of each plane but the last the dtype, and how many inputs one element of it serves.
+        rounding: Of the rows that its matrices multiply; its suffix ends the name. Stacks of matrices, the
+            experts', have none.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Format:
     multiple: int = 1
     floor: float = 0.0
     planes: tuple[tuple[torch.dtype, int], ...] = ()
+    rounding: Rounding | None = None
 
     def layout(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each plane of a matrix `(..., O, I)` in a packed format."""
@@ -56,4 +59,7 @@ class Format:
     def weight(self, dense: Tensor, bias: Tensor | None) -> Weight:
         """Pack a dense matrix, `(O, I)` or `(experts, O, I)`, with its bias; it unpacks to the same dtype."""
         dtype = dense.dtype if self.bits else None
-        return Weight(self.name, tuple(dense.shape), self.pack(dense), self.unpack, bias, dtype)
+        name, rounding = self.name, self.rounding
+        if rounding is not None and dense.dim() > 2:
+            name, rounding = name.removesuffix(rounding.suffix), None
+        return Weight(name, tuple(dense.shape), self.pack(dense), self.unpack, bias, dtype, rounding)

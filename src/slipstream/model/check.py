@@ -55,6 +55,12 @@ MODEL_ERRORS = (
 )
 """What a stranger's code may raise when it is run on input that it was not made for."""
 
+_ONE_STEP, _MOST_TOKENS = 3e-2, 3e-3
+"""Where rows are rounded to 8 bits, the least that is allowed of a token, and of half of all tokens.
+Two right implementations differ in the last bit of a number, which may then be rounded one step apart; a
+step is 1/127 of a row's largest, a few hundredths of the output's size where that one outweighs its row.
+It happens to few tokens. Rows that should be rounded and are not, or in another way, show in all: by 2e-2."""
+
 _ROUNDS_AS_WELL = 1.5
 """What lower precision may cost, in errors of the original in it: the promise of the whole."""
 
@@ -236,6 +242,7 @@ def compare(
     like: Tensor,
     *,
     ties: float = 0.0,
+    rounded: bool = False,
     exact: Callable[[], Callable[..., Any]] | None = None,
 ) -> float:
     """Replay every call on both and return the largest absolute error.
@@ -247,6 +254,7 @@ def compare(
         fused: The fused layer's forward.
         like: Has the engine's dtype and device.
         ties: Share of the tokens that may be off by any amount: those whose experts are decided by rounding.
+        rounded: Rows are rounded to 8 bits on the way.
         exact: Makes the original's forward in float32, on the same weights. Some layers (squared
             activations) round far beyond `TOLERANCE`; it is asked who does so.
 
@@ -267,7 +275,10 @@ def compare(
             f"{name}: on random input of size 1 the original itself answers NaN or infinity, in "
             f"{str(dtype).removeprefix('torch.')}; use a wider dtype, or mend the weights and buffers"
         )
-    right = bool(shares.isfinite().all()) and float(worst) <= TOLERANCE[dtype]
+    allowed = max(TOLERANCE[dtype], _ONE_STEP) if rounded else TOLERANCE[dtype]
+    right = bool(shares.isfinite().all()) and float(worst) <= allowed
+    if right and rounded:
+        right = float(shares.median()) <= max(TOLERANCE[dtype], _MOST_TOKENS)
     if not right and exact is not None:
         truth = _exactly(calls, exact(), like)
         ours, theirs = (float((torch.cat(part) - truth).square().mean()) for part in (got, expected))
@@ -275,7 +286,7 @@ def compare(
     if not right:
         raise InjectionError(
             f"{name}: the fused block is off by {error:.3g} where the original's outputs are of size "
-            f"{size:.3g} (allowed {TOLERANCE[dtype]:g} of that, in {str(dtype).removeprefix('torch.')}); the "
+            f"{size:.3g} (allowed {allowed:g} of that, in {str(dtype).removeprefix('torch.')}); the "
             'layer does something that its family does not say. Use injection_check="fallback" to keep it'
         )
     return error

@@ -26,6 +26,7 @@ from slipstream.model.layer_call import returns_of
 from slipstream.model.layers import Found
 from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS
+from slipstream.ops.linear import Rounding, round_rows
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
 from slipstream.weights.source import ModuleSource, Source
@@ -236,11 +237,14 @@ def _check(
     try:
         if settings.format.bits:
             _unpack_into(twin, state, found.name, settings.format)
+            _round_inputs(twin, state)
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
         stands = answered and len(shared) == len(tensors) and not settings.format.bits
         original = None if stands else twin.forward
         exact = partial(_in_float32, twin) if settings.dtype.itemsize == 2 else None
-        error = compare(found.name, calls, original, fused.forward, like, ties=ties, exact=exact)
+        rounded = settings.format.rounding is not None
+        forwards = (original, fused.forward)
+        error = compare(found.name, calls, *forwards, like, ties=ties, rounded=rounded, exact=exact)
         return replace(verdict, max_error=error)
     except InjectionError as failure:
         if settings.check == "error":
@@ -278,6 +282,22 @@ def _unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) ->
                 f"{name}.{path} is off by {off:.3g} once packed as {packed.name}, where its largest weight "
                 f"is {largest:.3g} (allowed {bound:.3g}); the format, or the family's recipe, is wrong"
             )
+
+
+def _round_inputs(twin: nn.Module, state: Injected) -> None:
+    """Let the original's own linears round their inputs as the block's matrices do, for the same reason."""
+    for role, weight in state.block.weights.matrices.items():
+        if (rounding := weight.rounding) is None:
+            continue
+        for piece in state.plans[role].weight:
+            path, _, name = piece.name.rpartition(".")
+            if path and name == "weight":
+                twin.get_submodule(path).register_forward_pre_hook(partial(_rounded, rounding=rounding))
+
+
+def _rounded(module: nn.Module, args: tuple[Tensor, ...], *, rounding: Rounding) -> tuple[Any, ...]:
+    """Forward pre-hook; transformers gives linears their input by place."""
+    return (round_rows(args[0], rounding).to(args[0].dtype), *args[1:])
 
 
 def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verdict) -> Injected:

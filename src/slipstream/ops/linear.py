@@ -15,7 +15,59 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["OP", "Weight", "linear"]
+__all__ = ["OP", "Rounding", "Weight", "linear", "round_rows"]
+
+_LEAST = 2.0**-100
+"""Rows that span less count as zeros: the reciprocal of their step would overflow."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a matrix has its input rows rounded to 8 bits before they are multiplied.
+
+    With `code = round(x * times) + zero`, a row becomes `(code - zero) * scale`. Symmetric: `times = 127 / m`
+    and `scale = m / 127` for the row's largest magnitude m, zero 0. Asymmetric: `times = 255 / r` and
+    `scale = r / 255` for the range r from the least to the largest number (0 counted among them),
+    `zero = round(-least * times)`, codes 0 to 255. All of it in float32, to the nearest even; a row that
+    holds NaN or infinity becomes NaN.
+
+    Source: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1, rows of x; Jacob et al. 2018
+    (arXiv 1712.05877), eq. 1, for the zero point.
+
+    Attributes:
+        symmetric: Without a zero point.
+        groups: Parts of a row, as equal as can be, that have a scale each; the last may be shorter.
+    """
+
+    symmetric: bool = True
+    groups: int = 1
+
+    @property
+    def suffix(self) -> str:
+        """What a format's name ends with when its inputs are rounded like this."""
+        return f"-a8{'' if self.symmetric else '-asym'}{'' if self.groups == 1 else f'-g{self.groups}'}"
+
+
+def round_rows(x: Tensor, rounding: Rounding) -> Tensor:
+    """Return rows `(..., I)` rounded, in float32; `x` may have any floating dtype and is not changed."""
+    x = x.float()
+    if rounding.groups > 1:
+        width = -(-x.shape[-1] // rounding.groups)
+        whole = Rounding(rounding.symmetric)
+        return torch.cat([round_rows(part, whole) for part in x.split(width, dim=-1)], dim=-1)
+    odd = (x * 0).sum(-1, keepdim=True)
+    if rounding.symmetric:
+        span, steps = x.abs().amax(-1, keepdim=True), 127.0
+    else:
+        least = x.amin(-1, keepdim=True).clamp(max=0)
+        span, steps = x.amax(-1, keepdim=True).clamp(min=0) - least, 255.0
+    full = torch.full_like(span, steps)  # a number over a tensor would multiply by the reciprocal
+    times = torch.where(span >= _LEAST, full / span, 0.0)
+    scale = span / full + odd
+    if rounding.symmetric:
+        return (x * times).round() * scale
+    zero = (-least * times).round()
+    return (((x * times).round() + zero).clamp(0, 255) - zero) * scale
 
 
 @dataclass(frozen=True)
@@ -31,6 +83,7 @@ class Weight:
         unpack: Makes the dense matrix out of planes, its shape and a dtype; not used for plain.
         bias: `(O,)` or `(experts, O)`, or None.
         dtype: That a packed matrix is unpacked to; None for plain, whose plane has its own.
+        rounding: Of the rows that it multiplies; None for rows as they are.
     """
 
     format: str
@@ -39,6 +92,7 @@ class Weight:
     unpack: Callable[..., Tensor]
     bias: Tensor | None = None
     dtype: torch.dtype | None = None
+    rounding: Rounding | None = None
 
     def dense(self) -> Tensor:
         """Return the dense tensor of `shape`: for "plain" the stored one itself, else a new one."""
@@ -92,7 +146,9 @@ def _moved(plane: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """Return `x @ dense(weight).T + bias`.
+    """Return `x @ dense(weight).T + bias`, with the rows of x rounded first where the weight says so.
+
+    Rounded rows are multiplied in float32: codes of 8 bits and their scales are exact in no 16.
 
     Args:
         x: `(T, I)`, any floating dtype.
@@ -101,6 +157,11 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     Returns:
         `(T, O)` in the dtype of `x`.
     """
+    if weight.rounding is not None and weight.dtype is not None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        bias = None if weight.bias is None else weight.bias.to(wide)
+        dense = weight.unpack(weight.planes, weight.shape, wide)
+        return F.linear(round_rows(x, weight.rounding).to(wide), dense, bias).to(x.dtype)
     if weight.dtype is not None or len(weight.planes) == 1:
         return F.linear(x, weight.dense(), weight.bias)
     runs = weight.planes
@@ -121,6 +182,30 @@ def _case(
     return Case(name, make)
 
 
+def _rounded(
+    name: str, rows: int, inputs: int, outputs: int, rounding: Rounding, *, bias: bool = False
+) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        # Rows of many sizes, none centred, one of zeros and one too small to be told from it.
+        x = (torch.randn(rows, inputs, generator=generator) + 0.3) * torch.logspace(-2, 2, rows)[:, None]
+        x[rows // 2 :][:1] = 0
+        codes = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+        factors = (torch.rand(outputs, generator=generator) + 0.5) / 127 / inputs**0.5
+        b = torch.randn(outputs, generator=generator).to(dtype) if bias else None
+        planes = (codes, factors)
+        weight = Weight(f"int8{rounding.suffix}", (outputs, inputs), planes, _dense_int8, b, dtype, rounding)
+        return {"x": x.to(dtype), "weight": weight}
+
+    return Case(f"{name}, inputs rounded{rounding.suffix}", make)
+
+
+def _dense_int8(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    codes, factors = planes
+    return codes.to(dtype) * factors.to(dtype)[:, None]
+
+
+_SYMMETRIC, _ASYMMETRIC = Rounding(), Rounding(symmetric=False)
+
 OP = Op(
     "linear",
     linear,
@@ -133,5 +218,17 @@ OP = Op(
         _case("width one", 2, 1, 1, bias=True),
         _case("rows in three runs", 3, 64, 96, bias=True, runs=(64, 16, 16)),
         _case("rows in two runs, one row", 1, 96, 192, bias=False, runs=(96, 96)),
+        *(
+            case
+            for rounding in (_SYMMETRIC, _ASYMMETRIC)
+            for case in (
+                _rounded("one row", 1, 64, 128, rounding),
+                _rounded("a few rows", 7, 193, 33, rounding, bias=True),
+                _rounded("width one", 3, 1, 1, rounding),
+                _rounded("more than a few", 21, 65, 70, rounding, bias=True),
+                _rounded("one more than a tile", 65, 321, 65, rounding, bias=True),
+                _rounded("many", 131, 128, 40, rounding),
+            )
+        ),
     ),
 )

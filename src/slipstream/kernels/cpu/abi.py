@@ -38,7 +38,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 5
+ABI = 6
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -49,7 +49,7 @@ INT8_CODES, BOOLEAN = 3, 4
 
 FORMATS = {
     "plain": 0,
-    "int8": 1,
+    **dict.fromkeys(("int8", "int8-a8", "int8-a8-asym"), 1),
     **dict.fromkeys(("int4", "int4-g64", "int4-g128"), 2),
     **{f"int4-g{group}-sym": 3 for group in (32, 64, 128)},
     "fp8": 4,
@@ -91,7 +91,7 @@ class Matrix(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *_each(c_void_p, "runs bias"),
         *_each(c_int64, "num_runs outputs inputs"),
-        *_each(c_int32, "dtype bias_dtype format group"),
+        *_each(c_int32, "dtype bias_dtype format group input_bits input_zero"),
         ("planes", c_void_p * (FACTORS + 1)),
         ("plane_bytes", c_int64 * (FACTORS + 1)),
     ]

@@ -9,14 +9,13 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.cpu.abi import DTYPES, FORMATS, LinearCall, address
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Facts, Kernel
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Weight, linear
 
 __all__ = ["KERNELS", "native_linear"]
 
@@ -31,7 +30,7 @@ _LEAST_BYTES = 1 << 16
 
 
 def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
-    """Return `x @ dense(weight).T + bias`, always by the library.
+    """Return what `ops.linear.linear` does, always by the library.
 
     Args:
         x: `(T, I)` in float32, bfloat16 or float16.
@@ -70,7 +69,7 @@ def _refuse(facts: Facts, *, isa: str) -> str | None:
 def _run(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
     packed = weight.format != "plain"
     beside_amx = x.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa != "amx"
-    most_rows = _MOST_ROWS_BESIDE_AMX if beside_amx else _MOST_ROWS
+    most_rows = _MOST_ROWS_BESIDE_AMX if beside_amx and weight.rounding is None else _MOST_ROWS
     if (
         x.dim() == 2
         and x.dtype in DTYPES
@@ -81,7 +80,7 @@ def _run(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
         and (library := load(isa)) is not None
     ):
         return native_linear(x, weight, library)
-    return F.linear(x, weight.dense(), weight.bias)
+    return linear(x, weight)
 
 
 def _kernel(isa: str) -> Kernel:

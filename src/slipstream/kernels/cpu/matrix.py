@@ -15,6 +15,9 @@ from slipstream.ops.linear import Weight
 
 __all__ = ["matrix_of"]
 
+_MOST_ROUNDED = 1 << 16
+"""Inputs whose products of bytes can be summed in 32 bits."""
+
 
 def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
     """Describe a weight to the library, or say why it cannot be.
@@ -44,6 +47,10 @@ def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
         bias_dtype=0 if bias is None else DTYPES[bias.dtype],
         format=FORMATS[weight.format],
     )
+    if weight.rounding is not None:
+        if shape[1] > _MOST_ROUNDED:
+            return f"rows of {shape[1]} inputs are not rounded: sums of more than {_MOST_ROUNDED} overflow"
+        matrix.input_bits, matrix.input_zero = 8, int(not weight.rounding.symmetric)
     reason = _dense(matrix, planes) if weight.format == "plain" else _packed(matrix, planes)
     return reason or matrix
 

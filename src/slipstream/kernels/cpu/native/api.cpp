@@ -34,7 +34,8 @@ bool has_avx512() {
 }
 // Cooper Lake alone has the products and lacks the permutations of bytes; it runs as plain AVX-512.
 bool has_avx512_bf16() {
-    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512vnni");
 }
 // Linux gives the tiles' memory only to a process that asks, once for all of its threads.
 bool may_use_tiles() {

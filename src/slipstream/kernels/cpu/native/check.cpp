@@ -1,117 +1,9 @@
 #include "check.h"
 
-#include <initializer_list>
+#include "check_parts.h"
 
 namespace slipstream {
 namespace {
-
-// Larger sizes are no tensors, and their products would overflow.
-constexpr int64_t kLargest = int64_t{1} << 31;
-
-bool is_size(int64_t n) {
-    return n > 0 && n < kLargest;
-}
-bool is_dtype(int32_t dtype) {
-    return dtype == kFloat32 || dtype == kBfloat16 || dtype == kFloat16;
-}
-uintptr_t item_size(int32_t dtype) {
-    return dtype == kFloat32 ? 4 : 2;
-}
-bool is_aligned(const void* p, uintptr_t size) {
-    return reinterpret_cast<uintptr_t>(p) % size == 0;
-}
-
-// A tensor that must be there.
-Status tensor(const void* p, int32_t dtype) {
-    if (!is_dtype(dtype))
-        return kDtype;
-    if (!p)
-        return kNull;
-    return is_aligned(p, item_size(dtype)) ? kOk : kAlignment;
-}
-
-Status optional(const void* p, int32_t dtype) {
-    return p ? tensor(p, dtype) : kOk;
-}
-
-Status cache(const Cache& c, int32_t dtype) {
-    if (dtype == kInt8Codes) {
-        if (!c.k || !c.v || !c.k_scales || !c.v_scales)
-            return kNull;
-        return is_aligned(c.k_scales, 4) && is_aligned(c.v_scales, 4) ? kOk : kAlignment;
-    }
-    if (c.k_scales || c.v_scales)
-        return kUnsupported;
-    const Status status = tensor(c.k, dtype);
-    return status != kOk ? status : tensor(c.v, dtype);
-}
-
-Status strides(std::initializer_list<int64_t> elements) {
-    for (const int64_t n : elements)
-        if (n < 0 || n >= kLargest)
-            return kShape;
-    return kOk;
-}
-
-// One plane of a packed matrix, `row_bytes` for each of its rows; none where that is 0.
-Status plane(const Matrix& m, Plane which, int64_t row_bytes, uintptr_t item) {
-    const void* p = m.planes[which];
-    if (m.plane_bytes[which] != m.outputs * row_bytes)
-        return kShape;
-    if (!row_bytes)
-        return p ? kUnsupported : kOk;
-    if (!p)
-        return kNull;
-    return is_aligned(p, item) ? kOk : kAlignment;
-}
-
-Status packed(const Matrix& m) {
-    const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
-    const bool fp6 = m.format == kFp6E2m3 || m.format == kFp6E3m2;
-    if (int4 ? m.group != 32 && m.group != 64 && m.group != 128 : m.group != 0)
-        return kUnsupported;
-    if (!is_dtype(m.dtype))
-        return kDtype;
-    if (m.runs || m.num_runs)
-        return kUnsupported;
-    const int64_t group = int4 ? m.group : (fp6 ? 64 : 1), padded = (m.inputs + group - 1) / group * group;
-    const int64_t scales = int4 ? 2 * (padded / group) : (fp6 ? padded / 4 : 0);
-    const Status statuses[] = {
-        plane(m, kCodes, int4 || fp6 ? padded / 2 : padded, 1),
-        plane(m, kScales, scales, int4 ? 2 : 1),
-        plane(m, kMinima, m.format == kInt4 ? scales : 0, 2),
-        plane(m, kFactors, 4, 4),
-        optional(m.bias, m.bias_dtype),
-    };
-    for (const Status status : statuses)
-        if (status != kOk)
-            return status;
-    return kOk;
-}
-
-Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
-    if (!is_size(m.outputs) || !is_size(m.inputs) || m.outputs != outputs || m.inputs != inputs)
-        return kShape;
-    if (m.format < kPlain || m.format >= kFormats)
-        return kUnsupported;
-    if (m.format != kPlain)
-        return packed(m);
-    if (!is_size(m.num_runs))
-        return kShape;
-    if (!m.runs)
-        return kNull;
-    int64_t rows = 0;
-    for (int64_t i = 0; i < m.num_runs; ++i) {
-        const Run& run = m.runs[i];
-        if (!is_size(run.rows) || run.stride < (run.transposed ? run.rows : inputs) || run.stride >= kLargest)
-            return kShape;
-        const Status status = tensor(run.data, m.dtype);
-        if (status != kOk)
-            return status;
-        rows += run.rows;
-    }
-    return rows == outputs ? optional(m.bias, m.bias_dtype) : kShape;
-}
 
 Status norm(const Norm& n, int64_t count, int64_t other_count) {
     if (n.kind == kNoNorm)
@@ -178,7 +70,7 @@ Status first_of(Status a, Status b) {
 
 // A matrix that may be absent.
 Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
-    return m.outputs == 0 ? kOk : matrix(m, outputs, inputs);
+    return m.outputs == 0 ? kOk : exact_matrix(m, outputs, inputs);
 }
 
 Status experts(const Moe& moe, const Block& b) {
@@ -189,10 +81,10 @@ Status experts(const Moe& moe, const Block& b) {
         return kUnsupported;
     if (!moe.experts_in || !moe.experts_out)
         return kNull;
-    Status status = matrix(moe.router, moe.experts, b.hidden);
+    Status status = exact_matrix(moe.router, moe.experts, b.hidden);
     for (int64_t e = 0; status == kOk && e < moe.experts; ++e)
-        status = first_of(matrix(moe.experts_in[e], inner * b.ffn, b.hidden),
-                          matrix(moe.experts_out[e], b.hidden, b.ffn));
+        status = first_of(exact_matrix(moe.experts_in[e], inner * b.ffn, b.hidden),
+                          exact_matrix(moe.experts_out[e], b.hidden, b.ffn));
     if (moe.shared == 0)
         return status != kOk || !moe.shared_gate.outputs ? status : kUnsupported;
     if (!is_size(moe.shared))
@@ -273,7 +165,7 @@ Status layers(const StackCall& call, int64_t more = 0) {
 }
 
 Status embeds(const ModelCall& call, const Frame& f) {
-    Status status = matrix(f.embed, f.embed.outputs, f.embed.inputs);
+    Status status = exact_matrix(f.embed, f.embed.outputs, f.embed.inputs);
     if (status != kOk)
         return status;
     for (int64_t i = 0; i < f.embed.num_runs; ++i)
@@ -326,8 +218,8 @@ Status around(const ModelCall& call) {
     Status status = embeds(call, f);
     status = first_of(status, some_matrix(f.project_in, hidden, f.embed.inputs));
     status = first_of(status, some_matrix(f.project_out, f.project_out.outputs, hidden));
-    status = first_of(status,
-                      matrix(f.head, f.head.outputs, f.project_out.outputs ? f.project_out.outputs : hidden));
+    status = first_of(
+        status, exact_matrix(f.head, f.head.outputs, f.project_out.outputs ? f.project_out.outputs : hidden));
     status =
         first_of(status, first_of(norm(f.embed_norm, hidden, hidden), norm(f.final_norm, hidden, hidden)));
     if (status != kOk || (!f.project_in.outputs && f.embed.inputs != hidden))

@@ -187,7 +187,7 @@ private:
                 return;
             const Matrix& m = matrices[e];
             if (ready != e) {
-                const Bf16* own = rounds(m.dtype, count) ? rounded + start * width : nullptr;
+                const Bf16* own = rounds(m, count) ? rounded + start * width : nullptr;
                 x = prepare({full + start * width, own, width, count}, m, operands_ + operand_size_ * rank);
                 ready = e;
             }

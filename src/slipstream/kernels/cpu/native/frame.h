@@ -97,7 +97,7 @@ private:
         void take(Scratch& scratch, const Matrix& m, int64_t rows, int threads) {
             width = m.inputs, count = rows;
             full = scratch.part<float>(rows * width);
-            if (rounds(m.dtype, rows))
+            if (rounds(m, rows))
                 rounded = scratch.part<Bf16>(rows * width);
             operand_size = operand_bytes(width, rows);
             operands = scratch.part<char>(operand_size * threads);

@@ -25,6 +25,7 @@ struct InRegisters {
 
 struct FloatWord : InRegisters {
     using Item = float;
+    static constexpr bool kRounds = false; // rows are codes of a grid
     static constexpr int64_t kItems = 1;
     static Vec lanes(const Item* p) { return Vec::load(p); }
     static Vec spread(const Item* p) { return Vec::set(*p); }
@@ -36,6 +37,7 @@ struct FloatWord : InRegisters {
 #ifdef SLIPSTREAM_BF16_DOT
 struct Bf16Word : InRegisters {
     using Item = Bf16;
+    static constexpr bool kRounds = false;
     static constexpr int64_t kItems = 2;
     static Bf16Lanes lanes(const Item* p) { return Bf16Lanes::load(p); }
     static Bf16Lanes spread(const Item* p) { return Bf16Lanes::spread(p); }
@@ -44,8 +46,19 @@ struct Bf16Word : InRegisters {
         Bf16Lanes::pair(Vec::load(rows), count > 1 ? Vec::load(rows + stride) : Vec::set(0)).store(out);
     }
 };
+
+// Sums are of int32 until they are settled.
+struct ByteWord : InRegisters {
+    using Item = uint8_t;
+    static constexpr bool kRounds = true;
+    static constexpr int64_t kItems = 4;
+    static Codes lanes(const Item* p) { return Codes::load(p); }
+    static Codes spread(const Item* p) { return Codes::spread(p); }
+    static Vec add(Vec sum, Codes x, Codes w) { return dot(sum, x, w); }
+};
 #else
 using Bf16Word = FloatWord;
+using ByteWord = FloatWord;
 #endif
 
 template <class U>
@@ -64,6 +77,14 @@ inline int64_t packed_bytes(int64_t tokens, int64_t inputs) {
     return ceil_div(tokens, kGroup) * kGroup * padded<Bf16Word>(inputs) * static_cast<int64_t>(sizeof(float));
 }
 
+// The scales of packed codes, one for each token of whole groups, and behind them as many zero points
+// (int32).
+template <class U>
+inline float* packed_grids(const typename U::Item* packed, int64_t tokens, int64_t inputs) {
+    auto* codes = const_cast<typename U::Item*>(packed);
+    return reinterpret_cast<float*>(codes + ceil_div(tokens, kGroup) * kGroup * padded<U>(inputs));
+}
+
 template <class From, class To>
 inline void copy_padded(const From* from, int64_t n, To* to, int64_t width) {
     if constexpr (std::is_same<From, To>::value)
@@ -73,29 +94,56 @@ inline void copy_padded(const From* from, int64_t n, To* to, int64_t width) {
     std::memset(static_cast<void*>(to + n), 0, static_cast<size_t>(width - n) * sizeof(To));
 }
 
-// Packs one group of at most kGroup tokens; `out` is where the group begins.
+// Packs one group of at most kGroup tokens; `out` is where the group begins. `grids` are the tokens' own
+// where they are rounded, else null.
 template <class U, class T>
-inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs, typename U::Item* out) {
+inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs, const Grid* grids,
+                       typename U::Item* out) {
     constexpr int64_t line = line_items<U>();
     alignas(64) typename U::Item square[kGroup * line];
     std::memset(static_cast<void*>(square), 0, sizeof(square));
     for (int64_t i = 0; i < inputs; i += line, out += kGroup * line) {
-        for (int64_t t = 0; t < count; ++t)
-            copy_padded(x + t * stride + i, least(line, inputs - i), square + t * line, line);
+        const int64_t n = least(line, inputs - i);
+        for (int64_t t = 0; t < count; ++t) {
+            const T* from = x + t * stride + i;
+            typename U::Item* to = square + t * line;
+            if (grids) {
+                round_row(from, n, grids[t], to);
+                std::memset(static_cast<void*>(to + n), 0,
+                            static_cast<size_t>(line - n) * sizeof(typename U::Item));
+                continue;
+            }
+            if constexpr (!U::kRounds)
+                copy_padded(from, n, to, line);
+        }
         transpose(reinterpret_cast<const float*>(square), kGroup, reinterpret_cast<float*>(out), kGroup);
     }
 }
 
-// The same for a row-major x of any dtype, the whole team.
+// The same for a row-major x of any dtype, the whole team, as `m` takes its inputs.
 template <class U>
-inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, int64_t inputs, void* packed,
+inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, const Matrix& m, void* packed,
                       Team& team) {
+    const int64_t inputs = m.inputs;
     auto* out = static_cast<typename U::Item*>(packed);
+    [[maybe_unused]] float* scales = packed_grids<U>(out, tokens, inputs);
+    [[maybe_unused]] float* zeros = scales + ceil_div(tokens, kGroup) * kGroup;
     each(team, ceil_div(tokens, kGroup), 1, [&](int64_t group, int64_t) {
         const int64_t t = group * kGroup;
         with_dtype(dtype, [&](auto* type) {
             const auto* from = static_cast<decltype(type)>(const_cast<void*>(x)) + t * inputs;
-            pack_group<U>(from, inputs, least(kGroup, tokens - t), inputs, out + t * padded<U>(inputs));
+            const int64_t count = least(kGroup, tokens - t);
+            Grid grids[kGroup] = {};
+            for (int64_t i = 0; m.input_bits && i < count; ++i)
+                grids[i] = grid_of(from + i * inputs, inputs, m.input_zero != 0);
+            pack_group<U>(from, inputs, count, inputs, m.input_bits ? grids : nullptr,
+                          out + t * padded<U>(inputs));
+            if constexpr (U::kRounds)
+                for (int64_t i = 0; i < kGroup; ++i) {
+                    const auto zero = static_cast<int32_t>(grids[i].zero);
+                    scales[t + i] = grids[i].scale;
+                    std::memcpy(zeros + t + i, &zero, sizeof(zero));
+                }
         });
     });
 }
@@ -178,8 +226,8 @@ inline void fill_run(const Run& run, int64_t row, int64_t rows, int64_t from, in
 
 // The same of rows [begin, begin + rows) of a matrix; of a packed one before their multipliers.
 template <class U>
-inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
-                      typename U::Item* panel, int64_t pitch) {
+inline void fill_words(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
+                       typename U::Item* panel, int64_t pitch) {
     if (m.format != kPlain) {
         decode(m, begin, rows, from, n, panel, pitch);
         const int64_t left = padded<U>(n) - n;
@@ -197,6 +245,18 @@ inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from
             using T = typename std::remove_pointer<decltype(type)>::type;
             fill_run<U, T>(m.runs[i], at - first, end - at, from, n, panel + (at - begin) * pitch, pitch);
         });
+    }
+}
+
+template <class U>
+inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
+                      typename U::Item* panel, int64_t pitch) {
+    if constexpr (U::kRounds) {
+        const PackedRow row(m, begin, from);
+        for (int64_t r = 0; r < rows; ++r)
+            copy_padded(row.codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
+    } else {
+        fill_words<U>(m, begin, rows, from, n, panel, pitch);
     }
 }
 

@@ -1,7 +1,8 @@
-// The panels of AMX. A product of tiles takes sixteen rows of the matrix, 32 inputs each, as they lie, and
-// the same inputs of sixteen tokens as they are packed: a line of a group is a tile.
+// The panels of AMX. A product of tiles takes sixteen rows of the matrix, a line of inputs each (32 of
+// bfloat16 or 64 of a byte), as they lie, and the same inputs of sixteen tokens as they are packed: a line of
+// a group is a tile.
 //
-// panel    [band of 16 rows][line][row in band][32 inputs]      each tile in one piece
+// panel    [band of 16 rows][line][row in band][inputs of a line]      each tile in one piece
 //
 // Four tiles sum, two bands by two groups of tokens, or four bands by one. Some lines at a time pass all
 // bands, so that those of the tokens come from the first cache.
@@ -14,28 +15,44 @@ struct TileWord : Bf16Word {
     static constexpr int64_t kPanelRows = 128;
     static constexpr int64_t kPanelBytes = 1 << 20;
     static constexpr int64_t kGroups = 2;
+    template <int C, int A, int B>
+    static void multiply() {
+        tile_dot_bf16<C, A, B>();
+    }
 };
 
-struct TilePanel {
-    using Session = TileSession;
-    static constexpr int64_t kBand = 16, kTile = 512;   // rows and items of a tile
-    static constexpr int64_t kLines = 8;                // at a time: 16 KiB of two groups
-    static int64_t pitch(int64_t deep) { return deep; } // a band has its rows side by side
+struct ByteTileWord : ByteWord {
+    static constexpr int64_t kPanelRows = TileWord::kPanelRows;
+    static constexpr int64_t kPanelBytes = TileWord::kPanelBytes;
+    static constexpr int64_t kGroups = TileWord::kGroups;
+    template <int C, int A, int B>
+    static void multiply() {
+        tile_dot_codes<C, A, B>();
+    }
+};
 
-    static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Bf16* panel,
+template <class U>
+struct TilePanel {
+    using Item = typename U::Item;
+    using Session = TileSession;
+    static constexpr int64_t kBand = 16, kTile = kBand * line_items<U>(); // rows and items of a tile
+    static constexpr int64_t kLines = 8;                                  // at a time: 16 KiB of two groups
+    static int64_t pitch(int64_t deep) { return deep; }                   // a band has its rows side by side
+
+    static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,
                       int64_t pitch) {
-        constexpr int64_t kInputs = 512, kLine = line_items<TileWord>(), kWide = kInputs + kLine;
-        alignas(64) Bf16 part[kBand * kWide];
+        constexpr int64_t kInputs = 512, kLine = line_items<U>(), kWide = kInputs + kLine;
+        alignas(64) Item part[kBand * kWide];
         for (int64_t r = 0; r < rows; r += kBand, panel += kBand * pitch) {
             const int64_t count = least(kBand, rows - r);
             std::memset(static_cast<void*>(part), 0, sizeof(part));
             for (int64_t k = 0; k < n; k += kInputs) {
                 const int64_t inputs = least(kInputs, n - k);
-                fill_rows<TileWord>(m, begin + r, count, from + k, inputs, part, kWide);
+                fill_rows<U>(m, begin + r, count, from + k, inputs, part, kWide);
                 for (int64_t i = 0; i < kBand; ++i)
                     for (int64_t j = 0; j < inputs; j += kLine)
                         std::memcpy(panel + (k + j) * kBand + i * kLine, part + i * kWide + j,
-                                    sizeof(Bf16) * kLine);
+                                    sizeof(Item) * kLine);
             }
         }
     }
@@ -44,10 +61,10 @@ struct TilePanel {
         return ceil_div(rows, 2 * kBand) * ceil_div(words / kGroup, kLines);
     }
 
-    static void multiply(const Pass<Bf16>& p) {
+    static void multiply(const Pass<Item>& p) {
         const int64_t bands = ceil_div(p.rows, kBand), lines = p.words / kGroup;
         for (int64_t line = 0; line < lines; line += kLines) {
-            Pass<Bf16> part = p;
+            Pass<Item> part = p;
             part.panel += line * kTile;
             part.x += line * kTile;
             part.words = least(kLines, lines - line);
@@ -60,7 +77,7 @@ struct TilePanel {
     }
 
 private:
-    static void wide(const Pass<Bf16>& p, int64_t bands) {
+    static void wide(const Pass<Item>& p, int64_t bands) {
         int64_t band = 0;
         for (; band + 2 <= bands; band += 2)
             block<2, 2>(p, band);
@@ -68,7 +85,7 @@ private:
             block<1, 2>(p, band);
     }
 
-    static void tall(const Pass<Bf16>& p, int64_t bands) {
+    static void tall(const Pass<Item>& p, int64_t bands) {
         int64_t band = 0;
         for (; band + 4 <= bands; band += 4)
             block<4, 1>(p, band);
@@ -82,9 +99,9 @@ private:
 
     // R bands by S groups. Tiles 0 to 3 sum, 4 and 5 are of tokens, 6 and 7 of the matrix.
     template <int R, int S>
-    static void block(const Pass<Bf16>& p, int64_t band) {
+    static void block(const Pass<Item>& p, int64_t band) {
         p.ahead->some();
-        const Bf16* w = p.panel + band * kBand * p.pitch;
+        const Item* w = p.panel + band * kBand * p.pitch;
         float* c = p.c + band * kBand * p.stride;
         each_sum<R, S>(c, p.stride, p.first, false);
         for (int64_t line = 0; line < p.words; ++line) {
@@ -97,11 +114,11 @@ private:
     }
 
     template <int R, int S, int I>
-    static void row(const Bf16* w, int64_t band) {
+    static void row(const Item* w, int64_t band) {
         tile_load<6 + I % 2>(w + I * band, 64);
-        tile_dot_bf16<I * S, 6 + I % 2, 4>();
+        U::template multiply<I * S, 6 + I % 2, 4>();
         if constexpr (S > 1)
-            tile_dot_bf16<I * S + 1, 6 + I % 2, 5>();
+            U::template multiply<I * S + 1, 6 + I % 2, 5>();
         if constexpr (I + 1 < R)
             row<R, S, I + 1>(w, band);
     }

@@ -1,4 +1,5 @@
-// AVX-512 (F, BW, DQ, VL): sixteen floats at a time; with SLIPSTREAM_BF16_DOT also pairs of bfloat16 at once.
+// AVX-512 (F, BW, DQ, VL): sixteen floats at a time; with SLIPSTREAM_BF16_DOT also pairs of bfloat16 and
+// fours of bytes at once.
 #pragma once
 
 #include <immintrin.h>
@@ -209,6 +210,39 @@ inline Vec dot(Vec sum, Bf16Lanes a, Bf16Lanes b) {
 // The same of lanes whose 32 bits hold a pair.
 inline Vec dot_pairs(Vec sum, Vec a, Vec b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
+}
+// Sums of products of 64 bytes in fours, those of the left side unsigned, in int32: the bits of a Vec.
+struct Codes {
+    __m512i v;
+    static Codes set(uint8_t x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
+    static Codes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+    static Codes load(const uint8_t* p, int64_t n) {
+        return {_mm512_maskz_loadu_epi8(n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}, p)};
+    }
+    // The four at `p` in all lanes.
+    static Codes spread(const uint8_t* p) {
+        int32_t four;
+        std::memcpy(&four, p, sizeof(four));
+        return {_mm512_set1_epi32(four)};
+    }
+};
+inline Vec dot(Vec sum, Codes x, Codes w) {
+    return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), x.v, w.v))};
+}
+// sum - a * b of integers, in float32.
+inline Vec less_product(Vec sum, Vec a, Vec b) {
+    const __m512i product = _mm512_mullo_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));
+    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(sum.v), product))};
+}
+inline Vec integers(int32_t x) {
+    return {_mm512_castsi512_ps(_mm512_set1_epi32(x))};
+}
+inline int32_t sum_of_integers(Vec x) {
+    return _mm512_reduce_add_epi32(_mm512_castps_si512(x.v));
+}
+// Whole numbers from 0 to 255.
+inline void store_codes(Vec x, uint8_t* p) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 // Pairs (p[0], p[1]), (p[2], p[3]), ... of n <= 32 elements, and zeros after them.
 inline Vec pairs_along(const Bf16* p, int64_t n) {

@@ -1,4 +1,4 @@
-// AVX-512 with products of bfloat16 and permutations of bytes (VBMI).
+// AVX-512 with products of bfloat16 and of bytes (VNNI), and permutations of bytes (VBMI).
 #define SLIPSTREAM_BF16_DOT 1
 #include "isa_avx512.h"
 

@@ -199,6 +199,8 @@ inline void multiply_panel(const typename P::X* x, const Rows& rows, const Matri
 inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                             int64_t os) {
 #ifdef SLIPSTREAM_BF16_DOT
+    if (x.codes)
+        return multiply_codes(x, m, begin, end, out, os);
     if (x.high)
         return multiply_few(x, m, begin, end, out, os);
 #endif

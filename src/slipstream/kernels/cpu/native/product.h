@@ -4,10 +4,6 @@
 namespace slipstream {
 namespace {
 
-// From so many rows on a panel's way through the scratch pays. Measured with cold weights, 2048 x 2048 in
-// bfloat16: at 16 rows `dots` takes 3/4 of the time, at 64 9/10, at 512 6/5.
-constexpr int64_t kManyRows = 48;
-
 template <class U>
 struct PanelFor {
     using Type = RowPanel<U>;
@@ -15,18 +11,24 @@ struct PanelFor {
 #ifdef SLIPSTREAM_AMX
 template <>
 struct PanelFor<TileWord> {
-    using Type = TilePanel;
+    using Type = TilePanel<TileWord>;
+};
+template <>
+struct PanelFor<ByteTileWord> {
+    using Type = TilePanel<ByteTileWord>;
 };
 using Bf16Unit = TileWord;
+using ByteUnit = ByteTileWord;
 constexpr int64_t kManyRowsInTiles = 9; // fewer are bound by memory either way
 #else
 using Bf16Unit = Bf16Word;
+using ByteUnit = ByteWord;
 constexpr int64_t kManyRowsInTiles = kManyRows;
 #endif
 
 // Whether rows are multiplied by panels; never below kManyRowsInTiles, always from kManyRows on.
 inline bool many(int64_t rows, const Matrix& m) {
-    const bool in_tiles = m.dtype == kBfloat16 && m.format == kPlain;
+    const bool in_tiles = (m.dtype == kBfloat16 && m.format == kPlain) || m.input_bits;
     return rows >= (in_tiles ? kManyRowsInTiles : kManyRows);
 }
 
@@ -37,10 +39,12 @@ constexpr int64_t kProductFloats = kMostPanelRows * (kTokensAtOnce + 3 * kGroup 
 constexpr int64_t kProductBytes = most(FloatWord::kPanelBytes, Bf16Unit::kPanelBytes) +
                                   kProductFloats * static_cast<int64_t>(sizeof(float));
 
-// Calls `f` with the unit that multiplies a matrix of this dtype.
+// Calls `f` with the unit that multiplies a matrix.
 template <class F>
-inline void with_word(int32_t dtype, F f) {
-    if (Vec::kBf16Dot && dtype == kBfloat16)
+inline void with_word(const Matrix& m, F f) {
+    if (Vec::kBf16Dot && m.input_bits)
+        f(ByteUnit());
+    else if (Vec::kBf16Dot && m.dtype == kBfloat16)
         f(Bf16Unit());
     else
         f(FloatWord());
@@ -119,15 +123,21 @@ private:
     void work(const Item* packed, int64_t task, char* own, int ahead_by, F& finish) const {
         auto* panel = reinterpret_cast<Item*>(own);
         auto* c = reinterpret_cast<float*>(own + U::kPanelBytes);
+        [[maybe_unused]] int32_t
+            sums[2][U::kPanelRows]; // of the rows of both halves, where tokens have zero points
         const int64_t begin = task % panels_ * width_, n = least(width_, outputs_ - begin);
         const int64_t token = task / panels_ * chunk_, end = least(tokens_, token + chunk_);
         const int64_t inputs = padded<U>(m_.inputs);
         Ahead ahead[2];
         look_ahead((task + ahead_by) % panels_ * width_, ceil_div(end - token, kStep), ahead);
         for (int64_t from = 0; from < inputs; from += deep_) {
-            for (int64_t half = 0; half < halves_; ++half)
-                Panel::bring(m_, begin + half * second_, n, from, least(deep_, m_.inputs - from),
-                             panel + half * width_ * pitch_, pitch_);
+            const int64_t deep = least(deep_, m_.inputs - from);
+            for (int64_t half = 0; half < halves_; ++half) {
+                Panel::bring(m_, begin + half * second_, n, from, deep, panel + half * width_ * pitch_,
+                             pitch_);
+                if constexpr (U::kRounds)
+                    this->sum_rows(begin + half * second_, n, from, deep, sums[half]);
+            }
             const int64_t words = least(deep_, inputs - from) / U::kItems;
             for (int64_t t = token; t < end; t += kStep) {
                 const int64_t count = least(end - t, kStep), groups = ceil_div(count, kGroup);
@@ -137,7 +147,13 @@ private:
                     Panel::multiply({panel + half * width_ * pitch_, pitch_, n,
                                      packed + t * inputs + from * kGroup, inputs * kGroup, groups, words,
                                      from == 0, part, stride_, ahead + half});
-                    if (from + deep_ >= inputs)
+                    if (from + deep_ < inputs)
+                        continue;
+                    if constexpr (U::kRounds)
+                        this->settle_codes(begin + half * second_, n,
+                                           packed_grids<U>(packed, tokens_, inputs) + t, groups * kGroup,
+                                           sums[half], part);
+                    else
                         settle(begin + half * second_, n, groups * kGroup, part);
                 }
                 if (from + deep_ >= inputs)
@@ -156,20 +172,48 @@ private:
             ahead[half] = rows_ahead(m_, begin + half * second_, n, times);
     }
 
+    float bias(int64_t row) const {
+        float value = 0.0f;
+        if (m_.bias)
+            read_row(m_.bias, m_.bias_dtype, row, &value, 1);
+        return value;
+    }
+
     // The multipliers of rows that a packed matrix has, and the bias.
     void settle(int64_t row, int64_t n, int64_t tokens, float* c) const {
         const float* factors = row_factors(m_);
         if (!factors && !m_.bias)
             return;
         for (int64_t j = 0; j < n; ++j) {
-            float bias = 0.0f;
-            if (m_.bias)
-                read_row(m_.bias, m_.bias_dtype, row + j, &bias, 1);
-            const Vec factor = Vec::set(factors ? factors[row + j] : 1.0f), shift = Vec::set(bias);
+            const Vec factor = Vec::set(factors ? factors[row + j] : 1.0f), shift = Vec::set(bias(row + j));
             for (int64_t t = 0; t < tokens; t += kGroup)
                 fma(Vec::load(c + j * stride_ + t), factor, shift).store(c + j * stride_ + t);
         }
     }
+
+#ifdef SLIPSTREAM_BF16_DOT
+    // The sums of the codes of n rows, over the passes together.
+    void sum_rows(int64_t row, int64_t n, int64_t from, int64_t deep, int32_t* sums) const {
+        const auto* codes = static_cast<const uint8_t*>(m_.planes[kCodes]) + row * m_.inputs + from;
+        for (int64_t j = 0; j < n; ++j)
+            sums[j] = (from ? sums[j] : 0) + sum_codes(codes + j * m_.inputs, deep);
+    }
+
+    // Sums of products of codes become results.
+    void settle_codes(int64_t row, int64_t n, const float* scales, int64_t tokens, const int32_t* sums,
+                      float* c) const {
+        const float* zeros = scales + ceil_div(tokens_, kGroup) * kGroup;
+        for (int64_t j = 0; j < n; ++j) {
+            const Vec factor = Vec::set(row_factors(m_)[row + j]), shift = Vec::set(bias(row + j));
+            const Vec sum = integers(sums[j]);
+            for (int64_t t = 0; t < tokens; t += kGroup) {
+                float* at = c + j * stride_ + t;
+                const Vec value = less_product(Vec::load(at), Vec::load(zeros + t), sum);
+                fma(value * Vec::load(scales + t), factor, shift).store(at);
+            }
+        }
+    }
+#endif
 
     const Matrix& m_;
     const int64_t outputs_, second_, tokens_, halves_;

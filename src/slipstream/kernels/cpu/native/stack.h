@@ -19,11 +19,13 @@ inline Feed feed_of(const Block& b) {
 class Stack {
 public:
     Stack(const StackCall& call, char* base, int threads) : call_(call), tokens_(call.step.tokens) {
-        int64_t hidden = 0, inner = 0, qkv = 0, joined = 0;
+        int64_t hidden = 0, inner = 0, qkv = 0, joined = 0, rounded = 0;
         for (int64_t i = 0; i < call.num_blocks; ++i) {
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
             inner = most(inner, feed_of(b).width);
+            if (feed_of(b).out->input_bits)
+                rounded = most(rounded, feed_of(b).width);
             joined = most(joined, b.heads * b.head_dim);
             qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
             if (replans(i))
@@ -39,7 +41,7 @@ public:
         qkv_ = scratch.part<float>(tokens_ * qkv);
         joined_ = scratch.part<float>(tokens_ * joined);
         if (tokens_ >= kManyRowsInTiles) {
-            packed_ = scratch.part<char>(packed_bytes(tokens_, most(hidden, joined)));
+            packed_ = scratch.part<char>(packed_bytes(tokens_, most(most(hidden, joined), rounded)));
             packed_inner_ = scratch.part<char>(packed_bytes(tokens_, inner));
         }
         if (tokens_ < kManyRows)
@@ -124,7 +126,7 @@ private:
     }
 
     // Whether rows are rounded where they lie, which those that are packed are not.
-    bool rounds_rows(const Matrix& m, bool packed) const { return !packed && rounds(m.dtype, tokens_); }
+    bool rounds_rows(const Matrix& m, bool packed) const { return !packed && rounds(m, tokens_); }
     bool feeds_many(const Feed& f) const { return many(tokens_, *f.in) && many(tokens_, *f.out); }
 
     // What enters the attention, and where the branches are parallel what enters the feed-forward.
@@ -163,8 +165,8 @@ private:
     // out = x times a matrix.
     void project(const Rows& x, const Matrix& m, float* out, Team& team, int rank) {
         if (many(tokens_, m)) {
-            with_word(m.dtype, [&](auto unit) {
-                pack_rows<decltype(unit)>(x.full, kFloat32, tokens_, m.inputs, packed_, team);
+            with_word(m, [&](auto unit) {
+                pack_rows<decltype(unit)>(x.full, kFloat32, tokens_, m, packed_, team);
             });
             project_packed(packed_, m, out, team, own_floats(rank));
             return;
@@ -176,7 +178,7 @@ private:
     }
 
     void project_packed(const char* packed, const Matrix& m, float* out, Team& team, float* own) {
-        with_word(m.dtype, [&](auto unit) {
+        with_word(m, [&](auto unit) {
             const Product<decltype(unit)> product(m, m.outputs, 0, tokens_, team.size());
             product.run(packed, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
                 each_row(piece, [&](int64_t t, const float* values) {
@@ -245,7 +247,7 @@ private:
             over_tokens(team,
                         [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
         if (feeds_many(feed)) {
-            feed_many(b, feed, x, team, own);
+            feed_many(b, feed, x, team, rank);
             return;
         }
         const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
@@ -271,22 +273,36 @@ private:
                      });
     }
 
-    // What the activation leaves is packed for the second matrix at once: it never lies anywhere in float32.
-    void feed_many(const Block& b, const Feed& feed, const float* x, Team& team, float* own) {
-        with_word(feed.in->dtype, [&](auto unit) {
+    // What the activation leaves is packed for the second matrix at once: it never lies anywhere in float32,
+    // but where it is rounded, for which its rows must be complete.
+    void feed_many(const Block& b, const Feed& feed, const float* x, Team& team, int rank) {
+        float *own = own_floats(rank), *whole = reinterpret_cast<float*>(packed_inner_);
+        const bool rounds = feed.out->input_bits != 0;
+        with_word(*feed.in, [&](auto unit) {
             using U = decltype(unit);
-            pack_rows<U>(x, kFloat32, tokens_, b.hidden, packed_, team);
+            pack_rows<U>(x, kFloat32, tokens_, *feed.in, packed_, team);
             const Product<U> product(*feed.in, feed.width, b.gated ? feed.width : 0, tokens_, team.size());
             product.run(packed_, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
                 for (int64_t j = 0; j < piece.outputs; ++j)
                     activate_row(b.activation, piece.c + j * piece.stride,
                                  piece.up ? piece.up + j * piece.stride : nullptr,
                                  ceil_div(piece.tokens, kGroup) * kGroup);
-                with_word(feed.out->dtype,
-                          [&](auto next) { pack_piece<decltype(next)>(piece, feed.width, packed_inner_); });
+                with_word(*feed.out, [&](auto next) {
+                    using N = decltype(next);
+                    if constexpr (!N::kRounds)
+                        if (!rounds)
+                            return pack_piece<N>(piece, feed.width, packed_inner_);
+                    each_row(piece, [&](int64_t t, const float* values) {
+                        std::memcpy(whole + t * feed.width + piece.begin, values,
+                                    static_cast<size_t>(piece.outputs) * sizeof(float));
+                    });
+                });
             });
         });
-        project_packed(packed_inner_, *feed.out, fed_, team, own);
+        if (rounds)
+            project({whole, nullptr, feed.width, tokens_}, *feed.out, fed_, team, rank);
+        else
+            project_packed(packed_inner_, *feed.out, fed_, team, own);
     }
 
     void leave(const Block& b, int64_t t) {

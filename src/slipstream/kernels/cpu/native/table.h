@@ -6,8 +6,10 @@
 #ifdef SLIPSTREAM_BF16_DOT
 #include "isa_avx512_packed.h"
 #endif
+#include "rounding.h"
 #include "operand.h"
 #include "few.h"
+#include "bytes.h"
 #include "matmul.h"
 #include "functions.h"
 #include "rows.h"
@@ -63,9 +65,9 @@ inline int64_t linear_bytes(const LinearCall& call, int threads) {
 
 inline void linear_many(const LinearCall& call, const LinearScratch& scratch, Team& team, int rank) {
     const Matrix& m = call.weight;
-    with_word(m.dtype, [&](auto unit) {
+    with_word(m, [&](auto unit) {
         using U = decltype(unit);
-        pack_rows<U>(call.x, call.dtype, call.rows, m.inputs, scratch.packed, team);
+        pack_rows<U>(call.x, call.dtype, call.rows, m, scratch.packed, team);
         const Product<U> product(m, m.outputs, 0, call.rows, team.size());
         product.run(scratch.packed, team, scratch.own + scratch.own_bytes * rank, [&](const Piece& piece) {
             each_row(piece, [&](int64_t token, const float* values) {
@@ -82,7 +84,7 @@ inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
         return;
     }
     const Matrix& m = call.weight;
-    const bool rounded = rounds(m.dtype, call.rows);
+    const bool rounded = rounds(m, call.rows);
     each(team, call.rows, ceil_div(call.rows, 2 * static_cast<int64_t>(team.size())),
          [&](int64_t begin, int64_t end) {
              for (int64_t r = begin; r < end; ++r) {

@@ -1,7 +1,8 @@
 // The tiles of AMX: eight registers of sixteen rows of 64 bytes, and their products. With
 // SLIPSTREAM_EMULATE_AMX the same operations in plain C++, for machines without them.
 //
-// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18; TDPBF16PS.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18; TDPBF16PS,
+// TDPBSUD.
 #pragma once
 
 namespace slipstream {
@@ -66,6 +67,20 @@ inline void tile_dot_bf16() {
     }
 }
 
+// C[m][n] += the sum over k of the fours A[m][k], signed, and B[k][n], unsigned, in int32.
+template <int C, int A, int B>
+inline void tile_dot_codes() {
+    const SoftTile &a = soft_tile(A), &b = soft_tile(B);
+    for (int m = 0; m < 16; ++m)
+        for (int k = 0; k < 16; ++k)
+            for (int n = 0; n < 16; ++n)
+                for (int shift = 0; shift < 32; shift += 8) {
+                    const int32_t x = static_cast<int8_t>(a.words[m][k] >> shift);
+                    const int32_t y = static_cast<uint8_t>(b.words[k][n] >> shift);
+                    soft_tile(C).words[m][n] += static_cast<uint32_t>(x * y);
+                }
+}
+
 #else
 
 // The numbers of tiles are part of the instructions, so the compiler's intrinsics take no constants of
@@ -98,6 +113,10 @@ inline void tile_store(void* to, int64_t bytes) {
 template <int C, int A, int B>
 inline void tile_dot_bf16() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+inline void tile_dot_codes() {
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif

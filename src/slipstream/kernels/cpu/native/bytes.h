@@ -1,0 +1,90 @@
+// Rows rounded to bytes times rows of int8, both as they lie: sums in int32, exact up to 65,536 inputs.
+//
+// With x = (code - zero) * scale, a product is scale * (code . w - zero * the sum of w): that sum is taken
+// along with the products.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+#ifdef SLIPSTREAM_BF16_DOT
+
+// The sum of n codes of int8.
+inline int32_t sum_codes(const uint8_t* w, int64_t n) {
+    Vec sum = Vec::set(0);
+    for (int64_t k = 0; k < n; k += 64)
+        sum = dot(sum, Codes::set(1), Codes::load(w + k, least(64, n - k)));
+    return sum_of_integers(sum);
+}
+
+// out[i * os + c] = x row r + i . w row c, for R rows and C columns kept in registers.
+template <int R, int C>
+inline void codes_block(const Operand& x, int64_t r, const uint8_t* w, int64_t n, float* out, int64_t os) {
+    const uint8_t* codes = x.codes + r * x.stride;
+    Vec sums[R][C], totals[C];
+    for (int c = 0; c < C; ++c) {
+        totals[c] = Vec::set(0);
+        for (int i = 0; i < R; ++i)
+            sums[i][c] = Vec::set(0);
+    }
+    const auto step = [&](int64_t k, const Codes(&columns)[C]) {
+        for (int c = 0; c < C; ++c)
+            totals[c] = dot(totals[c], Codes::set(1), columns[c]);
+        for (int i = 0; i < R; ++i) {
+            const Codes row = Codes::load(codes + i * x.stride + k);
+            for (int c = 0; c < C; ++c)
+                sums[i][c] = dot(sums[i][c], row, columns[c]);
+        }
+    };
+    int64_t k = 0;
+    Codes columns[C];
+    for (; k + 64 <= n; k += 64) {
+        for (int c = 0; c < C; ++c) {
+            columns[c] = Codes::load(w + c * n + k);
+            __builtin_prefetch(w + c * n + k + kPackedAhead, 0, 2);
+        }
+        step(k, columns);
+    }
+    if (k < n) {
+        for (int c = 0; c < C; ++c)
+            columns[c] = Codes::load(w + c * n + k, n - k);
+        step(k, columns);
+    }
+    for (int i = 0; i < R; ++i) {
+        const Grid& grid = x.grids[r + i];
+        const Vec zero = integers(static_cast<int32_t>(grid.zero)), scale = Vec::set(grid.scale);
+        for (int c = 0; c < C; ++c)
+            sums[i][c] = less_product(sums[i][c], zero, totals[c]) * scale;
+    }
+    store_sums(sums, out, os);
+}
+
+template <int C>
+inline void codes_rows(const Operand& x, const uint8_t* w, int64_t n, float* out, int64_t os) {
+    const int64_t rows = x.rows.count;
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+        codes_block<4, C>(x, r, w, n, out + r * os, os);
+    if (rows - r == 3)
+        codes_block<3, C>(x, r, w, n, out + r * os, os);
+    else if (rows - r == 2)
+        codes_block<2, C>(x, r, w, n, out + r * os, os);
+    else if (rows - r == 1)
+        codes_block<1, C>(x, r, w, n, out + r * os, os);
+}
+
+// out[r * os + o - begin] = x row r . row o of a matrix of int8, before its multiplier.
+inline void multiply_codes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
+                           int64_t os) {
+    const auto* w = static_cast<const uint8_t*>(m.planes[kCodes]) + begin * m.inputs;
+    int64_t o = begin;
+    for (; o + 4 <= end; o += 4, out += 4, w += 4 * m.inputs)
+        codes_rows<4>(x, w, m.inputs, out, os);
+    for (; o < end; ++o, ++out, w += m.inputs)
+        codes_rows<1>(x, w, m.inputs, out, os);
+}
+
+#endif
+
+} // namespace
+} // namespace slipstream

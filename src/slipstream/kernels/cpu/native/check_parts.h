@@ -1,0 +1,137 @@
+// What the checks of calls are made of: sizes, tensors, matrices. Included by check.cpp alone.
+#pragma once
+
+#include <initializer_list>
+
+#include "abi.h"
+
+namespace slipstream {
+namespace {
+
+// Larger sizes are no tensors, and their products would overflow.
+constexpr int64_t kLargest = int64_t{1} << 31;
+
+bool is_size(int64_t n) {
+    return n > 0 && n < kLargest;
+}
+bool is_dtype(int32_t dtype) {
+    return dtype == kFloat32 || dtype == kBfloat16 || dtype == kFloat16;
+}
+uintptr_t item_size(int32_t dtype) {
+    return dtype == kFloat32 ? 4 : 2;
+}
+bool is_aligned(const void* p, uintptr_t size) {
+    return reinterpret_cast<uintptr_t>(p) % size == 0;
+}
+
+// A tensor that must be there.
+Status tensor(const void* p, int32_t dtype) {
+    if (!is_dtype(dtype))
+        return kDtype;
+    if (!p)
+        return kNull;
+    return is_aligned(p, item_size(dtype)) ? kOk : kAlignment;
+}
+
+Status optional(const void* p, int32_t dtype) {
+    return p ? tensor(p, dtype) : kOk;
+}
+
+Status cache(const Cache& c, int32_t dtype) {
+    if (dtype == kInt8Codes) {
+        if (!c.k || !c.v || !c.k_scales || !c.v_scales)
+            return kNull;
+        return is_aligned(c.k_scales, 4) && is_aligned(c.v_scales, 4) ? kOk : kAlignment;
+    }
+    if (c.k_scales || c.v_scales)
+        return kUnsupported;
+    const Status status = tensor(c.k, dtype);
+    return status != kOk ? status : tensor(c.v, dtype);
+}
+
+Status strides(std::initializer_list<int64_t> elements) {
+    for (const int64_t n : elements)
+        if (n < 0 || n >= kLargest)
+            return kShape;
+    return kOk;
+}
+
+// One plane of a packed matrix, `row_bytes` for each of its rows; none where that is 0.
+Status plane(const Matrix& m, Plane which, int64_t row_bytes, uintptr_t item) {
+    const void* p = m.planes[which];
+    if (m.plane_bytes[which] != m.outputs * row_bytes)
+        return kShape;
+    if (!row_bytes)
+        return p ? kUnsupported : kOk;
+    if (!p)
+        return kNull;
+    return is_aligned(p, item) ? kOk : kAlignment;
+}
+
+// Whether the inputs are rounded in a way that there is: sums of products of bytes must fit 32 bits.
+bool rounding(const Matrix& m) {
+    constexpr int64_t kMostInputs = 1 << 16;
+    if (m.input_bits == 0)
+        return m.input_zero == 0;
+    const bool known = m.input_bits == 8 && (m.input_zero == 0 || m.input_zero == 1);
+    return known && m.format == kInt8 && m.inputs <= kMostInputs;
+}
+
+Status packed(const Matrix& m) {
+    const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
+    const bool fp6 = m.format == kFp6E2m3 || m.format == kFp6E3m2;
+    if (int4 ? m.group != 32 && m.group != 64 && m.group != 128 : m.group != 0)
+        return kUnsupported;
+    if (!is_dtype(m.dtype))
+        return kDtype;
+    if (m.runs || m.num_runs || !rounding(m))
+        return kUnsupported;
+    const int64_t group = int4 ? m.group : (fp6 ? 64 : 1), padded = (m.inputs + group - 1) / group * group;
+    const int64_t scales = int4 ? 2 * (padded / group) : (fp6 ? padded / 4 : 0);
+    const Status statuses[] = {
+        plane(m, kCodes, int4 || fp6 ? padded / 2 : padded, 1),
+        plane(m, kScales, scales, int4 ? 2 : 1),
+        plane(m, kMinima, m.format == kInt4 ? scales : 0, 2),
+        plane(m, kFactors, 4, 4),
+        optional(m.bias, m.bias_dtype),
+    };
+    for (const Status status : statuses)
+        if (status != kOk)
+            return status;
+    return kOk;
+}
+
+Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
+    if (!is_size(m.outputs) || !is_size(m.inputs) || m.outputs != outputs || m.inputs != inputs)
+        return kShape;
+    if (m.format < kPlain || m.format >= kFormats)
+        return kUnsupported;
+    if (m.format != kPlain)
+        return packed(m);
+    if (!rounding(m))
+        return kUnsupported;
+    if (!is_size(m.num_runs))
+        return kShape;
+    if (!m.runs)
+        return kNull;
+    int64_t rows = 0;
+    for (int64_t i = 0; i < m.num_runs; ++i) {
+        const Run& run = m.runs[i];
+        if (!is_size(run.rows) || run.stride < (run.transposed ? run.rows : inputs) || run.stride >= kLargest)
+            return kShape;
+        const Status status = tensor(run.data, m.dtype);
+        if (status != kOk)
+            return status;
+        rows += run.rows;
+    }
+    return rows == outputs ? optional(m.bias, m.bias_dtype) : kShape;
+}
+
+// One that multiplies rows as they are.
+Status exact_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
+    const Status status = matrix(m, outputs, inputs);
+    return status == kOk && m.input_bits ? kUnsupported : status;
+}
+
+} // namespace
+} // namespace slipstream

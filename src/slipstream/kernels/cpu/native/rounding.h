@@ -1,0 +1,57 @@
+// Rows rounded to eight bits before they meet a matrix: to a grid of 255 or 256 values of each row's own.
+// Where the unit multiplies bytes they become codes, elsewhere floats on the grid.
+//
+// Source: the docstring of `Rounding` in ops/linear.py; the operations are the same, one by one.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// A code is round(x * times) + zero, and stands for (code - zero) * scale.
+struct Grid {
+    float times, scale, zero;
+};
+
+// The grid of a row; its scale is NaN where the row holds NaN or infinity.
+template <class T>
+inline Grid grid_of(const T* x, int64_t n, bool with_zero) {
+    constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: rows of less count as zeros
+    Vec low = Vec::set(0), high = Vec::set(0), odd = Vec::set(0);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const Vec v = Vec::load(x + j, least(n - j, Vec::kWidth));
+        low = min(v, low);
+        high = max(v, high);
+        odd = fma(v, Vec::set(0), odd);
+    }
+    const float top = high.highest(), bottom = (Vec::set(0) - low).highest();
+    const float steps = with_zero ? 255.0f : 127.0f;
+    const float range = with_zero ? top + bottom : (top > bottom ? top : bottom);
+    const float times = range >= kLeast ? steps / range : 0.0f;
+    const float zero = with_zero ? round(Vec::set(bottom * times)).highest() : 128.0f;
+    return {times, range / steps + odd.sum(), zero};
+}
+
+// n numbers of a row as codes, or as the floats that those stand for.
+template <class T, class To>
+inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
+    const Vec times = Vec::set(grid.times), zero = Vec::set(grid.zero), scale = Vec::set(grid.scale);
+    const auto code = [&](Vec v) { return max(min(round(v * times) + zero, Vec::set(255)), Vec::set(0)); };
+    int64_t j = 0;
+    if constexpr (std::is_same<To, uint8_t>::value) {
+        for (; j + Vec::kWidth <= n; j += Vec::kWidth)
+            store_codes(code(Vec::load(x + j)), to + j);
+        if (j < n) {
+            uint8_t last[Vec::kWidth];
+            store_codes(code(Vec::load(x + j, n - j)), last);
+            std::memcpy(to + j, last, static_cast<size_t>(n - j));
+        }
+    } else {
+        for (; j < n; j += Vec::kWidth) {
+            const int64_t count = least(n - j, Vec::kWidth);
+            ((code(Vec::load(x + j, count)) - zero) * scale).store(to + j, count);
+        }
+    }
+}
+
+} // namespace
+} // namespace slipstream

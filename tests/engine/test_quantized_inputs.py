@@ -1,0 +1,112 @@
+"""Engines whose linears round their inputs: the original on the same weights, its linears rounding too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.model import fuse
+from slipstream.ops.linear import Rounding, round_rows
+from tests.engine.test_quantized import logits, unpacked
+from tests.helpers.models import inject, left_padded, make, prompt
+
+ASKED: dict[str, dict[str, Any]] = {
+    "int8-a8": {"enabled": True},
+    "int8-a8-asym": {"q_type": "asymmetric"},
+    "int8-a8-g2": {"q_groups": 2},
+}
+ROUNDINGS = {"int8-a8": Rounding(), "int8-a8-asym": Rounding(False), "int8-a8-g2": Rounding(groups=2)}
+
+TOLERANCE = 2e-2
+"""Of the logits' size: numbers equal to 1e-6 may be rounded one step apart, 1/127 of a row's largest."""
+
+
+def round_first(module: nn.Module, args: tuple[Tensor, ...], *, rounding: Rounding) -> tuple[Tensor]:
+    return (round_rows(args[0], rounding),)
+
+
+def linears(model: nn.Module) -> Iterator[nn.Module]:
+    """Of the layers alone: what stands outside reads its rows as they are."""
+    for name, module in model.named_modules():
+        inside = ".layers." in name or ".layer." in name or ".h." in name
+        if inside and type(module).__name__ in ("Linear", "Conv1D"):
+            yield module
+
+
+@pytest.mark.parametrize("injected", [True, False], ids=["injected", "not injected"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "mixtral", "bloom"])
+@pytest.mark.parametrize("name", ASKED)
+def test_logits_are_those_of_rounded_rows(name: str, kind: str, injected: bool) -> None:
+    original = make(kind)
+    engine = inject(original, quant={"activation": ASKED[name]}, replace_with_kernel_inject=injected)
+    report = engine.report()
+    assert {layer.format for layer in report.layers} == {name}
+    assert report.level == ("block" if injected else "none")
+    exact = unpacked(original, engine)
+    plain = logits(exact, input_ids=prompt())
+    chosen = list(linears(exact))
+    assert len(chosen) >= 8
+    for module in chosen:
+        module.register_forward_pre_hook(partial(round_first, rounding=ROUNDINGS[name]))
+    ids, mask = left_padded()
+    for inputs in ({"input_ids": prompt()}, {"input_ids": ids, "attention_mask": mask}):
+        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        expected, found = logits(exact, **inputs)[real], logits(engine, **inputs)[real]
+        error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+        assert error <= TOLERANCE
+    rounded = logits(exact, input_ids=prompt())
+    assert float((rounded - plain).norm() / plain.norm()) > 2e-3  # rounding is there to be seen
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_generate_follows_the_rounded_original(kind: str) -> None:
+    original = make(kind)
+    engine = inject(original, quant={"activation": {"enabled": True}})
+    exact = unpacked(original, engine)
+    for module in linears(exact):
+        module.register_forward_pre_hook(partial(round_first, rounding=Rounding()))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(engine.generate(prompt(2, 6), **options), exact.generate(prompt(2, 6), **options))
+
+
+def test_a_block_that_rounds_where_its_layer_does_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse, "_round_inputs", lambda twin, state: None)
+    with pytest.raises(slipstream.InjectionError, match="is off by"):
+        inject(make("llama"), quant={"activation": {"enabled": True}})
+
+
+def test_experts_and_the_vocabulary_projection_read_rows_as_they_are() -> None:
+    engine = inject(make("mixtral"), quant={"activation": {"enabled": True}})
+    runner = engine._built.runner
+    assert runner is not None
+    found = {role.name: w.rounding for role, w in runner.blocks[0].weights.matrices.items()}
+    rounded = {name for name, rounding in found.items() if rounding is not None}
+    assert rounded == {"QKV", "ATTN_OUT"}
+    assert [part.format for part in engine.report().outside] == ["int8"]
+
+
+def test_groups_are_left_to_torch_and_the_report_says_so() -> None:
+    report = inject(make("llama"), quant={"activation": {"q_groups": 2}}).report()
+    assert any("q_groups=2" in note for note in report.notes)
+    assert {layer.kernels["linear"] for layer in report.layers} == {"reference"}
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8", "fp6"])
+def test_only_int8_weights_take_rounded_rows(name: str) -> None:
+    quant = {"weight": {"format": name}, "activation": {"enabled": True}}
+    with pytest.raises(slipstream.ConfigError, match=f"do not go with {name} weights"):
+        inject(make("llama"), quant=quant)
+
+
+def test_projections_left_plain_read_rows_as_they_are() -> None:
+    engine = inject(make("llama"), quant={"activation": {"enabled": True}, "qkv": {"enabled": False}})
+    runner = engine._built.runner
+    assert runner is not None
+    found = {role.name for role, w in runner.blocks[0].weights.matrices.items() if w.rounding is None}
+    assert found == {"QKV"}
