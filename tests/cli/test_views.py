@@ -15,7 +15,7 @@ import slipstream
 from slipstream.cli import app
 from slipstream.ops import OPS
 
-COMMANDS = ["generate", "chat", "inspect", "env", "bench"]
+COMMANDS = ["generate", "chat", "inspect", "quantize", "env", "bench"]
 
 
 def test_inspect_shows_what_would_be_fused(run: Any, checkpoint: Path) -> None:

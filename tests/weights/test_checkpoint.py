@@ -215,7 +215,10 @@ def test_a_streamed_model_is_bit_for_bit_the_model_in_memory(
     whole = slipstream.init_inference(model, **settings)
     streamed = slipstream.init_inference(target, checkpoint=str(tmp_path), **settings)
     assert streamed.report().level == "block"
-    assert torch.equal(logits(streamed), logits(whole))
+    own, got = whole.state_dict(), streamed.state_dict()
+    assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
+    # The order of MKL's sums depends on where tensors lie.
+    torch.testing.assert_close(logits(streamed), logits(whole), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("version", [None, 0, 1.0, 2.0])

@@ -1,4 +1,4 @@
-"""The command line: `slipstream generate | chat | inspect | env | bench`, one file per command."""
+"""The command line: `slipstream generate | chat | inspect | quantize | env | bench`, one file per command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, env, generate, inspect
+from slipstream.cli import bench, chat, env, generate, inspect, quantize
 from slipstream.cli.options import examples, unfold
 from slipstream.cli.terminal import answer_for_errors
 
@@ -35,6 +35,10 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
         'slipstream chat -m ./Qwen3-0.6B --dtype bfloat16 --system "Answer in one sentence."',
     ),
     inspect.inspect: ("slipstream inspect demo", "slipstream inspect ./Llama-3.2-1B --json"),
+    quantize.quantize: (
+        "slipstream quantize demo ./smollm2-int4",
+        "slipstream quantize ./Llama-3.2-1B ./llama-int4 --format int4 --embedding int8",
+    ),
     env.env: ("slipstream env", "slipstream env --json"),
     bench.bench: (
         "slipstream bench --model demo --compare hf",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from slipstream import InferenceEngine, UnsupportedError, WeightError
 from slipstream.cli.options import Loading, Sampling
 from slipstream.cli.terminal import busy, hushed, set_up
 from slipstream.engine.open import open_model, resolve_place
+from slipstream.weights.packed_folder import is_packed_folder
 
 __all__ = ["Answer", "Message", "Session", "context_length", "load_original", "open_engine", "open_session"]
 
@@ -112,6 +114,8 @@ def open_engine(loading: Loading) -> tuple[InferenceEngine, str]:
     set_up(loading.verbose)
     with busy("finding the model; a GGUF file is converted once"), hushed(loading.verbose):
         folder = resolve_place(loading.model)
+    if is_packed_folder(Path(folder)):
+        return _open_packed(folder, loading), folder
     with busy("loading the model"):
         model = open_model(folder, loading.dtype.dtype)
     if not hasattr(model, "generate"):
@@ -123,9 +127,28 @@ def open_engine(loading: Loading) -> tuple[InferenceEngine, str]:
             model,
             dtype=loading.dtype.dtype,
             replace_with_kernel_inject=loading.inject,
-            max_out_tokens=context_length(model),
+            max_out_tokens=context_length(model.config),
         )
     return engine, folder
+
+
+def _open_packed(folder: str, loading: Loading) -> InferenceEngine:
+    """An engine over planes as they lie."""
+    from transformers import AutoConfig
+
+    try:
+        length = context_length(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        raise WeightError(
+            f"{folder} has no config that can be read: {str(error).partition(chr(10))[0]}"
+        ) from error
+    with busy("opening the packed weights"):
+        return slipstream.init_inference(
+            folder,
+            dtype=loading.dtype.dtype,
+            replace_with_kernel_inject=loading.inject,
+            max_out_tokens=length,
+        )
 
 
 def load_original(loading: Loading, device: torch.device) -> Any:
@@ -138,9 +161,9 @@ def load_original(loading: Loading, device: torch.device) -> Any:
         return open_model(resolve_place(loading.model), loading.dtype.dtype).to(device).eval()
 
 
-def context_length(model: Any) -> int:
-    """Most tokens that the model was made for, prompt and answer together."""
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def context_length(config: Any) -> int:
+    """Most tokens that a model was made for, by its config: prompt and answer together."""
+    known = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(known) if known else 1024
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from slipstream.spec import Role
 from slipstream.weights.checkpoint import Slices, open_checkpoint
 from slipstream.weights.load import plan_block
 from slipstream.weights.match import Renamed, match, under_names_of
+from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
 from slipstream.weights.slices import Fused, Merged
 from slipstream.weights.source import ModuleSource, Source
 
@@ -52,8 +54,16 @@ def open_filling(model: nn.Module, config: InferenceConfig) -> Filling | None:
     """
     if config.checkpoint is None or not isinstance(model, nn.Module):  # admission says what is wrong with it
         return None
-    slices = open_checkpoint(config.checkpoint, config.base_dir, degree=config.training_mp_size)
-    return Filling(model, matched(model, slices, config))
+    return Filling(model, matched(model, _slices(config), config))
+
+
+def _slices(config: InferenceConfig) -> Slices:
+    place = config.checkpoint
+    if isinstance(place, str) and is_packed_folder(Path(place).expanduser()):
+        return Slices((PackedFolder(Path(place).expanduser()),), None, place)
+    if place is None:
+        raise AssertionError("asked for a checkpoint where none is named")
+    return open_checkpoint(place, config.base_dir, degree=config.training_mp_size)
 
 
 def matched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -12,10 +13,14 @@ from torch import nn
 
 from slipstream.config import InferenceConfig, resolve
 from slipstream.engine.engine import InferenceEngine
-from slipstream.errors import ConfigError, WeightError
+from slipstream.engine.loading import matched
+from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, WeightError
 from slipstream.model.check import MODEL_ERRORS
+from slipstream.model.hollow import hollow
+from slipstream.weights.checkpoint import open_checkpoint
+from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
 
-__all__ = ["init_inference", "open_model"]
+__all__ = ["hollow_model", "init_inference", "open_model"]
 
 
 def init_inference(
@@ -30,8 +35,8 @@ def init_inference(
     dictionary is not changed.
 
     Args:
-        model: Any `torch.nn.Module`, the folder of a checkpoint, a `.gguf` file, or a hub id. A module is
-            consumed: its
+        model: Any `torch.nn.Module`, the folder of a checkpoint or of packed weights, a `.gguf` file, or a
+            hub id. A module is consumed: its
             layers are replaced in place and it is switched to eval; `engine.module` is that object.
         config: See `InferenceConfig` for every field.
         kwargs: Fields by name or alias; one that stands in `config` too must have the same value.
@@ -47,8 +52,100 @@ def init_inference(
     """
     settings = resolve(config, kwargs)
     if isinstance(model, str | os.PathLike):
-        model = open_model(model, "auto" if settings.dtype is torch.int8 else settings.dtype)
+        model, settings = _from_place(model, settings)
     return InferenceEngine(model, settings)
+
+
+def _from_place(
+    place: str | os.PathLike[str], settings: InferenceConfig
+) -> tuple[nn.Module, InferenceConfig]:
+    """A model by its place, without values where they can be streamed, and the settings that stream them."""
+    folder = Path(resolve_place(place))
+    if is_packed_folder(folder):
+        model = hollow_model(folder, None)
+        return model, _of_packed(PackedFolder(folder), settings, folder)
+    if settings.checkpoint is not None:
+        return hollow_model(folder, None), settings
+    if os.path.isdir(folder):
+        # What transformers would rename, merge or unpack on the way, it loads itself.
+        with suppress(SlipstreamError):
+            model = hollow_model(folder, None)
+            matched(model, open_checkpoint(folder), settings)
+            return model, settings.model_copy(update={"checkpoint": str(folder)})
+    return open_model(str(folder), "auto" if settings.dtype is torch.int8 else settings.dtype), settings
+
+
+def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) -> InferenceConfig:
+    """Settings in which what the folder says stands beside what the caller said.
+
+    Raises:
+        ConfigError: The caller asks for other formats than the folder's.
+    """
+    given = settings.explicit()
+    asked = given.get("quant")
+    if asked is not None and _quant(asked) != _quant(packed.quant):
+        raise ConfigError(
+            f"quant={asked!r} contradicts {folder}, which was packed with {packed.quant!r}; leave quant out"
+        )
+    if given.get("checkpoint") is not None:
+        raise ConfigError(f"checkpoint={given['checkpoint']!r} beside {folder}, which has weights; drop one")
+    values = {"dtype": packed.dtype, **given, "quant": packed.quant, "checkpoint": str(folder)}
+    return InferenceConfig(**values)
+
+
+def _quant(section: Any) -> tuple[Any, ...]:
+    """What a section decides of formats, however it is spelled."""
+    quant = InferenceConfig(quant=section).quant
+    kind = quant.weight.q_type if "q_type" in quant.weight.model_fields_set else None
+    formats = (quant.weight_format, quant.head_format, quant.embedding_format)
+    return (*formats, quant.weight.q_groups, kind, quant.qkv.enabled)
+
+
+def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
+    """The model that a folder's config names, with parameters on the meta device.
+
+    Raises:
+        WeightError: The config cannot be read, or the model cannot be built by it.
+        ConfigError: It names no architecture that transformers has.
+        UnsupportedError: It is quantized in a way that only transformers can load.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
+        config = transformers.AutoConfig.from_pretrained(folder, **extra)
+        build = _architecture(folder, config)
+        if getattr(config, "quantization_config", None) is not None and gguf_file is None:
+            raise UnsupportedError(f"{folder} is quantized; load the model by transformers")
+        dtype = getattr(config, "dtype", None)
+        with hollow(dtype if isinstance(dtype, torch.dtype) else torch.float32), torch.no_grad():
+            model: nn.Module = build(config).eval()
+        if (folder / "generation_config.json").is_file() and model.can_generate():  # type: ignore[operator]
+            generation: Any = transformers.GenerationConfig.from_pretrained(folder)
+            model.generation_config = generation
+    except SlipstreamError:
+        raise
+    except (*MODEL_ERRORS, OSError, StrictDataclassError) as error:
+        raise WeightError(f"no model could be built from {str(folder)!r}: {_first_line(error)}") from error
+    return model
+
+
+def _architecture(folder: Any, config: Any) -> Any:
+    """The class that a config names.
+
+    Raises:
+        ConfigError: transformers has none of that name.
+    """
+    import transformers
+
+    name = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
+    if name is None:
+        raise ConfigError(
+            f"{folder}: its config names the architectures {config.architectures}, which transformers "
+            "does not have; load the model yourself"
+        )
+    return getattr(transformers, name)
 
 
 def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"]) -> nn.Module:
@@ -67,18 +164,16 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
     from safetensors import SafetensorError
 
     folder = resolve_place(place)
+    if is_packed_folder(Path(folder)):
+        raise WeightError(
+            f"{folder} holds packed weights, which only an engine runs; give it to init_inference, or load "
+            "the original"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        names = [name for name in config.architectures or () if hasattr(transformers, name)]
-        if not names:
-            raise ConfigError(
-                f"{folder}: its config names the architectures {config.architectures}, which transformers "
-                "does not have; load the model yourself"
-            )
+        build = _architecture(folder, config)
         model: nn.Module
-        model, loaded = getattr(transformers, names[0]).from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
-        )
+        model, loaded = build.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except ConfigError:
         raise
     except (*MODEL_ERRORS, OSError, SafetensorError, StrictDataclassError, UnpicklingError) as error:
@@ -87,8 +182,8 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
         missing = sorted(loaded["missing_keys"])
         raise WeightError(
             f"{place}: the checkpoint lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''} "
-            f"({len(missing)} tensors), and {names[0]} would run on random values in their place; fetch the "
-            "whole checkpoint, or load the model yourself"
+            f"({len(missing)} tensors), and {build.__name__} would run on random values in place; fetch "
+            "the whole checkpoint, or load the model yourself"
         )
     return model
 

@@ -25,7 +25,7 @@ from slipstream.errors import UnsupportedError
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.ops.linear import Weight
 
-__all__ = ["holds", "is_packed", "looks_up_rows", "pack", "packed_bytes", "weight_of"]
+__all__ = ["holds", "is_packed", "looks_up_rows", "pack", "packed_bytes", "packed_matrices", "weight_of"]
 
 _STATE = "_slipstream_packed"
 _OPEN = "_slipstream_unpacked"
@@ -109,6 +109,13 @@ def is_packed(module: nn.Module) -> bool:
 def holds(module: nn.Module, name: str) -> bool:
     """Whether a module has planes for a parameter."""
     return is_packed(module) and name in vars(module)[_STATE].weights
+
+
+def packed_matrices(module: nn.Module) -> dict[str, tuple[Weight, bool]]:
+    """A packed module's matrices by name, unless someone replaced them; and whether they are transposed."""
+    state: _State = vars(module)[_STATE]
+    mine = {name: weight for name, weight in state.weights.items() if _held(module, name) is None}
+    return {name: (weight, name in state.transposed) for name, weight in mine.items()}
 
 
 def weight_of(module: nn.Module) -> Weight:

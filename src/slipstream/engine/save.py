@@ -1,0 +1,131 @@
+"""Writes an engine's weights as they are held: planes where packed, the model's own tensors elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.config import InferenceConfig
+from slipstream.errors import ConfigError, UnsupportedError, WeightError
+from slipstream.model.inject import injected_state, is_injected
+from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.weights.load import BlockWeights, restore_block
+from slipstream.weights.packed_folder import Matrix, write_packed_folder
+from slipstream.weights.recipe import scatter
+
+__all__ = ["held_tensors", "save_packed"]
+
+_COPIED = (
+    "tokenizer",
+    "special_tokens",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "spiece",
+    "preprocessor",
+)
+
+
+def held_tensors(model: nn.Module) -> tuple[dict[str, Matrix], dict[str, Tensor]]:
+    """Packed matrices, and all other tensors under the model's names."""
+    matrices: dict[str, Matrix] = {}
+    plain: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if is_injected(module):
+            for name, tensor in _of_block(path, module, matrices).items():
+                plain[f"{path}.{name}"] = tensor
+        elif is_packed(module):
+            for name, (weight, transposed) in packed_matrices(module).items():
+                matrices[f"{path}.{name}"] = Matrix(weight, transposed=transposed)
+    inside = {piece.name for matrix in matrices.values() for piece in matrix.pieces} | matrices.keys()
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and name not in plain and name not in inside:
+            plain[name] = parameter.detach()
+    for path, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                plain[f"{path}.{leaf}" if path else leaf] = buffer
+    return matrices, plain
+
+
+def _of_block(path: str, layer: nn.Module, matrices: dict[str, Matrix]) -> dict[str, Tensor]:
+    """A fused layer's packed matrices, put into `matrices`, and its other tensors by their paths in it."""
+    state = injected_state(layer)
+    held, plans = state.block.weights, state.plans
+    dense = {role: weight for role, weight in held.matrices.items() if weight.dtype is None}
+    tensors = restore_block(BlockWeights(dense, held.vectors), plans)
+    for role, weight in held.matrices.items():
+        if weight.dtype is None:
+            continue
+        pieces = tuple(replace(p, name=f"{path}.{p.name}") for p in plans[role].weight)
+        matrices[f"{path}:{role}"] = Matrix(weight, pieces)
+        if weight.bias is not None:
+            tensors |= scatter(plans[role].bias, weight.bias)
+    return {name: tensor.reshape(layer.get_parameter(name).shape) for name, tensor in tensors.items()}
+
+
+def save_packed(
+    model: nn.Module, config: InferenceConfig, destination: Path, *, tokenizer_from: Path | None = None
+) -> None:
+    """Write a folder that `init_inference` opens by mapping it.
+
+    The folder appears at once and complete, or not at all.
+
+    Args:
+        model: Of an engine.
+        config: The engine's.
+        destination: Must not exist, or be an empty folder.
+        tokenizer_from: A folder whose tokenizer's files are copied.
+
+    Raises:
+        ConfigError: The destination holds something.
+        UnsupportedError: A model without a config, by which it could be built again.
+        WeightError: Nothing is packed, or the folder cannot be written.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError(f"{destination} exists already; remove it or name another folder")
+    model_config: Any = getattr(model, "config", None)
+    if not hasattr(model_config, "save_pretrained"):
+        raise UnsupportedError(f"{type(model).__name__} has no config of transformers to open it by again")
+    matrices, plain = held_tensors(model)
+    if not matrices:
+        raise WeightError(f"nothing of {type(model).__name__} is packed; give quant a format")
+    dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None) or config.dtype
+    partial = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir(parents=True)
+        write_packed_folder(partial, matrices, plain, dtype=dtype, quant=_section(config))
+        model_config = copy.deepcopy(model_config)
+        model_config.architectures = [type(model).__name__]
+        model_config.save_pretrained(partial)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(partial)  # type: ignore[union-attr, operator]
+        for file in sorted(tokenizer_from.iterdir()) if tokenizer_from is not None else ():
+            if file.is_file() and file.name.startswith(_COPIED):
+                shutil.copyfile(file, partial / file.name)
+        if destination.exists():
+            destination.rmdir()
+        os.replace(partial, destination)
+    except OSError as error:
+        needed = sum(m.weight.nbytes for m in matrices.values()) + sum(t.nbytes for t in plain.values())
+        raise WeightError(
+            f"{destination} cannot be written: {error.strerror or error}; it takes {needed / 1e6:.0f} MB"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _section(config: InferenceConfig) -> dict[str, Any]:
+    """The quantization that made the planes, as a configuration says it."""
+    explicit = config.quant.explicit()
+    if config.quant.weight_format is None and config.weight_format is not None:  # dtype=int8
+        explicit = {**explicit, "weight": {"format": config.weight_format}}
+    return explicit

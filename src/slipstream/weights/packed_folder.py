@@ -1,0 +1,310 @@
+"""A folder of packed weights: planes in one mapped file, which the engine uses as they lie, and a manifest.
+
+    slipstream.json       {"format", "version", "dtype", "quant", "matrices": {name: {...}}}
+    planes.safetensors    planes and every tensor that stayed plain
+    config.json, ...      the model's own configuration, and its tokenizer
+
+A matrix is named by the parameter (`lm_head.weight`), or by layer and role (`model.layers.0:qkv`) where a
+fused block holds several tensors as one; `pieces` are then the rows of them that make it up, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import WeightError
+from slipstream.formats import FORMATS, VARIANTS, Format
+from slipstream.ops.linear import Weight
+from slipstream.weights.recipe import Piece, scatter
+from slipstream.weights.safe_file import SafeFile, write_safe
+from slipstream.weights.source import Source
+
+__all__ = ["MANIFEST", "Matrix", "PackedFolder", "is_packed_folder", "write_packed_folder"]
+
+MANIFEST = "slipstream.json"
+_PLANES = "planes.safetensors"
+_FORMAT, _VERSION = "slipstream packed weights", 1
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LARGEST_MANIFEST = 1 << 28
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed matrix.
+
+    Attributes:
+        weight: Without a bias, in canonical orientation.
+        pieces: Of a role, what its rows are; empty where the matrix is one parameter.
+        transposed: The parameter is stored `(..., I, O)`.
+    """
+
+    weight: Weight
+    pieces: tuple[Piece, ...] = ()
+    transposed: bool = False
+
+
+def is_packed_folder(place: Path) -> bool:
+    """Whether a folder has a manifest."""
+    return os.path.isfile(place / MANIFEST)  # a Path raises: the name may be too long for a file
+
+
+def write_packed_folder(
+    folder: Path,
+    matrices: Mapping[str, Matrix],
+    plain: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    quant: Mapping[str, Any],
+) -> None:
+    """Write planes and manifest into a folder that is there.
+
+    Args:
+        folder: Where to.
+        matrices: By name; planes that are shared are written once.
+        plain: All other tensors, by the model's names.
+        dtype: What the engine computes in unless told otherwise.
+        quant: The configuration's section that made the planes.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    tensors: dict[str, Tensor] = {name: tensor.contiguous() for name, tensor in plain.items()}
+    places: dict[tuple[int, int], str] = {}
+    table: dict[str, Any] = {}
+    for name, matrix in matrices.items():
+        planes = []
+        for index, plane in enumerate(matrix.weight.planes):
+            key = places.setdefault((plane.data_ptr(), plane.nbytes), f"{name}:{index}")
+            tensors[key] = plane
+            planes.append(key)
+        table[name] = {
+            "format": matrix.weight.format,
+            "shape": list(matrix.weight.shape),
+            "planes": planes,
+            "transposed": matrix.transposed,
+            "pieces": [[p.name, p.start, p.count, p.step, p.transposed] for p in matrix.pieces],
+        }
+    manifest = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "dtype": str(dtype).removeprefix("torch."),
+        "quant": dict(quant),
+        "matrices": table,
+    }
+    write_safe(folder / _PLANES, tensors, {"format": "pt", "made_by": _FORMAT})
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+class PackedFolder(Source):
+    """Planes that are used as they lie; their dense tensors can be read too.
+
+    Attributes:
+        dtype: What the engine computes in unless told otherwise.
+        quant: The configuration's section that made the planes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open a folder; every plane is compared with its format's layout before any is used.
+
+        Raises:
+            WeightError: Naming the file and what does not fit.
+        """
+        self._path = folder / MANIFEST
+        table = _manifest(self._path)
+        self._file = SafeFile(folder / _PLANES)
+        self.dtype = _DTYPES[table["dtype"]]
+        self.quant: dict[str, Any] = table["quant"]
+        self._matrices: dict[str, Matrix] = {}
+        self._homes: dict[str, str] = {}
+        used: set[str] = set()
+        for name, entry in table["matrices"].items():
+            self._matrices[name] = matrix = self._matrix(name, entry)
+            used |= set(entry["planes"])
+            for tensor in {piece.name for piece in matrix.pieces} or {name}:
+                if tensor in self._homes or tensor in self._file.entries:
+                    raise WeightError(f"{self._path}: {tensor} is there twice")
+                self._homes[tensor] = name
+        self._plain = [name for name in self._file.entries if name not in used]
+
+    def _matrix(self, name: str, entry: Any) -> Matrix:
+        where = f"{self._path}: {name}"
+        shape, found = _shape(where, entry), _format(where, entry)
+        layout = found.layout(shape)
+        names = entry.get("planes")
+        if not isinstance(names, list) or len(names) != len(layout):
+            raise WeightError(f"{where}: {found.name} has {len(layout)} planes, and {names!r} are named")
+        planes = []
+        for plane, (due, dtype) in zip(names, layout, strict=True):
+            stored = self._file.entries.get(plane) if isinstance(plane, str) else None
+            if stored is None:
+                raise WeightError(f"{self._file.path} lacks the plane {plane!r} of {name}")
+            if (stored.shape, stored.dtype) != (due, dtype):
+                raise WeightError(
+                    f"{self._file.path}: the plane {plane} has shape {stored.shape} in {stored.dtype}, and "
+                    f"{found.name} of shape {shape} needs {due} in {dtype}; make the folder again"
+                )
+            planes.append(self._file.tensor(plane))
+        weight = Weight(found.name, shape, tuple(planes), found.unpack, None, self.dtype)
+        pieces = _pieces(where, entry, shape[-2])
+        return Matrix(weight, pieces, entry.get("transposed") is True)
+
+    def names(self) -> Iterable[str]:
+        """The model's names, of packed and of plain tensors."""
+        return [*self._plain, *self._homes]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As the model has it."""
+        if name not in self._homes:
+            return self._file.entries[name].shape
+        matrix = self._matrices[self._homes[name]]
+        *lead, rows, inputs = matrix.weight.shape
+        transposed = matrix.transposed
+        if matrix.pieces:
+            own = [piece for piece in matrix.pieces if piece.name == name]
+            rows, transposed = sum(piece.count for piece in own), own[0].transposed
+        return (*lead, inputs, rows) if transposed else (*lead, rows, inputs)
+
+    def read(self, name: str) -> Tensor:
+        """Dense: unpacked where it is packed."""
+        if name not in self._homes:
+            return self._file.tensor(name)
+        matrix = self._matrices[self._homes[name]]
+        dense = matrix.weight.dense()
+        if matrix.pieces:
+            return scatter(matrix.pieces, dense)[name].contiguous()
+        return dense.mT.contiguous() if matrix.transposed else dense
+
+    def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
+        """Planes as they lie; of a tensor within a role, its rows of them.
+
+        Raises:
+            WeightError: They are in another format, or the model's tensors make the role up in another way.
+        """
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._part(name, wanted)
+        self._agree(name, matrix, wanted)
+        if pieces and matrix.pieces != tuple(pieces):
+            raise WeightError(
+                f"{self._path}: {name} has rows in another order than this version's; make the folder again"
+            )
+        return matrix.weight
+
+    def _part(self, name: str, wanted: Format) -> Weight | None:
+        home = self._homes.get(name)
+        if home is None:
+            return None
+        matrix = self._matrices[home]
+        self._agree(name, matrix, wanted)
+        own = [(index, piece) for index, piece in enumerate(matrix.pieces) if piece.name == name]
+        if len(own) != 1 or own[0][1].step != 1:
+            return None
+        index, piece = own[0]
+        start = sum(p.count for p in matrix.pieces[:index])
+        *planes, factors = matrix.weight.planes
+        rows = [plane.narrow(-2, start, piece.count) for plane in planes]
+        cut = (*rows, factors.narrow(-1, start, piece.count))
+        lead = matrix.weight.shape[:-2]
+        shape = (*lead, piece.count, matrix.weight.shape[-1])
+        return replace(matrix.weight, planes=tuple(plane.contiguous() for plane in cut), shape=shape)
+
+    def _agree(self, name: str, matrix: Matrix, wanted: Format) -> None:
+        if matrix.weight.format != wanted.name:
+            raise WeightError(
+                f"{self._path}: {name} is packed as {matrix.weight.format}, and {wanted.name} is asked for; "
+                "leave quant out, or quantize the original"
+            )
+
+    def stored(self, name: str) -> Tensor | None:
+        """The scales of a packed matrix, once; a plain tensor itself."""
+        home = self._homes.get(name)
+        if home is None:
+            return self._file.tensor(name)
+        matrix = self._matrices[home]
+        if matrix.pieces and matrix.pieces[0].name != name:
+            return None
+        planes = [plane.float().flatten() for plane in matrix.weight.planes if plane.is_floating_point()]
+        return torch.cat(planes)
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor is in a packed matrix."""
+        return name in self._homes
+
+    def release(self, names: Iterable[str]) -> None:
+        """Drop the pages of plain tensors."""
+        for name in names:
+            if name not in self._homes:
+                self._file.release(name)
+
+    def place(self, name: str) -> str:
+        """The file and the name."""
+        return f"{self._file.path}: {name}"
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor of the model is there."""
+        return name in self._homes or name in self._file.entries
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _LARGEST_MANIFEST:
+            raise WeightError(f"{path} is larger than {_LARGEST_MANIFEST >> 20} MiB; it is no manifest")
+        table = json.loads(path.read_text())
+    except OSError as error:
+        raise WeightError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise WeightError(f"{path} is no JSON ({str(error)[:80]}); make the folder again") from error
+    if not isinstance(table, dict) or table.get("format") != _FORMAT:
+        raise WeightError(f"{path} is not a manifest of packed weights")
+    if table.get("version") != _VERSION:
+        raise WeightError(
+            f"{path} has the format version {str(table.get('version'))[:40]}, and this Slipstream reads "
+            f"{_VERSION}; quantize the original again, or install the Slipstream that wrote it"
+        )
+    if not isinstance(table.get("dtype"), str) or table["dtype"] not in _DTYPES:
+        raise WeightError(
+            f"{path}: dtype={str(table.get('dtype'))[:40]!r} must be one of {', '.join(_DTYPES)}"
+        )
+    for key in ("quant", "matrices"):
+        if not isinstance(table.get(key), dict):
+            raise WeightError(f"{path}: {key} must be a table")
+    return table
+
+
+def _shape(where: str, entry: Any) -> tuple[int, ...]:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    good = isinstance(shape, list) and all(type(size) is int and 0 < size < 1 << 40 for size in shape)
+    if not good or shape is None or not 2 <= len(shape) <= 3 or math.prod(shape) >= 1 << 60:
+        raise WeightError(f"{where} has the shape {str(shape)[:80]}, which no matrix has")
+    return tuple(shape)
+
+
+def _format(where: str, entry: Mapping[str, Any]) -> Format:
+    name = entry.get("format")
+    found = (FORMATS | VARIANTS).get(name) if isinstance(name, str) else None
+    if found is None or not found.bits:
+        raise WeightError(
+            f"{where} has the weight format {str(name)[:40]!r}, which this version does not know"
+        )
+    return found
+
+
+def _pieces(where: str, entry: Mapping[str, Any], rows: int) -> tuple[Piece, ...]:
+    given = entry.get("pieces", [])
+    kinds = (str, int, int, int, bool)
+    good = isinstance(given, list) and all(
+        isinstance(p, list) and [type(v) for v in p] == list(kinds) and p[1] >= 0 and p[2] > 0 and p[3] > 0
+        for p in given
+    )
+    if not good or (given and sum(p[2] for p in given) != rows):
+        raise WeightError(f"{where}: its pieces do not add up to its {rows} rows; make the folder again")
+    return tuple(Piece(p[0], p[1], p[2], p[3], p[4]) for p in given)

@@ -1,0 +1,206 @@
+"""A folder of packed weights opens as the engine that wrote it, and a damaged one is refused before use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slipstream
+from slipstream.engine.save import save_packed
+from slipstream.errors import ConfigError, WeightError
+from slipstream.model.inject import injected_state, is_injected
+from tests.cli.conftest import Run, checkpoint, run  # noqa: F401 - fixtures
+from tests.helpers.models import close, inject, make, prompt
+
+BOTH = {"weight": {"format": "fp6"}, "head": "int4", "embedding": "int4"}
+GROUPS = {"weight": {"format": "int4", "q_groups": 2, "q_type": "symmetric"}, "qkv": {"enabled": False}}
+
+
+def write(folder: Path, kind: str, quant: Any, *, fused: bool = True) -> slipstream.InferenceEngine:
+    model = make(kind, hidden_size=64) if quant is GROUPS else make(kind)
+    engine = inject(model, quant=quant, replace_with_kernel_inject=fused)
+    save_packed(engine.module, engine.inference_config, folder)
+    return engine
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4", "fp8", BOTH], ids=["int8", "int4", "fp8", "fp6 and int4"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "mixtral", "bert"])
+def test_a_folder_opens_as_the_engine_that_wrote_it(kind: str, quant: Any, tmp_path: Path) -> None:
+    engine = write(tmp_path / "packed", kind, quant)
+    opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
+    assert opened.report().to_dict()["layers"] == engine.report().to_dict()["layers"]
+    assert opened.inference_config.dtype is torch.float32  # as it was written
+    ids = prompt()
+    # The order of MKL's sums depends on where tensors lie.
+    torch.testing.assert_close(
+        opened(input_ids=ids).logits, engine(input_ids=ids).logits, rtol=1e-5, atol=1e-5
+    )
+    own, got = engine.state_dict(), opened.state_dict()
+    assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["written fused", "written by linears"])
+def test_a_folder_opens_at_another_level_of_injection(fused: bool, tmp_path: Path) -> None:
+    engine = write(tmp_path / "packed", "llama", "int4", fused=fused)
+    opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=not fused)
+    ids = prompt()
+    # The same planes; float32 sums in another order.
+    torch.testing.assert_close(
+        opened(input_ids=ids).logits, engine(input_ids=ids).logits, atol=1e-4, rtol=1e-4
+    )
+    own, got = engine.state_dict(), opened.state_dict()
+    assert all(torch.equal(own[name], got[name]) for name in own)
+
+
+def test_groups_and_plain_projections_come_back(tmp_path: Path) -> None:
+    engine = write(tmp_path / "packed", "llama", GROUPS)
+    opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
+    layers = [module for module in opened.module.modules() if is_injected(module)]
+    formats = {str(r): w.format for r, w in injected_state(layers[0]).block.weights.matrices.items()}
+    assert formats["qkv"] == "plain" and formats["mlp_in"] == "int4-g32-sym"
+    close(opened(input_ids=prompt()).logits, engine(input_ids=prompt()).logits)
+
+
+def test_planes_are_used_as_they_lie_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "packed", "llama", "int4")
+
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("something was packed again")
+
+    from slipstream.formats import FORMATS
+
+    monkeypatch.setattr("slipstream.engine.build.bind_pack", lambda packed: never)
+    opened = slipstream.init_inference(
+        tmp_path / "packed", replace_with_kernel_inject=True, injection_check="off"
+    )
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "planes.safetensors" in line
+    ]
+    ranges = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in mapped]
+    layers = [module for module in opened.module.modules() if is_injected(module)]
+    for layer in layers:
+        for weight in injected_state(layer).block.weights.matrices.values():
+            for plane in weight.planes:
+                assert any(low <= plane.data_ptr() < high for low, high in ranges)
+    assert FORMATS["int4"].bits
+
+
+def test_it_computes_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path / "packed", "llama", "int8")
+    opened = slipstream.init_inference(tmp_path / "packed", dtype=torch.bfloat16)
+    assert opened(input_ids=prompt()).logits.dtype is torch.bfloat16
+
+
+def test_another_quantization_is_refused_and_the_same_in_other_words_is_not(tmp_path: Path) -> None:
+    write(tmp_path / "packed", "llama", "int4")
+    with pytest.raises(ConfigError, match="was packed with"):
+        slipstream.init_inference(tmp_path / "packed", quant="int8")
+    slipstream.init_inference(tmp_path / "packed", quant={"weight": {"num_bits": 4}, "head": "int8"})
+
+
+def manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        place = folder / "slipstream.json"
+        table = json.loads(place.read_text())
+        change(table)
+        place.write_text(json.dumps(table))
+
+    return damage
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size]) and None
+
+
+QKV = "model.layers.0:qkv"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "planes cut short": (cut("planes.safetensors", -7), "planes.safetensors.* is cut short"),
+    "a manifest cut short": (cut("slipstream.json", 300), "slipstream.json is no JSON"),
+    "no planes": (lambda folder: (folder / "planes.safetensors").unlink(), "cannot be read"),
+    "another format version": (manifest(lambda t: t.update(version=2)), "format version 2"),
+    "another program's manifest": (manifest(lambda t: t.update(format="x")), "is not a manifest"),
+    "a format that nobody knows": (manifest(lambda t: t["matrices"][QKV].update(format="int3")), "int3"),
+    "groups that do not divide": (
+        manifest(lambda t: t["matrices"][QKV].update(format="int4-g128")),
+        r"needs \(64, 64\) in torch.uint8",
+    ),
+    "another shape": (manifest(lambda t: t["matrices"][QKV].update(shape=[64, 96])), "make the folder again"),
+    "an absurd shape": (manifest(lambda t: t["matrices"][QKV].update(shape=[1 << 50, 8])), "no matrix has"),
+    "a plane that is not there": (
+        manifest(lambda t: t["matrices"][QKV]["planes"].__setitem__(0, "x")), "lacks the plane .x."),
+    "rows in another order": (
+        manifest(lambda t: t["matrices"][QKV]["pieces"].reverse()), "rows in another order"),
+    "rows that do not add up": (
+        manifest(lambda t: t["matrices"][QKV]["pieces"].pop()), "do not add up"),
+    "a matrix less": (manifest(lambda t: t["matrices"].pop(QKV)), "does not fit the model"),
+    "another model": (
+        lambda folder: (folder / "config.json").write_text(
+            (folder / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+        ) and None,
+        "lacks model.layers.2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", DAMAGES)
+def test_a_damaged_folder_is_refused_by_name(problem: str, tmp_path: Path) -> None:
+    write(tmp_path / "packed", "llama", "int4")
+    damage, words = DAMAGES[problem]
+    damage(tmp_path / "packed")
+    with pytest.raises(WeightError, match=words) as refusal:
+        slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "packed", "llama", "int8")
+    from slipstream.weights.safe_file import SafeFile
+
+    entry = SafeFile(tmp_path / "packed/planes.safetensors").entries[f"{QKV}:1"]
+    with (tmp_path / "packed/planes.safetensors").open("r+b") as file:
+        file.seek(entry.begin)
+        file.write(b"\xff\xff\xff\x7f")
+    with pytest.raises(WeightError, match="holds NaN or infinity"):
+        slipstream.init_inference(tmp_path / "packed")
+
+
+def test_the_command_packs_and_the_folder_answers(run: Run, checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+    made = run("quantize", checkpoint, tmp_path / "packed", "--format", "int8", "--dtype", "float32")
+    assert made.exit_code == 0, made.output
+    assert (tmp_path / "packed/tokenizer.json").is_file()
+    answer = run("generate", "--model", tmp_path / "packed", "-n", 8, "sky blue")
+    original = slipstream.init_inference(
+        checkpoint, dtype=torch.float32, quant="int8", replace_with_kernel_inject=True
+    )
+    assert answer.exit_code == 0, answer.output
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    turns = [{"role": "user", "content": "sky blue"}]
+    ids = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    out = original.generate(ids["input_ids"], max_new_tokens=8, do_sample=False)
+    said = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert said.strip() in answer.stdout
+    again = run("quantize", checkpoint, tmp_path / "packed")
+    assert again.exit_code == 2 and "exists already" in again.output
+    shutil.rmtree(tmp_path / "packed")
+
+
+def test_what_does_not_divide_is_refused_before_work(run: Run, checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+    refused = run("quantize", checkpoint, tmp_path / "packed", "--groups", 3)
+    assert refused.exit_code == 2 and "q_groups=3" in refused.output
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_packed_folder_is_no_model_for_transformers(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    write(tmp_path / "packed", "llama", "int4")
+    refused = run("inspect", tmp_path / "packed")
+    assert refused.exit_code == 1 and "only an engine runs" in refused.output
