@@ -96,7 +96,9 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
     ids = kwargs.get("input_ids") if first is None else first
     embeds = kwargs.get("inputs_embeds")
     prompt = ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
-    entry = next((t for t in (ids, embeds) if isinstance(t, Tensor) and t.dim() > 1), None)
+    # Samples of sound, or spectra, are no tokens, though they may come as `inputs`.
+    told = None if isinstance(ids, Tensor) and ids.is_floating_point() else ids
+    entry = next((t for t in (told, embeds) if isinstance(t, Tensor) and t.dim() > 1), None)
     length = 1 if entry is None else int(entry.shape[1])
     owners: tuple[Any, ...] = (given, model.generation_config)
     is_default = settings.get("max_length") is None and all(
