@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention_cpu, decode_cpu, generate, linear_cpu, load, matmul_cpu, quality
+from benchmarks import attention_cpu, decode_cpu, generate, linear_cpu, load, matmul_cpu, quality, refresh
 from benchmarks.machine import describe
 from benchmarks.peers import measure as peers
 from benchmarks.request import Request
@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
     "generate": generate.measure,
     "load": load.measure,
     "quality": quality.measure,
+    "refresh": refresh.measure,
 }
 _UNSHOWN = ("version", "notes", "weight_bytes")
 

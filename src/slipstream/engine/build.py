@@ -20,7 +20,7 @@ from slipstream.engine.road import prepare_road
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
-from slipstream.formats import FORMATS, Format, format_of, rounding_inputs
+from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
 from slipstream.kernels import bind_model, bind_pack, bind_stack, kernels_for
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32, move
@@ -39,7 +39,7 @@ from slipstream.ops import OPS, Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts, bind
 from slipstream.spec import BlockSpec, Role
 
-__all__ = ["Built", "build", "inspect", "offer"]
+__all__ = ["Built", "build", "format_named", "inspect", "offer"]
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +220,11 @@ def _format(config: InferenceConfig, layers: Sequence[Found], model_config: Any)
         inputs = config.quant.activation
         found = rounding_inputs(found, symmetric=inputs.q_type == "symmetric", groups=inputs.q_groups)
     return _packing_fast(found)
+
+
+def format_named(name: str) -> Format:
+    """A weight format by its name, packed by the native library where there is one."""
+    return _packing_fast((FORMATS | VARIANTS)[name])
 
 
 def _packing_fast(packed: Format) -> Format:

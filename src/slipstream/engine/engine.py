@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
 from slipstream.engine.admit import check_inputs, check_request
-from slipstream.engine.build import build
+from slipstream.engine.build import build, format_named
 from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generate import Loop
 from slipstream.engine.request import (
@@ -30,6 +30,7 @@ from slipstream.engine.request import (
 )
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.model.refresh import refresh
 from slipstream.model.report import Report
 from slipstream.profile.times import Profile
 
@@ -105,12 +106,28 @@ class InferenceEngine(nn.Module):
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own names, where nothing was fused or packed.
+        """Load the model's own names, where nothing was fused or packed; `refresh_weights` always can.
 
         Raises:
             UnsupportedError: A layer that is to be loaded runs a fused block, or holds packed weights.
         """
         return self.module.load_state_dict(*args, **kwargs)
+
+    def refresh_weights(self, state: Mapping[str, Tensor] | nn.Module) -> None:
+        """Put new values into every weight, in the memory that it is in: graphs and kernels go on with them.
+
+        Packed weights are packed anew; everything is checked before the first value is written. A call that
+        runs meanwhile in another thread may see some of both.
+
+        Args:
+            state: Every name of `state_dict()`, in any floating dtype and on any device, or a module that has
+                such a state dict: the model that is being trained. Of tied tensors, one will do.
+
+        Raises:
+            WeightError: A name too many or too few, another shape, NaN or infinity; nothing was written.
+            ConfigError: Not a state dict.
+        """
+        refresh(self.module, state, format_named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InferenceEngine:
         """An engine of its own, with weights of its own."""

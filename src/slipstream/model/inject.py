@@ -229,5 +229,5 @@ def _refuse_load(layer: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: the block's tensors would not hear of it."""
     raise UnsupportedError(
         f"{type(layer).__name__} runs a fused block, and load_state_dict would change only half of its "
-        "weights; load the weights into the model before init_inference"
+        "weights; use engine.refresh_weights(state_dict), or load the weights before init_inference"
     )

@@ -61,8 +61,8 @@ class _Released(nn.Parameter):
 
 def _refusal() -> UnsupportedError:
     return UnsupportedError(
-        "this parameter's values are in a fused block, in another layout; read them from state_dict(), and "
-        "change weights before init_inference"
+        "this parameter's values are in a fused block, in another layout; read them from state_dict(), "
+        "and change them by engine.refresh_weights, or before init_inference"
     )
 
 

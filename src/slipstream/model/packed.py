@@ -248,6 +248,6 @@ def _fill_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 def _refuse_load(module: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: the planes would not hear of it."""
     raise UnsupportedError(
-        f"{type(module).__name__} holds packed weights, which load_state_dict would not change; load the "
-        "weights into the model before init_inference"
+        f"{type(module).__name__} holds packed weights, which load_state_dict would not change; use "
+        "engine.refresh_weights(state_dict), or load the weights before init_inference"
     )

@@ -1,0 +1,83 @@
+"""Finds where each of a live model's tensors is kept: in its own place, in a fused block, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from slipstream.errors import UnsupportedError
+from slipstream.formats import Format
+from slipstream.model.inject import injected_state, is_injected
+from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.weights.slot import Own, Packed, Slot, block_slots, packed_as
+
+__all__ = ["find_slots", "tensors_of"]
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a state dict of the model names: its parameters and saved buffers; released ones lack values."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        saved = (n for n, b in module._buffers.items() if b is not None)
+        names = (n for n in saved if n not in module._non_persistent_buffers_set)
+        tensors |= {f"{path}.{name}" if path else name: module.get_buffer(name) for name in names}
+    return tensors
+
+
+def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[Slot]:
+    """Everything that a state dict of a model would be written to; the model is only read.
+
+    Args:
+        model: With or without fused blocks and packed weights.
+        format_named: Gives a format by its name.
+
+    Raises:
+        UnsupportedError: A layer was rebuilt after it was fused.
+    """
+    tensors = tensors_of(model)
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    slots: list[Slot] = []
+    held: set[int] = set()
+    for path, module in model.named_modules():
+        if is_injected(module):
+            found = list(_of_layer(path, module, names, format_named))
+            held |= {id(tensors[name]) for slot in found for name in slot.names}
+            slots += found
+    planes: dict[int, Packed] = {}
+    for module in model.modules():
+        matrices = packed_matrices(module) if is_packed(module) else {}
+        for leaf, (weight, transposed) in matrices.items():
+            parameter = module._parameters[leaf]
+            held.add(id(parameter))
+            before = planes.get(id(weight.planes[0]))
+            own = (*(() if before is None else before.names), *names[id(parameter)])
+            made = Packed(own, weight, format_named(packed_as(weight)), transposed)
+            planes[id(weight.planes[0])] = made
+    slots += planes.values()
+    rest = {key: paths for key, paths in names.items() if key not in held}
+    return slots + [Own(tuple(paths), tensors[paths[0]]) for paths in rest.values()]
+
+
+def _of_layer(
+    path: str, layer: nn.Module, names: Mapping[int, list[str]], format_named: Callable[[str], Format]
+) -> Iterator[Slot]:
+    state = injected_state(layer)
+    paths = {one.name: names.get(id(one.parameter), []) for one in state.links}
+    lost = [name for name, found in paths.items() if not found]
+    slots = list(
+        block_slots(
+            state.block.weights,
+            state.plans,
+            {name: found[0] if found else "" for name, found in paths.items()},
+            format_named,
+        )
+    )
+    if lost and any("" in slot.names for slot in slots):
+        raise UnsupportedError(
+            f"{path}.{lost[0]} was replaced after the layer was fused, and its block holds the old one "
+            "together with others; make a new engine of the model as it is now"
+        )
+    yield from slots
