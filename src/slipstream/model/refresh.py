@@ -122,7 +122,7 @@ def check_values(values: Mapping[str, Tensor], like: Mapping[str, Tensor], slots
                 f"{slot.names[0]} repeats its values in memory (strides {slot.tensor.stride()}), and cannot "
                 "be written in place; make it contiguous before init_inference"
             )
-    # One pass over each: a narrower dtype asks for the largest magnitude, which tells of NaN and infinity, too.
+    # One pass over each: a narrower dtype asks for the largest magnitude, which tells of NaN, too.
     narrow = {name: slot.dtype for slot in slots for name in slot.names if _narrows(values[name], slot.dtype)}
     seen: set[tuple[Any, ...]] = set()
     rest: dict[str, Tensor] = {}

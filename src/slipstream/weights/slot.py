@@ -177,7 +177,8 @@ class Joined(_Held):
         axis = -1 if plane.dim() == 1 or self.pieces[0].bias else -2
         offset = 0
         for piece in self.pieces:
-            plane.narrow(axis, offset, piece.count).copy_(piece.of(source.read(piece.name)))
+            if piece.name:  # what has none is zero, and stays so
+                plane.narrow(axis, offset, piece.count).copy_(piece.of(source.read(piece.name)))
             offset += piece.count
 
 
@@ -212,7 +213,7 @@ def block_slots(
     """
     own = own_views(weights, plans)
     for pieces, weight in _tensors(weights, plans):
-        names = dict.fromkeys(piece.name for piece in pieces)
+        names = dict.fromkeys(piece.name for piece in pieces if piece.name)
         if any(own[name] is None for name in names):
             packed = None if weight.format == "plain" else format_named(packed_as(weight))
             made = {name: paths[name] for name in names}
