@@ -20,6 +20,7 @@ class Role(StrEnum):
     Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]`, those of `CROSS_KV` `[k | v]` and
     those of a gated `MLP_IN` `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`.
     `ATTN_SCALE` and `MLP_SCALE` multiply a branch, one number per channel, before it is added.
+    `ROUTER_BIAS` is added to experts' scores for the choice among them, and to nothing else.
     """
 
     ATTN_NORM = "attn_norm"
@@ -40,6 +41,7 @@ class Role(StrEnum):
     MLP_POST_NORM = "mlp_post_norm"
     MLP_SCALE = "mlp_scale"
     ROUTER = "router"
+    ROUTER_BIAS = "router_bias"
     EXPERTS_IN = "experts_in"
     EXPERTS_OUT = "experts_out"
     SHARED_IN = "shared_in"
@@ -143,8 +145,15 @@ class MoE:
         top_k: Experts that see each token.
         scoring: "softmax_topk" takes the softmax over all experts, then the best; "topk_softmax" takes the
             best logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811,
-            inference).
-        normalize: Divide the chosen weights by their sum ("softmax_topk" only).
+            inference); "sigmoid" scores each expert by itself, then takes the best.
+        normalize: Divide the chosen weights by their sum ("softmax_topk" and "sigmoid").
+        least_sum: What that sum is at least taken for.
+        groups: Experts stand in this many groups of equal size; only those of `top_groups` of them are chosen
+            from ("softmax_topk" and "sigmoid").
+        top_groups: See `groups`.
+        group_score: What a group is chosen by: its best expert, or the sum of its best two.
+        factor: Multiplies the chosen weights, after all else.
+        exact: The router's logits are computed in float32.
         jitter: Threshold of "sparsemixer".
         shared: Width of the experts that see every token; 0 for none.
         shared_gate: What the shared experts say is multiplied by the sigmoid of the role `SHARED_GATE`.
@@ -152,8 +161,14 @@ class MoE:
 
     experts: int
     top_k: int
-    scoring: Literal["softmax_topk", "topk_softmax", "sparsemixer"] = "softmax_topk"
+    scoring: Literal["softmax_topk", "topk_softmax", "sparsemixer", "sigmoid"] = "softmax_topk"
     normalize: bool = False
+    least_sum: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    factor: float = 1.0
+    exact: bool = False
     jitter: float = 0.0
     shared: int = 0
     shared_gate: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import transformers
 
 from slipstream.families import Family, Tiny
 from tests.families.sweep import VARIANTS, Row, label, measure
@@ -32,7 +33,10 @@ def test_family_answers_like_the_original(
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert {family.name for family, _ in VARIANTS} == set(_registered())
+    found = {family.name for family, _ in VARIANTS}
+    # The oldest supported transformers lacks some types; the newest has them all.
+    newest = transformers.__version__ >= "5.23"
+    assert found == set(_registered()) if newest else found <= set(_registered())
 
 
 def _registered() -> list[str]:

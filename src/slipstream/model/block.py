@@ -183,6 +183,7 @@ class Block:
         if spec.moe is None:
             return self._mlp(x, Role.MLP_IN, Role.MLP_OUT)
         matrices = self.weights.matrices
+        choice = self.weights.vectors.get(Role.ROUTER_BIAS)
         out: Tensor = self.ops.moe.run(
             x,
             matrices[Role.ROUTER],
@@ -191,6 +192,7 @@ class Block:
             spec=spec.moe,
             activation=spec.activation,
             gated=spec.gated,
+            choice=None if choice is None else choice.weight,
         )
         if not spec.moe.shared:
             return out

@@ -192,7 +192,7 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def restore_layer(layer: nn.Module, state: Injected) -> None:
     """Give a layer that is not injected the tensors that a block of its kind stands for, unpacked."""
     tensors = restore_block(state.block.weights, state.plans)
-    _assign(layer, {name: tensor.view(layer.get_parameter(name).shape) for name, tensor in tensors.items()})
+    _assign(layer, tensors)
 
 
 def _twin(layer: nn.Module) -> nn.Module:
@@ -214,7 +214,12 @@ def _twin(layer: nn.Module) -> nn.Module:
 def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
-        layer.get_submodule(path)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        owner = layer.get_submodule(path)
+        if leaf in owner._buffers:
+            owner._buffers[leaf] = tensor.view(owner.get_buffer(leaf).shape)
+        else:
+            shaped = tensor.view(owner.get_parameter(leaf).shape)
+            owner._parameters[leaf] = nn.Parameter(shaped, requires_grad=False)
 
 
 def _fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

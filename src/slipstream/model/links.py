@@ -74,19 +74,20 @@ class Link:
         name: Path from the layer that the source tensor had.
         owner: The module that holds it.
         leaf: Its name there.
-        parameter: The view, or the released parameter.
+        parameter: The view, or the released parameter; a buffer's view.
         address: Where its values are.
     """
 
     name: str
     owner: nn.Module
     leaf: str
-    parameter: nn.Parameter
+    parameter: Tensor
     address: int
 
     def holds(self) -> bool:
         """Whether the parameter is still there, with its values where they were."""
-        now = self.owner._parameters.get(self.leaf)
+        own = self.owner._buffers if self.leaf in self.owner._buffers else self.owner._parameters
+        now = own.get(self.leaf)
         return now is self.parameter and now.data_ptr() == self.address
 
 
@@ -118,6 +119,9 @@ def relink(
 
 
 def _put(name: str, owner: nn.Module, leaf: str, view: Tensor | None) -> Link:
+    if leaf in owner._buffers and view is not None:
+        owner._buffers[leaf] = buffer = view.view(owner.get_buffer(leaf).shape)
+        return Link(name, owner, leaf, buffer, buffer.data_ptr())
     shape = owner.get_parameter(leaf).shape
     if view is None:
         parameter: nn.Parameter = _Released(owner.get_parameter(leaf))

@@ -16,15 +16,27 @@ from slipstream.ops.bind import Case, Op
 from slipstream.ops.linear import Weight
 from slipstream.spec import MoE
 
-__all__ = ["OP", "moe", "route"]
+__all__ = ["OP", "moe", "route", "router_logits"]
 
 
-def route(logits: Tensor, spec: MoE) -> tuple[Tensor, Tensor]:
+def router_logits(x: Tensor, router: Weight, spec: MoE) -> Tensor:
+    """The router's logits `(T, E)`, in the dtype of `x` or where the spec says so in float32."""
+    if spec.exact:
+        return F.linear(
+            x.float(), router.dense().float(), None if router.bias is None else router.bias.float()
+        )
+    return F.linear(x, router.dense().to(x.dtype), router.bias)
+
+
+def route(logits: Tensor, spec: MoE, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token.
+
+    Source: DeepSeek-AI 2024 (arXiv 2412.19437), eqs. 12-16, for the sigmoid, the groups and `choice`.
 
     Args:
         logits: `(T, E)`.
         spec: Scoring, `top_k` and normalisation.
+        choice: `(E,)`, added to the scores for the choice only.
 
     Returns:
         Weights `(T, k)` float32 and experts `(T, k)` int64, best first.
@@ -35,10 +47,23 @@ def route(logits: Tensor, spec: MoE) -> tuple[Tensor, Tensor]:
     if spec.scoring == "topk_softmax":
         best, experts = logits.topk(spec.top_k, dim=-1)
         return best.softmax(-1), experts
-    weights, experts = logits.softmax(-1).topk(spec.top_k, dim=-1)
+    scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
+    by = scores if choice is None else scores + choice
+    experts = _among_the_best_groups(by, spec).topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
     if spec.normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.least_sum)
+    return weights * spec.factor, experts
+
+
+def _among_the_best_groups(scores: Tensor, spec: MoE) -> Tensor:
+    """The scores, with those of all but the best groups lowered to minus infinity."""
+    if spec.top_groups >= spec.groups:
+        return scores
+    grouped = scores.unflatten(-1, (spec.groups, -1))
+    worth = grouped.topk(2, dim=-1).values.sum(-1) if spec.group_score == "top2" else grouped.amax(-1)
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(spec.top_groups).indices, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 
 def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
@@ -69,6 +94,7 @@ def moe(
     spec: MoE,
     activation: str,
     gated: bool,
+    choice: Tensor | None = None,
 ) -> Tensor:
     """Return `sum_e weight_e * out_e(activation(in_e(x)))` over the chosen experts of each token.
 
@@ -82,11 +108,12 @@ def moe(
         spec: Scoring, `top_k` and normalisation.
         activation: A name that `activate` knows.
         gated: Whether the experts' first matrix holds gate and up halves.
+        choice: `(E,)`, added to the experts' scores for the choice only.
 
     Returns:
         `(T, C)` in the dtype of `x`.
     """
-    weights, chosen = route(F.linear(x, router.dense().to(x.dtype), router.bias), spec)
+    weights, chosen = route(router_logits(x, router, spec), spec, choice)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
@@ -98,7 +125,9 @@ def moe(
     return out.to(x.dtype)
 
 
-def _case(name: str, tokens: int, spec: MoE, *, activation: str = "silu", bias: bool = False) -> Case:
+def _case(
+    name: str, tokens: int, spec: MoE, *, activation: str = "silu", bias: bool = False, choice: bool = False
+) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         hidden, width = 32, 24
 
@@ -115,6 +144,7 @@ def _case(name: str, tokens: int, spec: MoE, *, activation: str = "silu", bias: 
             "spec": spec,
             "activation": activation,
             "gated": True,
+            "choice": torch.randn(spec.experts, generator=generator) if choice else None,
         }
 
     return Case(name, make)
@@ -131,5 +161,20 @@ OP = Op(
         ),
         _case("sparsemixer", 9, MoE(4, 2, "sparsemixer", jitter=0.01)),
         _case("every expert", 3, MoE(3, 3, normalize=True)),
+        _case(
+            "sigmoid, biased choice",
+            7,
+            MoE(5, 2, "sigmoid", normalize=True, factor=2.5, exact=True),
+            choice=True,
+        ),
+        _case(
+            "the best two of four groups",
+            9,
+            MoE(8, 3, "sigmoid", groups=4, top_groups=2, group_score="top2"),
+            choice=True,
+        ),
+        _case(
+            "one of three groups, softmax", 5, MoE(6, 2, groups=3, factor=0.5, least_sum=0.25, normalize=True)
+        ),
     ),
 )

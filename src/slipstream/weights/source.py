@@ -75,24 +75,26 @@ class Source(ABC):
 
 
 class ModuleSource(Source):
-    """The parameters of a live module, by their paths from it."""
+    """The parameters of a live module by their paths, and for who asks by name its buffers of floats."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Take the parameters as they are now; nothing is copied."""
-        self._tensors = {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
+        """Take the tensors as they are now; nothing is copied."""
+        own = {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
+        floats = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+        self._names, self._tensors = tuple(own), floats | own
 
     def names(self) -> Iterable[str]:
-        """Every parameter's path."""
-        return self._tensors.keys()
+        """Every parameter's path: buffers carry weights in few layers, whose families name them."""
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a parameter."""
+        """Shape of a parameter or buffer."""
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str) -> Tensor:
-        """The parameter itself, detached."""
+        """The tensor itself, detached."""
         return self._tensors[name]
 
     def __contains__(self, name: str) -> bool:
-        """Whether a parameter has this path."""
+        """Whether a parameter or a buffer has this path."""
         return name in self._tensors

@@ -99,7 +99,11 @@ def refuse_block(block: BlockLike) -> str | None:
         matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
         if isinstance(matrix, str):
             return f"{role}: {matrix}"
+    if spec.moe is not None and (why := _refuse_router(spec.moe)) is not None:
+        return why
     for role, vector in block.weights.vectors.items():
+        if role is Role.ROUTER_BIAS:
+            return f"{role}: experts are chosen by their scores only"
         if role in (Role.ATTN_SCALE, Role.MLP_SCALE):
             return f"{role}: branches are scaled by one number only"
         for tensor in (vector.weight, vector.bias):
@@ -108,6 +112,14 @@ def refuse_block(block: BlockLike) -> str | None:
     for slopes in (block.mask.alibi, block.mask.sinks):
         if slopes is not None and slopes.numel() != spec.heads:
             return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
+    return None
+
+
+def _refuse_router(moe: MoE) -> str | None:
+    if moe.scoring not in SCORINGS:
+        return f"experts are not chosen by {moe.scoring!r} in it"
+    if moe.top_groups < moe.groups or moe.factor != 1.0 or moe.least_sum or moe.exact:
+        return "a router with groups, a factor or float32 logits is not in it"
     return None
 
 

@@ -11,7 +11,6 @@ Shapes: T packed tokens, C hidden, E experts, F feed-forward width of one expert
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.triton.activation import activation as activate
@@ -22,7 +21,7 @@ from slipstream.kernels.triton.target import refuse
 from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight
-from slipstream.ops.moe import moe, route
+from slipstream.ops.moe import moe, route, router_logits
 from slipstream.spec import MoE
 
 __all__ = ["KERNELS"]
@@ -104,10 +103,13 @@ def _run(
     spec: MoE,
     activation: str,
     gated: bool,
+    choice: Tensor | None = None,
 ) -> Tensor:
     if not (_reads(experts_in) and _reads(experts_out) and activation in KINDS and x.shape[0]):
-        return moe(x, router, experts_in, experts_out, spec=spec, activation=activation, gated=gated)
-    weights, chosen = route(F.linear(x, router.dense().to(x.dtype), router.bias), spec)
+        return moe(
+            x, router, experts_in, experts_out, spec=spec, activation=activation, gated=gated, choice=choice
+        )
+    weights, chosen = route(router_logits(x, router, spec), spec, choice)
     pairs = sort_pairs(chosen, spec.experts)
     y = _over_pairs(x, experts_in, chosen.shape[1], pairs)
     y = activate(y, name=activation, gated=gated)

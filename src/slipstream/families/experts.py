@@ -1,0 +1,64 @@
+"""What mixtures of experts share that are scored by a sigmoid and chosen with a correction, as DeepSeek-V3's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from slipstream.families.common import MOE_RECIPES, QK_NORMS, field
+from slipstream.families.family import Config
+from slipstream.spec import MoE, Role
+from slipstream.weights.recipe import First, Recipe, Stack, Take
+
+__all__ = ["CORRECTED", "SHARED", "TINY_EXPERTS", "corrected_moe", "is_sparse"]
+
+SHARED: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {
+        Role.SHARED_IN: Stack(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
+        Role.SHARED_OUT: Take("mlp.shared_experts.down_proj"),
+    }
+)
+"""Experts that see every token, by DeepSeek's names."""
+
+CORRECTED: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {
+        **MOE_RECIPES,
+        **QK_NORMS,
+        **SHARED,
+        Role.ROUTER_BIAS: First(
+            (Take("mlp.gate.e_score_correction_bias"), Take("mlp.e_score_correction_bias"))
+        ),
+    }
+)
+"""A llama-like layer with such experts, or without any, with its queries and keys normalised or not."""
+
+TINY_EXPERTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
+)
+
+
+def corrected_moe(config: Config, **changes: Any) -> MoE:
+    """The mixture by DeepSeek's field names; `changes` replace single fields."""
+    shared = int(field(config, "n_shared_experts", "num_shared_experts", default=0))
+    values: dict[str, Any] = {
+        "experts": int(field(config, "n_routed_experts", "num_experts")),
+        "top_k": config.num_experts_per_tok,
+        "scoring": "sigmoid",
+        "normalize": bool(field(config, "norm_topk_prob", default=True)),
+        "groups": int(field(config, "n_group", default=1)),
+        "top_groups": int(field(config, "topk_group", default=1)),
+        "group_score": "top2",
+        "factor": float(field(config, "routed_scaling_factor", default=1.0)),
+        "exact": True,
+        "shared": config.moe_intermediate_size * shared,
+    }
+    return MoE(**{**values, **changes})
+
+
+def is_sparse(config: Config, index: int) -> bool:
+    """Whether a layer has experts, by `mlp_layer_types`, or by how many at the beginning are dense."""
+    kinds = field(config, "mlp_layer_types")
+    if kinds is not None:
+        return bool(kinds[index] == "sparse")
+    return index >= int(field(config, "first_k_dense_replace", default=0))
