@@ -68,6 +68,9 @@ def peaked_model(tiny: Tiny, seed: int = 0) -> nn.Module:
                 parameter.add_(torch.randn_like(parameter) * 1.5 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
         head = model.get_output_embeddings()
         if head is not None:
             head.weight.mul_(3)

@@ -50,6 +50,7 @@ _HALF_READ = {
     "dinov2_with_registers": ("head_dim",),
     "gpt_neox_japanese": ("head_dim",),
     "modernbert": ("head_dim",),
+    "modernbert-decoder": ("head_dim",),
     "olmoe": ("head_dim",),
     "persimmon": ("head_dim",),
     "stablelm": ("head_dim",),

@@ -1,4 +1,4 @@
-"""Llama, in every kind of rotary embedding that its checkpoints use."""
+"""Llama, in every kind of rotary embedding that its checkpoints use, and layers like it to the letter."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ _LLAMA3 = {
 }
 _LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 
+_NO_PICTURES: dict[str, Any] = {
+    "cross_attention_layers": [],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+
 FAMILY = Family(
     name="llama",
-    layers=("LlamaDecoderLayer",),
+    layers=("LlamaDecoderLayer", "Emu3DecoderLayer", "MllamaSelfAttentionDecoderLayer"),
     spec=llama_like,
     recipes=LLAMA_RECIPES,
     frame=llama_frame,
@@ -39,5 +44,7 @@ FAMILY = Family(
         _tiny("yarn rope", **_rope("yarn", factor=4.0, original_max_position_embeddings=16)),
         _tiny("longrope", **_rope("longrope", factor=8.0, original_max_position_embeddings=4, **_LONG)),
         _tiny("llama3 rope", **_rope("llama3", **_LLAMA3)),
+        tiny("Emu3ForCausalLM", "Emu3TextConfig", label="of Emu3"),
+        tiny("MllamaForCausalLM", "MllamaTextConfig", label="of Llama 3.2 Vision", **_NO_PICTURES),
     ),
 )

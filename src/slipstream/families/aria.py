@@ -1,0 +1,39 @@
+"""Aria's language model: llama's attention, experts stored `(in, out)`, shared experts beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, tiny
+from slipstream.families.experts import SHARED
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, MoE, Role
+from slipstream.weights.recipe import Take
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    moe = MoE(
+        config.moe_num_experts,
+        config.moe_topk,
+        scoring="topk_softmax",
+        shared=config.intermediate_size * config.moe_num_shared_experts,
+    )
+    return llama_like(config, index, moe=moe)
+
+
+_TINY: dict[str, Any] = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2}
+
+FAMILY = Family(
+    name="aria_text",
+    layers=("AriaTextDecoderLayer",),
+    spec=_spec,
+    recipes={
+        **MOE_RECIPES,
+        **SHARED,
+        Role.ROUTER: Take("mlp.router"),
+        Role.EXPERTS_IN: Take("mlp.experts.gate_up_proj", transposed=True),
+        Role.EXPERTS_OUT: Take("mlp.experts.down_proj", transposed=True),
+    },
+    frame=llama_frame,
+    tiny=(tiny("AriaTextForCausalLM", "AriaTextConfig", **_TINY),),
+)

@@ -1,0 +1,69 @@
+"""Granite with sinks and windows, dense and with experts; each layer rotates by a theta of its own, or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slipstream.families.common import LLAMA_RECIPES, MOE_RECIPES, llama_windowed, rope, tiny
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, MoE, Role
+from slipstream.weights.recipe import Take
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    return llama_windowed(
+        config,
+        index,
+        scale=float(config.attention_multiplier),
+        residual_scale=float(config.residual_multiplier),
+        sinks=True,
+        rope=rope(config) if config.layer_rope_theta[index] else None,
+    )
+
+
+def _sparse(config: Config, index: int) -> BlockSpec:
+    moe = MoE(config.num_local_experts, config.num_experts_per_tok, scoring="topk_softmax")
+    return replace(_spec(config, index), moe=moe)
+
+
+_SINKS = {Role.SINKS: Take("self_attn.sinks")}
+_TINY: dict[str, Any] = {
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+FAMILIES = (
+    Family(
+        name="granite_swa",
+        layers=("GraniteSWADecoderLayer",),
+        spec=_spec,
+        recipes={**LLAMA_RECIPES, **_SINKS},
+        tiny=(tiny("GraniteSWAForCausalLM", "GraniteSWAConfig", **_TINY),),
+    ),
+    Family(
+        name="granitemoe_swa",
+        layers=("GraniteMoeSWADecoderLayer",),
+        spec=_sparse,
+        recipes={
+            **MOE_RECIPES,
+            **_SINKS,
+            Role.ROUTER: Take("block_sparse_moe.router"),
+            Role.EXPERTS_IN: Take("block_sparse_moe.experts.gate_up_proj"),
+            Role.EXPERTS_OUT: Take("block_sparse_moe.experts.down_proj"),
+        },
+        tiny=(
+            tiny(
+                "GraniteMoeSWAForCausalLM",
+                "GraniteMoeSWAConfig",
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                **_TINY,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,58 @@
+"""Mellum 2: Qwen3-MoE's layer with windows on some layers, whose angles are their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slipstream.families.common import (
+    MOE_RECIPES,
+    QK_NORMS,
+    layer_type,
+    llama_frame,
+    llama_windowed,
+    rope,
+    tiny,
+)
+from slipstream.families.experts import is_sparse
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, MoE, Norm, QKNorm
+
+
+def _spec(config: Config, index: int) -> BlockSpec:
+    angles = rope(config, layer_type=layer_type(config, index))
+    qk_norm = QKNorm(Norm("rms", config.rms_norm_eps))
+    dense = llama_windowed(config, index, qk_norm=qk_norm, rope=angles)
+    if not is_sparse(config, index):
+        return dense
+    moe = MoE(config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
+    return replace(dense, ffn=config.moe_intermediate_size, moe=moe)
+
+
+_TINY: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+FAMILY = Family(
+    name="mellum",
+    layers=("MellumDecoderLayer",),
+    spec=_spec,
+    recipes={**MOE_RECIPES, **QK_NORMS},
+    frame=llama_frame,
+    tiny=(
+        tiny("MellumForCausalLM", "MellumConfig", **_TINY),
+        tiny(
+            "MellumForCausalLM",
+            "MellumConfig",
+            label="first dense, not normalised",
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            norm_topk_prob=False,
+            **_TINY,
+        ),
+    ),
+)
