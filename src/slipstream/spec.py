@@ -173,6 +173,12 @@ class MoE:
     shared: int = 0
     shared_gate: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen among all by their logits, in the dtype of what enters, and no more."""
+        whole = self.top_groups >= self.groups and self.factor == 1.0 and not self.least_sum
+        return self.scoring != "sigmoid" and whole and not self.exact
+
 
 @dataclass(frozen=True)
 class BlockSpec:

@@ -22,7 +22,7 @@ VARIANTS = [
     for tiny in family.tiny
     if hasattr(transformers, tiny.model) and hasattr(transformers, tiny.config)
 ]
-"""Every tiny model of every registered family that the installed transformers has: the newest has them all."""
+"""Every tiny model of every registered family that the installed transformers has; the newest has all."""
 
 LENGTH, NEW_TOKENS = 12, 8
 

@@ -47,6 +47,7 @@ FOREIGN: dict[str, Any] = {
 
 _HALF_READ = {
     "dinov2": ("head_dim",),
+    "esm": ("head_dim",),
     "dinov2_with_registers": ("head_dim",),
     "gpt_neox_japanese": ("head_dim",),
     "modernbert": ("head_dim",),

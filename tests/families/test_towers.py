@@ -34,7 +34,12 @@ _PICTURE: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
 }
-_TWO: list[tuple[str, dict[str, Any]]] = [("CLIP", {}), ("Siglip", {})]
+_TWO: list[tuple[str, dict[str, Any]]] = [
+    ("CLIP", {}),
+    ("Siglip", {}),
+    ("AltCLIP", {"project_dim": 64}),
+    ("ChineseCLIP", {}),
+]
 
 
 def _grown(config: Any, model: str) -> Any:

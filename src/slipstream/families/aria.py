@@ -8,7 +8,7 @@ from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, tin
 from slipstream.families.experts import SHARED
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Role
-from slipstream.weights.recipe import Take
+from slipstream.weights.recipe import First, Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
@@ -21,6 +21,11 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, moe=moe)
 
 
+def _either(*names: str) -> First:
+    """The experts by their names of today, or by those before."""
+    return First(tuple(Take(f"mlp.experts.{name}", transposed=True) for name in names))
+
+
 _TINY: dict[str, Any] = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2}
 
 FAMILY = Family(
@@ -31,8 +36,8 @@ FAMILY = Family(
         **MOE_RECIPES,
         **SHARED,
         Role.ROUTER: Take("mlp.router"),
-        Role.EXPERTS_IN: Take("mlp.experts.gate_up_proj", transposed=True),
-        Role.EXPERTS_OUT: Take("mlp.experts.down_proj", transposed=True),
+        Role.EXPERTS_IN: _either("gate_up_proj", "fc1"),
+        Role.EXPERTS_OUT: _either("down_proj", "fc2"),
     },
     frame=llama_frame,
     tiny=(tiny("AriaTextForCausalLM", "AriaTextConfig", **_TINY),),

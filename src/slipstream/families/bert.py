@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.families.common import bert_like, bert_tiny
-from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, Role
+from slipstream.families.family import Config, Family, Tiny
+from slipstream.spec import BlockSpec, Role, Rope
 from slipstream.weights.recipe import Recipe, Stack, Take
 
 
@@ -17,6 +17,23 @@ def _post_norm(config: Config, index: int) -> BlockSpec:
 
 def _pre_norm(config: Config, index: int) -> BlockSpec:
     return bert_like(config, index, place="pre", causal=config.is_decoder)
+
+
+def _esm(config: Config, index: int) -> BlockSpec:
+    dim = config.hidden_size // config.num_attention_heads
+    rotary = config.position_embedding_type == "rotary"
+    # The class has a GELU of its own, whatever the config says.
+    return bert_like(config, index, place="pre", activation="gelu", rope=Rope(dim) if rotary else None)
+
+
+def _roformer(config: Config, index: int) -> BlockSpec:
+    dim = config.hidden_size // config.num_attention_heads
+    angles = Rope(dim, interleaved=True, table="half")
+    return bert_like(config, index, rope=angles)
+
+
+def _refuse_roformer(config: Config) -> str | None:
+    return "values that are rotated as well" if config.rotary_value else _refuse_decoder(config)
 
 
 def _refuse(config: Config) -> str | None:
@@ -35,6 +52,9 @@ _RECIPES: Mapping[Role, Recipe] = {
     Role.MLP_OUT: Take("output.dense"),
     Role.MLP_NORM: Take("output.LayerNorm"),
 }
+
+
+_ESM: dict[str, Any] = {"position_embedding_type": "rotary", "emb_layer_norm_before": False}
 
 
 def _family(
@@ -61,6 +81,11 @@ def _family(
     )
 
 
+def _encoder(name: str, layer: str, tiny: Tiny) -> Family:
+    """A class that never decodes, whatever its config says."""
+    return Family(name=name, layers=(layer,), spec=bert_like, recipes=_RECIPES, tiny=(tiny,))
+
+
 FAMILIES = (
     _family("bert", "Bert", causal="LMHeadModel"),
     _family("roberta", "Roberta"),
@@ -72,6 +97,58 @@ FAMILIES = (
     _family("rembert", "RemBert", causal=None, input_embedding_size=48, output_embedding_size=80),
     _family(
         "roberta-prelayernorm", "RobertaPreLayerNorm", norms=("attention.LayerNorm", "intermediate.LayerNorm")
+    ),
+    _family("roc_bert", "RoCBert", enable_pronunciation=False, enable_shape=False),
+    _family("megatron-bert", "MegatronBert", causal=None, norms=("attention.ln", "ln")),
+    _encoder(
+        "altclip_text", "AltRobertaLayer", bert_tiny("AltCLIPTextModel", "AltCLIPTextConfig", project_dim=32)
+    ),
+    _encoder("align_text", "AlignTextLayer", bert_tiny("AlignTextModel", "AlignTextConfig")),
+    _encoder(
+        "chinese_clip_text",
+        "ChineseCLIPTextLayer",
+        bert_tiny("ChineseCLIPTextModel", "ChineseCLIPTextConfig"),
+    ),
+    _encoder("clap_text", "ClapTextLayer", bert_tiny("ClapTextModel", "ClapTextConfig")),
+    _encoder("layoutlm", "LayoutLMLayer", bert_tiny("LayoutLMForMaskedLM", "LayoutLMConfig")),
+    _encoder("splinter", "SplinterLayer", bert_tiny("SplinterModel", "SplinterConfig")),
+    _encoder("visual_bert", "VisualBertLayer", bert_tiny("VisualBertModel", "VisualBertConfig")),
+    _encoder("markuplm", "MarkupLMLayer", bert_tiny("MarkupLMModel", "MarkupLMConfig")),
+    Family(
+        name="bert-generation",
+        layers=("BertGenerationLayer",),
+        spec=_post_norm,
+        recipes=_RECIPES,
+        refuse=_refuse,
+        tiny=(
+            bert_tiny("BertGenerationDecoder", "BertGenerationConfig", is_decoder=True),
+            bert_tiny("BertGenerationEncoder", "BertGenerationConfig", label="encoder"),
+        ),
+    ),
+    Family(
+        name="esm",
+        layers=("EsmLayer",),
+        spec=_esm,
+        recipes={**_RECIPES, Role.ATTN_NORM: Take("attention.LayerNorm"), Role.MLP_NORM: Take("LayerNorm")},
+        refuse=_refuse_decoder,
+        tiny=(
+            bert_tiny("EsmForMaskedLM", "EsmConfig", mask_token_id=3, **_ESM),
+            bert_tiny(
+                "EsmForMaskedLM",
+                "EsmConfig",
+                label="learned positions",
+                mask_token_id=3,
+                **{**_ESM, "position_embedding_type": "absolute"},
+            ),
+        ),
+    ),
+    Family(
+        name="roformer",
+        layers=("RoFormerLayer",),
+        spec=_roformer,
+        recipes=_RECIPES,
+        refuse=_refuse_roformer,
+        tiny=(bert_tiny("RoFormerForMaskedLM", "RoFormerConfig"),),
     ),
     _family("xlm-roberta-xl", "XLMRobertaXL", norms=("attention.self_attn_layer_norm", "LayerNorm")),
 )

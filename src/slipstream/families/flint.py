@@ -1,4 +1,4 @@
-"""Flint: sinks, normalised heads, only windowed layers rotate, experts by sigmoid beside one that always runs."""
+"""Flint: sinks, normalised heads, only windowed layers rotate, experts by sigmoid beside one for all."""
 
 from __future__ import annotations
 

@@ -42,7 +42,12 @@ def _exaone(config: Config, index: int) -> BlockSpec:
     return _with_experts(config, index, dense)
 
 
-_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+_GROUPS: dict[str, Any] = {
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
 _TINY: dict[str, Any] = {**TINY_EXPERTS, "head_dim": 16}
 _EXAONE: dict[str, Any] = {
     "num_experts": 8,
@@ -80,7 +85,11 @@ FAMILIES = (
         "Dots1",
         _dots,
         groups={**_TINY, **_GROUPS, "first_k_dense_replace": 1},
-        windows={**_TINY, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        windows={
+            **_TINY,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     _family("solar_open", "SolarOpen", _solar, groups={**_TINY, **_GROUPS}),
     _family(

@@ -1,4 +1,4 @@
-"""Granite with sinks and windows, dense and with experts; each layer rotates by a theta of its own, or not."""
+"""Granite with sinks and windows, dense and with experts; each layer has its own theta, or none."""
 
 from __future__ import annotations
 

@@ -105,6 +105,7 @@ class LayerSignature:
         elif spec.cross is not None and spec.relative == "shared":
             return None  # without states, the layer's answer has fewer parts
         rope = given.get("position_embeddings")
+        rope = _sinusoids(given.pop("sinusoidal_pos", None)) if rope is None else rope
         positions = given.get("position_ids")
         if given.pop("is_causal", None) not in (None, spec.causal):
             return None
@@ -128,6 +129,14 @@ class LayerSignature:
 def _pop_first(given: dict[str, Any], names: tuple[str, ...]) -> Any:
     found = [given.pop(name) for name in names if name in given]
     return next((value for value in found if value is not None), None)
+
+
+def _sinusoids(table: Any) -> tuple[Tensor, Tensor] | None:
+    """RoFormer's `(1, 1, S, D)` table `[sin | cos]` as cosines and sines, or None."""
+    if not isinstance(table, Tensor):
+        return None
+    sin, cos = table.flatten(0, -3).chunk(2, dim=-1)
+    return cos, sin
 
 
 def _asks(value: Any) -> bool:

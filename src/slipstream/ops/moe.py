@@ -63,7 +63,8 @@ def _among_the_best_groups(scores: Tensor, spec: MoE) -> Tensor:
     grouped = scores.unflatten(-1, (spec.groups, -1))
     worth = grouped.topk(2, dim=-1).values.sum(-1) if spec.group_score == "top2" else grouped.amax(-1)
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(spec.top_groups).indices, True)
-    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    lowered: Tensor = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    return lowered
 
 
 def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:

@@ -99,27 +99,17 @@ def refuse_block(block: BlockLike) -> str | None:
         matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
         if isinstance(matrix, str):
             return f"{role}: {matrix}"
-    if spec.moe is not None and (why := _refuse_router(spec.moe)) is not None:
-        return why
+    if spec.moe is not None and not spec.moe.is_plain:
+        return "a router that scores by sigmoid, in groups, by a factor or in float32 is not in it"
     for role, vector in block.weights.vectors.items():
-        if role is Role.ROUTER_BIAS:
-            return f"{role}: experts are chosen by their scores only"
-        if role in (Role.ATTN_SCALE, Role.MLP_SCALE):
-            return f"{role}: branches are scaled by one number only"
+        if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.ROUTER_BIAS):
+            return f"{role}: it is not in it"
         for tensor in (vector.weight, vector.bias):
             if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
                 return f"{role}: a vector in {tensor.dtype} is not read"
     for slopes in (block.mask.alibi, block.mask.sinks):
         if slopes is not None and slopes.numel() != spec.heads:
             return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
-    return None
-
-
-def _refuse_router(moe: MoE) -> str | None:
-    if moe.scoring not in SCORINGS:
-        return f"experts are not chosen by {moe.scoring!r} in it"
-    if moe.top_groups < moe.groups or moe.factor != 1.0 or moe.least_sum or moe.exact:
-        return "a router with groups, a factor or float32 logits is not in it"
     return None
 
 
