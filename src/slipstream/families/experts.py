@@ -1,4 +1,4 @@
-"""What mixtures of experts share that are scored by a sigmoid and chosen with a correction, as DeepSeek-V3's."""
+"""What mixtures share whose experts are scored by a sigmoid, with a correction for the choice: DeepSeek's."""
 
 from __future__ import annotations
 
