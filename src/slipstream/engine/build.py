@@ -251,7 +251,7 @@ def _settings(
         bind,
         packed,
         plain_roles=frozenset() if config.quant.qkv.enabled else _PROJECTIONS,
-        keep=kept_in_float32(model),
+        keep=kept_in_float32(model, dtype),
         device=place,
         join=device.joins_rows,
         filling=filling,

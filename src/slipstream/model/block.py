@@ -147,7 +147,10 @@ class Block:
         return self.ops.norm.run(x, vector.weight, vector.bias, spec=norm or self.spec.norm)  # type: ignore[no-any-return]
 
     def _linear(self, role: Role, x: Tensor) -> Tensor:
-        return self.ops.linear.run(x, self.weights.matrices[role])  # type: ignore[no-any-return]
+        weight = self.weights.matrices[role]
+        # A matrix that is kept in float32 (T5's last one) answers in it, and the sums go on so.
+        dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
+        return self.ops.linear.run(x if x.dtype == dtype else x.to(dtype), weight)  # type: ignore[no-any-return]
 
     def _attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
         spec = self.spec

@@ -13,11 +13,15 @@ __all__ = ["applies", "convert", "kept_in_float32", "move"]
 _ANGLES = re.compile(r"freq|rot|cos|sin|timescale|embed_positions")
 
 
-def kept_in_float32(model: nn.Module) -> tuple[re.Pattern[str], ...]:
-    """Patterns of parameters that transformers keeps in float32 whatever dtype is asked for."""
+def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> tuple[re.Pattern[str], ...]:
+    """Patterns of parameters that transformers keeps in float32 when it is asked for a dtype.
+
+    Source: transformers, modeling_utils.py, `_keep_in_fp32_modules`: some in float16 only, for its range.
+    """
     names: set[str] = set()
+    always, ranged = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"
     for module in model.modules():
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        for attribute in (always, ranged) if dtype == torch.float16 else (always,):
             names |= set(getattr(module, attribute, None) or ())
     return tuple(re.compile(rf"((^|\.){re.escape(name)}($|\.))") for name in sorted(names))
 
