@@ -28,7 +28,7 @@ NAMES = [
 ENGINE = {
     "forward", "generate", "report", "profile_model_time", "model_times", "layer_times", "save_checkpoint",
     "load_checkpoint", "destroy", "why_compatible", "state_dict", "load_state_dict",
-    "refresh_weights",
+    "refresh_weights", "load_adapter", "set_adapter",
 }  # fmt: skip
 TREE = {
     "SlipstreamError": (Exception,),

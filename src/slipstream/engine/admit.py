@@ -70,6 +70,9 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
                 f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or "
                 "load the model again"
             )
+    wants_floats = config.replace_with_kernel_inject or config.weight_format is not None
+    if wants_floats:
+        _refuse_adapters(model)
     parameters = dict(model.named_parameters())
     if source is None:
         _check_has_values(model, parameters)
@@ -79,7 +82,6 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
             f"{sparse[0]} is stored as {parameters[sparse[0]].layout}; make it dense before init_inference "
             "(parameter.to_dense())"
         )
-    wants_floats = config.replace_with_kernel_inject or config.weight_format is not None
     packed = [name for name, p in parameters.items() if not p.is_floating_point()]
     if packed and wants_floats:
         raise WeightError(
@@ -127,6 +129,17 @@ def _check_values(source: Source, parameters: Mapping[str, Tensor], dtype: torch
                 _check_range({source.place(name): tensor}, dtype)
         del tensor
         source.release([name])
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Refuse a model whose layers peft has wrapped: blocks would be fused without its adapters."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise UnsupportedError(
+                f"{name or 'the model'} is peft's {type(module).__name__}, and blocks are fused from a model "
+                "without adapters; hand in model.merge_and_unload(), or the base model, to which "
+                "engine.load_adapter(folder, name) adds adapters that can be switched"
+            )
 
 
 def compute_dtype(model: nn.Module, config: InferenceConfig) -> torch.dtype:

@@ -30,9 +30,11 @@ from slipstream.engine.request import (
 )
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.model.adapters import Adapters
 from slipstream.model.refresh import refresh
 from slipstream.model.report import Report
 from slipstream.profile.times import Profile
+from slipstream.weights.lora import read_adapter
 
 __all__ = ["InferenceEngine"]
 
@@ -71,6 +73,7 @@ class InferenceEngine(nn.Module):
         self._built = built
         self._graphs = ForwardGraphs(model, built.device) if settings.enable_cuda_graph else None
         self._profile: Profile | None = None
+        self._adapters = Adapters(format_named)
         self.training = False
         self.module = model
         self.__class__ = _named_like(type(self), type(model))  # type: ignore[arg-type]
@@ -121,13 +124,53 @@ class InferenceEngine(nn.Module):
 
         Args:
             state: Every name of `state_dict()`, in any floating dtype and on any device, or a module that has
-                such a state dict: the model that is being trained. Of tied tensors, one will do.
+                such a state dict: the model that is being trained. Of tied tensors, one will do. An adapter
+                that is at work stays so, upon the new weights.
 
         Raises:
             WeightError: A name too many or too few, another shape, NaN or infinity; nothing was written.
             ConfigError: Not a state dict.
         """
-        refresh(self.module, state, format_named)
+        active = self._adapters.active
+        self._adapters.select(self.module, None)
+        try:
+            refresh(self.module, state, format_named)
+        finally:
+            self._adapters.select(self.module, active)
+
+    def load_adapter(
+        self,
+        adapter: str | Path | Mapping[str, Tensor],
+        name: str,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Read a LoRA adapter in peft's format; `set_adapter` puts it to work.
+
+        One that is loaded under the name of another takes its place, also at work.
+
+        Args:
+            adapter: The folder that peft wrote, or the tensors by peft's names.
+            name: To call it by.
+            config: For tensors, what peft's `adapter_config.json` would say: `r`, `lora_alpha`, ...
+
+        Raises:
+            WeightError: It cannot be read, or is of another model; nothing has changed.
+            UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor.
+            ConfigError: Tensors without a configuration.
+        """
+        self._adapters.add(self.module, name, read_adapter(adapter, config))
+
+    def set_adapter(self, name: str | None) -> None:
+        """Merge an adapter into the weights, in the place of the one that was merged; None takes it out.
+
+        The weights are changed where they lie, so graphs and kernels go on with them; what they were is kept,
+        a copy of the adapted matrices, and comes back to the bit.
+
+        Raises:
+            ConfigError: No adapter has this name.
+            WeightError: The sum is not finite in the engine's dtype; no adapter is at work then.
+        """
+        self._adapters.select(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InferenceEngine:
         """An engine of its own, with weights of its own."""
