@@ -3,8 +3,8 @@
 A folder has `adapter_config.json` and `adapter_model.safetensors`. A tensor's name is
 `base_model.model.<module>.lora_A.weight` `(r, I)`, `...lora_B.weight` `(O, r)`, for embeddings
 `...lora_embedding_A` `(r, V)` and `...lora_embedding_B` `(C, r)`, or, of `modules_to_save` and trained
-biases, the model's own. To a matrix is added `scale * B @ A`, where `scale` is `alpha / r`, or `alpha / sqrt(r)` with
-`use_rslora`; patterns give modules an alpha of their own.
+biases, the model's own. To a matrix is added `scale * B @ A`, where `scale` is `alpha / r`, or
+`alpha / sqrt(r)` with `use_rslora`; patterns give modules an alpha of their own.
 
 Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1; Kalajdzievski 2023 (arXiv 2312.03732) for the root;
 peft's documentation of its checkpoint format.
