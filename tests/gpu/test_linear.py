@@ -11,7 +11,16 @@ from slipstream.ops.bind import Facts
 from tests.gpu.place import place
 
 ALL = {**FORMATS, **VARIANTS}
-SHAPES = [(1, 64, 8), (1, 200, 5), (2, 129, 33), (3, 640, 6), (4, 31, 3), (5, 200, 70), (33, 640, 20)]
+SHAPES = [
+    (1, 64, 8),
+    (1, 200, 5),
+    (2, 129, 33),
+    (3, 640, 6),
+    (4, 31, 3),
+    (5, 200, 70),
+    (33, 640, 20),
+    (130, 77, 9),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

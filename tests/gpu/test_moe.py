@@ -14,7 +14,9 @@ from tests.gpu.place import place
 
 def test_every_pair_is_in_a_tile_of_its_expert() -> None:
     chosen = torch.randint(0, 5, (37, 2), generator=torch.Generator().manual_seed(0))
-    row_of, expert_of, expert_of_pair, height = sort_pairs(chosen, 5)
+    pairs = sort_pairs(chosen, 5)
+    row_of, expert_of, expert_of_pair = pairs.row_of, pairs.expert_of, pairs.expert_of_pair
+    height = pairs.height
     assert sorted(row_of[row_of >= 0].tolist()) == list(range(74))
     for tile, expert in enumerate(expert_of.tolist()):
         rows = row_of[tile * height : (tile + 1) * height]

@@ -111,7 +111,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
     if blocks:
         watch(model)
-    stack = _stack(list(blocks.values()), device)
+    stack = bind_stack(device, list(blocks.values()), run_stack)
     runner = None if frame is None else _runner(frame, blocks, stack, _frame_ops(device, settings, outside))
     notes += prepare_road(runner, device, config)
     if blocks and runner is None and why_no_runner:
@@ -298,12 +298,6 @@ def _frame_ops(device: Device, settings: Settings, outside: Sequence[OutsidePlan
     """What runs around the layers: on the CPU for the check, before the model moves, then where it runs."""
     head = next((plan.format.name for plan in outside if plan.role == "head"), "plain")
     return bind_ops(Facts(device.torch_device, settings.dtype, None, head), kernels_for(device))
-
-
-def _stack(blocks: Sequence[Block], device: Device) -> Bound:
-    if device.name == "cpu":
-        return bind_stack(blocks, run_stack)
-    return Bound("stack", "reference", run_stack)
 
 
 def _runner(frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops) -> Runner:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from typing import Any
 
 from slipstream.devices import Device
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack
-from slipstream.kernels.cpu.stack import bind_stack
-from slipstream.ops.bind import Kernel
+from slipstream.kernels.cpu.stack import bind_stack as bind_cpu_stack
+from slipstream.ops.bind import Bound, Kernel
 
 __all__ = ["bind_model", "bind_pack", "bind_stack", "kernels_for"]
 
@@ -28,3 +30,20 @@ def kernels_for(device: Device) -> tuple[Kernel, ...]:
     from slipstream.kernels import triton
 
     return triton.KERNELS
+
+
+def bind_stack(device: Device, blocks: Sequence[Any], otherwise: Any) -> Bound:
+    """Choose what runs all blocks of an engine.
+
+    Args:
+        device: Where the engine runs.
+        blocks: The layers in order.
+        otherwise: `model.frame.run_stack`, which every device can run.
+    """
+    if device.name == "cpu":
+        return bind_cpu_stack(blocks, otherwise)
+    if not kernels_for(device):
+        return Bound("stack", "reference", otherwise)
+    from slipstream.kernels.triton.stack import bind_stack as bind_triton_stack
+
+    return bind_triton_stack(blocks, otherwise)

@@ -89,20 +89,20 @@ class Block:
                 Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, self._attention(x, rope, attend))
             )
             x = self._ask(x, across)
-            fed = self._scaled(Role.MLP_SCALE, self._feed_forward(x))
+            fed = self._scaled(Role.MLP_SCALE, self.feed_forward(x))
             return self._end(self._norm(Role.MLP_NORM, x + fed))
         normed = self._norm(Role.ATTN_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
         attended = self._norm(Role.ATTN_POST_NORM, self._attention(normed, rope, attend))
         if spec.parallel:
             entry = self._norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
-            fed = self._norm(Role.MLP_POST_NORM, self._feed_forward(entry))
+            fed = self._norm(Role.MLP_POST_NORM, self.feed_forward(entry))
             scaled = self._scaled(Role.ATTN_SCALE, attended), self._scaled(Role.MLP_SCALE, fed)
             return residual + (scaled[0] + scaled[1])
         x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
         normed = self._norm(Role.MLP_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
-        fed = self._norm(Role.MLP_POST_NORM, self._feed_forward(normed))
+        fed = self._norm(Role.MLP_POST_NORM, self.feed_forward(normed))
         return self._end(residual + self._scaled(Role.MLP_SCALE, fed))
 
     def _ask(self, x: Tensor, across: CrossAttend | None) -> Tensor:
@@ -181,7 +181,8 @@ class Block:
             weight = weight.view(x.shape[1:])
         return self.ops.norm.run(x, weight, vector.bias, spec=spec.norm)  # type: ignore[no-any-return]
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The second branch between its norms, `(T, C)` to `(T, C)`."""
         spec = self.spec
         if spec.moe is None:
             return self._mlp(x, Role.MLP_IN, Role.MLP_OUT)

@@ -7,16 +7,28 @@ to).
 
 from __future__ import annotations
 
-from slipstream.kernels.triton import activation, attention, linear, matmul, moe, norm, rope
+from slipstream.kernels.triton import (
+    activation,
+    attention,
+    decode_attention,
+    few_rows,
+    linear,
+    matmul,
+    moe,
+    norm,
+    rope,
+    unpack,
+)
 from slipstream.kernels.triton.target import Build
 from slipstream.ops.bind import Kernel
 
 __all__ = ["BUILDS", "KERNELS"]
 
 _MODULES = (activation, attention, linear, moe, norm, rope)
+_COMPILED = (activation, attention, decode_attention, few_rows, matmul, norm, rope, unpack)
 
 KERNELS: tuple[Kernel, ...] = tuple(kernel for module in _MODULES for kernel in module.KERNELS)
 """Every kernel of the GPU, in order of preference."""
 
-BUILDS: tuple[Build, ...] = tuple(build for module in (*_MODULES, matmul) for build in module.BUILDS)
+BUILDS: tuple[Build, ...] = tuple(build for module in _COMPILED for build in module.BUILDS)
 """Every form that is compiled ahead of time."""

@@ -21,55 +21,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.triton.attending import LOG2E, attend_tile, parts_of
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import Build, Launch, generation, processors, refuse
 from slipstream.ops.bind import Kernel
-from slipstream.ops.kv_cache import CachePart, Int8Cache
-from slipstream.ops.paged_attention import paged_attention
+from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import AttentionMask, Step
 
 __all__ = ["BUILDS", "KERNELS"]
 
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _MOST_SPLITS = 32
 
 
 @triton.jit
-def _attend(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    part,
-    weight,
-    query_starts,
-    kv_lens,
-    block_table,
-    alibi,
-    sinks,
-    scale,
-    softcap,
-    window,
-    sequences,
-    table_width,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+def _sequence_of(tile, query_starts, sequences, QUERIES: tl.constexpr):
+    """The sequence that a tile of queries belongs to, and its first query within it."""
     low = tile
+    first = 0
     if QUERIES > 1:
         # Sequence n owns the tiles from query_starts[n] // QUERIES + n on; ours is the last n at or below
         # `tile`.
@@ -80,24 +48,16 @@ def _attend(
             before = tl.load(query_starts + middle) // QUERIES + middle <= tile
             low = tl.where(before, middle, low)
             high = tl.where(before, high, middle)
-    begin = tl.load(query_starts + low)
-    count = tl.load(query_starts + low + 1) - begin
-    first = 0
-    if QUERIES > 1:
-        first = (tile - begin // QUERIES - low) * QUERIES
-    length = tl.load(kv_lens + low)
+        first = (tile - tl.load(query_starts + low) // QUERIES - low) * QUERIES
+    return low, first
 
-    row = tl.arange(0, QUERIES * GROUP)
-    query = first + row // GROUP
-    head = kv_head * (HEADS // KV_HEADS) + row % GROUP
-    inside = (query < count) & (row % GROUP < HEADS // KV_HEADS)
-    dim = tl.arange(0, DIMS)
-    at = ((begin + query).to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
-    real = inside[:, None] & (dim < DIM)[None, :]
-    rows = tl.load(q + at, mask=real, other=0.0)
-    position = length - count + query
 
-    # Keys that any row of the tile sees, cut into splits of whole key tiles.
+@triton.jit
+def _range_of(
+    split, first, count, length, window,
+    HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys that any row of the tile sees, cut into splits of whole key tiles: the ends of one split."""
     end = tl.minimum(length - count + tl.minimum(first + QUERIES, count), length)
     start = 0
     if HAS_WINDOW:
@@ -107,47 +67,60 @@ def _attend(
     upper = tl.minimum(lower + share, end)
     if first >= count:
         upper = lower
+    return lower, upper
+
+
+# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+@triton.jit
+def _attend(
+    q, k_cache, v_cache, k_scales, v_scales, out, part, weight, query_starts, kv_lens, block_table, alibi,
+    sinks, scale, softcap, window, sequences, table_width,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    INT8: tl.constexpr, SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    low, first = _sequence_of(tl.program_id(0), query_starts, sequences, QUERIES)
+    begin = tl.load(query_starts + low)
+    count = tl.load(query_starts + low + 1) - begin
+    length = tl.load(kv_lens + low)
+
+    row = tl.arange(0, QUERIES * GROUP)
+    query = first + row // GROUP
+    head = kv_head * (HEADS // KV_HEADS) + row % GROUP
+    inside = (query < count) & (row % GROUP < HEADS // KV_HEADS)
+    dim = tl.arange(0, DIMS)
+    own = (begin + query).to(tl.int64) * HEADS + head
+    real = inside[:, None] & (dim < DIM)[None, :]
+    rows = tl.load(q + own[:, None] * DIM + dim[None, :], mask=real, other=0.0)
+    position = length - count + query
+    lower, upper = _range_of(split, first, count, length, window, HAS_WINDOW, SPLITS, QUERIES, KEYS)
 
     top = tl.full([QUERIES * GROUP], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * GROUP], tl.float32)
+    slope = total
     if HAS_SINKS:
         # One split alone counts the sink.
-        own = inside & (split == 0)
-        top = tl.load(sinks + head, mask=own, other=float("-inf")).to(tl.float32) * _LOG2E
-        total = tl.where(own, 1.0, 0.0)
+        once = inside & (split == 0)
+        top = tl.load(sinks + head, mask=once, other=float("-inf")).to(tl.float32) * LOG2E
+        total = tl.where(once, 1.0, 0.0)
     if HAS_ALIBI:
         slope = tl.load(alibi + head, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([QUERIES * GROUP, DIMS], tl.float32)
     for key_begin in range(lower, upper, KEYS):
-        key = key_begin + tl.arange(0, KEYS)
-        there = key < upper
-        block = tl.load(block_table + low * table_width + key // SIZE, mask=there, other=0).to(tl.int64)
-        place = ((block * SIZE + key % SIZE) * KV_HEADS + kv_head) * DIM
-        seen = there[:, None] & (dim < DIM)[None, :]
-        keys = tl.load(k_cache + place[:, None] + dim[None, :], mask=seen, other=0.0).to(rows.dtype)
-        scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        if HAS_ALIBI:
-            scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-        visible = there[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores * _LOG2E, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1))
-        known = tl.where(highest == float("-inf"), 0.0, highest)
-        chances = tl.exp2(scores - known[:, None])
-        factor = tl.exp2(top - known)
-        total = total * factor + tl.sum(chances, 1)
-        values = tl.load(v_cache + place[:, None] + dim[None, :], mask=seen, other=0.0).to(rows.dtype)
-        sums = sums * factor[:, None] + tl.dot(chances.to(rows.dtype), values, input_precision="ieee")
-        top = highest
+        top, total, sums = attend_tile(
+            rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope,
+            block_table + low * table_width, k_cache, v_cache, k_scales, v_scales,
+            kv_head, scale, softcap, window, KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8,
+        )  # fmt: skip
 
     if SPLITS == 1:
         sums = sums / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + at, sums.to(out.dtype.element_ty), mask=real)
+        tl.store(out + own[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real)
     else:
-        own = ((begin + query).to(tl.int64) * HEADS + head) * SPLITS + split
+        own = own * SPLITS + split
         tl.store(part + own[:, None] * DIM + dim[None, :], sums, mask=real)
         tl.store(weight + own * 2, top, mask=inside)
         tl.store(weight + own * 2 + 1, total, mask=inside)
@@ -181,7 +154,8 @@ def _launch_of(group: int, dim: int, queries: int, generation: int) -> Launch:
     keys = 64 if dims < 128 or (dims == 128 and generation >= 90) else 32
     # A single query per tile would be taken for a decode step, whose tiles are numbered otherwise.
     sizes = {"QUERIES": max(64 // padded, 2), "GROUP": padded, "KEYS": keys, "DIMS": dims}
-    return Launch(sizes, warps=8 if wide else 4, stages=2)
+    # With two stages, heads of 64 spill on sm_80.
+    return Launch(sizes, warps=8 if wide else 4, stages=3 if dims <= 64 and generation < 90 else 2)
 
 
 def _splits(programs: int, device: torch.device) -> int:
@@ -192,8 +166,7 @@ def _splits(programs: int, device: torch.device) -> int:
 
 def _launch(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: list[Tensor],
     step: list[Tensor],
     alibi: Tensor | None,
     sinks: Tensor | None,
@@ -203,7 +176,7 @@ def _launch(
     query_starts, kv_lens, block_table = step
     (scale, softcap), (window, max_query_len) = scales, limits
     tokens, heads, dim = q.shape
-    kv_heads, sequences = k_cache.shape[2], kv_lens.shape[0]
+    (_, size, kv_heads, _), sequences = caches[0].shape, kv_lens.shape[0]
     q = q.contiguous()
     out = torch.empty_like(q)
     launch = _launch_of(heads // kv_heads, dim, max_query_len, generation(q.device))
@@ -212,7 +185,7 @@ def _launch(
     rows = tokens * heads
     part = q.new_empty((rows, splits, dim) if splits > 1 else 0, dtype=torch.float32)
     weight = q.new_empty((rows, splits, 2) if splits > 1 else 0, dtype=torch.float32)
-    tensors = (q, k_cache, v_cache, out, part, weight, query_starts, kv_lens, block_table)
+    tensors = (q, *caches, out, part, weight, query_starts, kv_lens, block_table)
     masks = (q if alibi is None else alibi, q if sinks is None else sinks)
     numbers = (scale, softcap, window, sequences, block_table.shape[1])
     _attend[(tiles, kv_heads, splits)](
@@ -222,11 +195,12 @@ def _launch(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        SIZE=k_cache.shape[1],
+        SIZE=size,
         HAS_ALIBI=alibi is not None,
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap > 0,
         HAS_WINDOW=window > 0,
+        INT8=caches[0].dtype == torch.int8,
         SPLITS=splits,
         **launch.options(),
     )
@@ -236,20 +210,18 @@ def _launch(
 
 
 _paged_attention = operator(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] step, Tensor? alibi, Tensor? sinks, "
-    "float[] scales, int[] limits) -> Tensor",
+    "paged_attention(Tensor q, Tensor[] caches, Tensor[] step, Tensor? alibi, Tensor? sinks, float[] scales, "
+    "int[] limits) -> Tensor",
     _launch,
     lambda q, *rest: torch.empty_like(q),
 )
 
 
 def _run(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, *, mask: AttentionMask) -> Tensor:
-    if isinstance(k_cache, Int8Cache) or isinstance(v_cache, Int8Cache):
-        return paged_attention(q, k_cache, v_cache, step, mask=mask)  # codes are read by torch alone
+    (keys, k_scales), (values, v_scales) = parts_of(k_cache), parts_of(v_cache)
     return _paged_attention(  # type: ignore[no-any-return]
         q,
-        k_cache,
-        v_cache,
+        [keys, values, k_scales, v_scales],
         [step.query_starts, step.kv_lens, step.block_table],
         mask.alibi,
         mask.sinks,
@@ -263,12 +235,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = (Kernel("paged_attention", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), _run),)
 
 
-def _build(name: str, heads: int, kv_heads: int, dim: int, queries: int, splits: int) -> list[Build]:
+def _build(
+    name: str, heads: int, kv_heads: int, dim: int, queries: int, splits: int, *, int8: bool = False
+) -> list[Build]:
     types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
-    types |= dict.fromkeys(("part", "weight", "alibi", "sinks"), "*fp32")
+    types |= dict.fromkeys(("k_cache", "v_cache"), "*i8") if int8 else {}
+    types |= dict.fromkeys(("part", "weight", "alibi", "sinks", "k_scales", "v_scales"), "*fp32")
     types |= dict.fromkeys(("query_starts", "kv_lens", "block_table"), "*i32")
     types |= {"scale": "fp32", "softcap": "fp32", "window": "i32", "sequences": "i32", "table_width": "i32"}
-    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "SIZE": 32, "SPLITS": splits}
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "SIZE": 32, "SPLITS": splits, "INT8": int8}
     constants |= dict.fromkeys(("HAS_ALIBI", "HAS_SINKS", "HAS_SOFTCAP", "HAS_WINDOW"), False)
     return [
         Build(
@@ -287,7 +262,9 @@ def _build(name: str, heads: int, kv_heads: int, dim: int, queries: int, splits:
 BUILDS = (
     *_build("decode, 32/8 heads of 128", 32, 8, 128, 1, 16),
     *_build("decode, 32/4 heads of 64", 32, 4, 64, 1, 16),
+    *_build("decode, 32/8 heads of 128, int8", 32, 8, 128, 1, 16, int8=True),
     *_build("prefill, 32/8 heads of 128", 32, 8, 128, 512, 1),
+    *_build("prefill, 32/8 heads of 128, int8", 32, 8, 128, 512, 1, int8=True),
     *_build("prefill, 12/12 heads of 64", 12, 12, 64, 512, 1),
     *_build("prefill, 8/4 heads of 256", 8, 4, 256, 512, 1),
     Build(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FORMATS", "PARTS", "RESCALE", "fp6_part", "fp8_codes", "int8_codes", "kind_of", "nibble"]
+__all__ = ["FORMATS", "PARTS", "RESCALE", "codes_at", "decoded", "group_at", "kind_of"]
 
 FORMATS = {"plain": 0, "int8": 1, "fp8": 2, "int4": 3, "int4-sym": 4, "fp6": 5, "fp6-e3m2": 6}
 """Formats by the number that kernels know them by; those of int4 in groups of 64 and 128 share int4's."""
@@ -29,32 +29,83 @@ def _small_integer(code, BIAS: tl.constexpr):
 
 
 @triton.jit
-def int8_codes(raw):
+def _int8_codes(raw):
     """Of int8 codes, loaded as uint8."""
     return _small_integer(raw ^ 0x80, 128.0)
 
 
 @triton.jit
-def fp8_codes(raw):
+def _fp8_codes(raw):
     """Of e4m3 codes, 2^-8 times what they stand for."""
     bits = raw.to(tl.uint16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def nibble(raw, HIGH: tl.constexpr, BIAS: tl.constexpr):
+def _nibble(raw, HIGH: tl.constexpr, BIAS: tl.constexpr):
     """Of 4-bit codes, the low or the high ones of some bytes."""
     return _small_integer(raw >> 4 if HIGH else raw & 15, BIAS)
 
 
 @triton.jit
-def fp6_part(low, high, PART: tl.constexpr, E3M2: tl.constexpr):
+def _fp6_part(low, high, PART: tl.constexpr, E3M2: tl.constexpr):
     """Of the 6-bit codes of one part: `low` holds parts 2n and 2n + 1, `high` all four."""
     four = (low >> 4 if PART % 2 else low & 15).to(tl.uint16)
     code = four | (((high >> (2 * PART)) & 3).to(tl.uint16) << 4)
     shift: tl.constexpr = 8 if E3M2 else 7
     bits = ((code & 0x20) << 10) | ((code & 0x1F) << shift)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def codes_at(codes, second, own, run, there, inputs, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+    """What some runs of some rows are stored as, three blocks `(OUTPUTS, G, WIDTH)`: see `decoded`.
+
+    `own` is where each row begins, `(OUTPUTS, 1, 1)`; `there` says which runs are, `(OUTPUTS, G)`.
+    """
+    lane = tl.arange(0, WIDTH)[None, None, :]
+    at = run[None, :, None] * WIDTH + lane
+    inside = there[:, :, None]
+    if FORMAT <= 2:
+        # Rows end anywhere: what lies beyond the last input belongs to the next row.
+        inside = inside & (at < inputs)
+    if FORMAT >= 5:
+        nibbles = own * 2 + run[None, :, None] * (2 * WIDTH) + lane
+        first = tl.load(codes + nibbles, mask=inside, other=0)
+        other = tl.load(codes + nibbles + WIDTH, mask=inside, other=0)
+        high = tl.load(second + own + at, mask=inside, other=0)
+    else:
+        first = tl.load(codes + own + at, mask=inside, other=0)
+        other = first
+        high = first
+    return first, other, high
+
+
+@triton.jit
+def decoded(first, other, high, PART: tl.constexpr, FORMAT: tl.constexpr):
+    """The weights of part PART of what `codes_at` loaded, float32; of int4 before scale and minimum."""
+    if FORMAT == 0:
+        weights = first.to(tl.float32)
+    elif FORMAT == 1:
+        weights = _int8_codes(first)
+    elif FORMAT == 2:
+        weights = _fp8_codes(first)
+    elif FORMAT <= 4:
+        weights = _nibble(first, PART == 1, 8.0 if FORMAT == 4 else 0.0)
+    else:
+        weights = _fp6_part(first if PART < 2 else other, high, PART, FORMAT == 6)
+    return weights
+
+
+@triton.jit
+def group_at(second, third, row, run, runs, there, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
+    """Scale and minimum of the groups of int4 that some runs are in, `(OUTPUTS, G)` float32 each."""
+    group = row[:, None] * (runs // BLOCKS) + (run // BLOCKS)[None, :]
+    scale = tl.load(second + group, mask=there, other=0.0).to(tl.float32)
+    minimum = scale
+    if FORMAT == 3:
+        minimum = tl.load(third + group, mask=there, other=0.0).to(tl.float32)
+    return scale, minimum
 
 
 def kind_of(name: str) -> tuple[int, int] | None:

@@ -16,15 +16,38 @@ Shapes: T rows, I inputs, O outputs, G runs of bytes of a weight's row, E expert
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.decode import PARTS, RESCALE, fp6_part, fp8_codes, int8_codes, nibble
+from slipstream.kernels.triton.activation import apply, gate
+from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at
+from slipstream.kernels.triton.few_rows import Around, Matrix, planes_of
 from slipstream.kernels.triton.target import Build, Launch, processors
 
-__all__ = ["BUILDS", "planes_of", "tile_rows", "times_matrix"]
+__all__ = ["BUILDS", "Pairs", "tile_rows", "times_matrix"]
+
+_LAUNCH = Launch({"BLOCK": 1024}, warps=4)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of token and expert, sorted by expert and padded to whole tiles of one expert each.
+
+    Attributes:
+        row_of: `(tiles * height,)` int32, the pair of each row of the tiles; -1 for padding.
+        expert_of: `(tiles,)` int32, the expert of each tile; -1 for none.
+        expert_of_pair: `(pairs,)` int32.
+        height: Rows of a tile.
+    """
+
+    row_of: Tensor
+    expert_of: Tensor
+    expert_of_pair: Tensor
+    height: int
 
 
 @triton.jit
@@ -42,136 +65,95 @@ def _flat(block):
 
 
 @triton.jit
-def _some_rows(
-    x,
-    codes,
-    second,
-    third,
-    multiplier,
-    part,
-    row_of,
-    expert_of,
-    rows,
-    inputs,
-    outputs,
-    runs,
-    stride,
-    share,
-    FORMAT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RESCALE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EACH: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    RUNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+def _rows_of(row_of, expert_of, rows, outputs, EXPERTS: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of a tile, which of them are real, the rows of x they read, and the first row of their matrix."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(2)
+    source = row.to(tl.int64)
     # A matrix row's number counts those of the experts before it.
     first = tl.zeros([], tl.int64)
-    source = row.to(tl.int64)
+    real = row < rows
     if EXPERTS:
         expert = tl.load(expert_of + tl.program_id(1)).to(tl.int64)
-        if expert < 0:
-            return
-        first = expert * outputs
         row = tl.load(row_of + row)
+        real = (row >= 0) & (row < rows) & (expert >= 0)
         source = row.to(tl.int64) // EACH
-    real = (row >= 0) & (row < rows)
-    there = output < outputs
-    matrix_row = first + tl.minimum(output, outputs - 1)
+        first = tl.maximum(expert, 0) * outputs
+    return row, real, tl.maximum(source, 0), first
+
+
+# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+@triton.jit
+def _some_rows(
+    x, codes, second, third, multiplier, part, row_of, expert_of,
+    rows, inputs, outputs, runs, stride, share,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, RESCALE: tl.constexpr,
+    EXPERTS: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    split = tl.program_id(2)
+    if EXPERTS:  # noqa: SIM102 - without experts there is nothing to load, which `and` would not prevent
+        if tl.load(expert_of + tl.program_id(1)) < 0:
+            return
+    row, real, source, before = _rows_of(row_of, expert_of, rows, outputs, EXPERTS, EACH, ROWS)
+    matrix_row = before + tl.minimum(output, outputs - 1)
     own = matrix_row[:, None, None] * stride
-    lane = tl.arange(0, WIDTH)[None, None, :]
-    at_row = tl.maximum(source, 0) * inputs
     kind = x.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for begin in range(split * share, tl.minimum(split * share + share, runs), RUNS):
         run = begin + tl.arange(0, RUNS)
-        within = run < runs
-        x0 = _inputs_of(x, at_row, real, run, inputs, WIDTH, PARTS, 0)
-        if FORMAT <= 2:
-            inside = within[None, :, None] & (run[None, :, None] * WIDTH + lane < inputs)
-            raw = tl.load(codes + own + run[None, :, None] * WIDTH + lane, mask=inside, other=0)
-            if FORMAT == 0:
-                weights = raw.to(kind)
-            elif FORMAT == 1:
-                weights = int8_codes(raw).to(kind)
-            else:
-                weights = fp8_codes(raw).to(kind)
-            sums = tl.dot(_flat(weights), tl.trans(x0), sums, input_precision="ieee")
-        elif FORMAT <= 4:
-            raw = tl.load(
-                codes + own + run[None, :, None] * WIDTH + lane, mask=within[None, :, None], other=0
-            )
-            middle: tl.constexpr = 8.0 if FORMAT == 4 else 0.0
-            group = matrix_row[:, None] * (runs // BLOCKS) + (run // BLOCKS)[None, :]
-            scale = tl.load(second + group, mask=within[None, :], other=0.0).to(tl.float32)[:, :, None]
-            low = nibble(raw, False, middle) * scale
-            high = nibble(raw, True, middle) * scale
+        there = (run < runs)[None, :]
+        first, other, high = codes_at(codes, second, own, run, there, inputs, WIDTH, FORMAT)
+        if FORMAT == 3 or FORMAT == 4:
+            scale, minimum = group_at(second, third, matrix_row, run, runs, there, BLOCKS, FORMAT)
+        for field in tl.static_range(PARTS):
+            inside = _inputs_of(x, source * inputs, real, run, inputs, WIDTH, PARTS, field)
+            weights = decoded(first, other, high, field, FORMAT)
+            if FORMAT == 3 or FORMAT == 4:
+                weights = weights * scale[:, :, None]
             if FORMAT == 3:
-                minimum = tl.load(third + group, mask=within[None, :], other=0.0).to(tl.float32)[:, :, None]
-                low += minimum
-                high += minimum
-            x1 = _inputs_of(x, at_row, real, run, inputs, WIDTH, PARTS, 1)
-            sums = tl.dot(_flat(low.to(kind)), tl.trans(x0), sums, input_precision="ieee")
-            sums = tl.dot(_flat(high.to(kind)), tl.trans(x1), sums, input_precision="ieee")
-        else:
-            at = own * 2 + run[None, :, None] * (2 * WIDTH) + lane
-            left = tl.load(codes + at, mask=within[None, :, None], other=0)
-            right = tl.load(codes + at + WIDTH, mask=within[None, :, None], other=0)
-            bits = tl.load(
-                second + own + run[None, :, None] * WIDTH + lane, mask=within[None, :, None], other=0
-            )
-            e3m2: tl.constexpr = FORMAT == 6
-            sums = tl.dot(
-                _flat(fp6_part(left, bits, 0, e3m2).to(kind)), tl.trans(x0), sums, input_precision="ieee"
-            )
-            x1 = _inputs_of(x, at_row, real, run, inputs, WIDTH, PARTS, 1)
-            sums = tl.dot(
-                _flat(fp6_part(left, bits, 1, e3m2).to(kind)), tl.trans(x1), sums, input_precision="ieee"
-            )
-            x2 = _inputs_of(x, at_row, real, run, inputs, WIDTH, PARTS, 2)
-            sums = tl.dot(
-                _flat(fp6_part(right, bits, 2, e3m2).to(kind)), tl.trans(x2), sums, input_precision="ieee"
-            )
-            x3 = _inputs_of(x, at_row, real, run, inputs, WIDTH, PARTS, 3)
-            sums = tl.dot(
-                _flat(fp6_part(right, bits, 3, e3m2).to(kind)), tl.trans(x3), sums, input_precision="ieee"
-            )
+                weights += minimum[:, :, None]
+            sums = tl.dot(_flat(weights.to(kind)), tl.trans(inside), sums, input_precision="ieee")
 
     if FORMAT > 0:
         sums = sums * (tl.load(multiplier + matrix_row) * RESCALE)[:, None]
     place = (split * rows + row.to(tl.int64))[None, :] * outputs + output[:, None]
-    tl.store(part + place, sums, mask=there[:, None] & real[None, :])
+    tl.store(part + place, sums, mask=(output < outputs)[:, None] & real[None, :])
+
+
+@triton.jit
+def _summed(part, bias, first, row, rows, outputs, output, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr):
+    """Some outputs of one row: the splits in their order, and the bias."""
+    there = output < outputs
+    y = tl.zeros(output.shape, tl.float32)
+    for split in range(SPLITS):
+        y += tl.load(part + (split * rows + row) * outputs + output, mask=there, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias + first + output, mask=there, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
 def _sum_splits(
-    part,
-    bias,
-    expert_of_row,
-    out,
-    rows,
-    outputs,
-    HAS_BIAS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    part, bias, expert_of_row, residual, out, rows, outputs, factor,
+    HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = output < outputs
-    y = tl.zeros([BLOCK], tl.float32)
-    for split in range(SPLITS):
-        y += tl.load(part + (split * rows + row) * outputs + output, mask=there, other=0.0)
-    if HAS_BIAS:
-        first = tl.load(expert_of_row + row).to(tl.int64) * outputs if EXPERTS else 0
-        y += tl.load(bias + first + output, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row * outputs + output, y.to(out.dtype.element_ty), mask=there)
+    width = outputs // 2 if GATED else outputs
+    first = tl.load(expert_of_row + row).to(tl.int64) * outputs if EXPERTS else 0
+    y = _summed(part, bias, first, row, rows, outputs, output, HAS_BIAS, SPLITS)
+    if GATED:
+        up = _summed(part, bias, first, row, rows, outputs, output + width, HAS_BIAS, SPLITS)
+        y = gate(y, up, ACTIVATION)
+    elif ACTIVATION >= 0:
+        y = apply(y, ACTIVATION)
+    place = row * width + output
+    there = output < width
+    if HAS_RESIDUAL:
+        y = tl.load(residual + place, mask=there, other=0.0).to(tl.float32) + factor * y
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=there)
 
 
 def tile_rows(rows: int) -> int:
@@ -193,44 +175,25 @@ def _splits(tiles: int, runs: int, each: int, device: torch.device) -> int:
     return max(min(wanted, runs // (4 * each), 16), 1)
 
 
-def planes_of(planes: list[Tensor], kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, second and third plane and multipliers of rows; what a format lacks is never read."""
-    codes = planes[0].view(torch.uint8) if kind == 1 else planes[0]
-    second = planes[1] if kind >= 3 else codes
-    return codes, second, planes[2] if kind == 3 else codes, codes if kind == 0 else planes[-1]
-
-
 def times_matrix(
-    x: Tensor,
-    planes: list[Tensor],
-    bias: Tensor | None,
-    kind: int,
-    blocks: int,
-    shape: tuple[int, int],
-    pairs: tuple[Tensor, Tensor, Tensor, int] | None = None,
+    x: Tensor, matrix: Matrix, around: Around, *, pairs: Pairs | None = None, each: int = 1
 ) -> Tensor:
-    """Return `x @ weight.T + bias`, for each row or for each pair of a row and an expert.
+    """Return what a matrix, and what stands after it, makes of each row, or of each pair of row and expert.
 
     Args:
         x: `(T, I)`, contiguous.
-        planes: Of the weight, `(O, n)` or `(E, O, n)` each, contiguous.
-        bias: `(O,)` or `(E, O)`, or None.
-        kind: Number of the weight format.
-        blocks: Blocks of 32 inputs in one of its groups.
-        shape: O, and how many consecutive pairs share a row of x (1 without experts).
-        pairs: Pairs sorted by expert and padded to whole tiles, `(tiles * rows,)` int32 with -1 for padding;
-            the expert of each tile, `(tiles,)` int32, -1 for none; the expert of each pair, `(pairs,)`; and
-            rows of a tile.
+        matrix: `(O, I)` or `(E, O, I)`, its planes contiguous.
+        around: Activation and residual; a norm must have been taken already.
+        pairs: Of rows and experts, where there are experts.
+        each: How many consecutive pairs share a row of x.
 
     Returns:
-        `(T, O)` or `(pairs, O)` in the dtype of x, pairs in their own order.
+        `(T, O)` or `(pairs, O)` (half of O where gated) in the dtype of x, pairs in their own order.
     """
-    outputs, each = shape
-    inputs = x.shape[1]
-    rows = x.shape[0] if pairs is None else pairs[2].shape[0]
-    height = tile_rows(rows) if pairs is None else pairs[3]
-    tiles = triton.cdiv(rows, height) if pairs is None else pairs[1].shape[0]
-    codes = planes[0]
+    kind, outputs, codes, inputs = matrix.kind, matrix.outputs, matrix.planes[0], x.shape[1]
+    rows = x.shape[0] if pairs is None else pairs.expert_of_pair.shape[0]
+    height = tile_rows(rows) if pairs is None else pairs.height
+    tiles = triton.cdiv(rows, height) if pairs is None else pairs.expert_of.shape[0]
     launch = _launch_of(kind, codes.element_size(), height)
     width, step = launch.sizes["WIDTH"], launch.sizes["RUNS"]
     stride = codes.stride(-2) if kind == 0 else codes.shape[-1] // (2 if kind >= 5 else 1)
@@ -241,42 +204,41 @@ def times_matrix(
     part = x.new_empty((splits, rows, outputs), dtype=torch.float32)
     _some_rows[(columns, tiles, splits)](
         x,
-        *planes_of(planes, kind),
+        *planes_of(matrix.planes, kind),
         part,
-        *((part, part) if pairs is None else pairs[:2]),
-        rows,
-        inputs,
-        outputs,
-        runs,
-        stride,
-        share,
+        *((part, part) if pairs is None else (pairs.row_of, pairs.expert_of)),
+        *(rows, inputs, outputs, runs, stride, share),
         FORMAT=kind,
         PARTS=PARTS[kind],
-        BLOCKS=blocks,
+        BLOCKS=matrix.blocks,
         RESCALE=RESCALE[kind],
         EXPERTS=pairs is not None,
         EACH=each,
         **launch.options(),
     )
-    return _joined(part, bias, None if pairs is None else pairs[2], x.dtype)
+    return _joined(part, matrix.bias, None if pairs is None else pairs.expert_of_pair, around, x.dtype)
 
 
-def _joined(part: Tensor, bias: Tensor | None, expert_of_row: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Sum the splits `(splits, T, O)` and add the bias."""
+def _joined(
+    part: Tensor, bias: Tensor | None, expert_of_row: Tensor | None, around: Around, dtype: torch.dtype
+) -> Tensor:
+    """Sum the splits `(splits, T, O)`, add the bias, and finish."""
     splits, rows, outputs = part.shape
-    out = part.new_empty(rows, outputs, dtype=dtype)
-    _sum_splits[(triton.cdiv(outputs, 1024), rows)](
+    width = outputs // 2 if around.gated else outputs
+    out = part.new_empty(rows, width, dtype=dtype)
+    optional = (bias, expert_of_row, around.residual)
+    _sum_splits[(triton.cdiv(width, _LAUNCH.sizes["BLOCK"]), rows)](
         part,
-        part if bias is None else bias,
-        part if expert_of_row is None else expert_of_row,
+        *(part if tensor is None else tensor for tensor in optional),
         out,
-        rows,
-        outputs,
+        *(rows, outputs, around.factor),
         HAS_BIAS=bias is not None,
         EXPERTS=expert_of_row is not None,
+        HAS_RESIDUAL=around.residual is not None,
+        ACTIVATION=around.activation,
+        GATED=around.gated,
         SPLITS=splits,
-        BLOCK=1024,
-        num_warps=4,
+        **_LAUNCH.options(),
     )
     return out
 

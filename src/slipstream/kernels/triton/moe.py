@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.kernels.triton.activation import activation as activate
 from slipstream.kernels.triton.decode import kind_of
-from slipstream.kernels.triton.matmul import tile_rows, times_matrix
+from slipstream.kernels.triton.few_rows import Around, Matrix
+from slipstream.kernels.triton.matmul import Pairs, tile_rows, times_matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import refuse
 from slipstream.ops.activation import KINDS
@@ -26,8 +26,6 @@ from slipstream.spec import MoE
 
 __all__ = ["KERNELS"]
 
-Pairs = tuple[Tensor, Tensor, Tensor, int]
-
 
 def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
     """Sort pairs of token and expert by expert, and lay them out in tiles of one expert each.
@@ -36,9 +34,6 @@ def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
         chosen: `(T, k)` int64.
         experts: E.
 
-    Returns:
-        What `times_matrix` takes: the pair of each row of the tiles, -1 for padding; the expert of each tile,
-        -1 for none; the expert of each pair; rows of a tile.
     """
     flat = chosen.flatten()
     pairs, device = flat.shape[0], flat.device
@@ -56,7 +51,7 @@ def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
     row_of[(ends - tiles_of)[expert] * height + within] = order.to(torch.int32)
     expert_of = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True)
     expert_of = torch.where(expert_of < experts, expert_of, -1)
-    return row_of, expert_of.to(torch.int32), flat.to(torch.int32), height
+    return Pairs(row_of, expert_of.to(torch.int32), flat.to(torch.int32), height)
 
 
 def _launch(
@@ -68,9 +63,13 @@ def _launch(
     expert_of: Tensor,
     expert_of_pair: Tensor,
 ) -> Tensor:
-    kind, blocks, outputs, each, height = numbers
-    pairs = (row_of, expert_of, expert_of_pair, height)
-    return times_matrix(x.contiguous(), planes, bias, kind, blocks, (outputs, each), pairs)
+    kind, blocks, outputs, each, height, activation, gated = numbers
+    matrix, pairs = (
+        Matrix(planes, bias, kind, blocks, outputs),
+        Pairs(row_of, expert_of, expert_of_pair, height),
+    )
+    around = Around(activation=activation, gated=bool(gated))
+    return times_matrix(x.contiguous(), matrix, around, pairs=pairs, each=each)
 
 
 _pair_linear = operator(
@@ -78,15 +77,16 @@ _pair_linear = operator(
     "Tensor expert_of_pair) -> Tensor",
     _launch,
     lambda x, planes, bias, numbers, row_of, expert_of, expert_of_pair: x.new_empty(
-        expert_of_pair.shape[0], numbers[2]
+        expert_of_pair.shape[0], numbers[2] // (2 if numbers[6] else 1)
     ),
 )
 
 
-def _over_pairs(x: Tensor, weight: Weight, each: int, pairs: Pairs) -> Tensor:
+def _over_pairs(x: Tensor, weight: Weight, each: int, pairs: Pairs, activation: int, gated: bool) -> Tensor:
     kind, blocks = kind_of(weight.format) or (0, 1)
-    numbers = [kind, blocks, weight.shape[1], each, pairs[3]]
-    return _pair_linear(x, list(weight.planes), weight.bias, numbers, *pairs[:3])  # type: ignore[no-any-return]
+    numbers = [kind, blocks, weight.shape[1], each, pairs.height, activation, int(gated)]
+    sorted_pairs = (pairs.row_of, pairs.expert_of, pairs.expert_of_pair)
+    return _pair_linear(x, list(weight.planes), weight.bias, numbers, *sorted_pairs)  # type: ignore[no-any-return]
 
 
 def _reads(weight: Weight) -> bool:
@@ -111,9 +111,8 @@ def _run(
         )
     weights, chosen = route(router_logits(x, router, spec), spec, choice)
     pairs = sort_pairs(chosen, spec.experts)
-    y = _over_pairs(x, experts_in, chosen.shape[1], pairs)
-    y = activate(y, name=activation, gated=gated)
-    y = _over_pairs(y, experts_out, 1, pairs)
+    y = _over_pairs(x, experts_in, chosen.shape[1], pairs, KINDS[activation], gated)
+    y = _over_pairs(y, experts_out, 1, pairs, -1, False)
     return (y.view(*chosen.shape, -1).float() * weights[..., None]).sum(1).to(x.dtype)
 
 
@@ -124,4 +123,3 @@ def _refuse(facts: Facts) -> str | None:
 
 
 KERNELS = (Kernel("moe", "triton", "cuda", _refuse, _run),)
-BUILDS = ()

@@ -1,4 +1,4 @@
-"""`norm` on the GPU: one program per row, which is read once.
+"""`norm` on the GPU: one program per row, which is read once; a residual that it is added to, in the same go.
 
 Shapes: R rows, C width.
 """
@@ -18,27 +18,19 @@ from slipstream.ops.bind import Kernel
 from slipstream.ops.norm import norm
 from slipstream.spec import Norm
 
-__all__ = ["BUILDS", "KERNELS"]
+__all__ = ["BUILDS", "KERNELS", "WIDEST", "norm_onto", "run_norm"]
 
-_WIDEST = 1 << 15
+WIDEST = 1 << 15
 """A wider row does not fit into the registers of one program."""
 
 
+# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
 @triton.jit
 def _norm_rows(
-    x,
-    weight,
-    bias,
-    out,
-    width,
-    weight_rows,
-    eps,
-    offset,
-    LAYER: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    x, weight, bias, residual, out, width, weight_rows, eps, offset, factor,
+    LAYER: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -51,6 +43,8 @@ def _norm_rows(
         y = y * (tl.load(weight + own, mask=inside, other=0.0).to(tl.float32) + offset)
     if HAS_BIAS:
         y = y + tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        y = tl.load(residual + row * width + column, mask=inside, other=0.0).to(tl.float32) + factor * y
     tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -61,7 +55,12 @@ def _launch_of(width: int) -> Launch:
 
 
 def _launch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float, offset: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer: bool,
+    numbers: list[float],
 ) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -74,23 +73,24 @@ def _launch(
             x,
             x if weight is None else weight,
             x if bias is None else bias,
+            x if residual is None else residual,
             out,
             width,
             weight_rows,
-            eps,
-            offset,
+            *numbers,
             LAYER=layer,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
             **_launch_of(width).options(),
         )
     return out
 
 
 _norm = operator(
-    "norm(Tensor x, Tensor? weight, Tensor? bias, bool layer, float eps, float offset) -> Tensor",
+    "norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, bool layer, float[] numbers) -> Tensor",
     _launch,
-    lambda x, weight, bias, layer, eps, offset: torch.empty_like(x),
+    lambda x, weight, bias, residual, layer, numbers: torch.empty_like(x),
 )
 
 
@@ -99,16 +99,35 @@ def _fits(x: Tensor, vector: Tensor | None) -> bool:
     return vector is None or (vector.is_contiguous() and vector.shape == x.shape[x.dim() - vector.dim() :])
 
 
-def _run(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -> Tensor:
+def run_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -> Tensor:
+    """Normalise; arguments and result as those of `ops.norm`."""
     same = weight is None or bias is None or weight.shape == bias.shape
-    if x.shape[-1] > _WIDEST or not same or not _fits(x, weight) or not _fits(x, bias):
+    if x.shape[-1] > WIDEST or not same or not _fits(x, weight) or not _fits(x, bias):
         return norm(x, weight, bias, spec=spec)
-    return _norm(x, weight, bias, spec.kind == "layer", spec.eps, spec.offset)  # type: ignore[no-any-return]
+    return _norm(x, weight, bias, None, spec.kind == "layer", [spec.eps, spec.offset, 1.0])  # type: ignore[no-any-return]
+
+
+def norm_onto(
+    residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Norm, factor: float
+) -> Tensor:
+    """Return `residual + factor * norm(x)`.
+
+    Args:
+        residual: `(R, C)`, contiguous.
+        x: `(R, C)`, of at most `2^15` columns.
+        weight: `(C,)` or None.
+        bias: `(C,)` or None.
+        spec: Of the norm.
+        factor: Of what is added.
+    """
+    return _norm(  # type: ignore[no-any-return]
+        x, weight, bias, residual, spec.kind == "layer", [spec.eps, spec.offset, factor]
+    )
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-KERNELS = (Kernel("norm", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), _run),)
+KERNELS = (Kernel("norm", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), run_norm),)
 
 
 def _build(width: int, layer: bool) -> Build:
@@ -116,14 +135,17 @@ def _build(width: int, layer: bool) -> Build:
         "x": "*bf16",
         "weight": "*bf16",
         "bias": "*bf16",
+        "residual": "*bf16",
         "out": "*bf16",
         "width": "i32",
         "weight_rows": "i32",
         "eps": "fp32",
         "offset": "fp32",
+        "factor": "fp32",
         "LAYER": layer,
         "HAS_WEIGHT": True,
         "HAS_BIAS": layer,
+        "HAS_RESIDUAL": layer,
     }
     name = f"norm, {'layer' if layer else 'rms'}, {width}"
     return Build(

@@ -19,20 +19,12 @@ from slipstream.ops.bind import Kernel
 __all__ = ["BUILDS", "KERNELS"]
 
 
+# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
 @triton.jit
 def _rotate(
-    x,
-    cos,
-    sin,
-    out,
-    heads,
-    stride,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
-):
+    x, cos, sin, out, heads, stride,
+    DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, DIMS)

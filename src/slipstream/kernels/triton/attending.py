@@ -1,0 +1,110 @@
+"""What the attention kernels share: one tile of keys, and the sum of the splits.
+
+Source: Dao 2023 (arXiv 2307.08691), algorithm 1; Dao et al. 2023, "Flash-Decoding", for the splits.
+
+Shapes: R rows (queries times grouped heads), N keys of a tile, D head dim, K kv heads, Z tokens per cache
+    block, S splits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.ops.kv_cache import CachePart, Int8Cache
+
+__all__ = ["LOG2E", "attend_tile", "bent", "join_splits", "parts_of"]
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def bent(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores within the soft cap."""
+    if HAS_SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    return scores
+
+
+@triton.jit
+def _rows_at(cache, scales, place, dim, seen, there, DIM: tl.constexpr, INT8: tl.constexpr):
+    """Keys or values `(N, D)` of some places, as they are stored, and the scale of each."""
+    rows = tl.load(cache + (place * DIM)[:, None] + dim[None, :], mask=seen, other=0.0)
+    scale = 1.0
+    if INT8:
+        scale = tl.load(scales + place, mask=there, other=0.0)
+    return rows, scale
+
+
+@triton.jit
+def attend_tile(
+    rows, top, total, sums, key, upper, position, slope, table, k_cache, v_cache, k_scales, v_scales,
+    kv_head, scale, softcap, window,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Maxima, sums of weights and weighted values of rows `(R, D)` once they have seen some keys `(N,)`.
+
+    `table` points to the sequence's row of the block table; keys from `upper` on are not there.
+    """
+    dim = tl.arange(0, sums.shape[1])
+    there = key < upper
+    block = tl.load(table + key // SIZE, mask=there, other=0).to(tl.int64)
+    place = (block * SIZE + key % SIZE) * KV_HEADS + kv_head
+    seen = there[:, None] & (dim < DIM)[None, :]
+    keys, k_scale = _rows_at(k_cache, k_scales, place, dim, seen, there, DIM, INT8)
+    scores = tl.dot(rows, tl.trans(keys.to(rows.dtype)), input_precision="ieee") * scale
+    if INT8:
+        scores = scores * k_scale[None, :]
+    scores = bent(scores, softcap, HAS_SOFTCAP)
+    if HAS_ALIBI:
+        scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+    visible = there[None, :] & (key[None, :] <= position[:, None])
+    if HAS_WINDOW:
+        visible = visible & (key[None, :] > position[:, None] - window)
+    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    known = tl.where(highest == float("-inf"), 0.0, highest)
+    chances = tl.exp2(scores - known[:, None])
+    factor = tl.exp2(top - known)
+    total = total * factor + tl.sum(chances, 1)
+    values, v_scale = _rows_at(v_cache, v_scales, place, dim, seen, there, DIM, INT8)
+    if INT8:
+        chances = chances * v_scale[None, :]
+    sums = sums * factor[:, None] + tl.dot(
+        chances.to(rows.dtype), values.to(rows.dtype), input_precision="ieee"
+    )
+    return highest, total, sums
+
+
+@triton.jit
+def join_splits(part, weight, row, real, DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr):
+    """Attention `(R, D)` of some rows out of what each split stored.
+
+    Loads bypass the first-level cache, which does not see what other processors wrote meanwhile.
+    """
+    dim = tl.arange(0, DIMS)
+    inside = real[:, None] & (dim < DIM)[None, :]
+    top = tl.full(row.shape, float("-inf"), tl.float32)
+    total = tl.zeros(row.shape, tl.float32)
+    sums = tl.zeros([row.shape[0], DIMS], tl.float32)
+    for split in range(SPLITS):
+        own = row * SPLITS + split
+        its_top = tl.load(weight + own * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+        its_total = tl.load(weight + own * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+        at = part + own[:, None] * DIM + dim[None, :]
+        found = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        highest = tl.maximum(top, its_top)
+        known = tl.where(highest == float("-inf"), 0.0, highest)
+        before = tl.exp2(top - known)
+        now = tl.exp2(its_top - known)
+        total = total * before + its_total * now
+        sums = sums * before[:, None] + found * now[:, None]
+        top = highest
+    return sums / tl.where(total > 0, total, 1.0)[:, None]
+
+
+def parts_of(cache: CachePart) -> tuple[Tensor, Tensor]:
+    """Codes (or values) and scales of a cache; of one without scales, itself twice."""
+    return (cache.codes, cache.scales) if isinstance(cache, Int8Cache) else (cache, cache)
