@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from slipstream.kernels.triton.target import interpreted
 from slipstream.model.cache import BLOCK_SIZE
 from slipstream.model.frame import run_stack
 from slipstream.ops.kv_cache import Int8Cache
+from slipstream.spec import Role
 from tests.gpu.place import DEVICE
 from tests.helpers.models import KINDS, pair
 
@@ -70,6 +72,18 @@ def filled(runner: Runner) -> Any:
 def tensors(cache: Any) -> list[Tensor]:
     parts = [part for both in cache.layers for part in both]
     return [t for p in parts for t in ((p.codes, p.scales) if isinstance(p, Int8Cache) else (p,))]
+
+
+def test_what_nobody_has_thought_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = copy.copy(made("llama", monkeypatch).blocks[0])
+    assert refuse_block(block) is None
+    spec = block.spec
+    block.spec = replace(spec, clamp="end")
+    assert "clamp='end'" in str(refuse_block(block))
+    block.spec = spec
+    vectors = {**block.weights.vectors, Role.ATTN_SCALE: block.weights.vectors[Role.ATTN_NORM]}
+    block.weights = replace(block.weights, vectors=vectors)
+    assert "attn_scale" in str(refuse_block(block))
 
 
 _FREE = {"aten::view", "aten::empty", "aten::select", "aten::slice", "aten::t", "aten::detach", "aten::alias"}
