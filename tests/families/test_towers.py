@@ -83,3 +83,137 @@ def test_both_towers_are_fused_and_agree_on_pairs(prefix: str, more: dict[str, A
     levels = {layer.family: layer.level for layer in engine.report().layers}
     assert set(levels.values()) == {"block"}, str(engine.report())
     assert len(levels) in (1, 2)
+
+
+_LANGUAGE: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "head_dim": 16}
+_PATCHED = 16
+"""Tokens of a picture: four by four patches."""
+
+
+def _llava() -> Any:
+    vision = transformers.CLIPVisionConfig(**_PICTURE)
+    text = transformers.LlamaConfig(**_LANGUAGE)
+    return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=100)
+
+
+def _paligemma() -> Any:
+    vision = transformers.SiglipVisionConfig(**_PICTURE, projection_dim=64, vision_use_head=False)
+    text = transformers.GemmaConfig(**_LANGUAGE)
+    return transformers.PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=100, projection_dim=64, hidden_size=64
+    )
+
+
+def _gemma3() -> Any:
+    vision = transformers.SiglipVisionConfig(**_PICTURE, vision_use_head=False)
+    text = transformers.Gemma3TextConfig(**_LANGUAGE, sliding_window=6, sliding_window_pattern=2)
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=_PATCHED,
+        image_token_index=100,
+        boi_token_index=101,
+        eoi_token_index=102,
+    )
+
+
+def _idefics3() -> Any:
+    vision = transformers.Idefics3VisionConfig(**_PICTURE)
+    text = transformers.LlamaConfig(**_LANGUAGE)
+    return transformers.Idefics3Config(
+        vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
+    )
+
+
+_SPEAKING = {
+    "Llava": _llava,
+    "PaliGemma": _paligemma,
+    "Gemma3": _gemma3,
+    "Idefics3": _idefics3,
+}
+
+
+def _asked(prefix: str) -> dict[str, Tensor]:
+    """One padded question with a picture, beside a longer one."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (2, _PATCHED + 8), generator=generator)
+    ids[:, 4 : 4 + _PATCHED] = 100
+    mask = torch.ones_like(ids)
+    ids[0, :3], mask[0, :3] = 0, 0
+    pixels = torch.randn(2, 3, 32, 32, generator=generator)
+    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
+    if prefix == "Idefics3":
+        given["pixel_values"] = pixels[:, None]
+    if prefix in ("Gemma3", "PaliGemma"):
+        given["token_type_ids"] = (ids == 100).long()
+    return given
+
+
+@pytest.mark.parametrize("prefix", _SPEAKING)
+def test_a_language_model_that_sees_is_fused_whole_and_goes_on_seeing(prefix: str) -> None:
+    original = _grown(_SPEAKING[prefix](), f"{prefix}ForConditionalGeneration")
+    engine = _injected(original)
+    given = _asked(prefix)
+    other = {**given, "pixel_values": given["pixel_values"].flip(0)}
+    with torch.no_grad():
+        expected, got = original(**given).logits, engine(**given).logits
+        seen = original(**other).logits
+    rows = given["attention_mask"].bool()
+    _agree(expected[rows], got[rows])
+    assert float((expected - seen)[rows].abs().max()) > 1e-2, "the picture says nothing"
+    assert {layer.level for layer in engine.report().layers} == {"block"}, str(engine.report())
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(original.generate(**given, **options), engine.generate(**given, **options))
+
+
+_QWEN_TEXT: dict[str, Any] = {
+    **_LANGUAGE,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}
+_QWEN: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4},
+    "Qwen2_5_VL": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    },
+    "Qwen3VL": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}
+
+
+@pytest.mark.parametrize("prefix", _QWEN)
+def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> None:
+    vision = {**_QWEN[prefix], "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    tokens = {"image_token_id": 100, "vision_start_token_id": 101, "vision_end_token_id": 102}
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=_QWEN_TEXT, vision_config=vision, video_token_id=103, **tokens
+    )
+    original = _grown(config, f"{prefix}ForConditionalGeneration")
+    engine = _injected(original)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (1, 14), generator=generator)
+    ids[0, 3], ids[0, 4:8], ids[0, 8] = 101, 100, 102
+    given = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(16, 3 * 2 * 8 * 8, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 100).int(),
+    }
+    with torch.no_grad():
+        _agree(original(**given).logits, engine(**given).logits)
+    of_text = [layer for layer in engine.report().layers if "language_model" in layer.name]
+    assert {layer.level for layer in of_text} == {"block"}, str(engine.report())
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(original.generate(**given, **options), engine.generate(**given, **options))

@@ -54,6 +54,11 @@ FAMILIES = (
     _family("git", ("GitVisionEncoderLayer",), _seeing("Git")),
     _family("siglip", ("SiglipEncoderLayer",), _seeing("Siglip"), _reading("Siglip")),
     _family("siglip2", ("Siglip2EncoderLayer",), _seeing("Siglip2", **_PATCHES), _reading("Siglip2")),
+    _family(
+        "idefics3_vision",
+        ("Idefics3EncoderLayer",),
+        picture_tiny("Idefics3VisionTransformer", "Idefics3VisionConfig"),
+    ),
     _family("blip", ("BlipEncoderLayer",), _seeing("Blip"), recipes=_FUSED),
     _family("blip-2", ("Blip2EncoderLayer",), _seeing("Blip2"), recipes=_FUSED),
     _family("instructblip", ("InstructBlipEncoderLayer",), _seeing("InstructBlip"), recipes=_FUSED),

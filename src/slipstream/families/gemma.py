@@ -12,17 +12,16 @@ def _norm(config: Config) -> Norm:
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    return llama_like(config, index, norm=_norm(config))
+    # A model that sees gives its language model the masks, which let the prompt see itself whole.
+    return llama_like(config, index, norm=_norm(config), causal=not config.use_bidirectional_attention)
 
 
-def _frame(config: Config) -> FrameSpec:
+def _frame(config: Config) -> FrameSpec | None:
+    if config.use_bidirectional_attention:
+        return None
     return llama_frame(
         config, norm=_norm(config), embed_scale=config.hidden_size**0.5, embed_scale_rounded=True
     )
-
-
-def _refuse(config: Config) -> str | None:
-    return "bidirectional attention" if config.use_bidirectional_attention else None
 
 
 FAMILY = Family(
@@ -31,7 +30,6 @@ FAMILY = Family(
     spec=_spec,
     recipes=LLAMA_RECIPES,
     frame=_frame,
-    refuse=_refuse,
     tiny=(
         tiny("GemmaForCausalLM", "GemmaConfig", head_dim=24),
         tiny(
@@ -42,5 +40,6 @@ FAMILY = Family(
             attention_bias=True,
             tie_word_embeddings=False,
         ),
+        tiny("GemmaForCausalLM", "GemmaConfig", label="bidirectional", use_bidirectional_attention=True),
     ),
 )

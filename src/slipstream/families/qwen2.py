@@ -9,7 +9,7 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers":
 
 FAMILY = Family(
     name="qwen2",
-    layers=("Qwen2DecoderLayer",),
+    layers=("Qwen2DecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"),
     spec=llama_windowed,
     recipes=LLAMA_RECIPES,
     frame=llama_frame,

@@ -15,7 +15,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 FAMILY = Family(
     name="qwen3",
-    layers=("Qwen3DecoderLayer",),
+    layers=("Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"),
     spec=_spec,
     recipes={**LLAMA_RECIPES, **QK_NORMS},
     frame=llama_frame,

@@ -27,8 +27,7 @@ def takes_input(module: nn.Module) -> bool:
     accepts = inspect.signature(module.forward).parameters
     if "input_ids" in accepts and hasattr(module, "get_input_embeddings"):
         return True
-    name = getattr(module, "main_input_name", None)
-    return name in _MAKERS and name in accepts and hasattr(module, "config")
+    return _sense(module, accepts) is not None and hasattr(module, "config")
 
 
 def vocabulary(root: nn.Module) -> int | None:
@@ -51,8 +50,8 @@ def sample_inputs(root: nn.Module) -> list[Inputs]:
         Keyword arguments of its forward, for one run each; empty for any other model.
     """
     accepts = inspect.signature(root.forward).parameters
-    name = getattr(root, "main_input_name", None)
-    if not isinstance(name, str) or name not in _MAKERS or name not in accepts:
+    name = _sense(root, accepts)
+    if name is None:
         return []
     like = next(p for p in root.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
@@ -61,6 +60,13 @@ def sample_inputs(root: nn.Module) -> list[Inputs]:
         {key: t.to(like) if t.is_floating_point() else t.to(like.device) for key, t in inputs.items()}
         for inputs in made
     ]
+
+
+def _sense(module: nn.Module, accepts: Mapping[str, Any]) -> str | None:
+    """The name of a model's input, where it is of pictures or of sound."""
+    main = getattr(module, "main_input_name", None)
+    names = [name for name in _MAKERS if name in accepts]
+    return main if main in names else next(iter(names), None) if "input_ids" not in accepts else None
 
 
 def _pictures(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
