@@ -1,0 +1,48 @@
+"""The script that asks a GPU runs to its end where there is none, so that nothing trivial stops it there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there it is run as itself")
+
+
+@pytest.mark.parametrize("part", gpu_check.PARTS)
+def test_a_part_writes_what_it_found(part: str, tmp_path: Path) -> None:
+    assert gpu_check.main(["--quick", "--part", part, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / f"gpu_check_{part}.json").read_text())
+    assert result["rows"] and all(row["right"] for row in result["rows"])
+    assert result["torch"] == torch.__version__
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "NEEDED", ("torch", "a_package_of_nobody"))
+    assert gpu_check.main(["--quick"]) == 2
+    assert "a_package_of_nobody" in capsys.readouterr().out
+
+
+def test_a_wrong_row_and_a_part_that_fails_end_with_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def breaks(quick: bool) -> object:
+        yield {"row": "first", "right": True}
+        raise RuntimeError("no more")
+
+    monkeypatch.setitem(gpu_check.PARTS, "kernels", breaks)
+    assert gpu_check.main(["--quick", "--part", "kernels", "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "gpu_check_kernels.json").read_text())["rows"]
+    assert [row["right"] for row in rows] == [True, False] and "no more" in rows[1]["error"]
