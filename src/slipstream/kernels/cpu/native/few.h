@@ -68,7 +68,7 @@ inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedR
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
             codes.load(rows[c], k, w[c]);
-            F::ask(rows[c], k);
+            F::template ask<kPackedAhead>(rows[c], k);
         }
         few_tile<R, C, F::kLanes, kRest>(x, high + k, rest + k, w, sums);
     }
@@ -78,6 +78,42 @@ inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedR
         few_tile<R, C, F::kLanes, kRest>(x, high + k, rest + k, w, sums);
     }
     store_sums(sums, out, os);
+}
+
+// A single row of x: the rows of the matrix are read one after another, as they lie in memory.
+template <class F, int C, bool kRest>
+inline void few_in_order(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
+                         const Matrix& m, float* out) {
+    const Bf16 *high = x.high + r * x.stride, *rest = kRest ? x.rest + r * x.stride : nullptr;
+    Vec sums[1][C];
+    for (int c = 0; c < C; ++c) {
+        Vec parts[F::kLanes]; // short chains of additions
+        for (auto& part : parts)
+            part = Vec::set(0);
+        const auto add = [&](int64_t k, const Bf16Lanes(&w)[F::kLanes]) {
+#pragma GCC unroll 4
+            for (int l = 0; l < F::kLanes; ++l) {
+                parts[l] = dot(parts[l], Bf16Lanes::load(high + k + 32 * l), w[l]);
+                if constexpr (kRest)
+                    parts[l] = dot(parts[l], Bf16Lanes::load(rest + k + 32 * l), w[l]);
+            }
+        };
+        Bf16Lanes w[F::kLanes];
+        int64_t k = 0;
+        for (; k + F::kStep <= m.inputs; k += F::kStep) {
+            F::template ask<kAhead>(rows[c], k);
+            codes.load(rows[c], k, w);
+            add(k, w);
+        }
+        if (k < m.inputs) {
+            codes.load(rows[c], k, m.inputs - k, w);
+            add(k, w);
+        }
+        sums[0][c] = parts[0];
+        for (int l = 1; l < F::kLanes; ++l)
+            sums[0][c] = sums[0][c] + parts[l];
+    }
+    store_sums(sums, out, 0);
 }
 
 // int4: sixteen groups at a time, whose scales and minima become float32 together.
@@ -142,6 +178,8 @@ inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matri
     const auto run = [&](const PackedRow(&w)[C]) {
         if constexpr (std::is_same<F, Int4Codes>::value)
             few_grouped<F, R, C, kRest>(x, r, codes, w, m, to, stride);
+        else if constexpr (R == 1)
+            few_in_order<F, C, kRest>(x, r, codes, w, m, to);
         else
             few_block<F, R, C, kRest>(x, r, codes, w, m, to, stride);
     };

@@ -112,8 +112,9 @@ struct SignedBytes : ByteCodes {
             low[i] = _mm512_load_si512(t.low + 64 * i);
         }
     }
+    template <int64_t kDistance>
     static void ask(const PackedRow& row, int64_t k) {
-        __builtin_prefetch(row.codes + k + kPackedAhead, 0, 2);
+        __builtin_prefetch(row.codes + k + kDistance);
     }
     [[gnu::always_inline]] void make(__m512i codes, Bf16Lanes* to) const {
         codes = _mm512_permutexvar_epi64(order(), codes);
@@ -140,9 +141,10 @@ struct Fp6Codes : ByteCodes {
         high = _mm512_load_si512(t.high);
         low = _mm512_load_si512(t.low);
     }
+    template <int64_t kDistance>
     static void ask(const PackedRow& row, int64_t k) {
-        __builtin_prefetch(row.codes + k / 2 + kPackedAhead, 0, 2);
-        __builtin_prefetch(row.crumbs + k / 4 + kPackedAhead / 2, 0, 2);
+        __builtin_prefetch(row.codes + k / 2 + kDistance);
+        __builtin_prefetch(row.crumbs + k / 4 + kDistance / 2);
     }
     // Planes are padded to whole blocks, so a tail is read as a block.
     [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, int64_t, Bf16Lanes* to) const {

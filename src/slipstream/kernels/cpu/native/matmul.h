@@ -42,13 +42,18 @@ inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* 
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c)
             sums[r][c] = Vec::set(0);
+    // What is asked for is the block after the next, line by line as it lies in memory: C places at once would
+    // be read at four fifths of the rate.
+    constexpr int64_t kAsked = C * P::kStep * static_cast<int64_t>(sizeof(*w));
+    const char* next = reinterpret_cast<const char*>(w + 2 * C * ws);
     int64_t k = 0;
     for (; k + P::kStep <= n; k += P::kStep) {
         decltype(P::w(w)) columns[C];
-        for (int c = 0; c < C; ++c) {
+        for (int c = 0; c < C; ++c)
             columns[c] = P::w(w + c * ws + k);
-            __builtin_prefetch(reinterpret_cast<const char*>(w + c * ws + k) + kAhead, 0, 2);
-        }
+        for (int64_t line = 0; line < kAsked; line += 64)
+            __builtin_prefetch(next + line);
+        next += kAsked;
         for (int r = 0; r < R; ++r) {
             const auto row = P::x(x + r * xs + k);
             for (int c = 0; c < C; ++c)
@@ -88,6 +93,44 @@ inline void dots(const typename P::X* x, int64_t xs, int64_t rows, const typenam
         dots_rows<P, Vec::kCols>(x, xs, rows, w + c * ws, ws, n, out + c, os);
     for (; c < columns; ++c)
         dots_rows<P, 1>(x, xs, rows, w + c * ws, ws, n, out + c, os);
+}
+
+// x . one row of w, in four sums.
+template <class P>
+inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t n) {
+    constexpr int kSums = 4;
+    constexpr int64_t kBytes = P::kStep * static_cast<int64_t>(sizeof(*w));
+    Vec sums[kSums];
+    for (auto& sum : sums)
+        sum = Vec::set(0);
+    int64_t k = 0;
+    for (; k + kSums * P::kStep <= n; k += kSums * P::kStep) {
+        const char* next = reinterpret_cast<const char*>(w + k) + kAhead;
+        for (int64_t line = 0; line < kSums * kBytes; line += 64)
+            __builtin_prefetch(next + line);
+        for (int i = 0; i < kSums; ++i)
+            sums[i] = P::add(sums[i], P::x(x + k + i * P::kStep), P::w(w + k + i * P::kStep));
+    }
+    for (; k + P::kStep <= n; k += P::kStep)
+        sums[0] = P::add(sums[0], P::x(x + k), P::w(w + k));
+    if (k < n)
+        sums[1] = P::add(sums[1], P::x(x + k, n - k), P::w(w + k, n - k));
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// out[c] = x . w row c: memory is read from its beginning to its end, which no processor reads faster.
+template <class P>
+inline void dots_in_order(const typename P::X* x, const typename P::W* w, int64_t ws, int64_t columns,
+                          int64_t n, float* out) {
+    int64_t c = 0;
+    for (; c + Vec::kCols <= columns; c += Vec::kCols) {
+        Vec sums[1][Vec::kCols];
+        for (int i = 0; i < Vec::kCols; ++i)
+            sums[0][i] = dot_in_order<P>(x, w + (c + i) * ws, n);
+        store_sums(sums, out + c, 0);
+    }
+    for (; c < columns; ++c)
+        out[c] = dot_in_order<P>(x, w + c * ws, n).sum();
 }
 
 // out[r * os + j] += sum over k of x[r * xs + k] * v[k * vs + j], for R rows and `width` <= S vectors of
@@ -170,7 +213,11 @@ inline void multiply_run(const Rows& x, const Run& run, int64_t inputs, int64_t 
         }
     }
 #endif
-    dots<Widened<T>>(x.full, x.stride, x.count, w + begin * run.stride, run.stride, columns, inputs, out, os);
+    const T* first = w + begin * run.stride;
+    if (x.count == 1)
+        dots_in_order<Widened<T>>(x.full, first, run.stride, columns, inputs, out);
+    else
+        dots<Widened<T>>(x.full, x.stride, x.count, first, run.stride, columns, inputs, out, os);
 }
 
 // out[r * os + j] = x row r . row begin + j of a packed matrix, for up to kPanel rows of it.
