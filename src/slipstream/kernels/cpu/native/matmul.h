@@ -42,8 +42,8 @@ inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* 
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c)
             sums[r][c] = Vec::set(0);
-    // What is asked for is the block after the next, line by line as it lies in memory: C places at once would
-    // be read at four fifths of the rate.
+    // What is asked for is the block after the next, line by line as it lies in memory: C places at once
+    // would be read at four fifths of the rate.
     constexpr int64_t kAsked = C * P::kStep * static_cast<int64_t>(sizeof(*w));
     const char* next = reinterpret_cast<const char*>(w + 2 * C * ws);
     int64_t k = 0;
