@@ -16,6 +16,7 @@ from slipstream.model.filling import Filling
 from slipstream.model.layers import find_layers
 from slipstream.spec import Role
 from slipstream.weights.checkpoint import Slices, open_checkpoint
+from slipstream.weights.gguf_source import GgufSource
 from slipstream.weights.load import plan_block
 from slipstream.weights.match import Renamed, match, under_names_of
 from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
@@ -54,11 +55,14 @@ def open_filling(model: nn.Module, config: InferenceConfig) -> Filling | None:
     """
     if config.checkpoint is None or not isinstance(model, nn.Module):  # admission says what is wrong with it
         return None
-    return Filling(model, matched(model, _slices(config), config))
+    return Filling(model, matched(model, _slices(model, config), config))
 
 
-def _slices(config: InferenceConfig) -> Slices:
+def _slices(model: nn.Module, config: InferenceConfig) -> Slices:
     place = config.checkpoint
+    if isinstance(place, str) and place.endswith(".gguf"):
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+        return Slices((GgufSource(Path(place), getattr(model, "config", None), shapes),), None, place)
     if isinstance(place, str) and is_packed_folder(Path(place).expanduser()):
         return Slices((PackedFolder(Path(place).expanduser()),), None, place)
     if place is None:

@@ -60,6 +60,10 @@ def _from_place(
     place: str | os.PathLike[str], settings: InferenceConfig
 ) -> tuple[nn.Module, InferenceConfig]:
     """A model by its place, without values where they can be streamed, and the settings that stream them."""
+    file = gguf_file(place)
+    if file is not None and settings.weight_format is not None and settings.checkpoint is None:
+        with suppress(UnsupportedError):
+            return hollow_gguf(file), settings.model_copy(update={"checkpoint": str(file)})
     folder = Path(resolve_place(place))
     if is_packed_folder(folder):
         model = hollow_model(folder, None)
@@ -115,7 +119,12 @@ def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
     try:
         extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
         config = transformers.AutoConfig.from_pretrained(folder, **extra)
-        build = _architecture(folder, config)
+        if gguf_file is None:
+            build = _architecture(folder, config)
+        else:  # such a file names no class
+            causal: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            build = causal[type(config)]
+            config.architectures = [build.__name__]
         if getattr(config, "quantization_config", None) is not None and gguf_file is None:
             raise UnsupportedError(f"{folder} is quantized; load the model by transformers")
         dtype = getattr(config, "dtype", None)
@@ -185,6 +194,34 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
             f"({len(missing)} tensors), and {build.__name__} would run on random values in place; fetch "
             "the whole checkpoint, or load the model yourself"
         )
+    return model
+
+
+def gguf_file(place: str | os.PathLike[str]) -> Path | None:
+    """The GGUF file that a place names, where it names one that is there."""
+    text = os.fspath(place)
+    path = Path(os.path.expanduser(text))
+    if text == "demo":
+        from slipstream.weights.gguf import demo_model
+
+        return demo_model()
+    return path if path.suffix == ".gguf" and os.path.isfile(path) else None
+
+
+def hollow_gguf(file: Path) -> nn.Module:
+    """A model for a GGUF file's planes.
+
+    Raises:
+        UnsupportedError: The file has to be converted by transformers.
+        WeightError: The file cannot be read.
+    """
+    from slipstream.weights.gguf import check_readable
+    from slipstream.weights.gguf_source import is_direct
+
+    check_readable(file)
+    model = hollow_model(file.parent, file.name)
+    if not is_direct(model.config):
+        raise UnsupportedError(f"{file.name} is converted by transformers")
     return model
 
 

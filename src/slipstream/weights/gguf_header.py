@@ -1,0 +1,140 @@
+"""Proves the header of a GGUF file before anybody believes it: every length, count and offset.
+
+    magic, version, tensor count, pair count     "GGUF", u32, u64, u64
+    pairs         key, type u32, value      (a string is u64 and bytes; an array type u32, count u64, values)
+    tensors       name, dims u32, u64 each, type u32, offset u64
+    data          at a multiple of `general.alignment`, offsets counted from there
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import WeightError
+
+__all__ = ["check_header"]
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
+_MOST_DIMS, _MOST_DEPTH, _LONGEST_NAME = 4, 2, 1 << 16
+
+
+def check_header(path: Path) -> None:
+    """Prove that a file's header lies within it and describes tensors that do.
+
+    Raises:
+        WeightError: Naming the file and what is wrong.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            _Walk(path, memory).header()
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise WeightError(f"{path} cannot be read as a GGUF model: {reason}; fetch it again") from error
+
+
+class _Walk:
+    """A place in the file that only moves forward, and never beyond the end."""
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self._path, self._memory, self._at = path, memory, 0
+
+    def _wrong(self, what: str) -> WeightError:
+        return WeightError(f"{self._path} cannot be read as a GGUF model: {what}; fetch it again")
+
+    def _take(self, size: int, what: str) -> int:
+        """Where the next `size` bytes begin."""
+        if size > len(self._memory) - self._at:
+            raise self._wrong(
+                f"it is cut short: {what} takes {size} bytes at {self._at} of {len(self._memory)}"
+            )
+        self._at += size
+        return self._at - size
+
+    def _number(self, kind: str, what: str) -> Any:
+        return struct.unpack_from(f"<{kind}", self._memory, self._take(struct.calcsize(f"<{kind}"), what))[0]
+
+    def _string(self, what: str) -> bytes:
+        size = self._number("Q", what)
+        start = self._take(size, what)
+        return self._memory[start : start + min(size, _LONGEST_NAME)]
+
+    def _text(self, what: str) -> str:
+        try:
+            return self._string(what).decode()
+        except UnicodeDecodeError:
+            raise self._wrong(f"{what} at {self._at} is no text") from None
+
+    def _value(self, what: str, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind], what)
+        if kind == _STRING:
+            return self._string(what)
+        if kind != _ARRAY or depth > _MOST_DEPTH:
+            raise self._wrong(f"{what} has the type {kind}, which there is not")
+        inner, count = self._number("I", what), self._number("Q", what)
+        if inner in _SCALARS:
+            self._take(count * struct.calcsize(f"<{_SCALARS[inner]}"), what)
+        else:
+            for _ in range(count):  # each takes 8 bytes at least, and the file ends
+                self._value(what, inner, depth + 1)
+        return None
+
+    def header(self) -> None:
+        if self._memory[:4] != b"GGUF":
+            raise self._wrong("it does not begin with GGUF")
+        self._at = 4
+        version, tensors, pairs = (self._number(kind, "the header") for kind in "IQQ")
+        if version not in (2, 3):
+            raise self._wrong(f"version {version} is not 2 or 3")
+        if tensors * _LEAST_TENSOR + pairs * _LEAST_PAIR > len(self._memory):
+            raise self._wrong(
+                f"{tensors} tensors and {pairs} entries do not fit into {len(self._memory)} bytes"
+            )
+        alignment, seen = 32, set()
+        for _ in range(pairs):
+            key = self._text("a key")
+            if key in seen:
+                raise self._wrong(f"{key[:80]} is there twice")
+            seen.add(key)
+            value = self._value(key[:80], self._number("I", key[:80]))
+            if key == "general.alignment":
+                alignment = value
+            if key.endswith(".block_count") and not (isinstance(value, int) and 0 < value <= tensors):
+                raise self._wrong(f"{key[:80]} is {str(value)[:40]}, and there are {tensors} tensors")
+        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+            raise self._wrong(f"general.alignment is {str(alignment)[:40]}, which must be a power of two")
+        found = [self._tensor() for _ in range(tensors)]
+        if len({name for name, *_ in found}) < len(found):
+            raise self._wrong("two tensors have one name")
+        start = -(-self._at // alignment) * alignment
+        for name, size, offset in found:
+            if offset % alignment or start + offset + size > len(self._memory):
+                raise self._wrong(
+                    f"it is cut short: {name!r} takes {size} bytes at {start + offset} of {len(self._memory)}"
+                )
+
+    def _tensor(self) -> tuple[str, int, int]:
+        """Name, bytes and offset of a tensor."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name = self._text("a tensor's name")[:80]
+        dims = self._number("I", name)
+        if not 0 < dims <= _MOST_DIMS:
+            raise self._wrong(f"{name!r} has {dims} dims, and tensors have 1 to {_MOST_DIMS}")
+        shape = [self._number("Q", name) for _ in range(dims)]
+        kind, offset = self._number("I", name), self._number("Q", name)
+        sizes = {int(k): size for k, size in GGML_QUANT_SIZES.items() if isinstance(k, GGMLQuantizationType)}
+        if kind not in sizes:
+            raise self._wrong(f"{name!r} has the type {kind}, which there is not")
+        block, size = sizes[kind]
+        if 0 in shape or math.prod(shape) >= 1 << 62 or shape[0] % block:
+            raise self._wrong(f"{name!r} has the shape {shape}, which blocks of {block} do not make up")
+        return name, math.prod(shape) // block * size, offset
