@@ -19,6 +19,7 @@ from slipstream.engine.save import save_packed
 from slipstream.errors import WeightError
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.gguf import open_gguf
+from slipstream.weights.gguf_header import TYPES
 from slipstream.weights.packed_folder import PackedFolder
 from slipstream.weights.safe_file import SafeFile
 from tests.helpers.models import inject, make
@@ -168,3 +169,10 @@ def test_the_fuzzer_damages(tmp_path: Path) -> None:
     whole = safe(tmp_path).read_bytes()
     copies = {damaged(copy.copy(whole), 0, seed) for seed in range(CASES)}
     assert len(copies - {whole}) > CASES // 2
+
+
+def test_types_are_as_large_as_ggml_says() -> None:
+    for kind, sizes in gguf.GGML_QUANT_SIZES.items():
+        if int(kind) in TYPES:
+            assert TYPES[int(kind)] == (kind.name, *sizes)
+    assert {"Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "BF16"} <= {name for name, *_ in TYPES.values()}

@@ -37,7 +37,7 @@ def test_planes_unpack_to_what_ggml_unpacks(kind: str) -> None:
     rows, inputs = 5, 512
     given = blocks(kind, rows, inputs)
     expected = torch.from_numpy(gguf.dequantize(given, gguf.GGMLQuantizationType[kind]))
-    planes = (_q4_k if kind == "Q4_K" else _q4)(given, inputs, kind)
+    planes = (_q4_k if kind == "Q4_K" else _q4)(torch.from_numpy(given), inputs, kind)
     layout = [(shape, dtype) for shape, dtype in FORMATS["int4"].layout((rows, inputs))][:-1]
     assert [(tuple(plane.shape), plane.dtype) for plane in planes] == layout
     dense = FORMATS["int4"].unpack((*planes, torch.ones(rows)), (rows, inputs), torch.float32)

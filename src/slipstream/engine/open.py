@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -215,11 +216,15 @@ def hollow_gguf(file: Path) -> nn.Module:
         UnsupportedError: The file has to be converted by transformers.
         WeightError: The file cannot be read.
     """
-    from slipstream.weights.gguf import check_readable
+    from slipstream.weights.gguf import check_kept, check_packages
+    from slipstream.weights.gguf_header import read_header
     from slipstream.weights.gguf_source import is_direct
 
-    check_readable(file)
+    check_packages(file)
+    header = read_header(file)
     model = hollow_model(file.parent, file.name)
+    gc.collect()  # transformers' reader leaves a hundred megabytes of small arrays in cycles
+    check_kept(file, header, model.config)
     if not is_direct(model.config):
         raise UnsupportedError(f"{file.name} is converted by transformers")
     return model

