@@ -1,0 +1,279 @@
+"""A kernel with a planted fault does not agree any more: the comparisons of this folder can fail.
+
+A fault is one replacement in one kernel's source. The module that it is in, and those that use it, are loaded
+anew from the changed text; nothing of it is registered, and the package stays as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.formats import FORMATS
+from slipstream.kernels.triton import register
+from slipstream.model.frame import run_stack
+from slipstream.ops import OPS
+from slipstream.ops.linear import Weight
+from tests.gpu.place import place
+from tests.gpu.test_stack import filled, made, step_of
+
+PACKAGE = "slipstream.kernels.triton"
+Check = Callable[[Any, pytest.MonkeyPatch], float]
+"""How far a module's results are off, relative to the largest."""
+
+
+def of_op(op: str, case: str) -> Check:
+    """A case of an op, in float32."""
+
+    def check(module: Any, patch: pytest.MonkeyPatch) -> float:
+        make = next(c for c in OPS[op].cases if c.name == case).make
+        arguments = make(torch.Generator().manual_seed(3), torch.float32)
+        kernel = next(k for k in module.KERNELS if k.op == op)
+        expected = OPS[op].reference(**arguments)
+        return off(kernel.run(**{n: place(v) for n, v in arguments.items()}), expected)
+
+    return check
+
+
+def of_format(name: str, rows: int, inputs: int = 200) -> Check:
+    """Rows times a packed matrix, in float32."""
+
+    def check(module: Any, patch: pytest.MonkeyPatch) -> float:
+        generator = torch.Generator().manual_seed(0)
+        x, dense = (
+            torch.randn(rows, inputs, generator=generator),
+            torch.randn(40, inputs, generator=generator),
+        )
+        weight: Weight = FORMATS[name].weight(dense, None)
+        return off(module.KERNELS[0].run(place(x), place(weight)), x @ weight.dense().T)
+
+    return check
+
+
+def of_stack(module: Any, patch: pytest.MonkeyPatch) -> float:
+    """A decode step of a tiny llama with q/k norms."""
+    runner = made("qwen3", patch)
+    step, caches = step_of((1, 70)), [filled(runner) for _ in range(2)]
+    with torch.no_grad():
+        x = runner.frame.enter(step.token_ids, step.positions)
+        tables = runner.frame.angles(step.positions, [block.spec.rope for block in runner.blocks])
+        expected = run_stack(runner.blocks, x, step, caches[0].layers, tables)
+        got = module.TritonStack(run_stack)(runner.blocks, x, step, caches[1].layers, tables)
+    return off(got, expected)
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    error = float((got.cpu().double() - expected.cpu().double()).abs().max() / expected.abs().max())
+    return error if error == error else float("inf")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One replacement in the first of some modules, and the comparison of the last that must notice it."""
+
+    what: str
+    chain: tuple[str, ...]
+    before: str
+    after: str
+    check: Check
+
+
+RAGGED, LONG = "prefill, ragged", "a long cache of one sequence"
+FAULTS = (
+    Fault(
+        "norm: divided by the tile",
+        ("norm",),
+        "/ width + eps",
+        "/ BLOCK + eps",
+        of_op("norm", "rms, prime width"),
+    ),
+    Fault(
+        "norm: mask missing",
+        ("norm",),
+        "y - tl.sum(y, 0) / width, 0.0",
+        "y - tl.sum(y, 0) / width, y - tl.sum(y, 0) / width",
+        of_op("norm", "layer, no bias"),
+    ),
+    Fault(
+        "activation: offset of up",
+        ("activation",),
+        "row * 2 * width + width + column",
+        "row * 2 * width + column",
+        of_op("activation", "silu, gated, 2 x 64"),
+    ),
+    Fault(
+        "rope: one token's angles for all",
+        ("rope",),
+        "cos + token * HALF + angle",
+        "cos + angle",
+        of_op("rope", "halves, whole head"),
+    ),
+    Fault(
+        "attention: a key too many",
+        ("attending", "attention"),
+        "key[None, :] <= position[:, None])",
+        "key[None, :] <= position[:, None] + 1)",
+        of_op("paged_attention", RAGGED),
+    ),
+    Fault(
+        "attention: sums in bfloat16",
+        ("attending", "attention"),
+        "sums = sums * factor[:, None] + tl.dot(",
+        "sums = (sums * factor[:, None]).to(tl.bfloat16).to(tl.float32) + tl.dot(",
+        of_op("paged_attention", LONG),
+    ),
+    Fault(
+        "attention: block's offset",
+        ("attending", "attention"),
+        "block * SIZE + key % SIZE",
+        "block * SIZE + key % (SIZE - 1)",
+        of_op("paged_attention", RAGGED),
+    ),
+    Fault(
+        "attention: int8 scale",
+        ("attending", "attention"),
+        "scores = scores * k_scale[None, :]",
+        "scores = scores * 0.01",
+        of_op("paged_attention", "int8, decode"),
+    ),
+    Fault(
+        "few rows: sums in bfloat16",
+        ("few_rows", "linear"),
+        "            sums += found\n",
+        "            sums = (sums + found).to(tl.bfloat16).to(tl.float32)\n",
+        of_format("int8", 2),
+    ),
+    Fault(
+        "few rows: offset of a row",
+        ("few_rows", "linear"),
+        "output.to(tl.int64)[:, None, None] * stride",
+        "output.to(tl.int64)[:, None, None] * (stride - 1)",
+        of_format("int4", 1),
+    ),
+    Fault(
+        "few rows: residual dropped",
+        ("few_rows", "linear", "stack"),
+        "other=0.0).to(tl.float32) + factor * y",
+        "other=0.0).to(tl.float32) * 0 + factor * y",
+        of_stack,
+    ),
+    Fault(
+        "few rows: norm's root",
+        ("few_rows", "linear", "stack"),
+        "y = y * tl.rsqrt(tl.sum(squares, 1) / inputs + eps)[:, None]",
+        "y = y * tl.rsqrt(tl.sum(squares, 1) / (inputs + 1) + eps)[:, None]",
+        of_stack,
+    ),
+    Fault(
+        "formats: bias of a nibble",
+        ("decode", "few_rows", "linear"),
+        "8.0 if FORMAT == 4 else 0.0",
+        "8.0 if FORMAT == 4 else 1.0",
+        of_format("int4", 3),
+    ),
+    Fault(
+        "formats: high bits of fp6",
+        ("decode", "few_rows", "linear"),
+        "(high >> (2 * PART)) & 3",
+        "(high >> PART) & 3",
+        of_format("fp6", 1),
+    ),
+    Fault(
+        "matmul: splits overlap",
+        ("matmul", "linear"),
+        "range(split * share, ",
+        "range(split * share // 2, ",
+        of_format("int8", 7, 1100),
+    ),
+    Fault(
+        "matmul: sums in bfloat16",
+        ("matmul", "linear"),
+        "    if FORMAT > 0:\n        sums =",
+        "    sums = sums.to(tl.bfloat16).to(tl.float32)\n    if FORMAT > 0:\n        sums =",
+        of_format("fp8", 7),
+    ),
+    Fault(
+        "moe: row of a pair",
+        ("matmul", "moe"),
+        "source = row.to(tl.int64) // EACH",
+        "source = row.to(tl.int64)",
+        of_op("moe", "every expert"),
+    ),
+    Fault(
+        "unpack: minimum dropped",
+        ("unpack", "linear"),
+        "weights += minimum[:, :, None]",
+        "weights += 0.0",
+        of_format("int4", 130),
+    ),
+    Fault(
+        "decode: value's offset",
+        ("decode_attention", "stack"),
+        "HEADS + KV_HEADS + new",
+        "HEADS + new",
+        of_stack,
+    ),
+    Fault(
+        "decode: joined too early",
+        ("decode_attention", "stack"),
+        "== SPLITS - 1:",
+        "== SPLITS - 2:",
+        of_stack,
+    ),
+    Fault(
+        "decode: partner of a pair",
+        ("heads", "decode_attention", "stack"),
+        "-s, s)[None, :], a)",
+        "s, s)[None, :], a)",
+        of_stack,
+    ),
+)
+
+
+def reloaded(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> Any:
+    """The module that is asked, with the fault in what it uses."""
+    patch.setattr(register, "operator", lambda schema, launch, fake: launch)
+    module: Any = None
+    for name in fault.chain:
+        full = f"{PACKAGE}.{name}"
+        source = sys.modules[full].__file__
+        assert source is not None
+        text = Path(source).read_text()
+        if name == fault.chain[0]:
+            assert text.count(fault.before) == 1, (
+                f"{fault.before!r} is there {text.count(fault.before)} times"
+            )
+            text = text.replace(fault.before, fault.after)
+        (folder / f"{name}.py").write_text(text)
+        spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, full, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+ALLOWED = 1e-4
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_a_planted_fault_is_noticed(
+    fault: Fault,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    right = fault.check(sys.modules[f"{PACKAGE}.{fault.chain[-1]}"], monkeypatch)
+    assert right <= ALLOWED
+    wrong = fault.check(reloaded(fault, tmp_path, monkeypatch), monkeypatch)
+    record_property("error", f"{right:.1e} -> {wrong:.1e}")
+    print(f"{fault.what}: {right:.1e} -> {wrong:.1e}")
+    assert wrong > ALLOWED
