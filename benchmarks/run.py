@@ -13,7 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention_cpu, decode_cpu, generate, linear_cpu, load, matmul_cpu, quality, refresh
+from benchmarks import (
+    attention_cpu,
+    decode_cpu,
+    diffusion,
+    generate,
+    linear_cpu,
+    load,
+    matmul_cpu,
+    quality,
+    refresh,
+)
 from benchmarks.machine import describe
 from benchmarks.peers import measure as peers
 from benchmarks.request import Request
@@ -23,6 +33,7 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
     "peers": peers.measure,
     "attention_cpu": attention_cpu.measure,
     "decode_cpu": decode_cpu.measure,
+    "diffusion": diffusion.measure,
     "linear_cpu": linear_cpu.measure,
     "matmul_cpu": matmul_cpu.measure,
     "generate": generate.measure,

@@ -123,14 +123,6 @@ def test_tied_weights_are_not_missing(tmp_path: Path, kind: str) -> None:
     close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
 
 
-def test_a_pipeline_of_models_is_refused_by_name() -> None:
-    class StableDiffusionPipeline:
-        components: dict[str, Any] = {}
-
-    with pytest.raises(slipstream.UnsupportedError, match="StableDiffusionPipeline"):
-        slipstream.init_inference(StableDiffusionPipeline())
-
-
 def test_an_engine_is_refused() -> None:
     engine = inject(make("llama"))
     for again in (engine, engine.module):

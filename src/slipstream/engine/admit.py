@@ -24,6 +24,7 @@ from slipstream.errors import (
     UnsupportedError,
     WeightError,
 )
+from slipstream.model.attend import attends
 from slipstream.model.inject import is_injected
 from slipstream.model.packed import is_packed
 from slipstream.model.parts import is_swapped
@@ -55,17 +56,12 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
         WeightError: Weights on the meta device without a checkpoint, quantized in part, or not finite.
         UnsupportedError: A kind of object that is not served yet.
     """
-    if hasattr(model, "components") and not isinstance(model, nn.Module):
-        raise UnsupportedError(
-            f"{type(model).__name__} is a pipeline of several models; hand in its parts one by one "
-            "(init_inference(pipe.text_encoder, ...))"
-        )
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
         )
     for name, module in model.named_modules():
-        if is_injected(module) or is_swapped(module) or is_packed(module):
+        if is_injected(module) or is_swapped(module) or is_packed(module) or attends(module):
             raise InjectionError(
                 f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or "
                 "load the model again"

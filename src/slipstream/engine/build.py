@@ -22,6 +22,7 @@ from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
 from slipstream.kernels import bind_model, bind_pack, bind_stack, kernels_for
+from slipstream.model.attend import plan_attention, swap_attention
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32, move
 from slipstream.model.filling import Filling
@@ -88,6 +89,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         verdicts = _judge(model, layers, config, settings)
         packing = plan_packing(layers, verdicts, settings)
         parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
+        attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
         outside, stays = _outside(model, config, settings, device)
         ops = _frame_ops(CpuDevice(), settings, outside)
         frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings, ops)
@@ -101,6 +103,9 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     notes += stays
     around = tuple(pack_outside(model, outside, filling))
     fuse_parts(layers, parts)
+    swap_attention(model, attention)
+    if attention is not None:
+        notes.append(f"the attention of {len(attention.names)} modules runs {attention.op.name}")
     if filling is not None:
         filling.finish(settings.cast)
     if settings.format.bits and not blocks and not packing:

@@ -15,6 +15,7 @@ from torch import nn
 from slipstream.config import InferenceConfig, resolve
 from slipstream.engine.engine import InferenceEngine
 from slipstream.engine.loading import matched
+from slipstream.engine.pipeline import PipelineEngine, is_pipeline
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, WeightError
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.hollow import hollow
@@ -25,7 +26,7 @@ __all__ = ["hollow_model", "init_inference", "open_model"]
 
 
 def init_inference(
-    model: nn.Module | str | os.PathLike[str],
+    model: nn.Module | str | os.PathLike[str] | Any,
     config: dict[str, Any] | str | os.PathLike[str] | InferenceConfig | None = None,
     **kwargs: Any,
 ) -> InferenceEngine:
@@ -38,7 +39,8 @@ def init_inference(
     Args:
         model: Any `torch.nn.Module`, the folder of a checkpoint or of packed weights, a `.gguf` file, or a
             hub id. A module is consumed: its
-            layers are replaced in place and it is switched to eval; `engine.module` is that object.
+            layers are replaced in place and it is switched to eval; `engine.module` is that object. Or a
+            diffusers pipeline, of which every model is replaced, or none (`engine/pipeline.py`).
         config: See `InferenceConfig` for every field.
         kwargs: Fields by name or alias; one that stands in `config` too must have the same value.
 
@@ -54,6 +56,10 @@ def init_inference(
     settings = resolve(config, kwargs)
     if isinstance(model, str | os.PathLike):
         model, settings = _from_place(model, settings)
+    if is_pipeline(model):
+        pipeline: Any = PipelineEngine(model, settings)
+        engine: InferenceEngine = pipeline  # which is used as one
+        return engine
     return InferenceEngine(model, settings)
 
 

@@ -1,0 +1,165 @@
+"""Attention of diffusers' models: the bound op in the place of torch's own, whatever else a processor does.
+
+UNets, autoencoders and transformer denoisers (SD3, Flux, PixArt) each have processors of their own around one
+and the same call, `scaled_dot_product_attention`. So the processors stay: while an attention module's forward
+runs, that call goes to the engine's op. The module stays the object it was, of a subclass of its class; a
+processor that is set later, an IP adapter say, is served alike.
+
+Shapes: B batch, H heads, K kv heads, S queries, L keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from slipstream.model.fuse import Settings
+from slipstream.ops.bind import Bound
+
+__all__ = ["AttendPlan", "attends", "plan_attention", "swap_attention"]
+
+log = logging.getLogger(__name__)
+
+_STATE = "_slipstream_attend"
+_DIMS = (40, 64)
+"""Head dims that the op is proved on: of Stable Diffusion's first level, and of most others."""
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """Modules whose attention runs the op.
+
+    Attributes:
+        names: Of the modules.
+        op: What they run.
+        max_error: Largest absolute difference to torch's own, on random input.
+    """
+
+    names: tuple[str, ...]
+    op: Bound
+    max_error: float
+
+
+def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
+    """Find diffusers' attention modules, and prove the op against torch's; the model is only read.
+
+    Returns:
+        None where there are none, or nothing better than torch's own is bound, or the two disagree.
+    """
+    names = tuple(name for name, module in model.named_modules() if _has_processor(module))
+    op = settings.bind(None).attention
+    if not names or op.name == "reference":
+        return None
+    errors = [_disagreement(op.run, settings, dim, keys) for dim in _DIMS for keys in (9, 33)]
+    worst = max(errors)
+    if not worst <= 8 * torch.finfo(settings.dtype).eps:
+        log.warning("%s attends with an error of %.3g; diffusers' attention stays torch's", op.name, worst)
+        return None
+    return AttendPlan(names, op, worst)
+
+
+def _has_processor(module: nn.Module) -> bool:
+    """Whether a module is one of diffusers' attentions: they all hand over to a processor."""
+    package = type(module).__module__.partition(".")[0]
+    return package == "diffusers" and hasattr(module, "set_processor") and hasattr(module, "processor")
+
+
+def _disagreement(run: Callable[..., Tensor], settings: Settings, dim: int, keys: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 2, length, dim, generator=generator).to(settings.device, settings.dtype)
+        for length in (33, keys, keys)
+    )
+    got = run(q, k, v, mask=None, causal=False, scale=dim**-0.5).transpose(1, 2)
+    return float((got.float() - F.scaled_dot_product_attention(q, k, v).float()).abs().max())
+
+
+def swap_attention(model: nn.Module, plan: AttendPlan | None) -> None:
+    """Put the op in, in place: after `plan_attention` nothing is left that could refuse."""
+    for name in () if plan is None else plan.names:
+        module = model.get_submodule(name)
+        if plan is not None and not attends(module):
+            module.__dict__[_STATE] = plan.op.run
+            module.__class__ = _attending_class(type(module))  # type: ignore[arg-type]
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether a module's attention runs a bound op."""
+    return _STATE in module.__dict__
+
+
+@functools.cache
+def _attending_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of an attention's class, within whose forward torch's attention is the op."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            return original.forward(self, *args, **kwargs)
+        with _Attend(self.__dict__[_STATE]):
+            return original.forward(self, *args, **kwargs)
+
+    functools.update_wrapper(forward, original.forward)  # diffusers reads its signature
+    namespace = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    made = type(original.__name__, (original,), namespace)
+    made.__qualname__ = original.__qualname__
+    return made
+
+
+class _Attend(TorchFunctionMode):
+    """Within it, in this thread, attention that the op computes as torch does is the op's."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Hand on everything else as it is."""
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        if not _is_served(given):
+            return func(*args, **kwargs)
+        q: Tensor = given["query"]
+        scale = given.get("scale")
+        out: Tensor = self._run(
+            q,
+            given["key"],
+            given["value"],
+            mask=given.get("attn_mask"),
+            causal=bool(given.get("is_causal", False)),
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        )
+        return out.transpose(1, 2)
+
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _is_served(given: Mapping[str, Any]) -> bool:
+    """Whether the op says what torch would: four dimensions, one dtype, no dropout, no gradient."""
+    q, k, v, mask = (given.get(name) for name in _ARGUMENTS[:4])
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
+        return False
+    if q.shape[-1] != v.shape[-1] or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        return False
+    if q.shape[1] != k.shape[1] and not given.get("enable_gqa", False):
+        return False
+    if given.get("dropout_p", 0.0) or (given.get("is_causal", False) and q.shape[2] != k.shape[2]):
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    # A mask of booleans may hide a whole row, for which torch has an answer and the op none.
+    return mask is None or (isinstance(mask, Tensor) and mask.dim() == 4 and mask.is_floating_point())

@@ -1,0 +1,263 @@
+"""diffusers: small random pipelines and components answer as the original, and are replaced as a whole."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.model.attend import attends
+
+diffusers = pytest.importorskip(
+    "diffusers", reason="diffusers is not installed: pip install slipstream[diffusion]"
+)
+FUSED: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": True}
+HAS_KERNEL = "CPU kernels are not built here, and diffusers' attention stays torch's"
+
+
+def unet(**options: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {
+        "sample_size": 8,
+        "block_out_channels": (32, 64),
+        "layers_per_block": 1,
+        "cross_attention_dim": 32,
+        "attention_head_dim": 4,
+        "norm_num_groups": 8,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    return diffusers.UNet2DConditionModel(**{**shape, **options}).eval()
+
+
+def vae() -> Any:
+    torch.manual_seed(1)
+    return diffusers.AutoencoderKL(
+        block_out_channels=(16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=16,
+    ).eval()
+
+
+def text_encoder() -> Any:
+    import transformers
+
+    torch.manual_seed(2)
+    config = transformers.CLIPTextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=16, bos_token_id=97, eos_token_id=98, pad_token_id=1,
+    )  # fmt: skip
+    return transformers.CLIPTextModel(config).eval()
+
+
+def pipeline(**parts: Any) -> Any:
+    """A Stable Diffusion pipeline; no tokenizer can be had, so prompts are embedded by its text encoder."""
+    own = {"vae": vae(), "text_encoder": text_encoder(), "unet": unet(), **parts}
+    scheduler = diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)
+    made = diffusers.StableDiffusionPipeline(
+        **own, tokenizer=None, scheduler=scheduler, safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False,
+    )  # fmt: skip
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def image(pipe: Any, steps: int = 3) -> Tensor:
+    """What a seeded run of a whole pipeline makes."""
+    ids = torch.tensor([[97, 5, 17, 30, 98]])
+    with torch.no_grad():
+        prompt, none = (pipe.text_encoder(input_ids=i).last_hidden_state for i in (ids, ids.flip(1)))
+    made = pipe(
+        prompt_embeds=prompt, negative_prompt_embeds=none, num_inference_steps=steps, guidance_scale=5.0,
+        generator=torch.Generator().manual_seed(3), output_type="pt",
+    )  # fmt: skip
+    images: Tensor = made.images
+    return images
+
+
+def test_a_pipeline_makes_the_same_image() -> None:
+    pipe = pipeline()
+    expected = image(pipe)
+    engine = slipstream.init_inference(pipe, **FUSED)
+    assert engine.report()["text_encoder"].level == "block"
+    torch.testing.assert_close(image(engine), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(image(pipe), expected, atol=1e-4, rtol=1e-4)
+    assert float(expected.std()) > 0.05
+    assert isinstance(pipe.unet, diffusers.UNet2DConditionModel) and pipe.components["unet"] is pipe.unet
+    assert engine.scheduler is pipe.scheduler
+
+
+def test_the_models_that_a_pipeline_had_are_left_as_they_were() -> None:
+    pipe = pipeline()
+    had = {name: pipe.components[name] for name in ("unet", "vae", "text_encoder")}
+    before = {name: {n: t.clone() for n, t in m.state_dict().items()} for name, m in had.items()}
+    slipstream.init_inference(pipe, dtype=torch.bfloat16, replace_with_kernel_inject=True)
+    assert pipe.unet.dtype == pipe.vae.dtype == pipe.text_encoder.dtype == torch.bfloat16
+    for name, model in had.items():
+        assert model is not pipe.components[name]
+        state = model.state_dict()
+        assert all(torch.equal(state[n], t) for n, t in before[name].items())
+
+
+NOISE = {"hidden_states": torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(5))}
+TOKENS = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(6))
+STEP = torch.tensor([3, 900])
+
+
+def sd3() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=4, joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=64,
+        pos_embed_max_size=8,
+    )  # fmt: skip
+    pooled = torch.randn(2, 64, generator=torch.Generator().manual_seed(7))
+    return model, {**NOISE, "encoder_hidden_states": TOKENS, "pooled_projections": pooled, "timestep": STEP}
+
+
+def flux() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(8)
+    return model, {
+        "hidden_states": torch.randn(2, 16, 4, generator=generator),
+        "encoder_hidden_states": TOKENS,
+        "pooled_projections": torch.randn(2, 32, generator=generator),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(7, 3),
+    }
+
+
+def pixart() -> tuple[nn.Module, dict[str, Any]]:
+    model = diffusers.PixArtTransformer2DModel(
+        sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=4, in_channels=4,
+        cross_attention_dim=32, out_channels=8, caption_channels=32, use_additional_conditions=False,
+    )  # fmt: skip
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+    extra = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}, "encoder_attention_mask": mask}
+    return model, {**NOISE, "encoder_hidden_states": TOKENS, "timestep": STEP, **extra}
+
+
+def conditioned(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    return unet(**options), {
+        "sample": NOISE["hidden_states"], "timestep": STEP, "encoder_hidden_states": TOKENS,
+    }  # fmt: skip
+
+
+def autoencoder() -> tuple[nn.Module, dict[str, Any]]:
+    sample = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(9))
+    return vae(), {"sample": sample}
+
+
+COMPONENTS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "UNet2DConditionModel": conditioned,
+    "of linear projections": functools.partial(conditioned, use_linear_projection=True),
+    "of scales and shifts": functools.partial(conditioned, resnet_time_scale_shift="scale_shift"),
+    "SD3Transformer2DModel": sd3,
+    "FluxTransformer2DModel": flux,
+    "PixArtTransformer2DModel": pixart,
+    "AutoencoderKL": autoencoder,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_component_by_itself_answers_as_the_original(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, inputs = COMPONENTS[name]()
+    model = model.eval()
+    with torch.no_grad():  # random transformers begin as the identity
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        exact = model(**inputs)[0]
+    engine = slipstream.init_inference(copy.deepcopy(model), **{**FUSED, "dtype": dtype})
+    given = {
+        n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()
+    }
+    got = engine(**given)[0].float()
+    size = float(exact.abs().max())
+    if dtype == torch.float32:
+        torch.testing.assert_close(got / size, exact / size, atol=1e-5, rtol=0.0)
+    else:  # rounding grows through the layers, and no more than in the original's own code
+        with torch.no_grad():
+            own = model.to(dtype)(**given)[0].float()
+        off, theirs = (float((y - exact).square().mean().sqrt()) / size for y in (got, own))
+        assert off <= 1.2 * theirs + 1e-3
+    if "attention" in str(engine.report().notes):
+        assert any(attends(module) for module in engine.module.modules())
+    assert list(engine.state_dict()) == list(model.state_dict())
+
+
+def test_attention_that_the_op_does_not_serve_is_torchs() -> None:
+    model, inputs = conditioned()
+    engine = slipstream.init_inference(copy.deepcopy(model), **FUSED)
+    if not any(attends(module) for module in engine.module.modules()):
+        pytest.skip(HAS_KERNEL)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+    expected = model(**inputs, encoder_attention_mask=mask).sample.detach()
+    torch.testing.assert_close(
+        engine(**inputs, encoder_attention_mask=mask).sample, expected, atol=1e-5, rtol=1e-4
+    )
+    asked = engine.module(**{**inputs, "sample": inputs["sample"].clone().requires_grad_()}).sample
+    asked.sum().backward()  # gradients are torch's affair
+    torch.testing.assert_close(asked.detach(), model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_processor_that_is_set_later_is_served() -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    model, inputs = conditioned()
+    engine = slipstream.init_inference(copy.deepcopy(model), **FUSED)
+    engine.module.set_attn_processor(AttnProcessor())
+    torch.testing.assert_close(engine(**inputs).sample, model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_pipeline_with_one_bad_component_is_left_as_it_was() -> None:
+    broken = unet()
+    with torch.no_grad():
+        next(broken.parameters()).view(-1)[0] = torch.nan
+    pipe = pipeline(unet=broken)
+    had = dict(pipe.components)
+    with pytest.raises(slipstream.WeightError, match=r"^unet of StableDiffusionPipeline: .*NaN"):
+        slipstream.init_inference(pipe, **FUSED)
+    assert all(pipe.components[name] is part for name, part in had.items())
+    assert not any(attends(module) for name in had for module in modules_of(had[name]))
+
+
+def modules_of(part: Any) -> list[nn.Module]:
+    return list(part.modules()) if isinstance(part, nn.Module) else []
+
+
+def test_a_missing_component_fails_as_in_the_original() -> None:
+    engine = slipstream.init_inference(pipeline(unet=None), **FUSED)
+    assert set(engine.report()) == {"vae", "text_encoder"}
+    with pytest.raises(AttributeError) as theirs:
+        image(pipeline(unet=None))
+    with pytest.raises(AttributeError) as ours:
+        image(engine)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_what_is_no_pipeline_of_models_is_refused() -> None:
+    class Empty:
+        components: dict[str, Any] = {}
+
+    with pytest.raises(slipstream.ConfigError, match="Empty has no component"):
+        slipstream.init_inference(Empty())
+    with pytest.raises(slipstream.UnsupportedError, match="enable_cuda_graph=True is for one model"):
+        slipstream.init_inference(pipeline(), enable_cuda_graph=True, **FUSED)
+    pipe = pipeline()
+    slipstream.init_inference(pipe, **FUSED)
+    with pytest.raises(slipstream.InjectionError, match="already runs a fused"):
+        slipstream.init_inference(pipe, **FUSED)
