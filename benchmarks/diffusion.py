@@ -1,8 +1,8 @@
 """One denoising step of Stable Diffusion 1.5's UNet at its real shapes, beside eager PyTorch, torch.compile.
 
 860 million random parameters, two latents of 4 x 64 x 64 (a prompt and its negative), 77 tokens of 768. The
-rows take turns in one process over one set of weights. torch.compile takes minutes to compile: `--only compile`
-adds its row to the others.
+rows take turns in one process over one set of weights. torch.compile takes minutes to compile, so it is only
+measured where `--only compile` asks for it.
 """
 
 from __future__ import annotations

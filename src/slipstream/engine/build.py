@@ -100,12 +100,9 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         move(model, device.torch_device)
     blocks = fuse(layers, verdicts, settings)
     packed = pack_layers(layers, packing, settings)
-    notes += stays
+    notes += [*stays, *swap_attention(model, attention)]
     around = tuple(pack_outside(model, outside, filling))
     fuse_parts(layers, parts)
-    swap_attention(model, attention)
-    if attention is not None:
-        notes.append(f"the attention of {len(attention.names)} modules runs {attention.op.name}")
     if filling is not None:
         filling.finish(settings.cast)
     if settings.format.bits and not blocks and not packing:

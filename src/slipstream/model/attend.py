@@ -82,13 +82,20 @@ def _disagreement(run: Callable[..., Tensor], settings: Settings, dim: int, keys
     return float((got.float() - F.scaled_dot_product_attention(q, k, v).float()).abs().max())
 
 
-def swap_attention(model: nn.Module, plan: AttendPlan | None) -> None:
-    """Put the op in, in place: after `plan_attention` nothing is left that could refuse."""
-    for name in () if plan is None else plan.names:
+def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
+    """Put the op in, in place: after `plan_attention` nothing is left that could refuse.
+
+    Returns:
+        Notes for the report.
+    """
+    if plan is None:
+        return []
+    for name in plan.names:
         module = model.get_submodule(name)
-        if plan is not None and not attends(module):
+        if not attends(module):
             module.__dict__[_STATE] = plan.op.run
             module.__class__ = _attending_class(type(module))  # type: ignore[arg-type]
+    return [f"the attention of {len(plan.names)} modules runs {plan.op.name}"]
 
 
 def attends(module: nn.Module) -> bool:
