@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,27 @@ def test_the_first_example_of_a_page_runs_on_a_model_at_hand(page: str) -> None:
     exec(compile(_blocks((ROOT / page).read_text(), "python")[0], page, "exec"), names)
     assert isinstance(names["engine"], slipstream.InferenceEngine)
     assert names["engine"].report().level == "block"
+
+
+def _walk(change: Callable[[str], str] = str) -> dict[str, Any]:
+    """Run the walk through a family of one's own as a reader would, and return its names."""
+    text = (ROOT / "docs/adding/family.md").read_text().partition("## A walk")[2]
+    names: dict[str, Any] = {"__name__": "walk"}
+    for block in _blocks(text, "python"):
+        exec(compile(change(block), "family.md", "exec"), names)
+    return names
+
+
+def test_the_walk_through_a_family_of_ones_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = _walk()
+    assert names["engine"].report().level == "block"
+    assert not type(names["model"]).__module__.startswith("transformers")
+    assert "mine" in capsys.readouterr().out
+
+
+def test_the_mistake_that_the_walk_proposes_is_found() -> None:
+    with pytest.raises(slipstream.InjectionError, match="layers"):
+        _walk(lambda block: block.replace('Norm("rms", 1e-6)', 'Norm("layer", 1e-6)'))
 
 
 def _shell_lines() -> list[str]:
