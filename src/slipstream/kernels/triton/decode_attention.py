@@ -275,7 +275,9 @@ def attend_one(
     )
 
 
-def _build(heads: int, kv_heads: int, dim: int, *, int8: bool = False, norm: bool = False) -> Build:
+def _build(
+    heads: int, kv_heads: int, dim: int, *, int8: bool = False, norm: bool = False, all_of_it: bool = False
+) -> Build:
     types = dict.fromkeys(("qkv", "q_gain", "k_gain", "out"), "*bf16")
     types |= dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else "*bf16")
     types |= dict.fromkeys(
@@ -286,10 +288,14 @@ def _build(heads: int, kv_heads: int, dim: int, *, int8: bool = False, norm: boo
     types |= dict.fromkeys(("window", "table_width", "angle_row", "angle_step"), "i32")
     names = ("HAS_CLIP", "HAS_ALIBI", "HAS_SINKS", "HAS_SOFTCAP", "HAS_WINDOW", "OWN_GAINS", "INTERLEAVED")
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "SIZE": 32, "HALF": dim // 2, "SPLITS": 16}
-    constants |= dict.fromkeys(names, 0) | {"INT8": int8, "Q_NORM": int(norm), "K_NORM": int(norm)}
+    constants |= dict.fromkeys(names, int(all_of_it)) | {
+        "INT8": int8,
+        "Q_NORM": int(norm),
+        "K_NORM": int(norm),
+    }
     return Build(
         f"attention of a decode step, {heads}/{kv_heads} heads of {dim}"
-        f"{', int8' if int8 else ''}{', q/k norm' if norm else ''}",
+        f"{', int8' if int8 else ''}{', q/k norm' if norm else ''}{', every option' if all_of_it else ''}",
         _attend_one,
         types | constants,
         _launch_of(heads // kv_heads, dim),
@@ -298,4 +304,9 @@ def _build(heads: int, kv_heads: int, dim: int, *, int8: bool = False, norm: boo
     )
 
 
-BUILDS = (_build(32, 8, 128), _build(32, 8, 128, int8=True), _build(32, 8, 64, norm=True))
+BUILDS = (
+    _build(32, 8, 128),
+    _build(32, 8, 128, int8=True),
+    _build(32, 8, 64, norm=True),
+    _build(12, 12, 96, all_of_it=True),
+)

@@ -273,7 +273,7 @@ def times_few(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
 
 def _build(name: str, rows: int, around: str = "") -> Build:
     kind, blocks = kind_of(name) or (0, 1)
-    gated, norm = "gate" in around, "norm" in around
+    gated, norm = "gate" in around, 2 if "layer" in around else int("norm" in around)
     vectors = ("x", "bias", "gain", "shift", "residual", "out")
     types = dict.fromkeys(vectors, "*bf16") | {"third": "*fp16", "multiplier": "*fp32"}
     types |= {"codes": "*bf16" if kind == 0 else "*u8", "second": "*u8" if kind >= 5 else "*fp16"}
@@ -284,19 +284,19 @@ def _build(name: str, rows: int, around: str = "") -> Build:
         "PARTS": PARTS[kind],
         "BLOCKS": blocks,
         "RESCALE": RESCALE[kind],
-        "NORM": int(norm),
-        "HAS_GAIN": norm,
-        "HAS_SHIFT": False,
-        "HAS_BIAS": False,
+        "NORM": norm,
+        "HAS_GAIN": norm > 0,
+        "HAS_SHIFT": norm == 2,
+        "HAS_BIAS": "bias" in around,
         "HAS_RESIDUAL": "residual" in around,
-        "ACTIVATION": 3 if gated else -1,
+        "ACTIVATION": 3 if gated else 0 if "gelu" in around else -1,
         "GATED": gated,
     }
     return Build(
         f"linear, {name}, {rows} row{'s' if rows > 1 else ''}{around and ', '}{around}",
         _few_rows,
         types | constants,
-        _launch_of(kind, 2, rows, Around(norm=int(norm), gated=gated)),
+        _launch_of(kind, 2, rows, Around(norm=norm, gated=gated)),
         frozenset({"inputs", "outputs", "runs", "stride"}),
         wide_loads=2,
     )
@@ -306,6 +306,7 @@ BUILDS = (
     *(_build(name, rows) for name in FORMATS if name != "int4-sym" for rows in (1, 4)),
     _build("plain", 1, "norm"),
     _build("plain", 1, "residual"),
+    _build("plain", 4, "layer norm, bias and gelu"),
     *(_build(name, 1, "norm and gate") for name in ("plain", "int8", "int4", "fp6")),
     _build("plain", 4, "norm and gate"),
     _build("int4", 4, "norm and gate"),

@@ -262,7 +262,30 @@ def _build(name: str, kind: int, rows: int, *, experts: bool = False) -> Build:
     )
 
 
+_SUMMED = {
+    **dict.fromkeys(("part", "bias", "expert_of_row"), "*fp32"),
+    "residual": "*bf16",
+    "out": "*bf16",
+    "rows": "i32",
+    "outputs": "i32",
+    "factor": "fp32",
+    "HAS_BIAS": False,
+    "EXPERTS": False,
+    "HAS_RESIDUAL": True,
+    "ACTIVATION": 3,
+    "GATED": True,
+    "SPLITS": 4,
+}
+
 BUILDS = (
+    Build(
+        "matmul, sum of splits, gate and residual",
+        _sum_splits,
+        _SUMMED,
+        _LAUNCH,
+        frozenset({"rows", "outputs"}),
+        wide_loads=1,
+    ),
     _build("plain", 0, 16),
     _build("plain", 0, 64),
     _build("plain", 0, 16, experts=True),
