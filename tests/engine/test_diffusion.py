@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,6 +213,23 @@ def test_attention_that_the_op_does_not_serve_is_torchs() -> None:
     asked = engine.module(**{**inputs, "sample": inputs["sample"].clone().requires_grad_()}).sample
     asked.sum().backward()  # gradients are torch's affair
     torch.testing.assert_close(asked.detach(), model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_convolutions_have_their_channels_last_and_are_saved_and_refreshed_as_ever(tmp_path: Path) -> None:
+    model, inputs = conditioned()
+    engine = slipstream.init_inference(copy.deepcopy(model), **FUSED)
+    weight = engine.module.conv_in.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    assert "convolutions have their channels last" in str(engine.report())
+    engine.save_checkpoint(tmp_path)
+    again = diffusers.UNet2DConditionModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.refresh_weights(model)
+    assert engine.module.conv_in.weight is weight
+    torch.testing.assert_close(engine(**inputs).sample, model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_a_processor_that_is_set_later_is_served() -> None:
