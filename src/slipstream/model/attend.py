@@ -6,8 +6,8 @@ runs, that call goes to the engine's op. The module stays the object it was, of 
 processor that is set later, an IP adapter say, is served alike.
 
 Weights of convolutions are laid out with the channels last, which their outputs follow: the library behind
-them reorders less (on a Zen 5 in bfloat16 most take 0.63 to 0.85 of the time), and tokens are a view of such an
-image.
+them reorders less (on a Zen 5 in bfloat16 most take 0.63 to 0.85 of the time), and tokens are a view of one
+such image.
 
 Shapes: B batch, H heads, K kv heads, S queries, L keys, D head dim.
 """
