@@ -297,7 +297,7 @@ class FrameSpec:
 
     Names are paths from the model that was handed in (`LlamaForCausalLM`); an absent part is None. The packed
     batch goes `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`, the
-    layers, `final_norm`, `project_out`, `head * logit_scale`, `logit_softcap`.
+    layers, `final_norm`, `project_out`, `head * logit_scale + logit_bias`, `logit_softcap`.
 
     Attributes:
         layers: The module list of the layers.
@@ -315,6 +315,7 @@ class FrameSpec:
             `embed_scale_rounded`.
         embed_scale_rounded: Whether the original rounds the multiplier to the embedding's dtype first.
         logit_scale: Multiplies the logits.
+        logit_bias: A buffer `(1, V)` that is added to the logits.
         logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
         restart: The original drops its cache and computes anew once a generation passes this length (Phi-3's
             long rope).
@@ -334,5 +335,6 @@ class FrameSpec:
     embed_scale: float = 1.0
     embed_scale_rounded: bool = False
     logit_scale: float = 1.0
+    logit_bias: str | None = None
     logit_softcap: float | None = None
     restart: int | None = None

@@ -305,7 +305,8 @@ def _frame_ops(device: Device, settings: Settings, outside: Sequence[OutsidePlan
 def _runner(frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops) -> Runner:
     frame.ops = ops
     whole = bind_model(frame, stack.run)
-    return Runner(frame, list(blocks.values()), list(blocks), stack=stack.run, whole=whole)
+    own = {name: block for name, block in blocks.items() if name.startswith(f"{frame.spec.layers}.")}
+    return Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
 
 
 def _frame(
@@ -330,6 +331,8 @@ def _frame(
     spec = family.frame(model_config)
     if spec is None:
         return None, f"{family.name} names no frame for this configuration"
+    if any(found.spec is not None and found.spec.cross is not None for found in fused):
+        fused = [found for found in fused if found.name.startswith(f"{spec.layers}.")]  # the decoder's
     names = [found.name for found in fused]
     try:
         frame = Frame(model, spec, ops, rope_table=family.rope_table)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.engine.batch import Batch
+from slipstream.engine.listen import listen, listens
 from slipstream.engine.runner import Runner
 
 __all__ = ["TOKEN_BUDGET", "Loop"]
@@ -71,19 +72,23 @@ class Loop:
             logits_processor: Called on `(B, V)` float32 scores.
             stopping_criteria: Called on the tokens so far.
             generation_config: Complete.
-            model_kwargs: What transformers would pass to the model; the attention mask is read, the rest is
-                empty.
+            model_kwargs: What transformers would pass to the model; the attention mask is read, and an
+                encoder's output where the layers listen to one. The rest is empty.
 
         Returns:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
         """
         config, mask = generation_config, model_kwargs.get("attention_mask")
-        most = int(config.max_length)
-        batch = Batch(self.runner, input_ids, mask, max_length=most, token_budget=TOKEN_BUDGET)
+        runner, budget, hears = self.runner, TOKEN_BUDGET, listens(self.runner)
+        if hears:
+            # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
+            runner = listen(runner, model_kwargs["encoder_outputs"], mask)
+            mask, budget = None, input_ids.numel()
+        batch = Batch(runner, input_ids, mask, max_length=int(config.max_length), token_budget=budget)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
         keep_finished = (
-            config.return_dict_in_generate or not has_eos or self.runner.frame.angles_share_a_length
+            hears or config.return_dict_in_generate or not has_eos or runner.frame.angles_share_a_length
         )
         stop, record = _Stop(stopping_criteria), _Record(config)
         # Nobody sees the logits: the best tokens are all that is asked for.

@@ -28,6 +28,7 @@ __all__ = [
 
 _MODES = ("greedy_search", "sample")
 _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
+_OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
 _ARGUMENTS = frozenset(
     {
         "assistant_model",
@@ -146,7 +147,7 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
         request: The call as it was read.
         kwargs: The call.
     """
-    if request.prompt is None:
+    if request.prompt is None and not request.encoded:
         return "there are no token ids"
     if "generate" in vars(model):
         return "the model has a generate of its own"
@@ -157,6 +158,7 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
         "past_key_values",
         "position_ids",
         "synced_gpus",
+        "encoder_outputs",
     ):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             return f"{name} is given"
@@ -164,10 +166,9 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     mode = config.get_generation_mode(None)
     if mode.value not in _MODES:
         return f"the mode is {mode.value}"
+    own = _OWN_OF_PAIRS if request.encoded else _OWN
     extra = [
-        name
-        for name, value in inputs.items()
-        if name not in _OWN and value is not None and value is not False
+        name for name, value in inputs.items() if name not in own and value is not None and value is not False
     ]
     if extra:
         return f"the model takes {', '.join(extra)}"
@@ -180,6 +181,8 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     ):
         if getattr(config, name, None):
             return f"{name} is set"
+    if request.encoded and config.return_dict_in_generate:
+        return "return_dict_in_generate is set"
     if config.use_cache is False or inputs.get("use_cache") is False:
         return "use_cache is False"
     if config.stop_strings is not None and (
@@ -187,7 +190,7 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     ):
         return "stop_strings stand in a generation config, or come without a tokenizer"
     mask = kwargs.get("attention_mask")
-    if mask is not None and not _is_left_padded(mask):
+    if mask is not None and not request.encoded and not _is_left_padded(mask):
         return "the attention mask has gaps"
     return None
 
@@ -223,15 +226,22 @@ def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str |
         request: The call as it was read.
     """
     most, restart = runner.frame.max_positions, runner.frame.spec.restart
-    total = request.length + request.new_tokens
+    length = _decoded(request) if request.encoded else request.length
+    total = length + request.new_tokens
     if most is not None and total > most:
         return f"{total} tokens pass the position embedding's {most}"
-    if restart is not None and request.length <= restart < total:
+    if restart is not None and length <= restart < total:
         return f"the original starts again at {restart} tokens"
     kept = _kept_tokens(model, runner)
     if kept is not None and total > kept:
         return f"transformers' cache keeps {kept} tokens, and a layer sees another number"
     return None
+
+
+def _decoded(request: Request) -> int:
+    """Tokens that a decoder starts from, at most: those that are given, and the one that begins."""
+    given = request.inputs.get("decoder_input_ids")
+    return 1 + (int(given.shape[-1]) if isinstance(given, Tensor) else 0)
 
 
 def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:

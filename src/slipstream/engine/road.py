@@ -9,6 +9,7 @@ import torch
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
 from slipstream.engine.graph import LADDER, Graphs
+from slipstream.engine.listen import listens
 from slipstream.engine.runner import Runner
 from slipstream.model.cache import bytes_per_token
 
@@ -48,6 +49,8 @@ def _keep_in_int8(runner: Runner | None, wish: str) -> str:
 
 def _capture(runner: Runner | None, device: Device, tokens: int) -> str:
     reason = device.no_graph() or ("" if runner is not None else "generate runs transformers' own loop")
+    if runner is not None and listens(runner):
+        reason = "the decoder listens to an encoder, whose states lie elsewhere in every generation"
     if runner is not None and not reason:
         runner.whole = graphs = Graphs(runner, device, tokens=tokens)
         runner.new_cache = graphs.new_cache

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from slipstream.families.common import QKV
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import Recipe, Stack, Take
 
 __all__ = ["BART_RECIPES", "BART_TINY", "bart_decoder", "bart_encoder"]
@@ -79,13 +80,39 @@ def _by_place(make: Callable[[Config, Place], BlockSpec], place: Place) -> Calla
     return lambda config, index: make(config, place)
 
 
-def _family(name: str, prefix: str, place: Place, *more: Tiny, **options: Any) -> Family:
+def _frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None:
+    """What stands around the decoder's layers."""
+    if not config.is_encoder_decoder:
+        return None
+    frame = FrameSpec(
+        layers="model.decoder.layers",
+        embed="model.decoder.embed_tokens",
+        embed_scale=math.sqrt(config.d_model) if config.scale_embedding else 1.0,
+        pos_embed="model.decoder.embed_positions",
+        head="lm_head",
+        norm=Norm("layer", 1e-5),
+        final_norm="model.decoder.layer_norm" if place == "pre" else None,
+        logit_bias="final_logits_bias",
+    )
+    return replace(frame, **changes)
+
+
+_NORMED = {"embed_norm": "model.decoder.layernorm_embedding", "pos_offset": 2}
+
+
+def _family(
+    name: str, prefix: str, place: Place, *more: Tiny, around: Mapping[str, Any] | None, **options: Any
+) -> Family:
+    def frame(config: Config) -> FrameSpec | None:
+        return None if around is None else _frame(config, place, **around)
+
     return Family(
         name=name,
         layers=(f"{prefix}EncoderLayer", f"{prefix}DecoderLayer"),
         spec=_by_place(bart_encoder, place),
         specs={f"{prefix}DecoderLayer": _by_place(bart_decoder, place)},
         recipes=BART_RECIPES,
+        frame=None if around is None else frame,
         tiny=(_tiny(prefix, **options), *more),
     )
 
@@ -94,20 +121,16 @@ def _tiny(prefix: str, label: str = "", model: str = "ForConditionalGeneration",
     return Tiny(f"{prefix}{model}", f"{prefix}Config", {**BART_TINY, **options}, label)
 
 
+_ALONE = _tiny("Bart", "a decoder alone", "ForCausalLM", is_decoder=True)
+
+# Positions of M2M100 depend on which tokens are padding, and BlenderbotSmall adds them after its norm.
 FAMILIES = (
-    _family("bart", "Bart", "post", _tiny("Bart", "a decoder alone", "ForCausalLM", is_decoder=True)),
-    _family("mbart", "MBart", "pre", scale_embedding=True),
-    _family("pegasus", "Pegasus", "pre"),
-    Family(
-        name="marian",
-        layers=("MarianEncoderLayer", "MarianDecoderLayer"),
-        spec=_by_place(bart_encoder, "post"),
-        specs={"MarianDecoderLayer": _by_place(bart_decoder, "post")},
-        recipes=BART_RECIPES,
-        tiny=(_tiny("Marian", model="MTModel"),),
-    ),
-    _family("m2m_100", "M2M100", "pre"),
-    _family("blenderbot", "Blenderbot", "pre"),
-    _family("blenderbot-small", "BlenderbotSmall", "post"),
-    _family("plbart", "PLBart", "post"),
+    _family("bart", "Bart", "post", _ALONE, around=_NORMED),
+    _family("mbart", "MBart", "pre", around=_NORMED, scale_embedding=True),
+    _family("pegasus", "Pegasus", "pre", around={}),
+    _family("marian", "Marian", "post", around={}, model="MTModel"),
+    _family("m2m_100", "M2M100", "pre", around=None),
+    _family("blenderbot", "Blenderbot", "pre", around={}),
+    _family("blenderbot-small", "BlenderbotSmall", "post", around=None),
+    _family("plbart", "PLBart", "post", around=_NORMED),
 )

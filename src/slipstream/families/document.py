@@ -18,8 +18,11 @@ def render(families: Iterable[Family]) -> str:
     return "\n".join(rows) + "\n"
 
 
+_GENERATORS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
+
+
 def _generation(family: Family) -> str:
     if family.frame is not None:
         return "packed batch, paged cache"
-    generates = any(kind in tiny.model for tiny in family.tiny for kind in ("CausalLM", "LMHeadModel"))
+    generates = any(kind in tiny.model for tiny in family.tiny for kind in _GENERATORS)
     return "transformers' loop" if generates else "-"

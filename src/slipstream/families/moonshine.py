@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.families.common import QKV, head_dim, rope
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import First, Stack, Take, UpFirst
 
 
@@ -33,6 +33,17 @@ def _encoder(config: Config, index: int) -> BlockSpec:
 def _decoder(config: Config, index: int) -> BlockSpec:
     changes = {"activation": config.hidden_act, "gated": True, "causal": True, "cross": config.hidden_size}
     return replace(_encoder(config, index), **changes)
+
+
+def _frame(config: Config) -> FrameSpec:
+    return FrameSpec(
+        layers="model.decoder.layers",
+        embed="model.decoder.embed_tokens",
+        head="proj_out",
+        norm=Norm("layer", 1e-5),
+        final_norm="model.decoder.norm",
+        rotary="model.decoder.rotary_emb",
+    )
 
 
 def _refuse(config: Config) -> str | None:
@@ -70,6 +81,7 @@ FAMILY = Family(
         Role.MLP_IN: UpFirst("mlp.fc1"),
         Role.MLP_OUT: Take("mlp.fc2"),
     },
+    frame=_frame,
     refuse=_refuse,
     tiny=(
         Tiny("MoonshineForConditionalGeneration", "MoonshineConfig", _TINY),

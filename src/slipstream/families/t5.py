@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from slipstream.families.common import field
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import First, Recipe, Stack, Take
 
 
@@ -33,6 +34,19 @@ def _shared(config: Config, index: int) -> BlockSpec:
 
 def _own(config: Config, index: int) -> BlockSpec:
     return _spec(config, "own")
+
+
+def _frame(config: Config) -> FrameSpec:
+    # UMT5 scales what is tied; the others have a field of their own, as not all that is tied was trained so.
+    scaled = field(config, "scale_decoder_outputs", default=config.model_type == "umt5")
+    return FrameSpec(
+        layers="decoder.block",
+        embed="decoder.embed_tokens",
+        head="lm_head",
+        norm=Norm("rms", config.layer_norm_epsilon),
+        final_norm="decoder.final_layer_norm",
+        logit_scale=config.d_model**-0.5 if scaled else 1.0,
+    )
 
 
 def _last(part: str) -> tuple[str, str]:
@@ -79,6 +93,7 @@ def _family(name: str, prefix: str, *variants: Tiny, relative: Literal["shared",
         layers=(f"{prefix}Block",),
         spec=_shared if relative == "shared" else _own,
         recipes=_RECIPES,
+        frame=_frame,
         ignored=("*.relative_attention_bias.weight",),
         relative="layer.0.SelfAttention",
         tiny=variants,

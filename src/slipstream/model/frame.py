@@ -59,6 +59,7 @@ class Frame:
         self.embed, self.head, self.rotary = part(spec.embed), part(spec.head), part(spec.rotary)
         self.embed_norm, self.final_norm = part(spec.embed_norm), part(spec.final_norm)
         self.pos_embed = None if spec.pos_embed is None else _table_of(model, spec.pos_embed)
+        self._logit_bias = None if spec.logit_bias is None else _table_of(model, spec.logit_bias)
         self.project_in, self.project_out = part(spec.project_in), part(spec.project_out)
         self.layers: nn.ModuleList = part(spec.layers)
         self._rope_table = rope_table
@@ -156,6 +157,9 @@ class Frame:
         logits = self._linear(self.head, x)
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale
+        if self._logit_bias is not None:
+            owner, name = self._logit_bias
+            logits = logits + getattr(owner, name)
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits

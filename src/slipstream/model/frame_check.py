@@ -41,7 +41,7 @@ def check_frame(
     positions = torch.arange(_LENGTH, device=device)
     seen: list[tuple[Tensor, Any]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
-        logits = model(input_ids=ids, use_cache=False).logits[0]
+        logits = model(**_given(ids, layers), use_cache=False).logits[0]
         entered = frame.enter(ids[0], positions)
         left = frame.leave(entered)
         tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
@@ -52,6 +52,19 @@ def check_frame(
             continue
         for ours, theirs in zip(tables[found.spec.rope], passed, strict=True):
             _agree(f"the rotary table of {found.name}", half_table(theirs, found.spec.rope.table)[0], ours)
+
+
+def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
+    """The arguments of a run on token ids; a decoder that listens gets an encoder's states beside them."""
+    width = next((f.spec.cross for f in layers if f.spec is not None and f.spec.cross is not None), None)
+    if width is None:
+        return {"input_ids": ids}
+    from transformers.modeling_outputs import BaseModelOutput
+
+    like = next(layers[0].layer.parameters())
+    states = BaseModelOutput(torch.zeros(1, 3, width, dtype=like.dtype, device=like.device))
+    states.__dict__["attention_mask"] = None  # which some encoders return beside the states
+    return {"encoder_outputs": states, "decoder_input_ids": ids}
 
 
 @contextmanager

@@ -323,7 +323,7 @@ def returns_of(output: Any, *, biases: bool = False) -> Callable[..., Any] | Non
 
         def answer(hidden: Tensor, *made: Tensor) -> Any:
             filled = list(rest)
-            for place, bias in zip(places, made, strict=True):
+            for place, bias in zip(places, made, strict=False):
                 filled[place] = bias
             return kind((hidden, *filled))
 
