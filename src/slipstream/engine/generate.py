@@ -9,7 +9,7 @@ Shapes: B batch, S prompt (padded), L tokens so far, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,8 @@ class Loop:
         Returns:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
         """
-        config, mask = generation_config, model_kwargs.get("attention_mask")
-        runner, budget, hears = self.runner, TOKEN_BUDGET, listens(self.runner)
-        if hears:
-            # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
-            runner = listen(runner, model_kwargs["encoder_outputs"], mask)
-            mask, budget = None, input_ids.numel()
-        batch = Batch(runner, input_ids, mask, max_length=int(config.max_length), token_budget=budget)
+        config, hears = generation_config, listens(self.runner)
+        batch, runner = self._admit(input_ids, int(config.max_length), model_kwargs)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
         keep_finished = (
@@ -118,6 +113,15 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
         return record.output(model, batch) if config.return_dict_in_generate else batch.ids.clone()
+
+    def _admit(self, ids: Tensor, most: int, inputs: Mapping[str, Any]) -> tuple[Batch, Runner]:
+        """The batch, and what runs it."""
+        runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
+        if listens(runner):
+            # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
+            runner = listen(runner, inputs["encoder_outputs"], mask)
+            mask, budget = None, ids.numel()
+        return Batch(runner, ids, mask, max_length=most, token_budget=budget), runner
 
 
 class _Pace:
