@@ -152,7 +152,7 @@ def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"tensor_parallel": {"tp_size": 2}}, "tp_size"),
+        ({"moe": {"ep_size": 2}}, "ep_size"),
         ({"checkpoint": "somewhere"}, "checkpoint"),
         ({"use_triton": True}, "triton"),
         ({"triangular_masking": False}, "triangular_masking"),

@@ -121,15 +121,20 @@ _TOP = {
 }
 
 _PARALLEL = {
-    "tensor_parallel": _unserved("Splits each layer over ranks, with or without kernel injection."),
+    "tensor_parallel": _acts("Splits each layer over ranks, with or without kernel injection."),
     "tensor_parallel.enabled": _acts("False beside a tp_size above 1 is refused as a contradiction."),
-    "tensor_parallel.tp_size": _unserved("Ranks per layer; each reads only its share of the weights."),
+    "tensor_parallel.tp_size": _acts(
+        "Ranks per layer; each keeps only its share of the weights. With more processes than this (times "
+        "moe.ep_size) the model is replicated, each replica with prompts of its own."
+    ),
     "tensor_parallel.tp_grain_size": _unserved(
         "Where heads do not decide, shards of a model without a family are cut in multiples of it."
     ),
-    "tensor_parallel.mpu": _unserved("Its model-parallel group and size are used."),
-    "tensor_parallel.tp_group": _unserved(
-        "Layers are split over this group instead of one made for the engine."
+    "tensor_parallel.mpu": _acts(
+        "Its get_tensor_model_parallel_group(), or get_model_parallel_group(), is the group that is used."
+    ),
+    "tensor_parallel.tp_group": _acts(
+        "Layers are split over this group instead of one made for the engine; tp_size may be left out."
     ),
     "moe": _unserved("Spreads whole experts over ranks."),
     "moe.enabled": _acts("False beside an ep_size above 1 is refused as a contradiction."),

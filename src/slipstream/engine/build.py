@@ -16,6 +16,7 @@ from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings, compute_dtype
 from slipstream.engine.loading import open_filling, undone_on_error
+from slipstream.engine.ranks import agree_on_layers, split_or_pack
 from slipstream.engine.road import prepare_road
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
@@ -30,7 +31,7 @@ from slipstream.model.frame import Frame, run_stack
 from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.layers import Found, find_layers
-from slipstream.model.outside import OutsideFormats, OutsidePlan, pack_outside, plan_outside
+from slipstream.model.outside import OutsideFormats, OutsidePlan, plan_outside
 from slipstream.model.packed import packed_bytes
 from slipstream.model.packing import pack_layers, plan_packing
 from slipstream.model.parts import Part, fuse_parts, judge_parts
@@ -38,6 +39,9 @@ from slipstream.model.report import LayerReport, Report
 from slipstream.model.watch import watch
 from slipstream.ops import OPS, Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts, bind
+from slipstream.parallel import ALONE, Mesh, open_mesh
+from slipstream.parallel.agree import agree_on_engine
+from slipstream.parallel.vocabulary import joined_linear
 from slipstream.spec import BlockSpec, Role
 
 __all__ = ["Built", "build", "format_named", "inspect", "offer"]
@@ -57,6 +61,7 @@ class Built:
         runner: The engine road, or None where only the compatible one is open.
         why_compatible: Why there is no runner; empty where there is one, or nothing to generate with.
         report: What was fused.
+        mesh: The ranks that share the model.
     """
 
     device: Device
@@ -64,6 +69,7 @@ class Built:
     runner: Runner | None
     why_compatible: str
     report: Report
+    mesh: Mesh = ALONE
 
 
 def build(model: nn.Module, config: InferenceConfig) -> Built:
@@ -76,6 +82,8 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     """
     device = choose()
     notes = check_settings(config, device)
+    mesh = open_mesh(config)
+    agree_on_engine(model, config, mesh)
     filling = open_filling(model, config)
     check_model(model, config, None if filling is None else filling.source)
     model_config = _override(getattr(model, "config", None), config)
@@ -83,7 +91,8 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         notes.append("the model was in training mode and was switched to eval")
     with undone_on_error(model, filling):
         layers = find_layers(model, _layers_config(model_config, config), config.injection_policy)
-        settings = _settings(model, config, device, _format(config, layers, model_config), filling)
+        packed_as = _format(config, layers, model_config)
+        settings = replace(_settings(model, config, device, packed_as, filling), mesh=mesh)
         if filling is not None:
             filling.start(layers)
         verdicts = _judge(model, layers, config, settings)
@@ -93,18 +102,22 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         outside, stays = _outside(model, config, settings, device)
         ops = _frame_ops(CpuDevice(), settings, outside)
         frame, why_no_runner = _frame(model, model_config, layers, verdicts, settings, ops)
+        agree_on_layers(layers, verdicts, mesh)
     convert(model, settings.dtype, keep=settings.keep)
     if model_config is not None and hasattr(model_config, "dtype"):
         model.config.dtype = settings.dtype
-    if not config.keep_module_on_host:
+    if not config.keep_module_on_host and mesh.is_alone:
         move(model, device.torch_device)
     blocks = fuse(layers, verdicts, settings)
     packed = pack_layers(layers, packing, settings)
     notes += [*stays, *swap_attention(model, attention)]
-    around = tuple(pack_outside(model, outside, filling))
+    around, whole = split_or_pack(model, outside, settings)
+    notes += whole
     fuse_parts(layers, parts)
     if filling is not None:
         filling.finish(settings.cast)
+    if not config.keep_module_on_host and not mesh.is_alone:
+        move(model, device.torch_device)  # a rank's part of it: the whole may not fit
     if settings.format.bits and not blocks and not packing:
         notes.append(_nothing_packed(model, settings.format))
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
@@ -113,7 +126,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
     if blocks:
         watch(model)
-    stack = bind_stack(device, list(blocks.values()), run_stack)
+    stack = _stack(list(blocks.values()), device, mesh)
     runner = None if frame is None else _runner(frame, blocks, stack, _frame_ops(device, settings, outside))
     notes += prepare_road(runner, device, config)
     if blocks and runner is None and why_no_runner:
@@ -123,7 +136,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)
-    return Built(device, model_config, runner, why_no_runner, report)
+    return Built(device, model_config, runner, why_no_runner, report, mesh)
 
 
 def inspect(model: nn.Module) -> Report:
@@ -302,8 +315,15 @@ def _frame_ops(device: Device, settings: Settings, outside: Sequence[OutsidePlan
     return bind_ops(Facts(device.torch_device, settings.dtype, None, head), kernels_for(device))
 
 
+def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:
+    if mesh.is_alone:
+        return bind_stack(device, blocks, run_stack)
+    refused = {device.name: f"{mesh.replica.size} ranks meet twice in each layer"}
+    return Bound("stack", "reference", run_stack, refused)
+
+
 def _runner(frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops) -> Runner:
-    frame.ops = ops
+    frame.ops = replace(ops, linear=replace(ops.linear, run=joined_linear(ops.linear.run)))
     whole = bind_model(frame, stack.run)
     own = {name: block for name, block in blocks.items() if name.startswith(f"{frame.spec.layers}.")}
     return Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)

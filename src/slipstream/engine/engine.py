@@ -33,6 +33,7 @@ from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.refresh import refresh
 from slipstream.model.report import Report
+from slipstream.parallel.agree import agree_on_call, agree_on_tokens, share_random_state
 from slipstream.profile.times import Profile
 from slipstream.weights.lora import read_adapter
 
@@ -201,6 +202,7 @@ class InferenceEngine(nn.Module):
         """
         args, kwargs = self._here(args), self._here(kwargs)
         check_inputs(self.module, args, kwargs)
+        self._agree("forward", {**{f"{place}": value for place, value in enumerate(args)}, **kwargs})
         with torch.no_grad():
             if self._graphs is None or self._profile is not None:
                 output = self.module(*args, **kwargs)
@@ -227,13 +229,26 @@ class InferenceEngine(nn.Module):
             if not hasattr(self.module, "_prepare_generation_config"):  # not transformers' own generate
                 return generate(*args, **kwargs)
             kwargs = by_name(self.module, args, kwargs)
+            self._agree("generate", {name: value for name, value in kwargs.items() if name != "streamer"})
+            replica = self._built.mesh.replica
+            share_random_state(replica, self._built.device.torch_device)
             request = read_request(self.module, kwargs)
             check_request(self.module, request, kwargs, self.inference_config)
             runner = self._built.runner
             if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
-                return generate(**kwargs)
-            decode = Loop(runner, kwargs.get("streamer")).method()
+                found = generate(**kwargs)
+                agree_on_tokens(found if isinstance(found, Tensor) else found.sequences, replica)
+                return found
+            decode = Loop(runner, kwargs.get("streamer"), replica).method()
             return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})
+
+    def _agree(self, kind: str, values: dict[str, Any]) -> None:
+        """Refuse a call that the ranks of this model were not all given.
+
+        Raises:
+            RequestError: With the argument that differs, and the ranks.
+        """
+        agree_on_call(kind, values, self._built.mesh.replica)
 
     def _why_not_the_engine_road(
         self, runner: Runner, request: Request, kwargs: dict[str, Any]

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from slipstream.engine.batch import Batch
 from slipstream.engine.listen import listen, listens
 from slipstream.engine.runner import Runner
+from slipstream.parallel import ALONE, Axis
+from slipstream.parallel.agree import agree_on_tokens, any_of
 
 __all__ = ["TOKEN_BUDGET", "Loop"]
 
@@ -33,10 +35,12 @@ class Loop:
     Attributes:
         runner: The model over packed tokens.
         streamer: The user's, which transformers does not pass on to custom methods.
+        ranks: Those that share the model: each chooses the tokens, and they compare them.
     """
 
     runner: Runner
     streamer: Any = None
+    ranks: Axis = ALONE.replica
 
     def method(self) -> Callable[..., Any]:
         """The loop as a function: transformers reads the signature of what it is handed."""
@@ -101,10 +105,12 @@ class Loop:
             if has_eos and not all(alive):
                 running = torch.tensor(alive, device=tokens.device)[:, None]
                 tokens = torch.where(running, tokens, config._pad_token_tensor.to(tokens.device))
+            agree_on_tokens(tokens, self.ranks)
             batch.append(tokens)
             if self.streamer is not None:
                 self.streamer.put(tokens[:, 0].cpu())
             done = stop(batch, tokens[:, -1], record.scores)
+            done = done if stop.is_known else any_of(done, self.ranks)
             alive = [a and not d for a, d in zip(alive, done, strict=True)]
             if not any(alive):
                 break

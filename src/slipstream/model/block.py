@@ -14,6 +14,8 @@ from torch import Tensor
 from slipstream.ops import Ops
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import AttentionMask
+from slipstream.parallel.collectives import all_sum, norm_across
+from slipstream.parallel.shard import Share
 from slipstream.spec import BlockSpec, Norm, Role
 from slipstream.weights.load import BlockWeights, Vector
 
@@ -27,6 +29,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 CrossAttend = Callable[[Tensor], Tensor]
 """A road's attention over an encoder's states: q `(T, H, D)` in, `(T, H, D)` out; it owns keys and values."""
+
+
+_POST_NORMS = frozenset({Role.ATTN_POST_NORM, Role.MLP_POST_NORM})
 
 
 class Block:
@@ -54,11 +59,13 @@ class Block:
         weights: Its tensors by role.
         ops: The implementations it was bound to.
         mask: What the paged attention needs beside lengths.
+        share: Which part of the layer this is, where it lies on several ranks: `spec` and `weights` are the
+            rank's, and what leaves a branch is added up before anything else happens to it.
     """
 
-    def __init__(self, spec: BlockSpec, weights: BlockWeights, ops: Ops) -> None:
+    def __init__(self, spec: BlockSpec, weights: BlockWeights, ops: Ops, share: Share | None = None) -> None:
         """Take the weights as they are; nothing is copied."""
-        self.spec, self.weights, self.ops = spec, weights, ops
+        self.spec, self.weights, self.ops, self.share = spec, weights, ops, share
         sinks = weights.vectors.get(Role.SINKS)
         device = weights.matrices[Role.QKV].planes[0].device
         self.mask = AttentionMask(
@@ -68,6 +75,11 @@ class Block:
             alibi=None if spec.alibi is None else torch.tensor(spec.alibi, device=device) * spec.alibi_scale,
             sinks=None if sinks is None else sinks.weight,
         )
+
+    @property
+    def whole(self) -> BlockSpec:
+        """The layer in numbers as the model has it, of which this may be a rank's part."""
+        return self.spec if self.share is None else self.share.whole
 
     def __call__(
         self, x: Tensor, rope: RopeTable | None, attend: Attend, across: CrossAttend | None = None
@@ -85,25 +97,36 @@ class Block:
         """
         spec = self.spec
         if spec.place == "post":
-            x = self._norm(
-                Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, self._attention(x, rope, attend))
-            )
+            attended = self._sum(self._attention(x, rope, attend))
+            x = self._norm(Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, attended))
             x = self._ask(x, across)
-            fed = self._scaled(Role.MLP_SCALE, self.feed_forward(x))
+            fed = self._scaled(Role.MLP_SCALE, self._sum(self.feed_forward(x)))
             return self._end(self._norm(Role.MLP_NORM, x + fed))
         normed = self._norm(Role.ATTN_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
-        attended = self._norm(Role.ATTN_POST_NORM, self._attention(normed, rope, attend))
+        attended = self._attention(normed, rope, attend)
         if spec.parallel:
             entry = self._norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
-            fed = self._norm(Role.MLP_POST_NORM, self.feed_forward(entry))
-            scaled = self._scaled(Role.ATTN_SCALE, attended), self._scaled(Role.MLP_SCALE, fed)
-            return residual + (scaled[0] + scaled[1])
+            return residual + self._both(attended, self.feed_forward(entry))
+        attended = self._norm(Role.ATTN_POST_NORM, self._sum(attended))
         x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
         normed = self._norm(Role.MLP_NORM, x)
         residual = normed if spec.residual_from == "norm" else x
-        fed = self._norm(Role.MLP_POST_NORM, self.feed_forward(normed))
+        fed = self._norm(Role.MLP_POST_NORM, self._sum(self.feed_forward(normed)))
         return self._end(residual + self._scaled(Role.MLP_SCALE, fed))
+
+    def _sum(self, branch: Tensor) -> Tensor:
+        """What a branch says, out of what the ranks' parts of it say."""
+        return branch if self.share is None else all_sum(branch, self.share.tp)
+
+    def _both(self, attended: Tensor, fed: Tensor) -> Tensor:
+        """The scaled sum of two branches, which travels as one where no norm stands in between."""
+        if self.share is None or not _POST_NORMS.isdisjoint(self.weights.vectors):
+            attended = self._norm(Role.ATTN_POST_NORM, self._sum(attended))
+            fed = self._norm(Role.MLP_POST_NORM, self._sum(fed))
+            return self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed)
+        # Multipliers are linear: a rank scales its part.
+        return self._sum(self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed))
 
     def _ask(self, x: Tensor, across: CrossAttend | None) -> Tensor:
         """The branch between the others."""
@@ -112,7 +135,7 @@ class Block:
         pre = self.spec.place == "pre"
         asked = self._norm(Role.CROSS_NORM, x) if pre else x
         q = self._linear(Role.CROSS_Q, asked).unflatten(-1, (-1, self.spec.head_dim))
-        x = x + self._linear(Role.CROSS_OUT, across(q).flatten(1))
+        x = x + self._sum(self._linear(Role.CROSS_OUT, across(q).flatten(1)))
         return self._branch(x) if pre else self._norm(Role.CROSS_NORM, x)
 
     def cross_keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +181,7 @@ class Block:
         q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
         after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
         if not after_rope:
-            q, k = self._qk_norm(Role.Q_NORM, q), self._qk_norm(Role.K_NORM, k)
+            q, k = self._qk_norms(q, k)
         if spec.clip_qkv is not None:
             q, k, v = (t.clamp(-spec.clip_qkv, spec.clip_qkv) for t in (q, k, v))
         if spec.rope is not None:
@@ -166,8 +189,20 @@ class Block:
                 raise AssertionError("a block with a rotary embedding was run without its table")
             q, k = (self.ops.rope.run(t, *rope, interleaved=spec.rope.interleaved) for t in (q, k))
         if after_rope:
-            q, k = self._qk_norm(Role.Q_NORM, q), self._qk_norm(Role.K_NORM, k)
+            q, k = self._qk_norms(q, k)
         return self._linear(Role.ATTN_OUT, attend(q, k, v).flatten(1))
+
+    def _qk_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        spec, share = self.spec.qk_norm, self.share
+        if spec is None or spec.over != "all" or share is None or share.tp.size == 1:
+            return self._qk_norm(Role.Q_NORM, q), self._qk_norm(Role.K_NORM, k)
+        width = {Role.Q_NORM: share.whole.q_dim, Role.K_NORM: share.whole.kv_dim}
+        counts = {Role.Q_NORM: True, Role.K_NORM: share.counts_keys}
+        found = {Role.Q_NORM: q, Role.K_NORM: k}
+        vectors = {role: v for role, v in self.weights.vectors.items() if role in found}
+        parts = [(found[role], v.weight, v.bias, width[role], counts[role]) for role, v in vectors.items()]
+        found |= dict(zip(vectors, norm_across(parts, spec.norm, share.tp), strict=True))
+        return found[Role.Q_NORM], found[Role.K_NORM]
 
     def _qk_norm(self, role: Role, x: Tensor) -> Tensor:
         """`(T, heads, D)`, normalised over the head or over all of them."""

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.model.block import Block, CrossAttend
+from slipstream.parallel.shard import Share
 
-__all__ = ["CrossCall", "Relative", "add_bias", "attend_across", "read_cross", "relative_of", "zeros"]
+__all__ = [
+    "CrossCall",
+    "Relative",
+    "add_bias",
+    "attend_across",
+    "own_heads",
+    "read_cross",
+    "relative_of",
+    "zeros",
+]
 
 
 @dataclass(frozen=True)
@@ -87,10 +97,10 @@ def attend_across(block: Block, call: CrossCall, layer_index: int) -> CrossAtten
     def attend(q: Tensor) -> Tensor:
         q = q.unflatten(0, (batch, -1)).transpose(1, 2)
         k, v = _keys_and_values(block, call, layer_index)
-        mask = None if call.mask is None else call.mask[..., : k.shape[2]]
+        mask = None if call.mask is None else own_heads(call.mask[..., : k.shape[2]], block.share)
         # The zeros that stand for a bias in a layer that has none are one number, seen from everywhere.
         if call.bias is not None and any(call.bias.stride()):
-            mask = add_bias(call.bias.to(q.dtype), mask)
+            mask = add_bias(own_heads(call.bias, block.share).to(q.dtype), mask)
         out: Tensor = block.ops.attention.run(
             q, k, v, mask=mask, causal=False, scale=block.spec.scale, softcap=None, sinks=None
         )
@@ -112,6 +122,17 @@ def _keys_and_values(block: Block, call: CrossCall, index: int) -> tuple[Tensor,
         k, v = caches.cross_attention_cache.update(k, v, index)
         caches.is_updated[index] = True
     return k, v
+
+
+@overload
+def own_heads(tensor: Tensor, share: Share | None) -> Tensor: ...
+@overload
+def own_heads(tensor: Tensor | None, share: Share | None) -> Tensor | None: ...
+def own_heads(tensor: Tensor | None, share: Share | None) -> Tensor | None:
+    """A mask or bias `(B | 1, H | 1, S | 1, L)` for a rank's heads."""
+    if tensor is None or share is None or tensor.shape[1] != share.whole.heads or share.whole.heads == 1:
+        return tensor
+    return tensor[:, share.heads.start : share.heads.stop]
 
 
 def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:

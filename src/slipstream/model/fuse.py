@@ -22,14 +22,16 @@ from slipstream.model.convert import applies, convert
 from slipstream.model.filling import Filling
 from slipstream.model.inject import Injected, inject_layer, restore_layer
 from slipstream.model.intact import is_hooked
-from slipstream.model.layer_call import returns_of
+from slipstream.model.layer_call import returns_of, run_part
 from slipstream.model.layers import Found
 from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS
 from slipstream.ops.linear import Rounding, round_rows
+from slipstream.parallel import ALONE, Mesh, share_of
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
 from slipstream.weights.source import ModuleSource, Source
+from slipstream.weights.spread import cut_plans
 
 __all__ = ["Settings", "Verdict", "fuse", "judge"]
 
@@ -55,6 +57,7 @@ class Settings:
         device: Where the engine will run.
         join: Dense matrices become one plane each, at the cost of a copy per layer while it is fused.
         filling: Where the layers' values come from, if not from the layers.
+        mesh: The ranks that layers are split over.
     """
 
     dtype: torch.dtype
@@ -75,6 +78,8 @@ class Settings:
     def lent(self, found: Found) -> AbstractContextManager[None]:
         """Within, the layer has its values."""
         return nullcontext() if self.filling is None else self.filling.lend(found)
+
+    mesh: Mesh = ALONE
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ def _check(
         original = None if stands else twin.forward
         exact = partial(_in_float32, twin) if settings.dtype.itemsize == 2 else None
         rounded = settings.format.rounding is not None
-        forwards = (original, fused.forward)
+        forwards = (original, partial(run_part, fused.forward, state.block.share))
         error = compare(found.name, calls, *forwards, like, ties=ties, rounded=rounded, exact=exact)
         return replace(verdict, max_error=error)
     except InjectionError as failure:
@@ -308,7 +313,10 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
     source: Source = ModuleSource(layer)
     if settings.filling is not None and (layer is found.layer or settings.format.bits):
         source = settings.filling.of(found, settings.dtype, settings.keep)
-    plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
+    whole = plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
+    share = share_of(spec, settings.mesh, settings.format.group)
+    if share is not None:
+        plans, spec = cut_plans(whole, share, layer.get_parameter), share.spec
     weights = load_block(
         source,
         plans,
@@ -317,11 +325,12 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         plain_roles=settings.plain_roles,
         join=settings.join,
     )
-    block = Block(spec, weights, settings.bind(spec))
+    block = Block(spec, weights, settings.bind(spec), share)
     return Injected(
         original=type(layer),
         block=block,
         plans=plans,
+        whole=whole,
         index=found.index,
         returns=verdict.returns,
         rope_table=family.rope_table,

@@ -27,6 +27,7 @@ from slipstream.model.watch import wants_original
 from slipstream.spec import Role
 from slipstream.weights.load import restore_block
 from slipstream.weights.recipe import Plan
+from slipstream.weights.spread import rejoined
 
 __all__ = [
     "Injected",
@@ -48,7 +49,8 @@ class Injected:
     Attributes:
         original: The class that the layer had.
         block: The fused layer.
-        plans: How the layer's own tensors make up the block's.
+        plans: How the layer's own tensors make up the block's; its rank's part where there are several.
+        whole: The same for all ranks together.
         index: The layer's place in the cache.
         returns: Turns what `run_block` returns into what the original class returns.
         rope_table: Path of the layer's own `[sin | cos]` table, if the model passes none.
@@ -63,6 +65,7 @@ class Injected:
     original: type[nn.Module]
     block: Block
     plans: Mapping[Role, Plan]
+    whole: Mapping[Role, Plan]
     index: int
     returns: Callable[..., Any]
     rope_table: str | None
@@ -119,7 +122,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         state = injected_state(self)
         call = None
         if not (self.training or wants_original()) and is_untouched(self):
-            call = signature.read(args, kwargs, state.block.spec)
+            call = signature.read(args, kwargs, state.block.whole)
         if call is None or (call.has_bool_mask and not state.bool_masks):
             return original_forward(self, *args, **kwargs)
         table = None if state.rope_table is None else self.get_buffer(state.rope_table)
@@ -191,8 +194,15 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def restore_layer(layer: nn.Module, state: Injected) -> None:
     """Give a layer that is not injected the tensors that a block of its kind stands for, unpacked."""
-    tensors = restore_block(state.block.weights, state.plans)
-    _assign(layer, tensors)
+    _assign(layer, _tensors(layer, state))
+
+
+def _tensors(layer: nn.Module, state: Injected) -> dict[str, Tensor]:
+    """The layer's own tensors out of its block's, of all ranks where they lie on several."""
+    share = state.block.share
+    if share is None:
+        return restore_block(state.block.weights, state.plans)
+    return rejoined(state.block.weights, state.whole, share, layer.get_parameter)
 
 
 def _twin(layer: nn.Module) -> nn.Module:
@@ -207,7 +217,7 @@ def _twin(layer: nn.Module) -> nn.Module:
     twin = _copy(layer, shared)
     del twin.__dict__[_STATE]
     twin.__class__ = state.original
-    _assign(twin, restored(layer, state.links, state.block.weights, state.plans))
+    _assign(twin, restored(layer, state.links, lambda: _tensors(layer, state)))
     return twin
 
 
@@ -225,7 +235,7 @@ def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def _fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """State-dict hook: put the released parameters' values in under their names."""
     state = injected_state(layer)
-    for name, tensor in restored(layer, state.links, state.block.weights, state.plans).items():
+    for name, tensor in restored(layer, state.links, lambda: _tensors(layer, state)).items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = tensor
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.model.block import Block, RopeTable
-from slipstream.model.cross import CrossCall, Relative, add_bias, attend_across, read_cross, zeros
+from slipstream.model.cross import CrossCall, Relative, add_bias, attend_across, own_heads, read_cross, zeros
 from slipstream.ops.rope import half_table
+from slipstream.parallel.shard import Share
 from slipstream.spec import BlockSpec, Rope
 
 __all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
@@ -155,6 +156,25 @@ def _shape_bias(bias: Any, batch: int, heads: int) -> Tensor | None:
     return bias[None] if bias.dim() == 3 and bias.shape[0] == heads else None
 
 
+def run_part(run: Callable[..., Any], share: Share | None, *args: Any, **kwargs: Any) -> Any:
+    """Run a fused layer on a call that was recorded of the whole one: its cache, which is changed, is cut."""
+    if share is not None:
+        for value in (*args, *kwargs.values()):
+            pair = (getattr(value, f"{kind}_attention_cache", None) for kind in ("self", "cross"))
+            for cache in (value, *pair):
+                _cut_cache(cache, share)
+    return run(*args, **kwargs)
+
+
+def _cut_cache(cache: Any, share: Share) -> None:
+    own = share.heads if share.whole.cache_repeated else share.kv_heads
+    for layer in getattr(cache, "layers", ()):
+        for part in ("keys", "values"):
+            kept = getattr(layer, part, None)
+            if isinstance(kept, Tensor) and kept.dim() == 4:
+                setattr(layer, part, kept[:, own.start : own.stop])
+
+
 def run_block(
     block: Block, call: LayerCall, layer_index: int, table: Tensor | None, relative: Relative | None = None
 ) -> tuple[Tensor, ...]:
@@ -194,6 +214,7 @@ def run_block(
         if bias is not None:
             biases.append(bias)
         hides_later = spec.causal and (relative is None or relative.causal)
+        bias = own_heads(bias, block.share)
         mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
         sinks = block.mask.sinks
         causal = spec.causal and mask is None
@@ -233,7 +254,7 @@ def _scores_mask(
     `causal` is what no mask means.
     """
     keys = k.shape[2]
-    mask = _full_mask(call.mask, block.spec, q.shape[2], keys, q.device)
+    mask = _full_mask(own_heads(call.mask, block.share), block.spec, q.shape[2], keys, q.device)
     if bias is not None:
         missing = block.spec.alibi_scale - block.spec.alibi_in_mask
         bias = bias[..., -keys:] if missing == 1.0 else bias[..., -keys:] * missing if missing else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
 from slipstream.spec import Role
-from slipstream.weights.load import BlockWeights, own_views, restore_block
+from slipstream.weights.load import BlockWeights, own_views
 from slipstream.weights.recipe import Plan
 
 __all__ = ["Link", "link", "relink", "restored"]
@@ -132,12 +132,18 @@ def _put(name: str, owner: nn.Module, leaf: str, view: Tensor | None) -> Link:
 
 
 def restored(
-    layer: nn.Module, links: tuple[Link, ...], weights: BlockWeights, plans: Mapping[Role, Plan]
+    layer: nn.Module, links: tuple[Link, ...], values: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Values of the released parameters that are still in a layer, by their paths of now."""
+    """Values of the released parameters that are still in a layer, by their paths of now.
+
+    Args:
+        layer: The layer.
+        links: As `link` left them.
+        values: Makes the layer's own tensors, by the names of the links.
+    """
     names = {id(one.parameter): one.name for one in links if isinstance(one.parameter, _Released)}
     now = {path: names[id(p)] for path, p in layer.named_parameters(remove_duplicate=False) if id(p) in names}
     if not now:
         return {}
-    tensors = restore_block(weights, plans)
+    tensors = values()
     return {path: tensors[name].view(layer.get_parameter(path).shape) for path, name in now.items()}

@@ -25,7 +25,7 @@ from slipstream.model.report import OutsideReport
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
 
-__all__ = ["OutsideFormats", "OutsidePlan", "pack_outside", "plan_outside"]
+__all__ = ["OutsideFormats", "OutsidePlan", "found_table", "holders", "pack_outside", "plan_outside"]
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ def plan_outside(
     Raises:
         InjectionError: The packed head disagrees with the matrix it stands for.
     """
-    table = None if wanted.embedding is None else _found(model, "get_input_embeddings")
+    table = None if wanted.embedding is None else found_table(model, "get_input_embeddings")
     plans, notes = _plan_embedding(model, table, wanted.embedding)
-    projection = None if wanted.head is None else _found(model, "get_output_embeddings")
+    projection = None if wanted.head is None else found_table(model, "get_output_embeddings")
     if wanted.head is None or projection is None:
         return plans, notes
     name, module = projection
@@ -121,13 +121,13 @@ def _plan_embedding(
     if table is None:
         return [], [f"no embedding is packed: {type(model).__name__} names none"]
     name, module = table
-    own = [other for other, holder in _holders(model, module) if looks_up_rows(holder)]
+    own = [other for other, holder in holders(model, module) if looks_up_rows(holder)]
     if name not in own:
         return [], [f"{name} stays plain: {type(module).__name__} does more than look rows up"]
     return [OutsidePlan((name, *(other for other in own if other != name)), "embedding", wanted)], []
 
 
-def _found(model: nn.Module, getter: str) -> tuple[str, Any] | None:
+def found_table(model: nn.Module, getter: str) -> tuple[str, Any] | None:
     """Path and module of what a transformers model calls its embedding, input or output."""
     get: Any = getattr(model, getter, None)
     try:
@@ -140,7 +140,7 @@ def _found(model: nn.Module, getter: str) -> tuple[str, Any] | None:
     return next(((name, part) for name, part in model.named_modules() if part is module), None)
 
 
-def _holders(model: nn.Module, table: nn.Module) -> list[tuple[str, nn.Module]]:
+def holders(model: nn.Module, table: nn.Module) -> list[tuple[str, nn.Module]]:
     """Embeddings that hold the same tensor: a decoder's, beside its encoder's."""
     weight = table._parameters["weight"]
     every = model.named_modules()

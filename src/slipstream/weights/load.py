@@ -127,7 +127,7 @@ def load_block(
 
     Args:
         source: The layer's tensors, in the engine's dtype and on its device.
-        plans: From `plan_block`.
+        plans: From `plan_block`, cut to the rank's part where there are several ranks.
         matrix_format: Format of the roles that may be quantized.
         plain: Format of the routers, which stay dense.
         plain_roles: Others that stay dense.
@@ -137,23 +137,24 @@ def load_block(
     matrices: dict[Role, Weight] = {}
     vectors: dict[Role, Vector] = {}
     for role, plan in plans.items():
-        bias = gather(source, plan.bias) if plan.bias else None
+        bias = gather(source, plan.bias, plan.slice) if plan.bias else None
         if role.is_matrix:
             packed = role.is_quantizable and role not in plain_roles
             wanted = matrix_format if packed else plain
-            ready = source.packed(role, wanted, plan.weight) if wanted.bits else None
+            held = wanted.bits and plan.slice.is_whole
+            ready = source.packed(role, wanted, plan.weight) if held else None
             if ready is None:
                 ready = _matrix(source, plan, bias, wanted, join=join)
             matrices[role] = replace(ready, bias=bias)
         else:
-            weight = gather(source, plan.weight).flatten() if plan.weight else None
+            weight = gather(source, plan.weight, plan.slice).flatten() if plan.weight else None
             vectors[role] = Vector(weight, bias)
     return BlockWeights(matrices, vectors)
 
 
 def _matrix(source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format, *, join: bool) -> Weight:
     if matrix_format.name != "plain" or not plan.is_whole:
-        return matrix_format.weight(gather(source, plan.weight), bias)
+        return matrix_format.weight(gather(source, plan.weight, plan.slice), bias)
     if join:
         return matrix_format.weight(gather(source, plan.weight).contiguous(), bias)
     planes = tuple(piece.of(source.read(piece.name)) for piece in plan.weight)
@@ -171,7 +172,7 @@ def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str
     for role, matrix in weights.matrices.items():
         views = _matrix_views(matrix, plans[role])
         tensors |= scatter(plans[role].weight, matrix.dense()) if views is None else views
-    for pieces, joined in _vectors(weights, plans):
+    for _, pieces, joined in _vectors(weights, plans):
         views = _vector_views(pieces, joined)
         tensors |= scatter(pieces, joined) if views is None else views
     return tensors
@@ -185,17 +186,22 @@ def own_views(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Te
     own: dict[str, Tensor | None] = {}
     for role, matrix in weights.matrices.items():
         own |= _matrix_views(matrix, plans[role]) or dict.fromkeys(p.name for p in plans[role].weight)
-    for pieces, joined in _vectors(weights, plans):
-        own |= _vector_views(pieces, joined) or dict.fromkeys(piece.name for piece in pieces if piece.name)
+    for plan, pieces, joined in _vectors(weights, plans):
+        is_whole = plan.slice.rows is None and plan.slice.experts is None
+        views = _vector_views(pieces, joined) if is_whole else None
+        own |= views or dict.fromkeys(piece.name for piece in pieces if piece.name)
     return own
 
 
-def _vectors(weights: BlockWeights, plans: Mapping[Role, Plan]) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """What is not a matrix, biases among it, with the pieces it is made of."""
-    pairs = [(plans[role].bias, matrix.bias) for role, matrix in weights.matrices.items()]
+def _vectors(
+    weights: BlockWeights, plans: Mapping[Role, Plan]
+) -> Iterator[tuple[Plan, Sequence[Piece], Tensor]]:
+    """What is not a matrix, biases among it, with the plan and the pieces it is made of."""
+    pairs = [(plans[role], plans[role].bias, matrix.bias) for role, matrix in weights.matrices.items()]
     for role, vector in weights.vectors.items():
-        pairs += [(plans[role].weight, vector.weight), (plans[role].bias, vector.bias)]
-    return ((pieces, joined) for pieces, joined in pairs if joined is not None)
+        plan = plans[role]
+        pairs += [(plan, plan.weight, vector.weight), (plan, plan.bias, vector.bias)]
+    return ((plan, pieces, joined) for plan, pieces, joined in pairs if joined is not None)
 
 
 def _matrix_views(weight: Weight, plan: Plan) -> dict[str, Tensor] | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightError
+from slipstream.parallel.shard import WHOLE, Slice
 from slipstream.spec import BlockSpec
 from slipstream.weights.source import Source
 
@@ -34,6 +35,7 @@ __all__ = [
     "UpFirst",
     "cut",
     "gather",
+    "narrowed",
     "scatter",
 ]
 
@@ -75,21 +77,38 @@ class Plan:
     Attributes:
         weight: Pieces of the matrix (or vector), in canonical order; empty for a weightless norm.
         bias: Pieces of the bias; empty where there is none.
+        slice: What of the whole role the pieces are; its columns and experts are left for `gather` to take.
     """
 
     weight: tuple[Piece, ...]
     bias: tuple[Piece, ...]
+    slice: Slice = WHOLE
 
     @property
     def is_whole(self) -> bool:
         """Whether each piece of the matrix is the whole of its source tensor's rows, in order."""
         names = {piece.name for piece in self.weight}
-        return len(names) == len(self.weight) and all(piece.step == 1 for piece in self.weight)
+        runs = len(names) == len(self.weight) and all(piece.step == 1 for piece in self.weight)
+        return runs and self.slice.is_whole
 
     @property
     def names(self) -> frozenset[str]:
         """Source tensors that the plan consumes."""
         return frozenset(piece.name for piece in (*self.weight, *self.bias) if piece.name)
+
+    @property
+    def rows(self) -> int:
+        """Canonical rows of the matrix or vector."""
+        return sum(piece.count for piece in self.weight)
+
+    def cut(self, part: Slice) -> Plan:
+        """The plan of a rank's part of the role: what it leaves out is never read."""
+        if part.is_whole:
+            return self if part.bias else replace(self, bias=())
+        weight, bias = self.weight, self.bias if part.bias else ()
+        if part.rows is not None:
+            weight, bias = cut(weight, part.rows), cut(bias, part.rows)
+        return Plan(weight, bias, part)
 
 
 class Recipe(ABC):
@@ -305,16 +324,17 @@ def _overlaps(pieces: Sequence[Piece], run: range) -> Iterator[Piece]:
         offset += piece.count
 
 
-def gather(source: Source, pieces: Sequence[Piece], columns: slice = slice(None)) -> Tensor:
+def gather(source: Source, pieces: Sequence[Piece], part: Slice = WHOLE) -> Tensor:
     """Read the pieces and join them.
 
     Args:
         source: Where the tensors are.
         pieces: Not empty.
-        columns: Of a matrix, the input columns to read.
+        part: Has the input columns of a matrix, and the experts of a stack, that are read.
 
     Returns:
-        The canonical tensor: a view of the source where it is one piece, else a new tensor.
+        The canonical tensor: a view of the source where it is one piece of all columns and experts, else a
+        new tensor, which keeps nothing else of the source in memory.
     """
     parts = []
     like = next((piece.name for piece in pieces if piece.name), None)
@@ -323,9 +343,20 @@ def gather(source: Source, pieces: Sequence[Piece], columns: slice = slice(None)
             whole = source.read(like or next(iter(source.names())))
             parts.append(whole.new_zeros((*(whole.shape[:-1] if like else ()), piece.count)))
             continue
-        part = piece.of(source.read(piece.name))
-        parts.append(part if _is_flat(piece, part) else part[..., columns])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1 if _is_flat(pieces[0], parts[0]) else -2)
+        parts.append(narrowed(piece.of(source.read(piece.name)), piece, part))
+    if len(parts) > 1:
+        return torch.cat(parts, dim=-1 if _is_flat(pieces[0], parts[0]) else -2)
+    return parts[0] if part.is_whole else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def narrowed(rows: Tensor, piece: Piece, part: Slice) -> Tensor:
+    """A piece's rows, as a view of the columns and the experts of a part."""
+    flat = _is_flat(piece, rows)
+    if part.columns is not None and not flat:
+        rows = rows[..., part.columns.start : part.columns.stop]
+    if part.experts is not None and rows.dim() > (1 if flat else 2):
+        rows = rows[part.experts.start : part.experts.stop]
+    return rows
 
 
 def _is_flat(piece: Piece, part: Tensor) -> bool:

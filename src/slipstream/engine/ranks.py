@@ -1,0 +1,58 @@
+"""An engine on several ranks: what each of them has of the model, said and done in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.layers import Found
+from slipstream.model.outside import OutsidePlan, pack_outside
+from slipstream.model.report import OutsideReport
+from slipstream.model.vocabulary import split_vocabulary
+from slipstream.parallel import Mesh
+from slipstream.parallel.collectives import gather_objects
+
+__all__ = ["agree_on_layers", "split_or_pack"]
+
+
+def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], mesh: Mesh) -> None:
+    """Refuse what would not be split, or not on all ranks, before the model is changed.
+
+    Raises:
+        UnsupportedError: A layer that would stay whole on every rank.
+        InjectionError: Ranks that do not fuse the same layers.
+    """
+    if mesh.is_alone:
+        return
+    whole = [found.name for found in layers if verdicts[found.name].returns is None]
+    found = gather_objects(whole, mesh.replica, "compared which layers are fused")
+    if any(other != whole for other in found):
+        raise InjectionError(
+            f"the ranks {list(mesh.replica.ranks)} do not fuse the same layers; give all of them one model, "
+            "and machines of one kind"
+        )
+    if whole or not layers:
+        reason = verdicts[whole[0]].reason if whole else "the model has no layers that repeat"
+        raise UnsupportedError(
+            f"tensor_parallel.tp_size={mesh.tp.size} cannot split {whole[0] if whole else 'this model'}: "
+            f"{reason}; only fused blocks are split (replace_with_kernel_inject=True)"
+        )
+
+
+def split_or_pack(
+    model: nn.Module, plans: Sequence[OutsidePlan], settings: Settings
+) -> tuple[tuple[OutsideReport, ...], list[str]]:
+    """Pack what stands outside of the layers, and spread its rows over the ranks where there are several.
+
+    Returns:
+        Rows for the report, and notes.
+    """
+    mesh = settings.mesh
+    if mesh.tp.size == 1:
+        return tuple(pack_outside(model, plans, settings.filling)), []
+    rows, notes = split_vocabulary(model, plans, settings.bind(None).linear, mesh.tp)
+    first = f"rank {mesh.replica.ranks[mesh.replica.rank]}: layers are split over {mesh.tp.size} ranks"
+    return tuple(rows), [f"{first} ({', '.join(map(str, mesh.tp.ranks))})", *notes]

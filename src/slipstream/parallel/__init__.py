@@ -1,0 +1,8 @@
+"""Ranks that share one model: who they are, what each has of it, and how they add up what they computed."""
+
+from __future__ import annotations
+
+from slipstream.parallel.mesh import ALONE, Axis, Mesh, open_mesh
+from slipstream.parallel.shard import Share, Slice, share_of, spread
+
+__all__ = ["ALONE", "Axis", "Mesh", "Share", "Slice", "open_mesh", "share_of", "spread"]

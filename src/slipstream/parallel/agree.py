@@ -1,0 +1,146 @@
+"""What ranks that share a model must agree on: configuration, model, prompts, random numbers, tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.config import InferenceConfig
+from slipstream.config.section import Section
+from slipstream.errors import ConfigError, DeviceError, RequestError
+from slipstream.parallel.collectives import gather_objects, together
+from slipstream.parallel.mesh import Axis, Mesh
+
+__all__ = ["agree_on_call", "agree_on_engine", "agree_on_tokens", "any_of", "share_random_state"]
+
+_SAMPLE = 16
+
+
+def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> None:
+    """Compare configuration and model with the other ranks, before any work.
+
+    Raises:
+        ConfigError: With the field, or the parameter, and the ranks that have another one.
+    """
+    if mesh.is_alone:
+        return
+    own = {f"the field {name}": _text(value) for name, value in _fields(config)}
+    own["the class of the model"] = type(model).__name__
+    own |= {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
+    _compare(own, mesh.replica, ConfigError, "give every rank the same configuration, model and weights")
+
+
+def agree_on_call(kind: str, values: Mapping[str, Any], axis: Axis) -> None:
+    """Compare the arguments of a call with the other ranks.
+
+    Raises:
+        RequestError: With the argument, and the ranks that have another one.
+    """
+    if axis.size > 1:
+        own = {f"the argument {name}": _text(value) for name, value in values.items()}
+        way_out = "ranks that share a model run each call together: broadcast its inputs first"
+        _compare({"the call": kind} | own, axis, RequestError, way_out)
+
+
+def agree_on_tokens(tokens: Tensor, axis: Axis) -> None:
+    """Compare the tokens that were chosen.
+
+    Args:
+        tokens: Any shape, int64.
+        axis: The ranks.
+
+    Raises:
+        DeviceError: Ranks chose different tokens: their random numbers, or their arithmetic, have parted.
+    """
+    if axis.size == 1:
+        return
+    mine = tokens.detach().cpu()
+    both = torch.stack([mine, -mine])
+    with together(axis, "compared tokens"):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.control)
+    if not torch.equal(both[0], -both[1]):
+        raise DeviceError(
+            f"rank {axis.ranks[axis.rank]} chose the tokens {mine.flatten()[:4].tolist()}, and the ranks "
+            f"{list(axis.ranks)} do not agree on them: give all of them the same processors and stopping "
+            "criteria, and draw no random numbers on one rank alone while it generates"
+        )
+
+
+def any_of(flags: list[bool], axis: Axis) -> list[bool]:
+    """Which of some flags are up on any rank: what a clock decides must be decided once."""
+    if axis.size == 1:
+        return flags
+    up = torch.tensor(flags, dtype=torch.int32)
+    with together(axis, "agreed on which sequences are finished"):
+        dist.all_reduce(up, dist.ReduceOp.MAX, group=axis.control)
+    return [bool(flag) for flag in up.tolist()]
+
+
+def share_random_state(axis: Axis, device: torch.device) -> None:
+    """Give every rank the first one's random state, on the CPU and on the device that samples."""
+    if axis.size == 1:
+        return
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    with together(axis, "shared the random state"):
+        for state in states:
+            dist.broadcast(state, axis.ranks[0], group=axis.control)
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def _compare(own: Mapping[str, str], axis: Axis, error: type[Exception], way_out: str) -> None:
+    digest = hashlib.blake2b(repr(sorted(own.items())).encode(), digest_size=16).digest()
+    what = "compared what they were asked for"
+    if len(set(gather_objects(digest, axis, what))) == 1:
+        return
+    every: list[Mapping[str, str]] = gather_objects(own, axis, what)
+    for name in dict.fromkeys(n for one in every for n in one):
+        values = [one.get(name, "not there") for one in every]
+        if len(set(values)) > 1:
+            listed = "; ".join(f"rank {rank}: {v}" for rank, v in zip(axis.ranks, values, strict=True))
+            raise error(f"the ranks that share a model disagree on {name} ({listed}); {way_out}")
+
+
+def _fields(section: Section, path: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name in type(section).model_fields:
+        value = getattr(section, name, None)
+        found += _fields(value, f"{path}{name}.") if isinstance(value, Section) else [(path + name, value)]
+    return found
+
+
+def _text(value: Any) -> str:
+    """A value as text that ranks can compare; of an object only its class."""
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous()
+        digest = hashlib.blake2b(data.view(-1).view(torch.uint8).numpy().tobytes(), digest_size=6)
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} #{digest.hexdigest()}"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, type):
+        return value.__name__
+    if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
+        return f"{type(value).__name__} {_text(value.to_dict())}"
+    return f"a {type(value).__name__}"
+
+
+def _sample(parameter: Tensor) -> str:
+    """Shape, dtype and a few numbers of both ends: enough to tell another seed, or another checkpoint."""
+    flat = parameter.detach()
+    if flat.is_meta or not flat.numel() or flat.layout is not torch.strided:
+        return f"{str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
+    rows = flat if flat.dim() < 2 else flat.flatten(0, -2)
+    ends = torch.cat([rows[:1].flatten()[:_SAMPLE], rows[-1:].flatten()[-_SAMPLE:]])
+    return f"{tuple(parameter.shape)} {_text(ends.float())}"

@@ -1,0 +1,146 @@
+"""What ranks do with tensors together, and what a rank says when another one is gone.
+
+Shapes: T packed tokens, C hidden, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.errors import DeviceError
+from slipstream.parallel.mesh import Axis
+from slipstream.spec import Norm
+
+__all__ = ["all_sum", "broadcast", "exchange", "gather_last", "gather_objects", "norm_across", "together"]
+
+_ROLL_CALL = timedelta(seconds=5)
+
+
+@contextmanager
+def together(axis: Axis, what: str) -> Iterator[None]:
+    """Put a failure of communication into words.
+
+    Raises:
+        DeviceError: Another rank ended, hangs, or does something else.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, DeviceError):
+            raise
+        first = str(error).strip().partition("\n")[0]
+        raise DeviceError(
+            f"rank {axis.ranks[axis.rank]} lost the ranks that it shares the model with "
+            f"({', '.join(map(str, axis.ranks))}) while they {what}{_missing(axis)}: {first}. Start all of "
+            "them again; the rank that ended first says why"
+        ) from error
+
+
+def _missing(axis: Axis) -> str:
+    """Which ranks do not answer any more, as far as the first of them can tell."""
+    try:
+        dist.monitored_barrier(axis.control, _ROLL_CALL, wait_all_ranks=True)
+    except (RuntimeError, ValueError) as error:
+        text = str(error).strip().rpartition("]")[2].strip() or str(error)
+        return f" ({text.partition(chr(10))[0][:160]})"
+    return ""
+
+
+def all_sum(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks; `x` may be overwritten, and every rank gets the same bits.
+
+    Args:
+        x: Any shape; the same on all ranks.
+        axis: The ranks.
+    """
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    with together(axis, "added up a layer"):
+        dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def gather_last(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
+    """Join the last dims of the ranks in order: `(..., widths[rank])` to `(..., sum(widths))`."""
+    if axis.size == 1:
+        return x
+    widest = max(widths)
+    padded = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
+    parts = [torch.empty_like(padded) for _ in widths]
+    with together(axis, "joined their parts of the vocabulary or of a layer"):
+        dist.all_gather(parts, padded, group=axis.group)
+    return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+
+def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
+    """Overwrite `x` with what the rank at place `source` of the axis has."""
+    if axis.size > 1:
+        with together(axis, "read each other's weights"):
+            dist.broadcast(x, axis.ranks[source], group=axis.group)
+    return x
+
+
+def exchange(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Send runs of rows to the ranks in order, and return what they sent.
+
+    Args:
+        x: `(sum(send), ...)`, the rows for rank 0 first.
+        axis: The ranks.
+        send: Rows for each rank.
+        receive: Rows from each rank.
+
+    Returns:
+        `(sum(receive), ...)`, the rows from rank 0 first.
+    """
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    with together(axis, "dealt tokens out to experts"):
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
+    return out
+
+
+def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
+    """Small Python values of all ranks, in order."""
+    values: list[Any] = [None] * axis.size
+    with together(axis, what):
+        dist.all_gather_object(values, value, group=axis.control)
+    return values
+
+
+def norm_across(
+    parts: Sequence[tuple[Tensor, Tensor | None, Tensor | None, int, bool]], spec: Norm, axis: Axis
+) -> list[Tensor]:
+    """Normalise rows that lie on several ranks, each tensor over all of its ranks' heads.
+
+    Args:
+        parts: Tensors `(T, H, D)` with the rank's part of weight and bias, `(H * D,)` or None, the width of
+            the whole row, and whether this rank's part counts, for heads may be on several ranks.
+        spec: Kind, eps and offset.
+        axis: The ranks.
+
+    Returns:
+        The tensors, each in its own dtype.
+    """
+    rows = [x.flatten(1).float() for x, *_ in parts]
+    counts = [float(part[4]) for part in parts]
+    widths = [part[3] for part in parts]
+    if spec.kind == "layer":
+        sums = torch.stack([y.sum(-1) * count for y, count in zip(rows, counts, strict=True)])
+        means = all_sum(sums, axis)
+        rows = [y - (mean / width)[:, None] for y, mean, width in zip(rows, means, widths, strict=True)]
+    squares = torch.stack([y.square().sum(-1) * count for y, count in zip(rows, counts, strict=True)])
+    squares = all_sum(squares, axis)
+    out = []
+    for (x, weight, bias, width, _), y, square in zip(parts, rows, squares, strict=True):
+        y = y * torch.rsqrt(square / width + spec.eps)[:, None]
+        if weight is not None:
+            y = y * (weight.float() + spec.offset)
+        out.append((y if bias is None else y + bias.float()).to(x.dtype).view(x.shape))
+    return out

@@ -1,0 +1,208 @@
+"""Which processes share a model: axes of ranks out of torch.distributed's groups, made or handed in.
+
+The processes of a world are counted tensor-parallel rank first, then expert-parallel rank, then replica: with
+`tp_size=2` and `ep_size=2`, ranks 0 and 1 split layers, 0 and 2 spread experts, and 0 to 3 are one replica of
+the model; ranks 4 to 7 are the next one, which needs nothing of the first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slipstream.config import InferenceConfig
+from slipstream.config.environment import launched
+from slipstream.errors import ConfigError
+
+__all__ = ["ALONE", "Axis", "Mesh", "open_mesh"]
+
+STEP_TIMEOUT = timedelta(seconds=45)
+"""How long a rank waits for the others within a step. A rank that ended is noticed at once, by its closed
+connections; this is for one that hangs, or a network that swallows."""
+
+START_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others at the start of a call: they may still be loading, or idle."""
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """Ranks that do something together.
+
+    Attributes:
+        ranks: Their numbers in the world, in order.
+        rank: Place of this process among them.
+        group: Carries what layers compute; None where there is one rank.
+        control: Carries what is agreed upon, on the CPU and with a longer patience; None as well.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    group: Any = None
+    control: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        """Itself: a copy of an engine talks to the same ranks."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The ranks that share one model with this process.
+
+    Attributes:
+        tp: Those that split layers.
+        ep: Those that spread experts.
+        replica: All of them, expert-parallel rank by expert-parallel rank.
+    """
+
+    tp: Axis = Axis()
+    ep: Axis = Axis()
+    replica: Axis = Axis()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the model belongs to this process only."""
+        return self.replica.size == 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """Itself."""
+        return self
+
+
+ALONE = Mesh()
+"""One process, one model."""
+
+
+def open_mesh(config: InferenceConfig) -> Mesh:
+    """Find or make the groups that a configuration asks for.
+
+    Where torch.distributed has not begun, and a launcher such as torchrun left an address, it begins here.
+
+    Raises:
+        ConfigError: Too few processes, a size that does not divide them, or a group without this process.
+    """
+    tensor, experts = config.tensor_parallel, config.moe
+    given = _given_group(tensor.mpu, tensor.tp_group)
+    if tensor.tp_size == 1 and experts.ep_size == 1 and given is None and experts.ep_group is None:
+        return ALONE
+    _begin(config)
+    if given is not None or experts.ep_group is not None:
+        return _of_given(config, given)
+    tp, ep, world = tensor.tp_size, experts.ep_size, dist.get_world_size()
+    if world % (tp * ep):
+        product = f"tensor_parallel.tp_size={tp}" + (f" times moe.ep_size={ep}" if ep > 1 else "")
+        raise ConfigError(
+            f"{product} does not divide the {world} processes that were started; start {tp * ep} or a "
+            "multiple of it (torchrun --nproc-per-node)"
+        )
+    blocks = [range(first, first + tp * ep) for first in range(0, world, tp * ep)]
+    rows = [tuple(block[start : start + tp]) for block in blocks for start in range(0, tp * ep, tp)]
+    columns = [tuple(block[start::tp]) for block in blocks for start in range(tp)]
+    return Mesh(_axis_of(rows), _axis_of(columns), _axis_of([tuple(block) for block in blocks]))
+
+
+def _given_group(mpu: Any, group: Any) -> Any:
+    """The tensor-parallel group that the user made, if any."""
+    if group is not None or mpu is None:
+        return group
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if callable(getattr(mpu, name, None)):
+            return getattr(mpu, name)()
+    raise ConfigError(
+        f"tensor_parallel.mpu is a {type(mpu).__name__} without get_model_parallel_group(); give an object "
+        "that has it, or the group itself as tensor_parallel.tp_group"
+    )
+
+
+def _begin(config: InferenceConfig) -> None:
+    if not dist.is_available():
+        raise ConfigError("this torch was built without torch.distributed, which tp_size and ep_size need")
+    if dist.is_initialized():
+        return
+    asked = f"tensor_parallel.tp_size={config.tensor_parallel.tp_size}"
+    if config.moe.ep_size > 1:
+        asked += f", moe.ep_size={config.moe.ep_size}"
+    if not launched():
+        count = config.tensor_parallel.tp_size * config.moe.ep_size
+        raise ConfigError(
+            f"{asked} needs {count} processes, and this one was started alone; start the script with "
+            f"torchrun --nproc-per-node {count}, or call torch.distributed.init_process_group in each process"
+        )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _of_given(config: InferenceConfig, group: Any) -> Mesh:
+    tp, ep = config.tensor_parallel.tp_size, config.moe.ep_size
+    experts = config.moe.ep_group
+    tensor_axis = _checked("tensor_parallel", "tp_size", tp, group)
+    expert_axis = _checked("moe", "ep_size", ep, experts)
+    if expert_axis.size == 1:
+        return Mesh(tensor_axis, expert_axis, tensor_axis)
+    if tensor_axis.size == 1:
+        return Mesh(tensor_axis, expert_axis, expert_axis)
+    rows: list[Any] = [None] * expert_axis.size
+    dist.all_gather_object(rows, tensor_axis.ranks, group=expert_axis.control)
+    ranks = tuple(rank for row in rows for rank in row)
+    place = expert_axis.rank * tensor_axis.size + tensor_axis.rank
+    group = dist.new_group(list(ranks), START_TIMEOUT, "gloo", None, True)
+    return Mesh(tensor_axis, expert_axis, Axis(ranks, place, group, group))
+
+
+def _checked(section: str, key: str, size: int, group: Any) -> Axis:
+    """The axis of a group that the user made, held against the size beside it."""
+    if group is None:
+        if size > 1:
+            raise ConfigError(f"{section}.{key}={size} stands beside a group for the other axis; give both")
+        return Axis()
+    name = "tp_group" if key == "tp_size" else "ep_group"
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"{section}.{name} is a {type(group).__name__}; give a process group of torch.distributed that "
+            f"has this process (rank {dist.get_rank()}) in it"
+        )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if dist.get_rank() not in ranks:
+        raise ConfigError(
+            f"{section}.{name} has the ranks {list(ranks)}, and this one is {dist.get_rank()}; each rank "
+            "hands in the group that it belongs to"
+        )
+    if size not in (1, len(ranks)):
+        raise ConfigError(
+            f"{section}.{key}={size} and {section}.{name} has {len(ranks)} ranks; leave {key} out"
+        )
+    if len(ranks) == 1:
+        return Axis(ranks)
+    # What is agreed upon is said on the CPU; every rank of this group, and no other, may be here.
+    has_cpu = "gloo" in dist.get_backend_config(group)
+    control = group if has_cpu else dist.new_group(list(ranks), START_TIMEOUT, "gloo", None, True)
+    return Axis(ranks, ranks.index(dist.get_rank()), group, control)
+
+
+def _axis_of(parts: Sequence[tuple[int, ...]]) -> Axis:
+    """The part of the world that this process belongs to; all processes make the groups of all parts."""
+    rank = dist.get_rank()
+    ranks = next(part for part in parts if rank in part)
+    if len(ranks) == 1:
+        return Axis(ranks)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    group = _made(dist.group.WORLD, tuple(parts), backend, True)
+    return Axis(ranks, ranks.index(rank), group, _made(dist.group.WORLD, tuple(parts), "gloo", False))
+
+
+@functools.cache
+def _made(world: Any, parts: tuple[tuple[int, ...], ...], backend: str, impatient: bool) -> Any:
+    """This process's group of several; engines of one world share it, for each holds sockets and threads."""
+    timeout = STEP_TIMEOUT if impatient else START_TIMEOUT
+    made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
+    return next(group for group, ranks in zip(made, parts, strict=True) if dist.get_rank() in ranks)

@@ -1,0 +1,211 @@
+"""Which rows and columns of each role are a rank's: heads with their keys, halves of a gate together.
+
+Shapes: C hidden, H heads, K kv heads, D head dim, F feed-forward width, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from slipstream.errors import ConfigError
+from slipstream.parallel.mesh import Axis, Mesh
+from slipstream.spec import BlockSpec, Role
+
+__all__ = ["WHOLE", "Share", "Slice", "share_of", "spread"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a rank has of one role's canonical tensor; None is all of it.
+
+    Attributes:
+        rows: Runs of output rows, in order.
+        columns: Of the inputs.
+        experts: Of the leading dim.
+        bias: Whether the rank has the bias: what is added up has it once.
+    """
+
+    rows: tuple[range, ...] | None = None
+    columns: range | None = None
+    experts: range | None = None
+    bias: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the matrix is left out."""
+        return self.rows is None and self.columns is None and self.experts is None
+
+
+WHOLE = Slice()
+"""All of a role."""
+
+
+def spread(total: int, parts: int, unit: int = 1) -> list[range]:
+    """Cut `total` things into runs as even as they go, at multiples of `unit`; the first ones are longer."""
+    units = -(-total // unit)
+    whole, more = divmod(units, parts)
+    starts = [min((index * whole + min(index, more)) * unit, total) for index in range(parts + 1)]
+    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of one block.
+
+    Query heads follow their kv heads. Where there are fewer kv heads than ranks, several ranks have the same
+    kv head, and part its query heads.
+
+    Attributes:
+        whole: The block as the model has it.
+        spec: The rank's part of it: its heads, kv heads, slopes and feed-forward width.
+        heads: Its query heads.
+        kv_heads: Its kv heads.
+        counts_keys: Of the ranks that have these kv heads it is the first.
+        ffn: Its part of the feed-forward, or of each of its experts.
+        shared: Its part of the shared experts.
+        experts: Its experts.
+        mesh: The ranks.
+        unit: Where a feed-forward may be cut: a multiple of a weight format's groups.
+    """
+
+    whole: BlockSpec
+    spec: BlockSpec
+    heads: range
+    kv_heads: range
+    counts_keys: bool
+    ffn: range
+    shared: range
+    experts: range
+    mesh: Mesh
+    unit: int
+
+    @property
+    def tp(self) -> Axis:
+        """The ranks that split the layer."""
+        return self.mesh.tp
+
+    def at(self, place: int) -> Share:
+        """The share of another rank of the replica, which is only looked at."""
+        size = self.mesh.tp.size
+        tp = replace(self.mesh.tp, rank=place % size)
+        ep = replace(self.mesh.ep, rank=place // size)
+        return _share(self.whole, Mesh(tp, ep, self.mesh.replica), self.unit)
+
+    def slice(self, role: Role, rows: int, dims: int) -> Slice:
+        """What the rank has of a role.
+
+        Args:
+            role: Of the block.
+            rows: Of the whole role: a norm of queries has the width of a head, or of all of them.
+            dims: Of the model's own tensor: with two, a norm has a row per head.
+        """
+        first, dim, spec = self.tp.rank == 0, self.spec.head_dim, self.whole
+        q, kv = _scaled(self.heads, dim), _scaled(self.kv_heads, dim)
+        experts = None if self.mesh.ep.size == 1 else self.experts
+        if self.tp.size == 1:
+            return Slice(experts=experts) if role in (Role.EXPERTS_IN, Role.EXPERTS_OUT) else Slice()
+        match role:
+            case Role.QKV:
+                return Slice((q, _moved(kv, spec.q_dim), _moved(kv, spec.q_dim + spec.kv_dim)))
+            case Role.CROSS_Q:
+                return Slice((q,))
+            case Role.CROSS_KV:
+                return Slice((kv, _moved(kv, spec.kv_dim)))
+            case Role.ATTN_OUT | Role.CROSS_OUT:
+                return Slice(columns=q, bias=first)
+            case Role.MLP_IN:
+                return Slice(self._halves(self.ffn, spec.ffn))
+            case Role.MLP_OUT:
+                return Slice(columns=self.ffn, bias=first)
+            case Role.EXPERTS_IN:
+                return Slice(self._halves(self.ffn, spec.ffn), experts=experts)
+            case Role.EXPERTS_OUT:
+                return Slice(columns=self.ffn, experts=experts, bias=first)
+            case Role.SHARED_IN:
+                return Slice(self._halves(self.shared, spec.moe.shared if spec.moe else 0))
+            case Role.SHARED_OUT:
+                return Slice(columns=self.shared, bias=first)
+            case Role.SINKS:
+                return Slice((self.heads,))
+            case Role.Q_NORM if dims == 2:
+                return Slice((self.heads,))
+            case Role.K_NORM if dims == 2:
+                return Slice((self.kv_heads,))
+            case Role.Q_NORM if rows == spec.q_dim and rows != dim:
+                return Slice((q,))
+            case Role.K_NORM if rows == spec.kv_dim and rows != dim:
+                return Slice((kv,))
+        return Slice()
+
+    def _halves(self, run: range, width: int) -> tuple[range, ...]:
+        return (run, _moved(run, width)) if self.whole.gated else (run,)
+
+
+def _scaled(run: range, factor: int) -> range:
+    return range(run.start * factor, run.stop * factor)
+
+
+def _moved(run: range, offset: int) -> range:
+    return range(run.start + offset, run.stop + offset)
+
+
+def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
+    """This rank's part of a block, or None where it has all of it.
+
+    Args:
+        spec: The whole block.
+        mesh: The ranks.
+        group: Inputs that share a scale in the weight format, or 0.
+
+    Raises:
+        ConfigError: More ranks than heads, feed-forward units or experts.
+    """
+    experts = spec.moe.experts if spec.moe is not None else 0
+    if mesh.tp.size == 1 and (mesh.ep.size == 1 or not experts):
+        return None
+    tp, ep = mesh.tp.size, mesh.ep.size
+    if tp > spec.heads:
+        raise ConfigError(
+            f"tensor_parallel.tp_size={tp} is more than the {spec.heads} attention heads of a layer; use "
+            f"{spec.heads} at most"
+        )
+    narrow = min(spec.ffn, spec.moe.shared if spec.moe is not None and spec.moe.shared else spec.ffn)
+    if tp > narrow:
+        raise ConfigError(
+            f"tensor_parallel.tp_size={tp} is more than the {narrow} units of a layer's feed-forward; use "
+            f"{narrow} at most"
+        )
+    if experts and ep > experts:
+        raise ConfigError(
+            f"moe.ep_size={ep} is more than the {experts} experts of a layer; use {experts} at most"
+        )
+    return _share(spec, mesh, max(group, 1))
+
+
+def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
+    tp, rank = mesh.tp.size, mesh.tp.rank
+    per_key = spec.heads // spec.kv_heads
+    if spec.kv_heads >= tp:
+        kv_heads, counts = spread(spec.kv_heads, tp)[rank], True
+        heads = _scaled(kv_heads, per_key)
+    else:
+        owners = spread(tp, spec.kv_heads)
+        key = next(index for index, ranks in enumerate(owners) if rank in ranks)
+        place = rank - owners[key].start
+        kv_heads, counts = range(key, key + 1), place == 0
+        heads = _moved(spread(per_key, len(owners[key]))[place], key * per_key)
+    ffn = spread(spec.ffn, tp, unit if spec.ffn >= unit * tp else 1)[rank]
+    moe, shared, experts = spec.moe, range(0), range(0)
+    if moe is not None:
+        shared = spread(moe.shared, tp, unit if moe.shared >= unit * tp else 1)[rank]
+        experts = spread(moe.experts, mesh.ep.size)[mesh.ep.rank]
+        moe = replace(moe, shared=len(shared))
+    part = replace(
+        spec,
+        heads=len(heads),
+        kv_heads=len(kv_heads),
+        ffn=len(ffn),
+        alibi=None if spec.alibi is None else spec.alibi[heads.start : heads.stop],
+        moe=moe,
+    )
+    return Share(spec, part, heads, kv_heads, counts, ffn, shared, experts, mesh, unit)

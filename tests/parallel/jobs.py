@@ -1,0 +1,168 @@
+"""What ranks do in tests: each function runs on every rank of the pool at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.model.packed import packed_bytes
+from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
+from tests.parallel.pool import GROUPS
+
+LLAMA = next(index for index, variant in enumerate(VARIANTS) if label(variant) == "llama")
+
+
+def group(size: int) -> Any:
+    """The first ranks as a group that a user would have made."""
+    return GROUPS[size]
+
+
+def split(model: nn.Module, size: int, **settings: Any) -> slipstream.InferenceEngine:
+    """An engine on the first `size` ranks."""
+    settings = {"dtype": torch.float32, "tensor_parallel": {"tp_group": group(size)}, **settings}
+    return slipstream.init_inference(model, **settings)
+
+
+def parameter_bytes(engine: slipstream.InferenceEngine) -> int:
+    """Bytes of a rank's parameters, of injected layers as their blocks hold them."""
+    layers = {row.name: row.bytes for row in engine.report().layers}
+    inside = sum(packed_bytes(engine.module.get_submodule(name)) for name in layers)
+    whole = packed_bytes(engine.module)
+    return whole - inside + sum(layers.values())
+
+
+def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """One tiny model of a family on several ranks, beside itself in one process."""
+    family, tiny = VARIANTS[index]
+    original = peaked_model(tiny)
+    engine = split(copy.deepcopy(original), size, **settings)
+    if settings.get("quant") or settings.get("dtype") == torch.int8:
+        alone = {"dtype": torch.float32, **settings}
+        reference: Any = slipstream.init_inference(copy.deepcopy(original), **alone)
+    else:
+        reference = original
+    ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
+    errors = {}
+    with torch.no_grad():
+        for name, mask in (("left", left), ("right", right)):
+            expected = reference(input_ids=ids, attention_mask=mask).logits
+            errors[name] = _error(expected, engine(input_ids=ids, attention_mask=mask).logits, mask)
+        greedy = "-"
+        if getattr(original, "can_generate", lambda: False)():
+            options = {"attention_mask": left, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+            same = torch.equal(reference.generate(ids, **options), engine.generate(ids, **options))
+            greedy = "identical" if same else "DIFFERENT"
+    return {
+        "family": f"{family.name} {tiny.label}".strip(),
+        "level": engine.report().level,
+        "error": max(errors.values()),
+        "greedy": greedy,
+        "road": "compatible" if engine.why_compatible() else "engine",
+    }
+
+
+def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
+    return float((expected - got).abs()[mask.bool()].max())
+
+
+def report(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What each rank holds of a model, beside what one process holds."""
+    model = peaked_model(VARIANTS[index][1])
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    layers = [p for n, p in model.named_parameters() if ".layers." in n or ".h." in n]
+    norms = sum(p.numel() * p.element_size() for p in layers if p.dim() == 1)
+    engine = split(model, size, **settings)
+    return {"whole": whole, "norms": norms, "own": parameter_bytes(engine), "text": str(engine.report())}
+
+
+def sampled(index: int, size: int) -> list[list[int]]:
+    """Sampled tokens after every rank was left with other random numbers."""
+    engine = split(peaked_model(VARIANTS[index][1]), size, replace_with_kernel_inject=True)
+    torch.manual_seed(100 + dist.get_rank())
+    ids, left, _ = batch(engine.get_input_embeddings().weight.shape[0])
+    options: dict[str, Any] = {"do_sample": True, "top_k": 20, "temperature": 1.5, "max_new_tokens": 10}
+    fast = engine.generate(ids, attention_mask=left, **options)
+    slow = engine.generate(ids, attention_mask=left, num_beams=2, **options)
+    return [fast.flatten().tolist(), slow.flatten().tolist()]
+
+
+def state_dicts(index: int, size: int) -> float:
+    """Largest difference between the model's tensors and those that the ranks put together again."""
+    model = peaked_model(VARIANTS[index][1])
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = split(model, size, replace_with_kernel_inject=True).state_dict()
+    assert found.keys() == expected.keys()
+    return max(float((found[name].float() - tensor.float()).abs().max()) for name, tensor in expected.items())
+
+
+def attention_maps(index: int, size: int) -> float:
+    """Error of a forward that only the original code can serve, which the ranks put together for it."""
+    model = peaked_model(VARIANTS[index][1])
+    model.set_attn_implementation("eager")
+    original = copy.deepcopy(model)
+    engine = split(model, size, replace_with_kernel_inject=True)
+    ids, left, _ = batch(original.get_input_embeddings().weight.shape[0])
+    with torch.no_grad():
+        expected = original(input_ids=ids, attention_mask=left, output_attentions=True)
+        got = engine(input_ids=ids, attention_mask=left, output_attentions=True)
+    assert len(got.attentions) == len(expected.attentions)
+    return max(float((a - b).abs().max()) for a, b in zip(expected.attentions, got.attentions, strict=True))
+
+
+def replicas(index: int) -> list[Any]:
+    """Two replicas of two ranks, each with a prompt of its own: own tokens beside one process's."""
+    original = peaked_model(VARIANTS[index][1])
+    engine = slipstream.init_inference(
+        copy.deepcopy(original), dtype="fp32", tensor_parallel={"tp_size": 2}, replace_with_kernel_inject=True
+    )
+    mine = torch.tensor([[5, 6, 7 + dist.get_rank() // 2, 9]])
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    return [engine.generate(mine, **options).tolist(), original.generate(mine, **options).tolist()]
+
+
+def disagreeing(size: int, what: str) -> None:
+    """Ranks of which the last one does something else."""
+    odd = dist.get_rank() == size - 1
+    model = peaked_model(VARIANTS[LLAMA][1], seed=1 if odd and what == "weights" else 0)
+    settings: dict[str, Any] = {"max_out_tokens": 99} if odd and what == "config" else {}
+    engine = split(model, size, replace_with_kernel_inject=True, **settings)
+    ids = torch.tensor([[5, 6, 7]])
+    if what == "prompt":
+        engine.generate(ids + int(odd), max_new_tokens=2)
+    elif what == "forward":
+        engine(ids + int(odd))
+    elif what == "option":
+        engine.generate(ids, max_new_tokens=2 + int(odd))
+    elif what == "call":
+        _ = engine(ids) if odd else engine.generate(ids, max_new_tokens=2)
+
+
+def sized_by(settings: dict[str, Any]) -> str:
+    """An engine by sizes alone, on all ranks of the pool; its report."""
+    model = peaked_model(VARIANTS[LLAMA][1])
+    engine = slipstream.init_inference(model, dtype="fp32", replace_with_kernel_inject=True, **settings)
+    return str(engine.report())
+
+
+def foreign_group() -> str:
+    """A group that the last rank does not belong to."""
+    return sized_by({"tensor_parallel": {"tp_group": group(3)}})
+
+
+class Mpu:
+    """An object that knows the model-parallel group, as Megatron has one."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks = ranks
+
+    def get_model_parallel_group(self) -> Any:
+        return self.ranks
+
+
+def by_mpu(size: int) -> str:
+    return sized_by({"tensor_parallel": {"mpu": Mpu(group(size))}})

@@ -1,0 +1,60 @@
+"""Every family gives one process's answers on two ranks, and one of each kind on three and four."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.families.sweep import VARIANTS, label
+from tests.parallel.pool import Pool, results
+
+TOLERANCE = 1e-4
+"""The promise for logits in float32."""
+
+INJECTED = {"replace_with_kernel_inject": True}
+CHOSEN = (
+    "llama",  # kv heads shared by ranks
+    "gpt2",  # Conv1D, biases, tied head
+    "bloom",  # rows grouped per head, alibi
+    "gpt_oss",  # sinks, experts with biases
+    "falcon",
+    "olmo2",  # q and k normalised whole
+    "qwen2_moe",  # shared experts behind a gate
+    "gemma2",
+    "mpt",
+    "bert",
+    "phi",  # parallel residual
+)
+
+
+def named(name: str) -> int:
+    return next(index for index, variant in enumerate(VARIANTS) if label(variant) == name)
+
+
+FIRST = {family.name: index for index, (family, _) in reversed(list(enumerate(VARIANTS)))}
+"""The first variant of each family; `python -m tests.parallel 2` runs all of them."""
+
+
+@pytest.mark.parametrize("index", sorted(FIRST.values()), ids=lambda index: label(VARIANTS[index]))
+def test_two_ranks_answer_as_one_process(pool: Pool, index: int) -> None:
+    hold(results(pool.run("tests.parallel.jobs:sweep", index, 2, INJECTED, ranks=2)))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("name", [name for name in CHOSEN if name in map(label, VARIANTS)])
+def test_more_ranks_than_kv_heads_or_than_heads_divide_answer_as_one(
+    pool: Pool, name: str, size: int
+) -> None:
+    hold(results(pool.run("tests.parallel.jobs:sweep", named(name), size, INJECTED, ranks=size)))
+
+
+def hold(rows: list[dict[str, Any]]) -> None:
+    assert all(row == rows[0] for row in rows), rows
+    assert rows[0]["level"] == "block"
+    assert rows[0]["error"] <= TOLERANCE
+    assert rows[0]["greedy"] in ("identical", "-")
+
+
+def test_the_chosen_families_are_there() -> None:
+    assert set(CHOSEN) <= set(map(label, VARIANTS))
