@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.model.inputs import sample_inputs
 from slipstream.model.packed import packed_bytes
 from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
 from tests.parallel.pool import GROUPS
@@ -46,28 +47,62 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
         reference: Any = slipstream.init_inference(copy.deepcopy(original), **alone)
     else:
         reference = original
-    ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
-    errors = {}
+    errors, greedy = [], "-"
+    pair = bool(getattr(original.config, "is_encoder_decoder", False))
+    generates = getattr(original, "can_generate", lambda: False)() and hasattr(original, "generate")
     with torch.no_grad():
-        for name, mask in (("left", left), ("right", right)):
-            expected = reference(input_ids=ids, attention_mask=mask).logits
-            errors[name] = _error(expected, engine(input_ids=ids, attention_mask=mask).logits, mask)
-        greedy = "-"
-        if getattr(original, "can_generate", lambda: False)():
-            options = {"attention_mask": left, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-            same = torch.equal(reference.generate(ids, **options), engine.generate(ids, **options))
+        for given, rows in _inputs(original):
+            torch.manual_seed(1)  # some shuffle their patches
+            expected = _answer(reference(**given))
+            torch.manual_seed(1)
+            got = _answer(engine(**given))
+            error = (expected - got).abs()
+            # As in the sweep of one process, logits of pairs count relative to their size.
+            size = max(float(expected.abs().max()), 1.0) if pair else 1.0
+            errors.append(float((error if rows is None else error[rows.bool()]).max()) / size)
+        if generates:
+            given = {n: t for n, t in _inputs(original)[0][0].items() if not n.startswith("decoder_")}
+            options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+            same = torch.equal(reference.generate(**given, **options), engine.generate(**given, **options))
             greedy = "identical" if same else "DIFFERENT"
     return {
         "family": f"{family.name} {tiny.label}".strip(),
         "level": engine.report().level,
-        "error": max(errors.values()),
+        "error": max(errors),
         "greedy": greedy,
         "road": "compatible" if engine.why_compatible() else "engine",
     }
 
 
-def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
-    return float((expected - got).abs()[mask.bool()].max())
+def _inputs(model: Any) -> list[tuple[dict[str, Tensor], Tensor | None]]:
+    """Inputs of a model by name, and which positions count."""
+    if model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False):
+        ids, left, right = batch(model.get_input_embeddings().weight.shape[0])
+        return [({"input_ids": ids, "attention_mask": mask}, mask) for mask in (left, right)]
+    generator = torch.Generator().manual_seed(7)
+    samples = sample_inputs(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        words, _, right = batch(64)
+        entries = samples or [{"input_ids": words, "attention_mask": right}]
+        rows = len(next(iter(entries[0].values())))
+        samples = [{**entry, "decoder_input_ids": words[:rows, :7]} for entry in entries]
+    assert samples, f"no input is made for {type(model).__name__}"
+    return [
+        (
+            {
+                name: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
+                for name, t in sample.items()
+            },
+            None,
+        )
+        for sample in samples
+    ]
+
+
+def _answer(output: Any) -> Tensor:
+    """Logits, or what a model without a head says."""
+    answer: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return answer
 
 
 def report(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:

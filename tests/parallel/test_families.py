@@ -18,7 +18,9 @@ CHOSEN = (
     "gpt2",  # Conv1D, biases, tied head
     "bloom",  # rows grouped per head, alibi
     "gpt_oss",  # sinks, experts with biases
-    "falcon",
+    "t5",  # a bias by relative position, an encoder beside it
+    "whisper",
+    "vit",
     "olmo2",  # q and k normalised whole
     "qwen2_moe",  # shared experts behind a gate
     "gemma2",

@@ -16,7 +16,7 @@ from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings, compute_dtype
 from slipstream.engine.loading import open_filling, undone_on_error
-from slipstream.engine.ranks import agree_on_layers, split_or_pack
+from slipstream.engine.ranks import agree_on_layers, join, place, split_or_pack
 from slipstream.engine.road import prepare_road
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
@@ -25,7 +25,7 @@ from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_in
 from slipstream.kernels import bind_model, bind_pack, bind_stack, kernels_for
 from slipstream.model.attend import plan_attention, swap_attention
 from slipstream.model.block import Block
-from slipstream.model.convert import convert, kept_in_float32, move
+from slipstream.model.convert import convert, kept_in_float32
 from slipstream.model.filling import Filling
 from slipstream.model.frame import Frame, run_stack
 from slipstream.model.frame_check import check_frame
@@ -39,8 +39,7 @@ from slipstream.model.report import LayerReport, Report
 from slipstream.model.watch import watch
 from slipstream.ops import OPS, Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts, bind
-from slipstream.parallel import ALONE, Mesh, open_mesh
-from slipstream.parallel.agree import agree_on_engine
+from slipstream.parallel import ALONE, Mesh
 from slipstream.parallel.vocabulary import joined_linear
 from slipstream.spec import BlockSpec, Role
 
@@ -82,8 +81,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     """
     device = choose()
     notes = check_settings(config, device)
-    mesh = open_mesh(config)
-    agree_on_engine(model, config, mesh)
+    mesh = join(model, config)
     filling = open_filling(model, config)
     check_model(model, config, None if filling is None else filling.source)
     model_config = _override(getattr(model, "config", None), config)
@@ -106,18 +104,15 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     convert(model, settings.dtype, keep=settings.keep)
     if model_config is not None and hasattr(model_config, "dtype"):
         model.config.dtype = settings.dtype
-    if not config.keep_module_on_host and mesh.is_alone:
-        move(model, device.torch_device)
+    place(model, device, config, mesh.is_alone)
     blocks = fuse(layers, verdicts, settings)
     packed = pack_layers(layers, packing, settings)
-    notes += [*stays, *swap_attention(model, attention)]
     around, whole = split_or_pack(model, outside, settings)
-    notes += whole
+    notes += [*stays, *whole, *swap_attention(model, attention)]
     fuse_parts(layers, parts)
     if filling is not None:
         filling.finish(settings.cast)
-    if not config.keep_module_on_host and not mesh.is_alone:
-        move(model, device.torch_device)  # a rank's part of it: the whole may not fit
+    place(model, device, config, not mesh.is_alone)  # a rank's part of it: the whole may not fit
     if settings.format.bits and not blocks and not packing:
         notes.append(_nothing_packed(model, settings.format))
         warnings.warn(notes[-1], UserWarning, stacklevel=4)

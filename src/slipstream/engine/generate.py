@@ -109,8 +109,7 @@ class Loop:
             batch.append(tokens)
             if self.streamer is not None:
                 self.streamer.put(tokens[:, 0].cpu())
-            done = stop(batch, tokens[:, -1], record.scores)
-            done = done if stop.is_known else any_of(done, self.ranks)
+            done = any_of(stop(batch, tokens[:, -1], record.scores), self.ranks, known=stop.is_known)
             alive = [a and not d for a, d in zip(alive, done, strict=True)]
             if not any(alive):
                 break

@@ -6,16 +6,37 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from slipstream.config import InferenceConfig
+from slipstream.devices import Device
 from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.model.convert import move
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import Found
 from slipstream.model.outside import OutsidePlan, pack_outside
 from slipstream.model.report import OutsideReport
 from slipstream.model.vocabulary import split_vocabulary
-from slipstream.parallel import Mesh
+from slipstream.parallel import Mesh, open_mesh
+from slipstream.parallel.agree import agree_on_engine
 from slipstream.parallel.collectives import gather_objects
 
-__all__ = ["agree_on_layers", "split_or_pack"]
+__all__ = ["agree_on_layers", "join", "place", "split_or_pack"]
+
+
+def join(model: nn.Module, config: InferenceConfig) -> Mesh:
+    """Find the ranks that share the model, and see that they were asked for one thing.
+
+    Raises:
+        ConfigError: Too few processes, or ranks that disagree.
+    """
+    mesh = open_mesh(config)
+    agree_on_engine(model, config, mesh)
+    return mesh
+
+
+def place(model: nn.Module, device: Device, config: InferenceConfig, now: bool) -> None:
+    """Move the model to its device, if it is to be there and the time has come."""
+    if now and not config.keep_module_on_host:
+        move(model, device.torch_device)
 
 
 def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], mesh: Mesh) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,13 +124,9 @@ def _keys_and_values(block: Block, call: CrossCall, index: int) -> tuple[Tensor,
     return k, v
 
 
-@overload
-def own_heads(tensor: Tensor, share: Share | None) -> Tensor: ...
-@overload
-def own_heads(tensor: Tensor | None, share: Share | None) -> Tensor | None: ...
-def own_heads(tensor: Tensor | None, share: Share | None) -> Tensor | None:
+def own_heads(tensor: Tensor, share: Share | None) -> Tensor:
     """A mask or bias `(B | 1, H | 1, S | 1, L)` for a rank's heads."""
-    if tensor is None or share is None or tensor.shape[1] != share.whole.heads or share.whole.heads == 1:
+    if share is None or tensor.shape[1] != share.whole.heads or share.whole.heads == 1:
         return tensor
     return tensor[:, share.heads.start : share.heads.stop]
 

@@ -214,7 +214,6 @@ def run_block(
         if bias is not None:
             biases.append(bias)
         hides_later = spec.causal and (relative is None or relative.causal)
-        bias = own_heads(bias, block.share)
         mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
         sinks = block.mask.sinks
         causal = spec.causal and mask is None
@@ -254,7 +253,8 @@ def _scores_mask(
     `causal` is what no mask means.
     """
     keys = k.shape[2]
-    mask = _full_mask(own_heads(call.mask, block.share), block.spec, q.shape[2], keys, q.device)
+    mask, bias = (None if t is None else own_heads(t, block.share) for t in (call.mask, bias))
+    mask = _full_mask(mask, block.spec, q.shape[2], keys, q.device)
     if bias is not None:
         missing = block.spec.alibi_scale - block.spec.alibi_in_mask
         bias = bias[..., -keys:] if missing == 1.0 else bias[..., -keys:] * missing if missing else None

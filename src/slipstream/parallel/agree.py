@@ -71,9 +71,9 @@ def agree_on_tokens(tokens: Tensor, axis: Axis) -> None:
         )
 
 
-def any_of(flags: list[bool], axis: Axis) -> list[bool]:
-    """Which of some flags are up on any rank: what a clock decides must be decided once."""
-    if axis.size == 1:
+def any_of(flags: list[bool], axis: Axis, *, known: bool) -> list[bool]:
+    """Which of some flags are up on any rank: what a clock decides is decided once, unless all `known` it."""
+    if axis.size == 1 or known:
         return flags
     up = torch.tensor(flags, dtype=torch.int32)
     with together(axis, "agreed on which sequences are finished"):
