@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.inputs import sample_inputs
+from slipstream.model.inputs import sample_inputs, vocabulary
 from slipstream.model.packed import packed_bytes
 from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
 from tests.parallel.pool import GROUPS
@@ -76,12 +76,13 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _inputs(model: Any) -> list[tuple[dict[str, Tensor], Tensor | None]]:
     """Inputs of a model by name, and which positions count."""
-    if model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False):
-        ids, left, right = batch(model.get_input_embeddings().weight.shape[0])
+    pair = getattr(model.config, "is_encoder_decoder", False)
+    samples = sample_inputs(model)
+    if not (pair or samples):
+        ids, left, right = batch(vocabulary(model) or 64)
         return [({"input_ids": ids, "attention_mask": mask}, mask) for mask in (left, right)]
     generator = torch.Generator().manual_seed(7)
-    samples = sample_inputs(model)
-    if getattr(model.config, "is_encoder_decoder", False):
+    if pair:
         words, _, right = batch(64)
         entries = samples or [{"input_ids": words, "attention_mask": right}]
         rows = len(next(iter(entries[0].values())))

@@ -316,7 +316,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
     whole = plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
     share = share_of(spec, settings.mesh, settings.format.group)
     if share is not None:
-        plans, spec = cut_plans(whole, share, layer.get_parameter), share.spec
+        plans, spec = cut_plans(whole, share, ModuleSource(layer).read), share.spec
     weights = load_block(
         source,
         plans,

@@ -27,6 +27,7 @@ from slipstream.model.watch import wants_original
 from slipstream.spec import Role
 from slipstream.weights.load import restore_block
 from slipstream.weights.recipe import Plan
+from slipstream.weights.source import ModuleSource
 from slipstream.weights.spread import rejoined
 
 __all__ = [
@@ -202,7 +203,7 @@ def _tensors(layer: nn.Module, state: Injected) -> dict[str, Tensor]:
     share = state.block.share
     if share is None:
         return restore_block(state.block.weights, state.plans)
-    return rejoined(state.block.weights, state.whole, share, layer.get_parameter)
+    return rejoined(state.block.weights, state.whole, share, ModuleSource(layer).read)
 
 
 def _twin(layer: nn.Module) -> nn.Module:

@@ -1,0 +1,78 @@
+"""Under torchrun, as users start it: two processes answer as one, and one that dies ends the other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, torch, slipstream
+from tests.helpers.models import make
+torch.set_num_threads(1)
+rank, dies = int(os.environ["RANK"]), sys.argv[1] == "dies"
+model = make("llama")
+ids = torch.tensor([[5, 6, 7, 8]])
+expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+engine = slipstream.init_inference(
+    model, dtype=torch.float32, tensor_parallel={"tp_size": 2}, replace_with_kernel_inject=True
+)
+class Dies:
+    def __call__(self, ids, scores):
+        if dies and rank == 1 and ids.shape[1] > 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scores
+from transformers import LogitsProcessorList
+got = engine.generate(ids, max_new_tokens=6, do_sample=False, logits_processor=LogitsProcessorList([Dies()]))
+print("SAME" if torch.equal(expected, got) else "DIFFERENT", flush=True)
+"""
+
+
+def launch(folder: Path, mode: str, *more: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "ranks.py"
+    script.write_text(SCRIPT)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *more]
+    return subprocess.run(
+        [sys.executable, *start, str(script), mode], capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_two_processes_of_torchrun_answer_as_one(tmp_path: Path) -> None:
+    done = launch(tmp_path, "lives")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("SAME") == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process is killed by a signal")
+def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
+    store = tmp_path / "store"
+    # Two processes without a launcher, which would end the other by itself.
+    boot = (
+        "import os, sys, torch.distributed as dist, runpy\n"
+        f"dist.init_process_group('gloo', init_method='file://{store}', rank=int(os.environ['RANK']), world_size=2)\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    import os
+
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", boot, "dies"],
+            env={**os.environ, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ranks[1].wait(150)
+    start = time.monotonic()
+    _, errors = ranks[0].communicate(timeout=60)
+    assert time.monotonic() - start < 60
+    assert ranks[1].returncode == -9
+    assert ranks[0].returncode not in (0, None)
+    assert "DeviceError: rank 0 lost the ranks that it shares the model with (0, 1)" in errors
