@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -52,13 +53,12 @@ def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     store = tmp_path / "store"
     # Two processes without a launcher, which would end the other by itself.
-    boot = (
-        "import os, sys, torch.distributed as dist, runpy\n"
-        f"dist.init_process_group('gloo', init_method='file://{store}', rank=int(os.environ['RANK']), world_size=2)\n"
-        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
-    )
-    import os
-
+    boot = f"""
+import os, runpy, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+runpy.run_path({str(script)!r}, run_name="__main__")
+"""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", boot, "dies"],
