@@ -89,8 +89,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         notes.append("the model was in training mode and was switched to eval")
     with undone_on_error(model, filling):
         layers = find_layers(model, _layers_config(model_config, config), config.injection_policy)
-        packed_as = _format(config, layers, model_config)
-        settings = replace(_settings(model, config, device, packed_as, filling), mesh=mesh)
+        settings = _settings(model, config, device, _format(config, layers, model_config), filling, mesh)
         if filling is not None:
             filling.start(layers)
         verdicts = _judge(model, layers, config, settings)
@@ -248,6 +247,7 @@ def _settings(
     device: Device,
     packed: Format,
     filling: Filling | None = None,
+    mesh: Mesh = ALONE,
 ) -> Settings:
     dtype = compute_dtype(model, config)
 
@@ -265,6 +265,7 @@ def _settings(
         device=place,
         join=device.joins_rows,
         filling=filling,
+        mesh=mesh,
     )
 
 
