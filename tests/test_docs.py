@@ -14,7 +14,7 @@ import torch
 import typer
 
 import slipstream
-from benchmarks import quality_table
+from benchmarks import coverage_table, quality_table
 from slipstream.cli import app
 from slipstream.config import document as config_document
 from slipstream.families import FAMILIES
@@ -37,6 +37,14 @@ def test_the_readmes_table_of_families_is_the_registry() -> None:
 def test_the_table_of_formats_is_what_was_measured() -> None:
     results = json.loads((ROOT / "benchmarks/results/quality.json").read_text())
     assert quality_table.render(results) in (ROOT / "docs/formats.md").read_text()
+
+
+def test_the_table_of_coverage_is_what_was_measured() -> None:
+    results = json.loads((ROOT / "benchmarks/results/coverage.json").read_text())
+    page = (ROOT / "docs/coverage.md").read_text()
+    assert coverage_table.render(results) in page
+    assert coverage_table.summary(results) in page
+    assert not [row for row in results["rows"] if row["level"] == "failed"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -30,14 +30,18 @@ class Result:
         level: The report's level; "-" where nothing was compared.
         error: Largest error of the logits on real positions, relative to their size where that is above one.
         tokens: "equal" greedy tokens, or why none were generated.
-        reason: Why nothing was compared.
+        why: What keeps layers from level "block", or why nothing was compared.
+        fused: Layers that run as a block.
+        layers: All layers.
         report: The engine's report, for a reader.
     """
 
     level: str
     error: float = 0.0
     tokens: str = "-"
-    reason: str = ""
+    why: str = ""
+    fused: int = 0
+    layers: int = 0
     report: str = ""
 
 
@@ -49,10 +53,10 @@ def sweep(model_type: str, kind: Kind) -> Result:
         SlipstreamError: The engine refuses the model.
     """
     if model_type in NOT_BUILT:
-        return Result("-", reason=f"not built: {NOT_BUILT[model_type]}")
+        return Result("-", why=f"not built: {NOT_BUILT[model_type]}")
     model = tiny_model(model_type, kind)
     if model_type in NOT_RUN:
-        return Result("-", reason=f"not run: {NOT_RUN[model_type]}")
+        return Result("-", why=f"not run: {NOT_RUN[model_type]}")
     inputs = _inputs(model, kind)
     with torch.no_grad():
         expected = model(**copy.deepcopy(inputs)).logits
@@ -60,8 +64,15 @@ def sweep(model_type: str, kind: Kind) -> Result:
     engine = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
     got = engine(**copy.deepcopy(inputs)).logits
     report = engine.report()
+    others = [layer for layer in report.layers if layer.level != "block"]
     return Result(
-        report.level, _error(expected, got, inputs), _generate(original, engine, inputs), report=str(report)
+        report.level,
+        _error(expected, got, inputs),
+        _generate(original, engine, inputs),
+        why="; ".join(dict.fromkeys(layer.reason for layer in others))[:160],
+        fused=len(report.layers) - len(others),
+        layers=len(report.layers),
+        report=str(report),
     )
 
 

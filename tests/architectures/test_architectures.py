@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,10 @@ from tests.architectures.sweep import TOLERANCE, sweep
 from tests.architectures.tiny import Kind, model_types
 
 TYPES = model_types()
+RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks/results/coverage.json").read_text())
+LEVELS = {(row["type"], row["as"]): row["level"] for row in RECORDED["rows"]}
+ORDER = ("-", "none", "module", "block")
+"""A type that falls below its level in the committed results fails."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +37,8 @@ def test_the_engine_says_what_the_model_says(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="replace_with_kernel_inject=True replaced nothing")
         result = sweep(model_type, kind)
-    if result.reason:
-        pytest.skip(result.reason)
+    if result.level == "-":
+        pytest.skip(result.why)
     row = {
         "type": model_type,
         "as": kind,
@@ -42,6 +48,9 @@ def test_the_engine_says_what_the_model_says(
     }
     record_property("architectures", row)
     assert result.error <= TOLERANCE, result.report
+    if transformers.__version__ == RECORDED["transformers"]:
+        known = LEVELS.get((model_type, kind), result.level)
+        assert ORDER.index(result.level) >= ORDER.index(known), f"{known} is recorded: {result.report}"
 
 
 def test_every_exception_names_a_type() -> None:

@@ -162,7 +162,7 @@ def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
         heads=config.num_attention_heads,
         kv_heads=int(field(config, "num_key_value_heads", default=config.num_attention_heads)),
         head_dim=dim,
-        ffn=config.intermediate_size,
+        ffn=int(field(config, "intermediate_size", default=0)),  # some classes have experts' widths only
         norm=Norm("rms", float(field(config, "rms_norm_eps", default=1e-6))),
         activation=str(field(config, "hidden_act", default="silu")),
         scale=dim**-0.5,

@@ -49,6 +49,10 @@ def _no_reason(config: Config) -> str | None:
     return None
 
 
+def _attends(config: Config, index: int) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture's layers as data.
@@ -69,6 +73,8 @@ class Family:
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
         bias: What the layer itself adds to its scores; its parameters are `ignored`.
         relative: Path of the layer's part whose `compute_bias` makes biases by relative position.
+        other: What layer `index` of a hybrid is in place of attention (a convolution, a state space), or None;
+            such a layer keeps its code.
     """
 
     name: str
@@ -83,6 +89,7 @@ class Family:
     bias: OwnBias | None = None
     specs: Mapping[str, Callable[[Config, int], BlockSpec]] = field(default_factory=dict)
     relative: str | None = None
+    other: Callable[[Config, int], str | None] = field(default=_attends)
 
     def spec_of(self, layer_class: type, config: Config, index: int) -> BlockSpec:
         """Numbers of layer `index`, which is of a class of the family."""
@@ -92,7 +99,7 @@ class Family:
 
     def why_not(self, layer_class: type, config: Config, index: int) -> str | None:
         """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""
-        reason = self.refuse(config)
+        reason = self.refuse(config) or self.other(config, index)
         if reason is not None:
             return reason
         spec = self.spec_of(layer_class, config, index)

@@ -1,0 +1,41 @@
+"""The tables of `results/coverage.json` for docs/coverage.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["render", "summary"]
+
+_HEAD = (
+    "| type | as | level | layers fused | largest error | greedy tokens | what keeps the others |\n"
+    "|---|---|---|---:|---:|---|---|\n"
+)
+
+
+def render(results: Mapping[str, Any]) -> str:
+    """One row for each type of model, as markdown."""
+    return _HEAD + "".join(_row(row) for row in results["rows"])
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """How many types are at which level, by what they were asked to be."""
+    kinds = sorted({row["as"] for row in results["rows"]})
+    lines = ["| as | types | block | module | none | not compared |", "|---|---:|---:|---:|---:|---:|"]
+    for kind in kinds:
+        levels = Counter(row["level"] for row in results["rows"] if row["as"] == kind)
+        cells = [sum(levels.values()), *(levels[level] for level in ("block", "module", "none", "-"))]
+        lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
+    where = f"transformers {results['transformers']}, torch {results['torch']}"
+    return "\n".join(lines) + f"\n\nMeasured with {where}, in float32.\n"
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    compared = row["level"] != "-"
+    error = f"{row['error']:.1e}" if compared else ""
+    fused = f"{row['fused']} of {row['layers']}" if compared else ""
+    cells: Sequence[str] = (
+        row["type"], row["as"], row["level"], fused, error, row["tokens"] if compared else "", row["why"]
+    )  # fmt: skip
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
