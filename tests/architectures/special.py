@@ -58,7 +58,10 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "hrm_text": {"num_hidden_layers": 16},  # two layers in each of two stacks, times its cycles
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": _HEAD,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},  # all attend by default, once it is shrunk
+    "lfm2": {  # all attend by default, once it is shrunk
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},  # None by default
     "mamba2": {"num_heads": 8},  # heads times their width are twice the hidden size
     "ministral": _HEAD,
