@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-__all__ = ["BlockSpec", "FrameSpec", "MoE", "Norm", "QKNorm", "Role", "Rope"]
+__all__ = ["BlockSpec", "FrameSpec", "Latent", "MoE", "Norm", "QKNorm", "Role", "Rope"]
 
 
 class Role(StrEnum):
@@ -25,6 +25,12 @@ class Role(StrEnum):
 
     ATTN_NORM = "attn_norm"
     QKV = "qkv"
+    Q_DOWN = "q_down"
+    Q_DOWN_NORM = "q_down_norm"
+    Q_UP = "q_up"
+    KV_DOWN = "kv_down"
+    KV_DOWN_NORM = "kv_down_norm"
+    KV_UP = "kv_up"
     Q_NORM = "q_norm"
     K_NORM = "k_norm"
     SINKS = "sinks"
@@ -51,7 +57,7 @@ class Role(StrEnum):
     @property
     def is_matrix(self) -> bool:
         """Whether rows are multiplied by the role; the others are norms and small vectors."""
-        return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE)
+        return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE, Role.KV_UP)
 
     @property
     def is_cross(self) -> bool:
@@ -67,6 +73,9 @@ class Role(StrEnum):
 _QUANTIZABLE = frozenset(
     {
         Role.QKV,
+        Role.Q_DOWN,
+        Role.Q_UP,
+        Role.KV_DOWN,
         Role.ATTN_OUT,
         Role.CROSS_Q,
         Role.CROSS_KV,
@@ -134,6 +143,31 @@ class Rope:
     table: Literal["halves", "pairs", "half"] = "halves"
     layer_type: str | None = None
     source: Literal["module", "buffer"] = "module"
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): what is cached is one short vector per token.
+
+    A head's dims are `plain_dim` unrotated ones, then `rope_dim` rotated ones, whose keys all heads share.
+
+    Attributes:
+        rank: Width of the latent that keys and values are projections of.
+        query_rank: Width of the one that queries are; None where they are projected at once.
+        plain_dim: See above.
+        rope_dim: See above.
+        value_dim: Width of a head's values.
+        norm: Of both latents.
+        interleaved: The rotated dims come as pairs, and leave as halves.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    norm: Norm
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,6 +249,7 @@ class BlockSpec:
         qk_norm: The normalisation of queries and keys, if any.
         clip_qkv: Queries, keys and values are clamped to this magnitude, after `qk_norm` and before `rope`.
         moe: The mixture of experts, if any.
+        latent: Multi-head latent attention in place of keys and values per head, if any.
         cross: Width of an encoder's states that the layer attends to, between its own attention and its
             feed-forward, with as many heads; None where it attends to itself alone.
         relative: A learned bias by relative position is added to the scores of the layer's own attention.
@@ -249,6 +284,7 @@ class BlockSpec:
     qk_norm: QKNorm | None = None
     clip_qkv: float | None = None
     moe: MoE | None = None
+    latent: Latent | None = None
     cross: int | None = None
     relative: Literal["shared", "own"] | None = None
     clamp: Literal["branch", "end"] | None = None
@@ -263,13 +299,26 @@ class BlockSpec:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
+    def _attention_shapes(self) -> dict[Role, tuple[int, ...]]:
+        latent = self.latent
+        if latent is None:
+            rows = self.q_dim + 2 * self.kv_dim
+            return {Role.QKV: (rows, self.hidden), Role.ATTN_OUT: (self.hidden, self.q_dim)}
+        up = self.heads * (latent.plain_dim + latent.value_dim)
+        shapes: dict[Role, tuple[int, ...]] = {
+            Role.Q_UP: (self.q_dim, latent.query_rank or self.hidden),
+            Role.KV_DOWN: (latent.rank + latent.rope_dim, self.hidden),
+            Role.KV_UP: (up, latent.rank),
+            Role.ATTN_OUT: (self.hidden, self.heads * latent.value_dim),
+        }
+        if latent.query_rank is not None:
+            shapes[Role.Q_DOWN] = (latent.query_rank, self.hidden)
+        return shapes
+
     def matrix_shapes(self) -> Mapping[Role, tuple[int, ...]]:
         """Canonical shape of every matrix that a block of this spec must have."""
         gate = 2 if self.gated else 1
-        shapes: dict[Role, tuple[int, ...]] = {
-            Role.QKV: (self.q_dim + 2 * self.kv_dim, self.hidden),
-            Role.ATTN_OUT: (self.hidden, self.q_dim),
-        }
+        shapes = self._attention_shapes()
         if self.cross is not None:
             shapes[Role.CROSS_Q] = (self.q_dim, self.hidden)
             shapes[Role.CROSS_KV] = (2 * self.kv_dim, self.cross)

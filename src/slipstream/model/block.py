@@ -11,12 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
 from slipstream.parallel.shard import Share
-from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.spec import BlockSpec, Latent, Norm, Role
 from slipstream.weights.load import BlockWeights, Vector
 
 __all__ = ["Attend", "Block", "CrossAttend", "RopeTable"]
@@ -67,7 +68,7 @@ class Block:
         """Take the weights as they are; nothing is copied."""
         self.spec, self.weights, self.ops, self.share = spec, weights, ops, share
         sinks = weights.vectors.get(Role.SINKS)
-        device = weights.matrices[Role.QKV].planes[0].device
+        device = weights.matrices[Role.ATTN_OUT].planes[0].device
         self.mask = AttentionMask(
             scale=spec.scale,
             window=spec.window,
@@ -177,6 +178,8 @@ class Block:
 
     def _attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
         spec = self.spec
+        if spec.latent is not None:
+            return self._latent_attention(x, spec.latent, rope, attend)
         parts = self._linear(Role.QKV, x).split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
         q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
         after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
@@ -203,6 +206,28 @@ class Block:
         parts = [(found[role], v.weight, v.bias, width[role], counts[role]) for role, v in vectors.items()]
         found |= dict(zip(vectors, norm_across(parts, spec.norm, share.tp), strict=True))
         return found[Role.Q_NORM], found[Role.K_NORM]
+
+    def _latent_attention(self, x: Tensor, latent: Latent, rope: RopeTable | None, attend: Attend) -> Tensor:
+        """The road's attention gets latents and shared keys in place of keys and values, and expands them."""
+        if rope is None:
+            raise AssertionError("a block with a rotary embedding was run without its table")
+
+        def project(name: str, y: Tensor) -> Tensor:
+            if name == "norm":
+                return self._norm(Role.KV_DOWN_NORM, y, latent.norm)
+            if name == "latents":
+                return self._linear(Role.KV_DOWN, y)
+            if latent.query_rank is not None:
+                y = self._norm(Role.Q_DOWN_NORM, self._linear(Role.Q_DOWN, y), latent.norm)
+            return self._linear(Role.Q_UP, y)
+
+        def rotate(y: Tensor) -> Tensor:
+            pairs = self.spec.rope is not None and self.spec.rope.interleaved
+            turned: Tensor = self.ops.rope.run(y, *rope, interleaved=pairs)
+            return turned
+
+        attended = attend(*queries_and_latents(x, latent, project, rotate))
+        return self._linear(Role.ATTN_OUT, attended.flatten(1))
 
     def _qk_norm(self, role: Role, x: Tensor) -> Tensor:
         """`(T, heads, D)`, normalised over the head or over all of them."""
@@ -254,7 +279,7 @@ class Block:
         self.weights = BlockWeights(matrices, {role: vector(v) for role, v in self.weights.vectors.items()})
         sinks = self.weights.vectors.get(Role.SINKS)
         alibi = self.mask.alibi
-        device = self.weights.matrices[Role.QKV].planes[0].device
+        device = self.weights.matrices[Role.ATTN_OUT].planes[0].device
         self.mask = replace(
             self.mask,
             alibi=None if alibi is None else alibi.to(device),

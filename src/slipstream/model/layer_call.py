@@ -16,9 +16,11 @@ from torch import Tensor
 
 from slipstream.model.block import Block, RopeTable
 from slipstream.model.cross import CrossCall, Relative, add_bias, attend_across, own_heads, read_cross, zeros
+from slipstream.model.latent import absorbed, expanded
+from slipstream.ops.attention import attention
 from slipstream.ops.rope import half_table
 from slipstream.parallel.shard import Share
-from slipstream.spec import BlockSpec, Rope
+from slipstream.spec import BlockSpec, Role, Rope
 
 __all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
 
@@ -107,6 +109,8 @@ class LayerSignature:
             return None  # without states, the layer's answer has fewer parts
         rope = given.get("position_embeddings")
         rope = _sinusoids(given.pop("sinusoidal_pos", None)) if rope is None else rope
+        if isinstance(rope, Tensor) and rope.is_complex():
+            rope = rope.real, rope.imag
         positions = given.get("position_ids")
         if given.pop("is_causal", None) not in (None, spec.causal):
             return None
@@ -213,6 +217,8 @@ def run_block(
             bias = relative.make(q, k.shape[2], before)
         if bias is not None:
             biases.append(bias)
+        if spec.latent is not None:
+            return _latent_scores(call, block, q, k, v).flatten(0, 1)
         hides_later = spec.causal and (relative is None or relative.causal)
         mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
         sinks = block.mask.sinks
@@ -243,6 +249,19 @@ def _cross_bias(cross: CrossCall, spec: BlockSpec, out: Tensor) -> Tensor:
     if cross.bias is not None:
         return cross.bias
     return zeros(spec.heads, out.shape[1], cross.states.shape[1], dtype=out.dtype, device=out.device)
+
+
+def _latent_scores(call: LayerCall, block: Block, q: Tensor, short: Tensor, key: Tensor) -> Tensor:
+    """Latent attention over what the cache keeps: projections absorbed for one token, else keys per head."""
+    latent, scale = block.spec.latent, block.spec.scale
+    if latent is None:
+        raise AssertionError("only blocks with latent attention come here")
+    up = block.weights.matrices[Role.KV_UP].dense().to(q.dtype)
+    mask = _scores_mask(call, block, q, short, bias=None, causal=block.spec.causal)
+    if q.shape[2] == 1:
+        return absorbed(q, short, key, up, latent=latent, mask=mask, scale=scale)
+    keys, values = expanded(short, key, up, latent)
+    return attention(q, keys, values, mask=mask, causal=block.spec.causal and mask is None, scale=scale)
 
 
 def _scores_mask(

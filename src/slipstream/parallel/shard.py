@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.parallel.mesh import Axis, Mesh
 from slipstream.spec import BlockSpec, Role
 
@@ -159,11 +159,16 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
 
     Raises:
         ConfigError: More ranks than heads, feed-forward units or experts.
+        UnsupportedError: A block with latent attention.
     """
     experts = spec.moe.experts if spec.moe is not None else 0
     if mesh.tp.size == 1 and (mesh.ep.size == 1 or not experts):
         return None
     tp, ep = mesh.tp.size, mesh.ep.size
+    if spec.latent is not None:
+        raise UnsupportedError(
+            f"tensor_parallel.tp_size={tp}, moe.ep_size={ep}: latent attention is not split over ranks; use one"
+        )
     if tp > spec.heads:
         raise ConfigError(
             f"tensor_parallel.tp_size={tp} is more than the {spec.heads} attention heads of a layer; use "

@@ -1,0 +1,178 @@
+"""DeepSeek-V2 and V3 and the models with their latent attention: GLM-4 MoE Lite, Youtu, MiniCPM 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from slipstream.families.common import LLAMA_RECIPES, llama_like, tiny
+from slipstream.families.experts import CORRECTED, corrected_moe, is_sparse
+from slipstream.families.family import Config, Family
+from slipstream.spec import BlockSpec, Latent, Norm, Role, Rope
+from slipstream.weights.recipe import First, Recipe, Take
+
+_LATENT: Mapping[Role, Recipe] = {
+    Role.Q_DOWN: Take("self_attn.q_a_proj"),
+    Role.Q_DOWN_NORM: Take("self_attn.q_a_layernorm"),
+    Role.Q_UP: First((Take("self_attn.q_b_proj"), Take("self_attn.q_proj"))),
+    Role.KV_DOWN: Take("self_attn.kv_a_proj_with_mqa"),
+    Role.KV_DOWN_NORM: Take("self_attn.kv_a_layernorm"),
+    Role.KV_UP: Take("self_attn.kv_b_proj"),
+}
+
+
+def _recipes(base: Mapping[Role, Recipe]) -> dict[Role, Recipe]:
+    return {role: recipe for role, recipe in base.items() if role is not Role.QKV} | dict(_LATENT)
+
+
+def _scale(config: Config, dim: int) -> float:
+    """`dim^-0.5`, times the square of YaRN's factor where it is for all dims."""
+    rope = config.rope_parameters
+    scale, all_dims = float(dim**-0.5), rope.get("mscale_all_dim", 0)
+    if rope.get("rope_type", "default") == "default" or not all_dims or rope["factor"] <= 1:
+        return scale
+    return scale * (0.1 * all_dims * math.log(rope["factor"]) + 1.0) ** 2
+
+
+def _dense(config: Config, index: int, *, rope: Rope, interleaved: bool = False) -> BlockSpec:
+    dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    latent = Latent(
+        config.kv_lora_rank,
+        config.q_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        Norm("rms", 1e-6),
+        interleaved,
+    )
+    heads = config.num_attention_heads
+    return llama_like(
+        config,
+        index,
+        kv_heads=heads,
+        head_dim=dim,
+        scale=_scale(config, dim),
+        rope=rope,
+        latent=latent,
+    )
+
+
+def _with_experts(config: Config, index: int, dense: BlockSpec, **changes: Any) -> BlockSpec:
+    if not is_sparse(config, index):
+        return dense
+    return replace(dense, ffn=config.moe_intermediate_size, moe=corrected_moe(config, **changes))
+
+
+def _v3_dense(config: Config, index: int) -> BlockSpec:
+    return _dense(config, index, rope=Rope(config.qk_rope_head_dim), interleaved=bool(config.rope_interleave))
+
+
+def _v3(config: Config, index: int) -> BlockSpec:
+    return _with_experts(config, index, _v3_dense(config, index))
+
+
+def _v2(config: Config, index: int) -> BlockSpec:
+    angles = Rope(config.qk_rope_head_dim, interleaved=True, table="half")
+    grouped = config.topk_method == "group_limited_greedy"
+    return _with_experts(
+        config,
+        index,
+        _dense(config, index, rope=angles),
+        scoring="softmax_topk",
+        normalize=False,
+        group_score="max",
+        groups=config.n_group if grouped else 1,
+        top_groups=config.topk_group if grouped else 1,
+    )
+
+
+def _minicpm(config: Config, index: int) -> BlockSpec:
+    spec = _dense(config, index, rope=Rope(config.qk_rope_head_dim))
+    return replace(spec, residual_scale=config.scale_depth / math.sqrt(config.num_hidden_layers))
+
+
+_RANKS: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES = (
+    Family(
+        name="deepseek_v3",
+        layers=("DeepseekV3DecoderLayer",),
+        spec=_v3,
+        recipes=_recipes(CORRECTED),
+        tiny=(
+            tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", **_RANKS, **_EXPERTS),
+            tiny(
+                "DeepseekV3ForCausalLM",
+                "DeepseekV3Config",
+                label="yarn, halves, queries at once",
+                rope_parameters=_YARN,
+                rope_interleave=False,
+                **{**_RANKS, **_EXPERTS, "q_lora_rank": None},
+            ),
+        ),
+    ),
+    Family(
+        name="deepseek_v2",
+        layers=("DeepseekV2DecoderLayer",),
+        spec=_v2,
+        recipes=_recipes(CORRECTED),
+        tiny=(
+            tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", topk_method="greedy", **_RANKS, **_EXPERTS),
+            tiny(
+                "DeepseekV2ForCausalLM",
+                "DeepseekV2Config",
+                label="groups, queries at once",
+                topk_method="group_limited_greedy",
+                **{**_RANKS, **_EXPERTS, "q_lora_rank": None},
+            ),
+        ),
+    ),
+    Family(
+        name="glm4_moe_lite",
+        layers=("Glm4MoeLiteDecoderLayer",),
+        spec=_v3,
+        recipes=_recipes(CORRECTED),
+        tiny=(tiny("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", **_RANKS, **_EXPERTS),),
+    ),
+    Family(
+        name="youtu",
+        layers=("YoutuDecoderLayer",),
+        spec=_v3_dense,
+        recipes=_recipes(LLAMA_RECIPES),
+        tiny=(tiny("YoutuForCausalLM", "YoutuConfig", **_RANKS),),
+    ),
+    Family(
+        name="minicpm3",
+        layers=("MiniCPM3DecoderLayer",),
+        spec=_minicpm,
+        recipes=_recipes(LLAMA_RECIPES),
+        tiny=(tiny("MiniCPM3ForCausalLM", "MiniCPM3Config", dim_model_base=64, **_RANKS),),
+    ),
+)
