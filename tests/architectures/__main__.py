@@ -29,7 +29,8 @@ def main(chosen: list[str]) -> int:
         try:
             result = sweep(model_type, kind)
             failed = "" if result.error <= TOLERANCE else f"the logits are off by {result.error:.2g}"
-            level, line = result.level, (result.why if result.level == "-" else "") or f"{result.error:.1e}  {result.tokens}"
+            level, line = result.level, f"{result.error:.1e}  {result.tokens}"
+            line = result.why if level == "-" else line
             if chosen:
                 print(result.report)
         except Exception as error:

@@ -33,7 +33,8 @@ def _scale(config: Config, dim: int) -> float:
     scale, all_dims = float(dim**-0.5), rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not all_dims or rope["factor"] <= 1:
         return scale
-    return scale * (0.1 * all_dims * math.log(rope["factor"]) + 1.0) ** 2
+    factor = 0.1 * float(all_dims) * math.log(rope["factor"]) + 1.0
+    return scale * factor * factor
 
 
 def _dense(config: Config, index: int, *, rope: Rope, interleaved: bool = False) -> BlockSpec:

@@ -73,7 +73,7 @@ class Family:
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
         bias: What the layer itself adds to its scores; its parameters are `ignored`.
         relative: Path of the layer's part whose `compute_bias` makes biases by relative position.
-        other: What layer `index` of a hybrid is in place of attention (a convolution, a state space), or None;
+        other: What layer `index` of a hybrid is in place of attention (a state space, ...), or None;
             such a layer keeps its code.
     """
 

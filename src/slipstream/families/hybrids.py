@@ -46,7 +46,7 @@ def _granite(config: Config, index: int) -> BlockSpec:
 
 def _granite_other(config: Config, index: int) -> str | None:
     kinds = field(config, "layer_types", "layers_block_type")
-    return None if "attention" == kinds[index] or "full_attention" == kinds[index] else _STATE
+    return None if kinds[index] == "attention" or kinds[index] == "full_attention" else _STATE
 
 
 def _bamba_other(config: Config, index: int) -> str | None:

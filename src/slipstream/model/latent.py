@@ -3,7 +3,7 @@
 That vector (after its norm) and one rotated key, which all heads share, are all that a cache keeps:
 `kv_rank + rope_dim` numbers per token and layer. Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
 
-Shapes: B batch, T packed tokens, S queries, L keys, H heads, D head dim (unrotated, then rotated), R latent width.
+Shapes: B batch, T packed tokens, L keys, H heads, D head dim (unrotated, then rotated), R latent width.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def queries_and_latents(
 
 def _apart(x: Tensor) -> Tensor:
     """The first of each pair, then the second: after this the pairs are halves, as the cache keeps them."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    apart: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return apart
 
 
 def expanded(short: Tensor, key: Tensor, up: Tensor, latent: Latent) -> tuple[Tensor, Tensor]:
@@ -88,4 +89,5 @@ def absorbed(
     asked = torch.cat((plain @ up_keys, turned), dim=-1)
     kept = torch.cat((short, key), dim=-1)
     out = attention(asked, kept, short, mask=mask, causal=False, scale=scale)
-    return (out.transpose(1, 2) @ up_values.mT).transpose(1, 2)
+    values: Tensor = out.transpose(1, 2) @ up_values.mT
+    return values.transpose(1, 2)
