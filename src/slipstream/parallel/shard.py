@@ -167,7 +167,7 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
     tp, ep = mesh.tp.size, mesh.ep.size
     if spec.latent is not None:
         raise UnsupportedError(
-            f"tensor_parallel.tp_size={tp}, moe.ep_size={ep}: latent attention is not split over ranks; use one"
+            f"tensor_parallel.tp_size={tp}, moe.ep_size={ep}: latent attention is not split; use one rank"
         )
     if tp > spec.heads:
         raise ConfigError(
