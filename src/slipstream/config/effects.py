@@ -88,8 +88,9 @@ _TOP = {
     "set_empty_params": _warns(
         "Injected layers are always built empty and filled as their weights stream in."
     ),
-    "save_mp_checkpoint_path": _unserved(
-        "After loading, every rank writes its shards there, ready to be loaded again."
+    "save_mp_checkpoint_path": _acts(
+        "After loading, the weights are written there: packed ones as they are held, plain ones as "
+        "safetensors with a description. The folder loads again as a checkpoint."
     ),
     "return_tuple": _acts(
         "False makes forward return the plain first tensor in place of the model's output object."
@@ -225,7 +226,7 @@ _ZERO = {
 _CHECKPOINT = {
     "checkpoint_config": _acts("Fills three fields of the top level; a different value in both is an error."),
     "checkpoint_config.checkpoint_dir": _acts("The same as `checkpoint`."),
-    "checkpoint_config.save_mp_checkpoint_path": _unserved("The same as `save_mp_checkpoint_path`."),
+    "checkpoint_config.save_mp_checkpoint_path": _acts("The same as `save_mp_checkpoint_path`."),
     "checkpoint_config.base_dir": _acts("The same as `base_dir`."),
 }
 

@@ -19,6 +19,7 @@ from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build, format_named
 from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generate import Loop
+from slipstream.engine.reload import reload
 from slipstream.engine.request import (
     Request,
     by_name,
@@ -29,6 +30,7 @@ from slipstream.engine.request import (
     why_not_so_long,
 )
 from slipstream.engine.runner import Runner
+from slipstream.engine.save import save_described
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.refresh import refresh
@@ -78,6 +80,8 @@ class InferenceEngine(nn.Module):
         self.training = False
         self.module = model
         self.__class__ = _named_like(type(self), type(model))  # type: ignore[arg-type]
+        if settings.save_mp_checkpoint_path is not None:
+            save_described(model, settings, Path(settings.save_mp_checkpoint_path))
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the engine does not have are the model's."""
@@ -344,14 +348,18 @@ class InferenceEngine(nn.Module):
         self.module.save_pretrained(path, state_dict=self.module.state_dict())  # type: ignore[operator]
 
     def load_checkpoint(self, path: str | Path, tag: str | None = None, strict: bool = True) -> None:
-        """Load weights into the engine.
+        """Put a checkpoint's weights into the engine, in place; packed matrices are packed again.
+
+        Args:
+            path: A folder, a file, a folder with tags, or a JSON description, as `checkpoint` takes them.
+            tag: Which of a folder's tags; None takes what `latest` says.
+            strict: False lets tensors be missing, which stay as they are, or left over.
 
         Raises:
-            UnsupportedError: Always, in this version.
+            WeightError: The checkpoint is damaged or another model's; the engine is then as it was.
+            UnsupportedError: A layer's parts were replaced since it was fused.
         """
-        raise UnsupportedError(
-            "load_checkpoint is not served by this version; load the weights before init_inference"
-        )
+        reload(self.module, path, tag=tag, strict=strict)
 
     def destroy(self) -> None:
         """Let go of the model and of everything that was built for it."""

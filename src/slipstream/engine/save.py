@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import uuid
@@ -19,8 +20,9 @@ from slipstream.model.packed import is_packed, packed_matrices
 from slipstream.weights.load import BlockWeights, restore_block
 from slipstream.weights.packed_folder import Matrix, write_packed_folder
 from slipstream.weights.recipe import scatter
+from slipstream.weights.safe_file import write_safe
 
-__all__ = ["held_tensors", "save_packed"]
+__all__ = ["held_tensors", "save_described", "save_packed"]
 
 _COPIED = (
     "tokenizer",
@@ -119,6 +121,46 @@ def save_packed(
         raise WeightError(
             f"{destination} cannot be written: {error.strerror or error}; it takes {needed / 1e6:.0f} MB"
         ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def save_described(model: nn.Module, config: InferenceConfig, folder: Path) -> None:
+    """Write what `save_mp_checkpoint_path` asks for: a folder that `checkpoint` and `init_inference` take.
+
+    Packed weights are written as they are held (`save_packed`). Plain ones become a safetensors file beside
+    `ds_inference_config.json`, DeepSpeed's description of it, whose whole tensors load at any degree.
+
+    Raises:
+        ConfigError: The folder holds something.
+        WeightError: It cannot be written.
+    """
+    matrices, _ = held_tensors(model)
+    if matrices:
+        save_packed(model, config, folder)
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists already; remove it or name another folder")
+    ties = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    names = set(ties.values()) | {name for name, _ in model.named_buffers()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in names}
+    description = {
+        "type": "ds_model",
+        "version": 1.0,
+        "parallelization": "pp",
+        "mp_size": 1,
+        "checkpoints": ["model.safetensors"],
+    }
+    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir(parents=True)
+        write_safe(partial / "model.safetensors", state, {"format": "pt"})
+        (partial / "ds_inference_config.json").write_text(json.dumps(description, indent=1))
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    except OSError as error:
+        raise WeightError(f"{folder} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

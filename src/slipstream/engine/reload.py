@@ -1,0 +1,116 @@
+"""Puts another checkpoint's weights into an engine that stands, in place: all of them, or none.
+
+Every tensor's name, shape and values are proved first. Then each is written where the old one lies, so that
+what was bound to addresses (blocks, native structs, captured graphs) goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.engine.loading import matched
+from slipstream.errors import UnsupportedError
+from slipstream.formats import FORMATS, VARIANTS
+from slipstream.model.inject import injected_state, is_injected, is_untouched
+from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.ops.linear import Weight
+from slipstream.weights.checkpoint import open_checkpoint
+from slipstream.weights.load import check_finite_tensor
+from slipstream.weights.match import Renamed
+from slipstream.weights.recipe import Piece, gather
+from slipstream.weights.source import Source
+
+__all__ = ["reload"]
+
+
+def reload(model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, strict: bool) -> None:
+    """Write a checkpoint's values into an engine's model.
+
+    Args:
+        model: With fused and packed parts.
+        place: As `checkpoint` of the configuration.
+        tag: Of a folder with tags.
+        strict: False lets tensors be missing, which then stay, or left over.
+
+    Raises:
+        WeightError: The checkpoint cannot be read, or is not this model's.
+        UnsupportedError: A layer's parts were replaced since it was fused.
+    """
+    source = matched(model, open_checkpoint(place, tag=tag), strict=strict)
+    for name in source.names():
+        tensor = source.read(name)
+        if tensor.is_floating_point():
+            check_finite_tensor(source.place(name), tensor)
+        source.release([name])
+    for path, module in model.named_modules():
+        if is_injected(module) and not is_untouched(module):
+            raise UnsupportedError(f"{path} was changed since it was fused; make a new engine")
+    with torch.no_grad():
+        written = _write(model, source)
+        for name, parameter in model.named_parameters():
+            if name in source and name not in written and not parameter.is_meta:
+                parameter.data.copy_(source.read(name))
+        for path, module in model.named_modules():
+            for leaf, buffer in module._buffers.items():
+                name = f"{path}.{leaf}" if path else leaf
+                if buffer is not None and name in source:
+                    buffer.copy_(source.read(name))
+
+
+def _write(model: nn.Module, source: Renamed) -> set[str]:
+    """Fill fused layers and packed modules; returns the names of the matrices that they took."""
+    written: set[str] = set()
+    for path, module in model.named_modules():
+        if is_injected(module):
+            state = injected_state(module)
+            for role, weight in state.block.weights.matrices.items():
+                plan = state.plans[role]
+                _fill(weight, _under(path, plan.weight), source, written)
+                if weight.bias is not None:
+                    _copy(weight.bias, _under(path, plan.bias), source, written)
+            for role, vector in state.block.weights.vectors.items():
+                plan = state.plans[role]
+                for tensor, pieces in ((vector.weight, plan.weight), (vector.bias, plan.bias)):
+                    if tensor is not None and pieces:
+                        _copy(tensor, _under(path, pieces), source, written)
+        elif is_packed(module):
+            for leaf, (weight, transposed) in packed_matrices(module).items():
+                name = f"{path}.{leaf}"
+                rows = weight.shape[-2]
+                _fill(weight, (Piece(name, 0, rows, transposed=transposed),), source, written)
+    return written
+
+
+def _under(path: str, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    return tuple(replace(piece, name=f"{path}.{piece.name}" if piece.name else "") for piece in pieces)
+
+
+def _there(pieces: tuple[Piece, ...], source: Source, written: set[str]) -> bool:
+    names = {piece.name for piece in pieces if piece.name}
+    written |= names
+    return bool(names) and all(name in source for name in names)
+
+
+def _copy(target: Tensor, pieces: tuple[Piece, ...], source: Source, written: set[str]) -> None:
+    if _there(pieces, source, written):
+        target.copy_(gather(source, pieces).reshape(target.shape))
+
+
+def _fill(weight: Weight, pieces: tuple[Piece, ...], source: Source, written: set[str]) -> None:
+    if not _there(pieces, source, written):
+        return
+    dense = gather(source, pieces)
+    if weight.dtype is None:
+        rows = dense.split([plane.shape[-2] for plane in weight.planes], dim=-2)
+        planes: Iterator[Tensor] = iter(rows)
+    else:
+        made = (FORMATS | VARIANTS)[weight.format].pack(dense.to(weight.planes[0].device, weight.dtype))
+        planes = iter(made)
+    for plane, new in zip(weight.planes, planes, strict=True):
+        plane.copy_(new)
+    source.release(piece.name for piece in pieces if piece.name)

@@ -1,0 +1,88 @@
+"""Weights go into an engine that stands, and come out of it into folders that load again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, WeightError
+from tests.helpers.models import close, inject, make, prompt
+
+PACKED = {"weight": {"format": "int4"}, "head": "int8"}
+
+
+@pytest.mark.parametrize("inject_layers", [True, False], ids=["injected", "plain"])
+@pytest.mark.parametrize("quant", [None, PACKED], ids=["plain", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "bert"])
+def test_an_engine_answers_by_the_checkpoint_that_it_loaded(
+    kind: str, quant: Any, inject_layers: bool, tmp_path: Path
+) -> None:
+    settings = {"replace_with_kernel_inject": inject_layers} | ({} if quant is None else {"quant": quant})
+    other = make(kind, seed=1)
+    torch.save(other.state_dict(), tmp_path / "w.bin")
+    engine = inject(make(kind), **settings)
+    before = engine(input_ids=prompt()).logits
+    engine.load_checkpoint(tmp_path / "w.bin")
+    after = engine(input_ids=prompt()).logits
+    assert not torch.allclose(before, after)
+    close(inject(other, **settings)(input_ids=prompt()).logits, after)
+
+
+def test_generation_goes_on_with_the_new_weights(tmp_path: Path) -> None:
+    other = make("llama", seed=1)
+    torch.save({"module": other.state_dict()}, tmp_path / "mp_rank_00_model_states.pt")
+    (tmp_path / "step").mkdir()
+    (tmp_path / "mp_rank_00_model_states.pt").rename(tmp_path / "step/mp_rank_00_model_states.pt")
+    engine = inject(make("llama"))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    engine.generate(prompt(1), **options)
+    engine.load_checkpoint(str(tmp_path), tag="step")
+    assert torch.equal(engine.generate(prompt(1), **options), other.generate(prompt(1), **options))
+
+
+@pytest.mark.parametrize("problem", ["missing", "left over", "shape", "nan"])
+def test_a_bad_checkpoint_leaves_the_engine_as_it_was(problem: str, tmp_path: Path) -> None:
+    state = make("llama", seed=1).state_dict()
+    name = "model.layers.1.mlp.down_proj.weight"
+    if problem == "missing":
+        del state[name]
+    elif problem == "left over":
+        state["extra"] = state[name]
+    elif problem == "shape":
+        state[name] = state[name][:5]
+    else:
+        state[name] = state[name] * torch.nan
+    torch.save(state, tmp_path / "w.bin")
+    engine = inject(make("llama"), quant=PACKED)
+    before = engine(input_ids=prompt()).logits
+    with pytest.raises(WeightError, match=r"w\.bin"):
+        engine.load_checkpoint(tmp_path / "w.bin")
+    assert torch.equal(engine(input_ids=prompt()).logits, before)
+
+
+def test_what_is_missing_stays_where_that_is_allowed(tmp_path: Path) -> None:
+    own, other = make("llama"), make("llama", seed=1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    torch.save({name: other.state_dict()[name], "extra": torch.ones(1)}, tmp_path / "w.bin")
+    engine = inject(own)
+    engine.load_checkpoint(tmp_path / "w.bin", strict=False)
+    mixed = copy.deepcopy(own)
+    mixed.load_state_dict({name: other.state_dict()[name]}, strict=False)
+    close(mixed(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
+@pytest.mark.parametrize("quant", [None, PACKED], ids=["plain", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_the_saved_folder_loads_again(kind: str, quant: Any, tmp_path: Path) -> None:
+    settings = {} if quant is None else {"quant": quant}
+    saved = tmp_path / "saved"
+    engine = inject(make(kind), save_mp_checkpoint_path=str(saved), **settings)
+    place = saved if quant is not None else saved / "ds_inference_config.json"
+    again = inject(make(kind, seed=4), checkpoint=str(place), **settings)
+    close(engine(input_ids=prompt()).logits, again(input_ids=prompt()).logits)
+    with pytest.raises(ConfigError, match="exists already"):
+        inject(make(kind), save_mp_checkpoint_path=str(saved), **settings)
