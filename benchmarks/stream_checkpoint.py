@@ -1,8 +1,7 @@
 """Peak memory of streaming safetensors into a packed engine: `python -m benchmarks.stream_checkpoint`.
 
 A checkpoint of TinyLlama's size (1.1 billion parameters, bfloat16, random) is written to a folder, and
-another process makes an engine of it. Its peak is what the system counts as resident, mapped pages of the file
-included.
+another process makes an engine of it. Its peak is what the system counts as resident, mapped pages included.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ class Filling:
     def commit(self) -> None:
         """Let go of what was there before: nothing is left that could refuse."""
         self._before.clear()
+        self.source.release(name for name in self._slots if name in self.source)
 
     @contextmanager
     def lend(self, found: Found) -> Iterator[None]:
@@ -137,11 +138,13 @@ class Filling:
                 self._put({group}, cast)
         self._before.clear()
         if not self.mapped:
-            for slots in self._slots.values():
+            for group, slots in self._slots.items():
                 for table, leaf in slots:
                     value = table[leaf]
-                    if isinstance(value, Tensor) and self._own(value) is not value:
-                        value.data = value.data.clone()
+                    if isinstance(value, Tensor) and (copied := self._own(value)) is not value:
+                        value.data = copied
+                if group in self.source:
+                    self.source.release([group])
         self.source.release(name for name in self._slots if name in self.source)
 
     def packed(self, name: str, wanted: Format, dtype: torch.dtype, *, transposed: bool = False) -> Weight:

@@ -199,6 +199,10 @@ def pack_outside(
             bias = module._parameters.get("bias")
             run = None if plan.linear is None else plan.linear.run
             pack(module, "weight", replace(weight, bias=bias), run=run)
+        if filling is not None:
+            filling.source.release(
+                n for n in (f"{name}.weight" for name in plan.names) if n in filling.source
+            )
         kernels = {} if plan.linear is None else {"linear": plan.linear.name}
         size = 0 if plan.shares else weight.nbytes
         rows.append(OutsideReport(plan.names[0], plan.role, kernels, plan.format.name, size))
