@@ -126,7 +126,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)
-    report = replace(report if runner is None else _with_stack(report, stack.name), outside=around)
+    report = replace(report if runner is None else report.with_stack(stack.name), outside=around)
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)
@@ -394,9 +394,3 @@ def _report(
     levels = {row.level for row in rows}
     level = "block" if levels == {"block"} else "none" if levels <= {"none"} else "module"
     return Report(level, str(device.torch_device), tuple(notes), tuple(rows))
-
-
-def _with_stack(report: Report, name: str) -> Report:
-    """The report with what the run of all layers is bound to."""
-    layers = tuple(replace(row, kernels={**row.kernels, "stack": name}) for row in report.layers)
-    return replace(report, layers=layers)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.engine.runner import Runner
 from slipstream.model.block import Block, CrossAttend, RopeTable
-from slipstream.model.cross import Relative, add_bias, relative_of
+from slipstream.model.cross import Relative, add_bias, own_heads, relative_of
 from slipstream.model.inject import injected_state
 from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 from slipstream.ops.step import Step
@@ -128,7 +128,7 @@ class Listening:
             raise AssertionError("a block with a bias by relative position has a part that makes it")
         keys, queries = step.max_kv_len, step.max_query_len
         like = x.new_empty(1, block.spec.heads, queries, 0, dtype=_dtype_of(block))
-        made = relative.make(like, keys, keys - queries).to(like.dtype)
+        made = own_heads(relative.make(like, keys, keys - queries), block.share).to(like.dtype)
         if queries == 1 or not relative.causal:
             return made
         visible = torch.ones(queries, keys, dtype=torch.bool, device=x.device).tril(keys - queries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -79,6 +79,11 @@ class Report:
     layers: tuple[LayerReport, ...]
     times: Mapping[str, float] = field(default_factory=dict)
     outside: tuple[OutsideReport, ...] = ()
+
+    def with_stack(self, name: str) -> Report:
+        """The report with what the run of all layers is bound to."""
+        layers = tuple(replace(row, kernels={**row.kernels, "stack": name}) for row in self.layers)
+        return replace(self, layers=layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: strings, integers, floats, lists and dictionaries; `outside` where anything is."""
