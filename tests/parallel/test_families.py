@@ -34,13 +34,20 @@ def named(name: str) -> int:
     return next(index for index, variant in enumerate(VARIANTS) if label(variant) == name)
 
 
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+"""Families that are refused, before anything is changed: no rank could answer alone."""
+
 FIRST = {family.name: index for index, (family, _) in reversed(list(enumerate(VARIANTS)))}
 """The first variant of each family; `python -m tests.parallel 2` runs all of them."""
 
 
 @pytest.mark.parametrize("index", sorted(FIRST.values()), ids=lambda index: label(VARIANTS[index]))
 def test_two_ranks_answer_as_one_process(pool: Pool, index: int) -> None:
-    hold(results(pool.run("tests.parallel.jobs:sweep", index, 2, INJECTED, ranks=2)))
+    answers = pool.run("tests.parallel.jobs:sweep", index, 2, INJECTED, ranks=2)
+    if VARIANTS[index][0].name in LATENT:
+        assert all("latent attention is not split" in str(answer) for answer in answers)
+    else:
+        hold(results(answers))
 
 
 @pytest.mark.parametrize("size", [3, 4])
