@@ -162,7 +162,9 @@ def test_packed_weights(name: str, quant: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("q_type", ["symmetric", "asymmetric"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gpt_neox"]
+)  # experts would turn a step into another choice
 def test_inputs_rounded_to_int8(name: str, q_type: str, isa: str) -> None:
     variant = next(v for v in VARIANTS if v[0].name == name)
     rounds = Rounds(accepted(variant, torch.float32, {"activation": {"q_type": q_type}}), isa)

@@ -63,6 +63,9 @@ template <int C>
 inline void codes_rows(const Operand& x, const uint8_t* w, int64_t n, float* out, int64_t os) {
     const int64_t rows = x.rows.count;
     int64_t r = 0;
+    for (; C == 4 && r + 8 <= rows; r += 8)
+        for (int64_t c = 0; c < C; c += 2)
+            codes_block<8, 2>(x, r, w + c * n, n, out + r * os + c, os);
     for (; r + 4 <= rows; r += 4)
         codes_block<4, C>(x, r, w, n, out + r * os, os);
     if (rows - r == 3)

@@ -38,15 +38,34 @@ struct PackedRow {
     const Half *scales = nullptr, *minima = nullptr;
 };
 
-inline float widen_one(Half x) {
-    return Vec::load(&x, 1).sum();
+// Read where it lies: a copy on the stack would be read as a vector before it is written.
+inline float widen_one(const Half* x) {
+    return Vec::load(x, 1).sum();
+}
+
+// Sixteen bytes at a time, which the compiler's own vectors are on any machine: byte by byte it cannot know
+// that nothing overlaps, and what is written in smaller parts is slow to read as a whole.
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+
+inline Bytes16 sixteen(const uint8_t* from) {
+    Bytes16 bytes;
+    std::memcpy(&bytes, from, sizeof(bytes));
+    return bytes;
 }
 
 // 32 codes of four bits.
 inline void nibbles(const uint8_t* from, uint8_t* to) {
-    for (int j = 0; j < 16; ++j) {
-        to[j] = from[j] & 15;
-        to[j + 16] = static_cast<uint8_t>(from[j] >> 4);
+    const Bytes16 bytes = sixteen(from), low = bytes & 15, high = bytes >> 4;
+    std::memcpy(to, &low, sizeof(low));
+    std::memcpy(to + 16, &high, sizeof(high));
+}
+
+// The upper two bits of 64 codes of six, whose lower four are there.
+inline void add_crumbs(const uint8_t* from, uint8_t* codes) {
+    const Bytes16 crumbs = sixteen(from);
+    for (int j = 0; j < 4; ++j) {
+        const Bytes16 all = sixteen(codes + 16 * j) | (crumbs >> 2 * j & 3) << 4;
+        std::memcpy(codes + 16 * j, &all, sizeof(all));
     }
 }
 
@@ -61,35 +80,37 @@ inline void minifloats(const uint8_t* codes, int64_t n, int bits, int shift, flo
         (Vec::load(halves + j) * Vec::set(factor)).store(out + j);
 }
 
-// n <= kPackedBlock weights of a row from input k on into `out`, which has room for a whole block. k is a
-// multiple of kPackedBlock.
-inline void decode_block(const Matrix& m, int64_t o, int64_t k, int64_t n, float* out) {
-    const PackedRow row(m, o, k);
+// n <= kPackedBlock weights into `out`, which has room for a whole block: those of a whole row from
+// input `from` on, a multiple of kPackedBlock. A group has 1 << group_shift inputs.
+inline void decode_block(const Matrix& m, const PackedRow& row, int group_shift, int64_t from, int64_t n,
+                         float* out) {
+    const uint8_t* halves = row.codes + from / 2;
     uint8_t codes[kPackedBlock];
     switch (m.format) {
     case kInt8:
         for (int64_t j = 0; j < n; ++j)
-            out[j] = static_cast<float>(static_cast<int8_t>(row.codes[j]));
+            out[j] = static_cast<float>(static_cast<int8_t>(row.codes[from + j]));
         return;
     case kFp8:
-        minifloats(row.codes, n, 7, 7, 256.0f, out);
+        minifloats(row.codes + from, n, 7, 7, 256.0f, out);
         return;
     case kInt4:
     case kInt4Symmetric:
         for (int64_t b = 0; b < n; b += 32) {
-            nibbles(row.codes + b / 2, codes);
-            const int64_t group = b / m.group;
-            const float scale = widen_one(row.scales[group]);
-            const float minimum = row.minima ? widen_one(row.minima[group]) : -8.0f * scale;
-            for (int j = 0; j < 32; ++j)
-                out[b + j] = static_cast<float>(codes[j]) * scale + minimum;
+            nibbles(halves + b / 2, codes);
+            const int64_t group = (from + b) >> group_shift;
+            const float scale = widen_one(row.scales + group);
+            const float minimum = row.minima ? widen_one(row.minima + group) : -8.0f * scale;
+            for (int j = 0; j < 32; j += Vec::kWidth) {
+                const Vec code = Vec::load(reinterpret_cast<const int8_t*>(codes) + j);
+                fma(code, Vec::set(scale), Vec::set(minimum)).store(out + b + j);
+            }
         }
         return;
     default:
-        nibbles(row.codes, codes);
-        nibbles(row.codes + 16, codes + 32);
-        for (int j = 0; j < 64; ++j)
-            codes[j] = static_cast<uint8_t>(codes[j] | ((row.crumbs[j % 16] >> (j / 16 * 2)) & 3) << 4);
+        nibbles(halves, codes);
+        nibbles(halves + 16, codes + 32);
+        add_crumbs(row.crumbs + from / 4, codes);
         if (m.format == kFp6E2m3)
             minifloats(codes, 64, 5, 7, 16384.0f, out);
         else
@@ -103,14 +124,17 @@ inline void decode_block(const Matrix& m, int64_t o, int64_t k, int64_t n, float
 template <class To>
 inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, To* out, int64_t stride) {
     alignas(64) float block[kPackedBlock];
-    for (int64_t i = 0; i < rows; ++i)
+    const int group_shift = m.group == 32 ? 5 : (m.group == 64 ? 6 : 7);
+    for (int64_t i = 0; i < rows; ++i) {
+        const PackedRow row(m, o + i, 0); // whose divisions would take longer than a block
         for (int64_t b = 0; b < n; b += kPackedBlock) {
             const int64_t count = least(kPackedBlock, n - b);
-            decode_block(m, o + i, k + b, count, block);
+            decode_block(m, row, group_shift, k + b, count, block);
             for (int64_t j = 0; j < count; j += Vec::kWidth)
                 Vec::load(block + j, least(count - j, Vec::kWidth))
                     .store(out + i * stride + b + j, least(count - j, Vec::kWidth));
         }
+    }
 }
 
 } // namespace

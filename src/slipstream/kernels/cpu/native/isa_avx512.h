@@ -75,21 +75,34 @@ inline __m512 fold(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
-// out[r * os + c] = the sum of v[r][c]; for a whole block the sixteen sums are made side by side, which takes
-// a third of the instructions.
+// The sum of v[i / C][i % C] in lane i, for sixteen of them: side by side, which takes a third of the
+// instructions.
+template <int R, int C>
+inline __m512 sixteen_sums(const Vec (&v)[R][C]) {
+    static_assert(R * C == 16, "a lane for each");
+    const auto at = [&](int r, int c) { return v[(4 * r + c) / C][(4 * r + c) % C].v; };
+    __m512 quarter[4]; // by column of four by four; quarter r is what is left of row r
+    for (int c = 0; c < 4; ++c)
+        quarter[c] = fold(fold(at(0, c), at(1, c)), fold(at(2, c), at(3, c)));
+    const __m512 low =
+        _mm512_add_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]), _mm512_unpackhi_ps(quarter[0], quarter[1]));
+    const __m512 high =
+        _mm512_add_ps(_mm512_unpacklo_ps(quarter[2], quarter[3]), _mm512_unpackhi_ps(quarter[2], quarter[3]));
+    const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+}
+
+// out[r * os + c] = the sum of v[r][c].
 template <int R, int C>
 inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
-    if constexpr (R == 4 && C == 4) {
-        __m512 quarter[4]; // by column; quarter r is what is left of v[r][c]
-        for (int c = 0; c < 4; ++c)
-            quarter[c] = fold(fold(v[0][c].v, v[1][c].v), fold(v[2][c].v, v[3][c].v));
-        const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(quarter[0], quarter[1]),
-                                         _mm512_unpackhi_ps(quarter[0], quarter[1]));
-        const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(quarter[2], quarter[3]),
-                                          _mm512_unpackhi_ps(quarter[2], quarter[3]));
-        const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
-        const __m512 sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                                          _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    if constexpr (R == 8 && C == 2) {
+        alignas(64) float sums[16];
+        _mm512_store_ps(sums, sixteen_sums(v));
+        for (int r = 0; r < 8; ++r)
+            std::memcpy(out + r * os, sums + 2 * r, 2 * sizeof(float));
+    } else if constexpr (R == 4 && C == 4) {
+        const __m512 sums = sixteen_sums(v);
         _mm_storeu_ps(out, _mm512_castps512_ps128(sums));
         _mm_storeu_ps(out + os, _mm512_extractf32x4_ps(sums, 1));
         _mm_storeu_ps(out + 2 * os, _mm512_extractf32x4_ps(sums, 2));

@@ -30,11 +30,11 @@ struct Operand {
     const Grid* grids = nullptr;
 };
 
-// Rows that a packed matrix takes while it is read once; more are worth unpacking it for.
-constexpr int64_t kFewRows = 16;
 // From so many rows on a panel's way through the scratch pays. Measured with cold weights, 2048 x 2048 in
 // bfloat16: at 16 rows `dots` takes 3/4 of the time, at 64 9/10, at 512 6/5.
 constexpr int64_t kManyRows = 48;
+// Rows that a packed matrix takes while it is read once; more are worth unpacking it for.
+constexpr int64_t kFewRows = kManyRows - 1;
 constexpr int64_t kOperandStep = 128; // operands end at a multiple of it
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
