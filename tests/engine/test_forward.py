@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from slipstream.model.block import Block
-from tests.helpers.models import Pair, close, inject, left_padded, make, pair, prompt
+from tests.helpers.models import Pair, blocks_that_run, close, inject, left_padded, make, pair, prompt
 
 KINDS = ["llama", "gpt2", "mistral", "gemma2", "mixtral", "bloom", "gptj", "bert"]
 CAUSAL = [kind for kind in KINDS if kind != "bert"]
@@ -45,17 +46,10 @@ def llama(pairs: dict[str, Pair]) -> Pair:
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+def blocks() -> Iterator[list[Block]]:
     """The blocks that ran, in order."""
-    ran: list[Block] = []
-    run = Block.__call__
-
-    def counted(self: Block, *args: Any, **kwargs: Any) -> Tensor:
-        ran.append(self)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(Block, "__call__", counted)
-    return ran
+    with blocks_that_run() as ran:
+        yield ran.blocks
 
 
 def both(

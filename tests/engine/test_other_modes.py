@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ import transformers
 from torch import Tensor
 
 from slipstream.model.block import Block
-from tests.helpers.models import Pair, close, inject, left_padded, make, pair, prompt, roads
+from tests.helpers.models import (
+    Pair,
+    blocks_that_run,
+    close,
+    inject,
+    left_padded,
+    make,
+    pair,
+    prompt,
+    roads,
+)
 from tests.helpers.tokens import letter_tokenizer
 
 KINDS = ["llama", "gpt2", "mistral", "gemma2"]
@@ -33,17 +44,10 @@ def llama(pairs: dict[str, Pair]) -> Pair:
 
 
 @pytest.fixture(autouse=True)
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+def blocks() -> Iterator[list[Block]]:
     """The blocks that ran, in order."""
-    ran: list[Block] = []
-    run = Block.__call__
-
-    def counted(self: Block, *args: Any, **kwargs: Any) -> Tensor:
-        ran.append(self)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(Block, "__call__", counted)
-    return ran
+    with blocks_that_run() as ran:
+        yield ran.blocks
 
 
 def both(

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from slipstream.model.block import Block
+from tests.helpers.models import Ran, blocks_that_run
 
 
 class Calls:
     """Counts runs of blocks and of the original's layers: more of these means that original code ran."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
-        self.blocks = self.layers = 0
-        self._original = layers
+        self.layers = 0
+        self._original, self._stack = layers, ExitStack()
+
+    @property
+    def blocks(self) -> int:
+        return len(self._ran.blocks)
 
     def __enter__(self) -> Calls:
-        self._call, counter = Block.__call__, self
-
-        def counted(block: Block, *args: Any) -> Tensor:
-            counter.blocks += 1
-            return counter._call(block, *args)
+        self._ran: Ran = self._stack.enter_context(blocks_that_run())
 
         def called(*_: Any) -> None:
-            counter.layers += 1
+            self.layers += 1
 
-        Block.__call__ = counted  # type: ignore[method-assign,assignment]
-        self._handles = [layer.register_forward_hook(called) for layer in self._original]
+        for layer in self._original:
+            self._stack.callback(layer.register_forward_hook(called).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        Block.__call__ = self._call  # type: ignore[method-assign]
-        for handle in self._handles:
-            handle.remove()
+        self._stack.close()

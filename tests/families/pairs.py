@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.model.inputs import sample_inputs
 from tests.families.calls import Calls
+from tests.helpers.models import blocks_that_run
 
 LENGTH, ANSWER, NEW_TOKENS = 12, 7, 6
 
@@ -50,6 +51,11 @@ def measure_pair(original: nn.Module) -> dict[str, Any]:
                 runs["peak"] = float(expected.logits.softmax(-1).max(-1).values.median())
         padded = _entries(original)["right"]
         runs["cached"] = _cached(original, engine, padded, answer)
+        given = {**padded, "decoder_input_ids": answer, "use_cache": False}
+        expected = original(**given).logits
+        with blocks_that_run() as ran:
+            runs["joined"] = _error(expected, engine(**given).logits)
+        runs["calls"] = "+".join(map(str, ran.calls)) or "-"
         differing = [name for name, options in MODES.items() if not _same(original, engine, padded, options)]
         assert calls.blocks == calls.layers > 0, "an injected layer ran its original code"
     return {

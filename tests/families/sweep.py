@@ -15,6 +15,7 @@ from slipstream.families import FAMILIES, Family, Tiny
 from slipstream.model.inputs import sample_inputs
 from tests.families.calls import Calls
 from tests.families.pairs import measure_pair
+from tests.helpers.models import blocks_that_run
 
 VARIANTS = [
     (family, tiny)
@@ -29,7 +30,11 @@ LENGTH, NEW_TOKENS = 12, 8
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured; errors are the largest differences of logits (or states) on real positions."""
+    """What was measured; errors are the largest differences of logits (or states) on real positions.
+
+    Those of `joined` are of forwards whose layers may run in one call, relative to the largest logit: its
+    sums have another order than torch's, and are as far from float64's as those.
+    """
 
     family: str
     variant: str
@@ -39,6 +44,8 @@ class Row:
     right: float
     cached: float
     states: float
+    joined: float
+    calls: str
     greedy: str
     road: str
     peak: float
@@ -115,10 +122,12 @@ def measure(family: Family, tiny: Tiny) -> Row:
                 peak = float(_answer(expected)[mask.bool()].softmax(-1).max(-1).values.median())
         runs["cached"] = _second_forward(original, engine, ids, left)
         assert calls.blocks == calls.layers, "an injected layer ran its original code"
+        runs["joined"], joined = _joined(original, engine, ids, (left, right))
+        assert calls.blocks == calls.layers, "an injected layer ran its original code"
     greedy, road = _greedy(original, engine, ids, left)
     return Row(
         family.name, tiny.label or "-", engine.report().level, runs["single"], runs["left"], runs["right"],
-        runs["cached"], runs["states"], greedy, road, peak,
+        runs["cached"], runs["states"], runs["joined"], joined, greedy, road, peak,
     )  # fmt: skip
 
 
@@ -127,7 +136,7 @@ def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.
     samples = sample_inputs(original)
     assert samples, f"no input is made for {type(original).__name__}"
     generator = torch.Generator().manual_seed(7)
-    worst = states = single = 0.0
+    worst = states = single = together = 0.0
     layers = [original.get_submodule(layer.name) for layer in engine.report().layers]
     with torch.no_grad(), Calls(layers) as calls:
         for inputs in samples:
@@ -146,9 +155,19 @@ def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.
                 pairs = list(zip(expected.hidden_states, got.hidden_states, strict=True))
                 assert len(pairs) > 1
                 states = max([states, *(_largest(a, b) / max(float(a.abs().max()), 1.0) for a, b in pairs)])
+                torch.manual_seed(1)
+                alone = original(**given)[0]
+                torch.manual_seed(1)
+                with blocks_that_run() as ran:
+                    joined = _largest(alone, engine(**given)[0])
+                together = max(together, joined / max(float(alone.abs().max()), 1.0))
         assert calls.blocks == calls.layers > 0, "an injected layer ran its original code"
     level = engine.report().level
-    return Row(family.name, tiny.label or "-", level, single, worst, worst, 0.0, states, "-", "-", 0.0)
+    joined_calls = "+".join(map(str, ran.calls)) or "-"
+    return Row(
+        family.name, tiny.label or "-", level, single, worst, worst, 0.0, states, together, joined_calls,
+        "-", "-", 0.0,
+    )  # fmt: skip
 
 
 def _answer(output: Any) -> Tensor:
@@ -164,6 +183,25 @@ def _largest(expected: Tensor, got: Tensor) -> float:
 
 def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
     return float((expected - got).abs()[mask.bool()].max())
+
+
+def _joined(original: nn.Module, engine: Any, ids: Tensor, masks: tuple[Tensor, ...]) -> tuple[float, str]:
+    """Largest relative error of forwards that ask for nothing else, and blocks in each native call.
+
+    The last mask pads on the right, which no layer has to see.
+    """
+    more = {"use_cache": False} if hasattr(original.config, "use_cache") else {}
+    errors, counts = [], []
+    for mask in masks:
+        expected = _answer(original(input_ids=ids, attention_mask=mask, **more))
+        with blocks_that_run() as ran:
+            got = _answer(engine(input_ids=ids, attention_mask=mask, **more))
+        assert type(got) is Tensor
+        errors.append(_error(expected, got, mask) / max(float(expected.abs().max()), 1.0))
+        counts = ran.calls
+    stacks = (layer.kernels.get("stack", "") for layer in engine.report().layers)
+    accepted = all(name.startswith("cpu-") for name in stacks)
+    return max(errors), ("+".join(map(str, counts)) or "-") if accepted else "refused"
 
 
 def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: Tensor) -> float:

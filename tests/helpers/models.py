@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.engine.runner import Session
+from slipstream.kernels.cpu.stack import NativeStack
+from slipstream.model.block import Block
 
 VOCABULARY = 100
 
@@ -173,6 +175,42 @@ def roads(engine: Any) -> Iterator[Roads]:
         patch.setattr(Session, "best", counted_best)
         patch.setattr(model_class, "forward", counted_forward)
         yield counts
+
+
+@dataclass
+class Ran:
+    """The blocks that ran in forwards, in order, and how often several of them ran in one native call.
+
+    Attributes:
+        blocks: One by one or together.
+        calls: Blocks in each native call.
+    """
+
+    blocks: list[Block]
+    calls: list[int]
+
+
+@contextmanager
+def blocks_that_run() -> Iterator[Ran]:
+    """Record the blocks that forwards run within the context."""
+    ran = Ran([], [])
+    one, several = Block.__call__, NativeStack.encode
+
+    def run_one(self: Block, *args: Any) -> Tensor:
+        ran.blocks.append(self)
+        return one(self, *args)
+
+    def run_several(self: NativeStack, blocks: Any, *args: Any) -> Tensor | None:
+        out = several(self, blocks, *args)
+        if out is not None:
+            ran.blocks += blocks
+            ran.calls.append(len(blocks))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "__call__", run_one)
+        patch.setattr(NativeStack, "encode", run_several)
+        yield ran
 
 
 def close(expected: Any, got: Any, *, atol: float = 1e-4, mask: Tensor | None = None) -> None:

@@ -16,8 +16,9 @@ from slipstream.errors import DeviceError
 from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
 from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.blocks import refuse_block
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
-from slipstream.kernels.cpu.stack import NativeStack, refuse_block
+from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.block import Block
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame import run_stack

@@ -17,12 +17,12 @@ from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings, compute_dtype
 from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.ranks import agree_on_layers, join, place, split_or_pack
-from slipstream.engine.road import prepare_road
+from slipstream.engine.road import prepare_road, together
 from slipstream.engine.runner import Runner
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
-from slipstream.kernels import bind_model, bind_pack, bind_stack, kernels_for
+from slipstream.kernels import bind_encoder, bind_model, bind_pack, bind_stack, kernels_for
 from slipstream.model.attend import plan_attention, swap_attention
 from slipstream.model.block import Block
 from slipstream.model.convert import convert, kept_in_float32
@@ -118,15 +118,15 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if config.replace_with_kernel_inject and not blocks and not parts:
         notes.append(_nothing_replaced(model, layers))
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
-    if blocks:
-        watch(model)
     stack = _stack(list(blocks.values()), device, mesh)
+    encoder = bind_encoder(device, list(blocks.values()), run_stack, stack) if mesh.is_alone else None
+    watch(model if blocks else None, encoder)
     runner = None if frame is None else _runner(frame, blocks, stack, _frame_ops(device, settings, outside))
     notes += prepare_road(runner, device, config)
     if blocks and runner is None and why_no_runner:
         notes.append(f"generate runs transformers' own loop: {why_no_runner}")
     report = _report(device, notes, layers, verdicts, blocks, parts, settings, packed)
-    report = replace(report if runner is None else report.with_stack(stack.name), outside=around)
+    report = replace(report.with_stack(together(blocks, stack if runner else None, encoder)), outside=around)
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,9 +13,11 @@ from slipstream.devices import Device
 from slipstream.engine.graph import LADDER, Graphs
 from slipstream.engine.listen import listens
 from slipstream.engine.runner import Runner
+from slipstream.model.block import Block
 from slipstream.model.cache import bytes_per_token
+from slipstream.ops.bind import Bound
 
-__all__ = ["prepare_road"]
+__all__ = ["prepare_road", "together"]
 
 
 def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig) -> list[str]:
@@ -59,3 +63,9 @@ def _capture(runner: Runner | None, device: Device, tokens: int) -> str:
     if reason:
         return f"enable_cuda_graph has no effect: {reason}"
     return f"decode steps are captured as graphs of up to {LADDER[-1]} rows"
+
+
+def together(blocks: Mapping[str, Block], stack: Bound | None, encoder: Any) -> dict[str, str]:
+    """What runs each layer together with those around it: in generation, or where there is no cache."""
+    names = {} if stack is None else dict.fromkeys(blocks, stack.name)
+    return names | {name: encoder.name for name, one in blocks.items() if encoder and encoder.has(one)}

@@ -10,10 +10,12 @@ from slipstream.devices import Device
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack
+from slipstream.kernels.cpu.stack import NativeStack
+from slipstream.kernels.cpu.stack import bind_encoder as bind_cpu_encoder
 from slipstream.kernels.cpu.stack import bind_stack as bind_cpu_stack
 from slipstream.ops.bind import Bound, Kernel
 
-__all__ = ["bind_model", "bind_pack", "bind_stack", "kernels_for"]
+__all__ = ["bind_encoder", "bind_model", "bind_pack", "bind_stack", "kernels_for"]
 
 
 def kernels_for(device: Device) -> tuple[Kernel, ...]:
@@ -47,3 +49,10 @@ def bind_stack(device: Device, blocks: Sequence[Any], otherwise: Any) -> Bound:
     from slipstream.kernels.triton.stack import bind_stack as bind_triton_stack
 
     return bind_triton_stack(blocks, otherwise)
+
+
+def bind_encoder(device: Device, blocks: Sequence[Any], otherwise: Any, stack: Bound) -> NativeStack | None:
+    """What runs layers together where there is no cache: the stack, or one of those layers that have one."""
+    if device.name != "cpu":
+        return None
+    return stack.run if isinstance(stack.run, NativeStack) else bind_cpu_encoder(blocks, otherwise)

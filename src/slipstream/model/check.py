@@ -113,8 +113,12 @@ def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[Rec
 
 @contextmanager
 def left_as_it_was(root: nn.Module) -> Iterator[None]:
-    """Undo what a forward sets in its modules: a dynamic rotary module keeps the longest length it saw."""
+    """Undo what a forward sets in its modules: a dynamic rotary module keeps the longest length it saw.
+
+    transformers puts hooks on parts whose outputs are asked for, and would do so again.
+    """
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
+    hooks = [(module._forward_hooks, dict(module._forward_hooks)) for module in root.modules()]
     try:
         yield
     finally:
@@ -124,6 +128,9 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
             vars(module).update(own)
             module._buffers.clear()
             module._buffers.update(buffers)
+        for now, then in hooks:
+            now.clear()
+            now.update(then)
 
 
 def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:

@@ -20,8 +20,9 @@ from slipstream.errors import UnsupportedError
 from slipstream.families import OwnBias
 from slipstream.model.block import Block
 from slipstream.model.cross import relative_of
-from slipstream.model.intact import PartState, is_intact, parts_of
-from slipstream.model.layer_call import LayerSignature, run_block
+from slipstream.model.defer import defer
+from slipstream.model.intact import PartState, is_heard, is_intact, parts_of
+from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
 from slipstream.model.links import Link, link, relink, restored
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
@@ -131,8 +132,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             return original_forward(self, *args, **kwargs)
         if state.bias is not None:
             call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
-        relative = relative_of(self, state.relative)
-        return state.returns(*run_block(state.block, call, state.index, table, relative))
+        return state.returns(*_run(self, state, call, table))
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         state = injected_state(self)
@@ -175,6 +175,16 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
     made = type(original.__name__, (original,), namespace)
     made.__qualname__ = original.__qualname__
     return made
+
+
+def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | None) -> tuple[Tensor, ...]:
+    """What `run_block` returns, now or once somebody looks."""
+    relative = relative_of(layer, state.relative)
+    if table is None and relative is None and not is_heard(layer):
+        later = defer(state.block, call)
+        if later is not None:
+            return (later,)
+    return run_block(state.block, call, state.index, table, relative)
 
 
 def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:

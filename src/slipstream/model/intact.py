@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["PartState", "is_hooked", "is_intact", "listens_everywhere", "parts_of"]
+__all__ = ["PartState", "is_heard", "is_hooked", "is_intact", "listens_everywhere", "parts_of"]
 
 _KNOWN = frozenset({"slipstream", "transformers"})
 """Packages whose hooks are accounted for: our own, and those that record outputs, which `watch` sees to."""
@@ -58,6 +58,12 @@ def is_intact(module: nn.Module, parts: Sequence[PartState]) -> bool:
 def is_hooked(module: nn.Module) -> bool:
     """Whether someone else has put a forward hook on a module."""
     return _foreign(module._forward_hooks, module._forward_pre_hooks)
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether anyone but transformers, whose hooks `watch` sees to, has put a forward hook on a module."""
+    tables = (module._forward_hooks, module._forward_pre_hooks)
+    return any(_package(hook) != "transformers" for table in tables if table for hook in table.values())
 
 
 def listens_everywhere() -> bool:

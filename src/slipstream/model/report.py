@@ -80,11 +80,6 @@ class Report:
     times: Mapping[str, float] = field(default_factory=dict)
     outside: tuple[OutsideReport, ...] = ()
 
-    def with_stack(self, name: str) -> Report:
-        """The report with what the run of all layers is bound to."""
-        layers = tuple(replace(row, kernels={**row.kernels, "stack": name}) for row in self.layers)
-        return replace(self, layers=layers)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data: strings, integers, floats, lists and dictionaries; `outside` where anything is."""
         keys = ("name", "family", "level", "kernels", "format", "bytes", "max_error")
@@ -94,6 +89,14 @@ class Report:
         found = {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
         outside = [{**asdict(part), "kernels": dict(part.kernels)} for part in self.outside]
         return {**found, "outside": outside} if outside else found
+
+    def with_stack(self, names: Mapping[str, str]) -> Report:
+        """The same with what runs layers that follow each other, by layer name."""
+        layers = (
+            replace(one, kernels={**one.kernels, "stack": names[one.name]}) if one.name in names else one
+            for one in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     def __str__(self) -> str:
         """A table; layers in a row that differ in nothing but their number share a line."""

@@ -1,20 +1,27 @@
-"""Sends a forward that asks for attention maps or router logits through the original layers' code.
+"""Watches a model's forwards: what each of them asks for decides how its layers run.
 
-transformers collects such outputs with hooks on the submodules of a layer, and does not tell the layer. So
-the model itself is watched: a forward that asks for them runs the original code, on restored weights.
+transformers collects attention maps and router logits with hooks on the submodules of a layer, and does not
+tell the layer: a forward that asks for them runs the original code, on restored weights. Layers of a forward
+that asks for none of their states may wait for each other (`defer.py`).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 
+from slipstream.model import defer
+
 __all__ = ["asks_for_internals", "wants_original", "watch"]
 
 _ASKED = ("output_attentions", "output_router_logits")
+_STATES = ("output_hidden_states",)
+_TARGETS = frozenset({"next_sentence_label", "start_positions", "end_positions"})
 _depth: ContextVar[int] = ContextVar("slipstream_original_depth", default=0)
 
 
@@ -25,24 +32,58 @@ def wants_original() -> bool:
 
 def asks_for_internals(kwargs: Mapping[str, Any], config: Any) -> bool:
     """Whether a call, or by default the model's config, asks for what only the original parts produce."""
+    return _asks(_ASKED, kwargs, config)
+
+
+def _asks(names: tuple[str, ...], kwargs: Mapping[str, Any], config: Any) -> bool:
     return any(
-        kwargs[name] if kwargs.get(name) is not None else getattr(config, name, False) for name in _ASKED
+        kwargs[name] if kwargs.get(name) is not None else getattr(config, name, False) for name in names
     )
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if asks_for_internals(kwargs, getattr(module, "config", None)):
+@functools.cache
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call by name."""
+    return dict(zip(_parameters(type(module).forward), args, strict=False), **kwargs) if args else kwargs
+
+
+def _reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether what leaves padded positions counts: in a loss, in frames of sound, in keys for a decoder."""
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return True
+    targets = (value for name, value in given.items() if name in _TARGETS or name.endswith("labels"))
+    return any(v is not None for v in targets) or getattr(module, "main_input_name", "") != "input_ids"
+
+
+def _enter(
+    encoder: defer.Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    config, given = getattr(module, "config", None), _named(module, args, kwargs)
+    if asks_for_internals(kwargs, config):
         _depth.set(_depth.get() + 1)
+    states = encoder is not None and _asks(_STATES, given, config)
+    defer.enter(None if states else encoder, drops=not _reads_padding(module, given))
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if asks_for_internals(kwargs, getattr(module, "config", None)):
         _depth.set(_depth.get() - 1)
+    defer.leave(failed=output is None)
 
 
-def watch(model: nn.Module) -> None:
-    """Watch every submodule that has a config of its own (each may be called directly)."""
-    for module in model.modules():
+def watch(model: nn.Module | None, encoder: defer.Encoder | None = None) -> None:
+    """Watch every submodule that has a config of its own (each may be called directly).
+
+    Args:
+        model: Has fused layers; None where no layer is.
+        encoder: Runs those of a forward without a cache in one go, where anything does.
+    """
+    enter = functools.partial(_enter, encoder)
+    for module in () if model is None else model.modules():
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True, always_call=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["AttentionMask", "Step"]
+__all__ = ["AttentionMask", "Packed", "Step"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,21 @@ class Step:
     logit_rows: Tensor
     max_query_len: int
     max_kv_len: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences side by side that are complete: there is no cache.
+
+    Attributes:
+        query_starts: `(N + 1,)` int32; sequence `i` owns tokens `query_starts[i] : query_starts[i + 1]`.
+        kv_lens: `(N,)` int32; so many of its first tokens are keys, the others only look at those.
+        positions: `(T,)` int64, the row of each token in the tables of angles.
+    """
+
+    query_starts: Tensor
+    kv_lens: Tensor
+    positions: Tensor
 
 
 @dataclass(frozen=True)

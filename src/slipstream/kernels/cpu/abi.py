@@ -38,7 +38,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 6
+ABI = 7
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -139,7 +139,7 @@ class Block(ctypes.Structure):
         *_each(c_int32, "post parallel residual_from_norm gated"),
         *_each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
         *_each(c_float, "residual_scale clip"),
-        ("unused", c_int32),
+        ("causal", c_int32),
         ("mask", Mask),
         *_each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
         *_each(Matrix, "qkv attn_out mlp_in mlp_out"),

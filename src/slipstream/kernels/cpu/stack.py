@@ -1,31 +1,29 @@
 """The whole run of blocks in one native call: the structs are made once per engine, a step is one call.
 
-Shapes: T packed tokens, C hidden, P cache blocks, Z tokens per cache block, K kv heads, D head dim.
+Shapes: T packed tokens, N sequences, C hidden, P cache blocks, Z tokens per cache block, K kv heads, D head
+dim.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import DTYPES, SCORINGS, StackCall, address
-from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
-from slipstream.kernels.cpu.matrix import matrix_of
-from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, mask_of, readable, serves, step_of
-from slipstream.ops.activation import KINDS
+from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
+from slipstream.kernels.cpu.blocks import BlockLike, Prepared, prepare, refuse_block
+from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
+from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, readable, serves, step_of
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
-from slipstream.ops.linear import Weight
-from slipstream.ops.step import AttentionMask, Step
-from slipstream.spec import BlockSpec, MoE, Norm, Role, Rope
+from slipstream.ops.step import Packed, Step
+from slipstream.spec import Role, Rope
 
-__all__ = ["NativeStack", "Prepared", "bind_stack", "norm_of", "refuse_block", "serves_caches"]
+__all__ = ["NativeStack", "bind_encoder", "bind_stack", "serves_caches"]
 
 _MOST_TOKENS = 1 << 20
 """Packed tokens of a step up to which the layers are slower one by one: none has more."""
@@ -36,83 +34,10 @@ _MOST_TOKENS_OF_EXPERTS = 64
 _MOST_TOKENS_BESIDE_AMX = 64
 """The same in bfloat16 where torch multiplies by AMX, and the library is told not to."""
 
-_MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
-_SHARED = {
-    Role.ROUTER: "router",
-    Role.SHARED_IN: "shared_in",
-    Role.SHARED_OUT: "shared_out",
-    Role.SHARED_GATE: "shared_gate",
-}
-_EXPERTS = {Role.EXPERTS_IN: "experts_in", Role.EXPERTS_OUT: "experts_out"}
-_NORMS = {
-    Role.ATTN_NORM: "attn_norm",
-    Role.ATTN_POST_NORM: "attn_post_norm",
-    Role.MLP_NORM: "mlp_norm",
-    Role.MLP_POST_NORM: "mlp_post_norm",
-}
-_QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
-
 Caches = Sequence[tuple[CachePart, CachePart]]
 Tables = dict[Rope, tuple[Tensor, Tensor]]
 Run = Callable[[Any, Tensor, Step, Caches, Tables], Tensor]
 """The signature of `model.frame.run_stack`."""
-
-
-class VectorLike(Protocol):
-    """A norm's weight and bias."""
-
-    @property
-    def weight(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def bias(self) -> Tensor | None: ...  # noqa: D102
-
-
-class WeightsLike(Protocol):
-    """A block's tensors by role."""
-
-    @property
-    def matrices(self) -> Mapping[Role, Weight]: ...  # noqa: D102
-    @property
-    def vectors(self) -> Mapping[Role, VectorLike]: ...  # noqa: D102
-
-
-class BlockLike(Protocol):
-    """What the stack needs of `model.block.Block`, which stands above this room."""
-
-    spec: BlockSpec
-    mask: AttentionMask
-
-    @property
-    def weights(self) -> WeightsLike: ...  # noqa: D102
-
-
-def refuse_block(block: BlockLike) -> str | None:
-    """Why the library cannot run a block, or None where it can."""
-    spec = block.spec
-    if not spec.causal:
-        return "it is causal"
-    if spec.cross is not None or spec.relative is not None:
-        return "attention across, and biases by relative position, are not in it"
-    if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
-        return f"the activation {spec.activation!r} is not in it"
-    for role, weight in block.weights.matrices.items():
-        matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
-        if isinstance(matrix, str):
-            return f"{role}: {matrix}"
-    if spec.latent is not None:
-        return "latent attention is not in it"
-    if spec.moe is not None and not spec.moe.is_plain:
-        return "a router that scores by sigmoid, in groups, by a factor or in float32 is not in it"
-    for role, vector in block.weights.vectors.items():
-        if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.ROUTER_BIAS):
-            return f"{role}: it is not in it"
-        for tensor in (vector.weight, vector.bias):
-            if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
-                return f"{role}: a vector in {tensor.dtype} is not read"
-    for slopes in (block.mask.alibi, block.mask.sinks):
-        if slopes is not None and slopes.numel() != spec.heads:
-            return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
-    return None
 
 
 def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
@@ -133,25 +58,10 @@ def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
     return Bound("stack", "reference", otherwise, refused)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The structs of some blocks, valid while every tensor stays where it is.
-
-    Attributes:
-        blocks: One struct each.
-        ropes: In the order of the tables that the structs name.
-        weights: What they were made of.
-        tensors: All tensors that they point into.
-        addresses: Where those were.
-        memory: What the structs point to beside tensors.
-    """
-
-    blocks: Any
-    ropes: tuple[Rope, ...]
-    weights: tuple[WeightsLike, ...]
-    tensors: tuple[Tensor, ...]
-    addresses: tuple[int, ...]
-    memory: tuple[Any, ...]
+def bind_encoder(blocks: Sequence[BlockLike], otherwise: Run) -> NativeStack | None:
+    """What runs those of a model's blocks that can be described to the library, where there is no cache."""
+    bound = bind_stack([block for block in blocks if refuse_block(block) is None], otherwise)
+    return bound.run if isinstance(bound.run, NativeStack) else None
 
 
 class NativeStack:
@@ -186,9 +96,9 @@ class NativeStack:
         if any(block.spec.moe is not None for block in blocks):
             self.most_tokens = min(self.most_tokens, _MOST_TOKENS_OF_EXPERTS)
         self.library, self._otherwise = library, otherwise
-        self.blocks = tuple(blocks)
+        self.blocks: tuple[BlockLike, ...] = tuple(blocks)
         self._place = {id(block): index for index, block in enumerate(blocks)}
-        self._prepared: Prepared | None = _prepare(self.blocks)
+        self._prepared: Prepared | None = prepare(self.blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy describes its own blocks: addresses do not travel."""
@@ -225,6 +135,11 @@ class NativeStack:
             return self._otherwise(blocks, x, step, caches, tables)
         return self._run(prepared, slice(first, first + len(blocks)), x, step, caches, tables)
 
+    def has(self, block: Any) -> bool:
+        """Whether a block is one of those."""
+        place = self._place.get(id(block))
+        return place is not None and self.blocks[place] is block
+
     def ready(self) -> Prepared | None:
         """The structs, made anew where a tensor has moved; None where the blocks are no longer accepted."""
         prepared = self._prepared
@@ -235,13 +150,14 @@ class NativeStack:
         ):
             return prepared
         accepted = all(refuse_block(block) is None for block in self.blocks)
-        self._prepared = _prepare(self.blocks) if accepted else None
+        self._prepared = prepare(self.blocks) if accepted else None
         return self._prepared
 
     def _serves(self, blocks: Sequence[Any], first: int, x: Tensor, step: Step, caches: Caches) -> bool:
         ours = self.blocks[first : first + len(blocks)]
         return (
             len(ours) == len(blocks) == len(caches)
+            and all(block.spec.causal for block in ours)
             and all(a is b for a, b in zip(ours, blocks, strict=True))
             and x.dtype in DTYPES
             and x.device.type == "cpu"
@@ -255,11 +171,7 @@ class NativeStack:
         count = which.stop - which.start
         x = x.contiguous()
         out = torch.empty_like(x)
-        # The angles are kept until the call is over: the structs only point to them.
-        angles = [tuple(t.float().contiguous() for t in tables[rope]) for rope in prepared.ropes]
-        rows = (abi.Table * len(angles))(
-            *(abi.Table(c.data_ptr(), s.data_ptr(), *c.shape) for c, s in angles)
-        )
+        angles, rows = _tables(prepared, tables)
         size = ctypes.sizeof(abi.Block) * which.start
         call = StackCall(
             x=x.data_ptr(),
@@ -268,13 +180,73 @@ class NativeStack:
             num_blocks=count,
             caches=(abi.Cache * count)(*(cache_of(k, v) for k, v in caches)),
             tables=rows,
-            num_tables=len(rows),
+            num_tables=len(angles),
             dtype=DTYPES[x.dtype],
             cache_dtype=cache_dtype(caches[0][0]),
             step=step_of(step, caches[0][0].shape),
         )
         self.library.run("stack", call)
+        del angles
         return out
+
+    def encode(self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: Tables) -> Tensor | None:
+        """Run some layers on sequences that lie side by side and are complete: there is no cache.
+
+        Args:
+            blocks: Some of the engine's, in any order, each as often as it is wanted.
+            x: `(T, C)`; not changed.
+            packed: Where the sequences begin and end.
+            tables: Angles by rope, `(rows, R / 2)`; `packed.positions` says which row is a token's.
+
+        Returns:
+            `(T, C)`, what leaves the last of them; None where other implementations have to, or are faster.
+
+        Raises:
+            DeviceError: `packed` points outside of `x` or of the tables.
+        """
+        prepared = self.ready()
+        if (
+            prepared is None
+            or not all(map(self.has, blocks))
+            or not 0 < x.shape[0] <= self.most_tokens
+            or x.dtype not in DTYPES
+            or x.device.type != "cpu"
+        ):
+            return None
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        angles, rows = _tables(prepared, tables)
+        places = [self._place[id(block)] for block in blocks]
+        call = StackCall(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            blocks=(abi.Block * len(places))(*(prepared.blocks[place] for place in places)),
+            num_blocks=len(places),
+            tables=rows,
+            num_tables=len(angles),
+            positions=address(packed.positions),
+            dtype=DTYPES[x.dtype],
+            step=abi.Step(
+                tokens=x.shape[0],
+                sequences=packed.kv_lens.shape[0],
+                query_starts=packed.query_starts.data_ptr(),
+                kv_lens=packed.kv_lens.data_ptr(),
+            ),
+        )
+        rest_torch()
+        self.library.run("stack", call)
+        del angles
+        return out
+
+
+def _tables(prepared: Prepared, tables: Tables) -> tuple[list[tuple[Tensor, ...]], Any]:
+    """The angles as the library reads them, and their structs, which only point to them."""
+    if not tables:
+        return [], None
+    some = next(iter(tables.values()))  # stands in for those of layers that do not run
+    angles = [tuple(t.float().contiguous() for t in tables.get(rope, some)) for rope in prepared.ropes]
+    structs = (abi.Table(cos.data_ptr(), sin.data_ptr(), *cos.shape) for cos, sin in angles)
+    return angles, (abi.Table * len(angles))(*structs)
 
 
 def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
@@ -296,98 +268,3 @@ def _restore(blocks: Sequence[BlockLike], isa: str, otherwise: Run, most_tokens:
     stack = NativeStack(blocks, library, otherwise)
     stack.most_tokens = most_tokens
     return stack
-
-
-def _prepare(blocks: Sequence[BlockLike]) -> Prepared:
-    ropes = tuple(dict.fromkeys(block.spec.rope for block in blocks if block.spec.rope is not None))
-    memory: list[Any] = []
-    structs = (abi.Block * len(blocks))(*(_struct(block, ropes, memory) for block in blocks))
-    tensors: list[Tensor] = []
-    for block in blocks:
-        masks = (block.mask.alibi, block.mask.sinks)
-        matrices = (t for w in block.weights.matrices.values() for t in (*w.planes, w.bias))
-        vectors = (t for v in block.weights.vectors.values() for t in (v.weight, v.bias))
-        tensors += [t for t in (*masks, *matrices, *vectors) if t is not None]
-    places = tuple(t.data_ptr() for t in tensors)
-    weights = tuple(block.weights for block in blocks)
-    return Prepared(structs, ropes, weights, tuple(tensors), places, tuple(memory))
-
-
-def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi.Block:
-    spec, vectors = block.spec, block.weights.vectors
-    struct = abi.Block(
-        hidden=spec.hidden,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        ffn=spec.ffn,
-        post=int(spec.place == "post"),
-        parallel=int(spec.parallel and spec.place != "post"),
-        residual_from_norm=int(spec.residual_from == "norm"),
-        gated=int(spec.gated),
-        activation=KINDS[spec.activation],
-        table=-1 if spec.rope is None else ropes.index(spec.rope),
-        rope_interleaved=int(spec.rope is not None and spec.rope.interleaved),
-        residual_scale=spec.residual_scale,
-        clip=spec.clip_qkv or 0.0,
-        mask=mask_of(block.mask),
-    )
-    for role, name in _MATRICES.items():
-        if role in block.weights.matrices:
-            setattr(struct, name, _matrix(block.weights.matrices[role], memory))
-    if spec.moe is not None:
-        struct.moe = ctypes.pointer(_moe(spec.moe, block.weights.matrices, memory))
-    for role, name in _NORMS.items():
-        setattr(struct, name, norm_of(vectors.get(role), spec.norm))
-    if spec.qk_norm is not None:
-        struct.qk_norm = 1 if spec.qk_norm.over == "head" else 2
-        struct.qk_norm_after_rope = int(spec.qk_norm.after_rope)
-        for role, name in _QK_NORMS.items():
-            setattr(struct, name, norm_of(vectors.get(role), spec.qk_norm.norm))
-    return struct
-
-
-def _moe(moe: MoE, matrices: Mapping[Role, Weight], memory: list[Any]) -> abi.Moe:
-    struct = abi.Moe(
-        experts=moe.experts,
-        top_k=moe.top_k,
-        shared=moe.shared,
-        jitter=moe.jitter,
-        scoring=SCORINGS[moe.scoring],
-        normalize=int(moe.normalize),
-    )
-    for role, name in _SHARED.items():
-        if role in matrices:
-            setattr(struct, name, _matrix(matrices[role], memory))
-    for role, name in _EXPERTS.items():
-        each = (_matrix(matrices[role], memory, expert) for expert in range(moe.experts))
-        memory.append((abi.Matrix * moe.experts)(*each))
-        setattr(struct, name, ctypes.addressof(memory[-1]))
-    memory.append(struct)
-    return struct
-
-
-def _matrix(weight: Weight, memory: list[Any], expert: int | None = None) -> abi.Matrix:
-    matrix = matrix_of(weight, expert)
-    if isinstance(matrix, str):
-        raise AssertionError("a block is described only once refuse_block has accepted it")
-    memory.append(matrix.memory)
-    return matrix
-
-
-def norm_of(vector: VectorLike | None, norm: Norm) -> abi.Norm:
-    """Describe a norm to the library; its tensors must be kept alive."""
-    if vector is None:
-        return abi.Norm()
-    weight, bias = vector.weight, vector.bias
-    some = weight if weight is not None else bias
-    return abi.Norm(
-        weight=address(weight),
-        bias=address(bias),
-        count=0 if some is None else some.numel(),
-        eps=norm.eps,
-        offset=norm.offset,
-        kind=1 if norm.kind == "rms" else 2,
-        weight_dtype=0 if weight is None else DTYPES[weight.dtype],
-        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
-    )

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 6;
+constexpr int32_t kAbi = 7;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -108,7 +108,7 @@ struct Mask {
     const float* alibi;   // `(H,)` slopes or null
     const void* sinks;    // `(H,)` or null
     float scale, softcap; // softcap 0: none
-    int32_t window;       // 0: none
+    int32_t window;       // 0: none; tokens seen, or half of it on either side where not causal
     int32_t sinks_dtype;
 };
 
@@ -133,8 +133,8 @@ struct Block {
     int32_t table; // which of the tables of angles, -1 for none
     int32_t rope_interleaved;
     float residual_scale;
-    float clip; // of queries, keys and values after their norms; 0 for none
-    int32_t unused;
+    float clip;     // of queries, keys and values after their norms; 0 for none
+    int32_t causal; // 0: a token sees what follows it, too; only without a cache
     Mask mask;
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
     Matrix qkv, attn_out;
@@ -147,7 +147,7 @@ struct Step {
     int64_t tokens, sequences, table_width;
     int64_t cache_blocks, block_size; // P, Z
     const int32_t* query_starts;      // `(N + 1,)`
-    const int32_t* kv_lens;           // `(N,)`
+    const int32_t* kv_lens;           // `(N,)`; without caches the first tokens of a sequence are its keys
     const int32_t* block_table;       // `(N, table_width)`
     const int64_t* slots;             // `(T,)`
 };
@@ -213,12 +213,12 @@ struct StackCall {
     void* out;     // `(T, C)`, may be x
     const Block* blocks;
     int64_t num_blocks;
-    const Cache* caches; // one per block; updated
+    const Cache* caches; // one per block, updated; or null: tokens see those of their own sequence alone
     const Table* tables;
     int64_t num_tables;
     const int64_t* positions; // `(T,)`, the row of each token in the tables; null: token t has row t
     int32_t dtype, cache_dtype;
-    Step step;
+    Step step; // without caches the tokens, the sequences, their starts and kv_lens are read
 };
 
 struct PackCall {

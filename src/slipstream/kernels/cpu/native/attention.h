@@ -50,12 +50,12 @@ public:
 
     void run(float* partial) {
         begin();
-        const int64_t window = a_.mask->window;
-        const int64_t first = window ? most(item_.begin, item_.position + 1 - window) : item_.begin;
-        locate(first, most(0, least(kTileKeys, item_.end - first)), next_);
-        for (int64_t key = first; key < item_.end; key += kTileKeys) {
-            const int64_t n = least(kTileKeys, item_.end - key);
-            const int64_t coming = most(0, least(kTileKeys, item_.end - key - n));
+        const int64_t first = most(item_.begin, first_of(item_.position));
+        const int64_t end = least(item_.end, end_of(item_.position + item_.count - 1));
+        locate(first, most(0, least(kTileKeys, end - first)), next_);
+        for (int64_t key = first; key < end; key += kTileKeys) {
+            const int64_t n = least(kTileKeys, end - key);
+            const int64_t coming = most(0, least(kTileKeys, end - key - n));
             std::memcpy(at_, next_, sizeof(at_));
             locate(key + n, coming, next_);
             for (int64_t kv = 0; kv < item_.kvs; ++kv)
@@ -195,11 +195,21 @@ private:
             strip(r, least(P::kStripRows, end - r), key, n);
     }
 
+    // The keys [first, end) that causality and window leave to the query at a position.
+    int64_t first_of(int64_t position) const {
+        const int64_t window = a_.mask->window;
+        return !window ? 0 : position - (a_.causal ? window - 1 : window / 2);
+    }
+    int64_t end_of(int64_t position) const {
+        const int64_t window = a_.mask->window;
+        return a_.causal ? position + 1 : window ? position + window / 2 + 1 : item_.end;
+    }
+
     // Keys that a row sees, of [key, key + n).
     void range(int64_t row, int64_t key, int64_t n, int64_t& from, int64_t& to) const {
-        const int64_t past = item_.position + room_.query[row] + 1 - key;
-        to = a_.causal ? most(0, least(n, past)) : n;
-        from = a_.mask->window ? least(to, most(0, past - a_.mask->window)) : 0;
+        const int64_t position = item_.position + room_.query[row];
+        to = most(0, least(n, end_of(position) - key));
+        from = least(to, most(0, first_of(position) - key));
     }
 
     void strip(int64_t row, int64_t count, int64_t key, int64_t n) {

@@ -22,18 +22,7 @@ struct Pages {
 // floating dtype, or kBoolean: hidden where it is zero.
 using Scores = View;
 
-// One call. To attend in both directions within packed sequences that have no cache (an encoder's, q, k and v
-// side by side in rows of `stride` floats):
-//
-//     spans = {sequences, query_starts, nullptr, 0, 0, false, true, nullptr};
-//     room.include(spans, heads, threads), room.reserve(scratch, threads) where scratch is counted;
-//     make_plan(spans, heads, team, room) by one thread, then a meeting: once for all layers;
-//     Attention a = {};
-//     a.heads = heads, a.mask = &mask;
-//     a.q = {qkv, kFloat32, 0, stride, dim}, a.k and a.v likewise with data where their heads begin;
-//     a.out = {joined, kFloat32, 0, heads.heads * dim, dim}, a.rounded where bfloat16 is wanted as well;
-//     a.pairs = multiplies_pairs(call.dtype, call.dtype);
-//     attend(a, team, rank, room), which ends in a meeting.
+// One call, upon a cache (`upon_cache`) or within packed sequences (`within_rows`).
 struct Attention {
     Heads heads;
     View q, k, v;
@@ -47,9 +36,9 @@ struct Attention {
     bool pairs; // multiply in bfloat16 where the processor does; what is stored wider is rounded
 };
 
-// The paged cache of a step, for queries that are packed.
-inline Spans spans_of(const Step& step) {
-    return {step.sequences, step.query_starts, step.kv_lens, 0, 0, true, false, nullptr};
+// The sequences of a step: upon a paged cache, or packed side by side where there is none.
+inline Spans spans_of(const Step& step, bool cached = true, bool causal = true) {
+    return {step.sequences, step.query_starts, step.kv_lens, 0, 0, causal, !cached, nullptr};
 }
 inline Pages pages_of(const Step& step) {
     return {step.block_table, step.table_width, step.block_size};
@@ -67,6 +56,21 @@ inline Attention upon_cache(const Heads& heads, const Cache& cache, int32_t dtyp
     a.pages = &pages;
     a.mask = &mask;
     a.causal = true;
+    return a;
+}
+
+// Attention within packed sequences that have no cache: heads of queries, keys and values side by side in
+// rows `qkv`; what is left to say is `out` and `pairs`.
+inline Attention within_rows(const Heads& heads, const float* qkv, const Mask& mask, bool causal) {
+    const int64_t q = heads.heads * heads.dim, kv = heads.kv_heads * heads.dim;
+    Attention a = {};
+    a.heads = heads;
+    a.q = {qkv, kFloat32, 0, q + 2 * kv, heads.dim};
+    a.k = a.v = a.q;
+    a.k.data = qkv + q;
+    a.v.data = qkv + q + kv;
+    a.mask = &mask;
+    a.causal = causal;
     return a;
 }
 

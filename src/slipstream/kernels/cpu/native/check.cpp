@@ -64,6 +64,24 @@ Status step(const Step& s, bool writes, int64_t more = 0) {
     return kOk;
 }
 
+// A step without a cache: the keys of a sequence are its first tokens.
+Status packed_step(const Step& s) {
+    if (!is_size(s.tokens) || !is_size(s.sequences))
+        return kShape;
+    if (!s.query_starts || !s.kv_lens)
+        return kNull;
+    if (!is_aligned(s.query_starts, 4) || !is_aligned(s.kv_lens, 4))
+        return kAlignment;
+    if (s.query_starts[0] != 0 || s.query_starts[s.sequences] != s.tokens)
+        return kRange;
+    for (int64_t n = 0; n < s.sequences; ++n) {
+        const int64_t queries = int64_t{s.query_starts[n + 1]} - s.query_starts[n];
+        if (queries < 0 || s.query_starts[n + 1] > s.tokens || s.kv_lens[n] < 0 || s.kv_lens[n] > queries)
+            return kRange;
+    }
+    return kOk;
+}
+
 Status first_of(Status a, Status b) {
     return a != kOk ? a : b;
 }
@@ -117,7 +135,7 @@ Status block(const Block& b, const StackCall& call) {
         status = first_of(status, matrix(b.mlp_in, b.gated ? 2 * b.ffn : b.ffn, b.hidden));
         status = first_of(status, matrix(b.mlp_out, b.hidden, b.ffn));
     }
-    if (!(b.clip >= 0.0f))
+    if (!(b.clip >= 0.0f) || b.causal < 0 || b.causal > 1 || (call.caches && !b.causal))
         return kUnsupported;
     for (const Norm* n : {&b.attn_norm, &b.attn_post_norm, &b.mlp_norm, &b.mlp_post_norm})
         status = first_of(status, norm(*n, b.hidden, b.hidden));
@@ -153,13 +171,14 @@ Status tables(const StackCall& call, int64_t more) {
 Status layers(const StackCall& call, int64_t more = 0) {
     if (!is_size(call.num_blocks) || call.num_tables < 0 || call.num_tables >= kLargest)
         return kShape;
-    if (!call.blocks || !call.caches || (call.num_tables && !call.tables))
+    if (!call.blocks || (call.num_tables && !call.tables))
         return kNull;
-    Status status = step(call.step, true, more);
+    Status status = call.caches ? step(call.step, true, more) : packed_step(call.step);
     if (status == kOk)
         status = tables(call, more);
     for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
-        status = first_of(cache(call.caches[i], call.cache_dtype), block(call.blocks[i], call));
+        const Status cached = call.caches ? cache(call.caches[i], call.cache_dtype) : kOk;
+        status = first_of(cached, block(call.blocks[i], call));
     }
     return status;
 }
@@ -277,6 +296,8 @@ Status check(const StackCall& call) {
 Status check(const ModelCall& call) {
     if (!is_size(call.steps))
         return kShape;
+    if (!call.stack.caches)
+        return kNull;
     const Status status = layers(call.stack, call.steps - 1);
     return status != kOk ? status : around(call);
 }

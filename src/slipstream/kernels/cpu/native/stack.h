@@ -29,7 +29,7 @@ public:
             joined = most(joined, b.heads * b.head_dim);
             qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
             if (replans(i))
-                room_.include(spans_of(call.step), heads_of(b), threads);
+                room_.include(spans(b), heads_of(b), threads);
         }
         Scratch scratch(base);
         room_.reserve(scratch, threads);
@@ -100,13 +100,15 @@ public:
 
 private:
     static Heads heads_of(const Block& b) { return {b.heads, b.kv_heads, b.head_dim}; }
+    Spans spans(const Block& b) const { return spans_of(call_.step, call_.caches, b.causal != 0); }
 
     // Whether the plan of the layer before does not fit a layer's attention.
     bool replans(int64_t layer) const {
         if (layer == 0)
             return true;
         const Block &b = call_.blocks[layer], &before = call_.blocks[layer - 1];
-        return b.heads != before.heads || b.kv_heads != before.kv_heads || b.head_dim != before.head_dim;
+        return b.heads != before.heads || b.kv_heads != before.kv_heads || b.head_dim != before.head_dim ||
+               b.causal != before.causal;
     }
 
     float* own_floats(int rank) const { return own_ + own_floats_ * rank; }
@@ -148,15 +150,17 @@ private:
                            tokens_};
         project(rows, b.qkv, qkv_, team, rank);
         if (rank == 0 && replans(layer))
-            make_plan(spans_of(call_.step), heads_of(b), team, room_);
+            make_plan(spans(b), heads_of(b), team, room_);
         over_tokens(team, [&](int64_t t) { place(b, layer, t, qkv_ + t * width); });
         Bf16* rounded = rounds_rows(b.attn_out, many(tokens_, b.attn_out)) ? rounded_joined_ : nullptr;
         const Pages pages = pages_of(call_.step);
-        Attention a = upon_cache(heads_of(b), call_.caches[layer], call_.cache_dtype, pages, b.mask);
+        Attention a = call_.caches
+                          ? upon_cache(heads_of(b), call_.caches[layer], call_.cache_dtype, pages, b.mask)
+                          : within_rows(heads_of(b), qkv_, b.mask, b.causal != 0);
         a.q = {qkv_, kFloat32, 0, width, b.head_dim};
         a.out = {joined_, kFloat32, 0, joined, b.head_dim};
         a.rounded = rounded;
-        a.pairs = multiplies_pairs(call_.dtype, call_.cache_dtype);
+        a.pairs = multiplies_pairs(call_.dtype, call_.caches ? call_.cache_dtype : call_.dtype);
         attend(a, team, rank, room_);
         const Rows out = {joined_, rounded, joined, tokens_};
         project(out, b.attn_out, attended_, team, rank);
@@ -189,7 +193,7 @@ private:
         });
     }
 
-    // Queries and keys of one token are normed and turned; key and value go into the cache.
+    // Queries and keys of one token are normed and turned; key and value go into the cache, if there is one.
     void place(const Block& b, int64_t layer, int64_t t, float* q) {
         float *k = q + b.heads * b.head_dim, *v = k + b.kv_heads * b.head_dim;
         auto norms = [&] {
@@ -209,7 +213,8 @@ private:
         }
         if (b.qk_norm_after_rope)
             norms();
-        write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step.slots[t], k, v);
+        if (call_.caches)
+            write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step.slots[t], k, v);
     }
 
     // After the attention's sum, where the feed-forward follows it.

@@ -1,0 +1,210 @@
+"""Blocks as the structs of the native library, and why one cannot be described to it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from slipstream.kernels.cpu import abi
+from slipstream.kernels.cpu.abi import DTYPES, SCORINGS, address
+from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.paged_attention import mask_of
+from slipstream.ops.activation import KINDS
+from slipstream.ops.linear import Weight
+from slipstream.ops.step import AttentionMask
+from slipstream.spec import BlockSpec, MoE, Norm, Role, Rope
+
+__all__ = ["BlockLike", "Prepared", "VectorLike", "WeightsLike", "norm_of", "prepare", "refuse_block"]
+
+_MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
+_SHARED = {
+    Role.ROUTER: "router",
+    Role.SHARED_IN: "shared_in",
+    Role.SHARED_OUT: "shared_out",
+    Role.SHARED_GATE: "shared_gate",
+}
+_EXPERTS = {Role.EXPERTS_IN: "experts_in", Role.EXPERTS_OUT: "experts_out"}
+_NORMS = {
+    Role.ATTN_NORM: "attn_norm",
+    Role.ATTN_POST_NORM: "attn_post_norm",
+    Role.MLP_NORM: "mlp_norm",
+    Role.MLP_POST_NORM: "mlp_post_norm",
+}
+_QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
+
+
+class VectorLike(Protocol):
+    """A norm's weight and bias."""
+
+    @property
+    def weight(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def bias(self) -> Tensor | None: ...  # noqa: D102
+
+
+class WeightsLike(Protocol):
+    """A block's tensors by role."""
+
+    @property
+    def matrices(self) -> Mapping[Role, Weight]: ...  # noqa: D102
+    @property
+    def vectors(self) -> Mapping[Role, VectorLike]: ...  # noqa: D102
+
+
+class BlockLike(Protocol):
+    """What the stack needs of `model.block.Block`, which stands above this room."""
+
+    spec: BlockSpec
+    mask: AttentionMask
+
+    @property
+    def weights(self) -> WeightsLike: ...  # noqa: D102
+
+
+def refuse_block(block: BlockLike) -> str | None:
+    """Why the library cannot run a block, or None where it can."""
+    spec = block.spec
+    if spec.cross is not None or spec.relative is not None:
+        return "attention across, and biases by relative position, are not in it"
+    if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
+        return f"the activation {spec.activation!r} is not in it"
+    for role, weight in block.weights.matrices.items():
+        matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
+        if isinstance(matrix, str):
+            return f"{role}: {matrix}"
+    if spec.latent is not None:
+        return "latent attention is not in it"
+    if spec.moe is not None and not spec.moe.is_plain:
+        return "a router that scores by sigmoid, in groups, by a factor or in float32 is not in it"
+    for role, vector in block.weights.vectors.items():
+        if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.ROUTER_BIAS):
+            return f"{role}: it is not in it"
+        for tensor in (vector.weight, vector.bias):
+            if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
+                return f"{role}: a vector in {tensor.dtype} is not read"
+    for slopes in (block.mask.alibi, block.mask.sinks):
+        if slopes is not None and slopes.numel() != spec.heads:
+            return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
+    return None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The structs of some blocks, valid while every tensor stays where it is.
+
+    Attributes:
+        blocks: One struct each.
+        ropes: In the order of the tables that the structs name.
+        weights: What they were made of.
+        tensors: All tensors that they point into.
+        addresses: Where those were.
+        memory: What the structs point to beside tensors.
+    """
+
+    blocks: Any
+    ropes: tuple[Rope, ...]
+    weights: tuple[WeightsLike, ...]
+    tensors: tuple[Tensor, ...]
+    addresses: tuple[int, ...]
+    memory: tuple[Any, ...]
+
+
+def prepare(blocks: Sequence[BlockLike]) -> Prepared:
+    """Describe blocks that `refuse_block` accepts."""
+    ropes = tuple(dict.fromkeys(block.spec.rope for block in blocks if block.spec.rope is not None))
+    memory: list[Any] = []
+    structs = (abi.Block * len(blocks))(*(_struct(block, ropes, memory) for block in blocks))
+    tensors: list[Tensor] = []
+    for block in blocks:
+        masks = (block.mask.alibi, block.mask.sinks)
+        matrices = (t for w in block.weights.matrices.values() for t in (*w.planes, w.bias))
+        vectors = (t for v in block.weights.vectors.values() for t in (v.weight, v.bias))
+        tensors += [t for t in (*masks, *matrices, *vectors) if t is not None]
+    places = tuple(t.data_ptr() for t in tensors)
+    weights = tuple(block.weights for block in blocks)
+    return Prepared(structs, ropes, weights, tuple(tensors), places, tuple(memory))
+
+
+def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi.Block:
+    spec, vectors = block.spec, block.weights.vectors
+    struct = abi.Block(
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        ffn=spec.ffn,
+        post=int(spec.place == "post"),
+        parallel=int(spec.parallel and spec.place != "post"),
+        residual_from_norm=int(spec.residual_from == "norm"),
+        gated=int(spec.gated),
+        activation=KINDS[spec.activation],
+        table=-1 if spec.rope is None else ropes.index(spec.rope),
+        rope_interleaved=int(spec.rope is not None and spec.rope.interleaved),
+        residual_scale=spec.residual_scale,
+        clip=spec.clip_qkv or 0.0,
+        causal=int(spec.causal),
+        mask=mask_of(block.mask),
+    )
+    for role, name in _MATRICES.items():
+        if role in block.weights.matrices:
+            setattr(struct, name, _matrix(block.weights.matrices[role], memory))
+    if spec.moe is not None:
+        struct.moe = ctypes.pointer(_moe(spec.moe, block.weights.matrices, memory))
+    for role, name in _NORMS.items():
+        setattr(struct, name, norm_of(vectors.get(role), spec.norm))
+    if spec.qk_norm is not None:
+        struct.qk_norm = 1 if spec.qk_norm.over == "head" else 2
+        struct.qk_norm_after_rope = int(spec.qk_norm.after_rope)
+        for role, name in _QK_NORMS.items():
+            setattr(struct, name, norm_of(vectors.get(role), spec.qk_norm.norm))
+    return struct
+
+
+def _moe(moe: MoE, matrices: Mapping[Role, Weight], memory: list[Any]) -> abi.Moe:
+    struct = abi.Moe(
+        experts=moe.experts,
+        top_k=moe.top_k,
+        shared=moe.shared,
+        jitter=moe.jitter,
+        scoring=SCORINGS[moe.scoring],
+        normalize=int(moe.normalize),
+    )
+    for role, name in _SHARED.items():
+        if role in matrices:
+            setattr(struct, name, _matrix(matrices[role], memory))
+    for role, name in _EXPERTS.items():
+        each = (_matrix(matrices[role], memory, expert) for expert in range(moe.experts))
+        memory.append((abi.Matrix * moe.experts)(*each))
+        setattr(struct, name, ctypes.addressof(memory[-1]))
+    memory.append(struct)
+    return struct
+
+
+def _matrix(weight: Weight, memory: list[Any], expert: int | None = None) -> abi.Matrix:
+    matrix = matrix_of(weight, expert)
+    if isinstance(matrix, str):
+        raise AssertionError("a block is described only once refuse_block has accepted it")
+    memory.append(matrix.memory)
+    return matrix
+
+
+def norm_of(vector: VectorLike | None, norm: Norm) -> abi.Norm:
+    """Describe a norm to the library; its tensors must be kept alive."""
+    if vector is None:
+        return abi.Norm()
+    weight, bias = vector.weight, vector.bias
+    some = weight if weight is not None else bias
+    return abi.Norm(
+        weight=address(weight),
+        bias=address(bias),
+        count=0 if some is None else some.numel(),
+        eps=norm.eps,
+        offset=norm.offset,
+        kind=1 if norm.kind == "rms" else 2,
+        weight_dtype=0 if weight is None else DTYPES[weight.dtype],
+        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
+    )

@@ -1,0 +1,146 @@
+"""Reads what a model's masks hide: where that is padding alone, the real tokens are packed side by side.
+
+Shapes: B batch, S sequence, T packed tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.ops.step import Packed
+from slipstream.spec import BlockSpec
+
+__all__ = ["Rows", "pack", "real_tokens"]
+
+_HIDDEN = -1.0e30
+"""What is added to a score hides its key from here on; in float16 from half of its lowest number on."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which tokens of a padded batch are computed, and where they lie once they are packed.
+
+    Attributes:
+        index: `(T,)` int64 places among the `B * S` tokens, or None: all of them, in order.
+        packed: Of those that are computed.
+    """
+
+    index: Tensor | None
+    packed: Packed
+
+
+def real_tokens(
+    mask: Tensor | None, spec: BlockSpec, batch: int, length: int, *, drops: bool = True
+) -> Tensor | None | bool:
+    """Which tokens are real, by the mask that a layer is handed.
+
+    Args:
+        mask: 4-D, bool or additive, or None.
+        spec: Says what the layer sees where nothing is padded.
+        batch: B.
+        length: S.
+        drops: Nobody reads what leaves padded positions, but for the first of a row.
+
+    Returns:
+        `(B, S)` bool; None where all of them are; False where the mask says more than that.
+    """
+    if mask is None:
+        # Without a mask, an encoder's layer sees all there is, its window or not.
+        narrow = not spec.causal and spec.window is not None and length > spec.window // 2 + 1
+        return False if narrow else None
+    visible = _visible(mask, hidden=spec.mask == "hidden")
+    heads, queries, keys = mask.shape[1:]
+    if visible is None or heads != 1 or keys != length or queries not in (1, length):
+        return False
+    itself = _structure(spec, length) if spec.mask != "padding" else None
+    if queries == 1:
+        if itself is not None:
+            return False
+        real = visible[:, 0, 0]
+    else:
+        real = visible.diagonal(dim1=2, dim2=3)[:, 0]  # a token sees itself, unless it is padding
+        expected = real[:, None, None, :]
+        wrong = visible != (expected if itself is None else expected & itself)
+        if drops:
+            rows = real.clone()
+            rows[:, 0] |= not spec.causal
+            wrong &= rows[:, None, :, None]
+        if bool(wrong.any()):
+            return False
+    if bool(real.all()):
+        return None
+    fits = real.any(dim=1).all() and _keeps_distances(real, spec, drops=drops)
+    return real.expand(batch, length) if fits else False
+
+
+def _visible(mask: Tensor, *, hidden: bool) -> Tensor | None:
+    """The mask as bool, or None where it adds anything else than nothing and everything."""
+    if mask.dtype == torch.bool:
+        return ~mask if hidden else mask
+    if not mask.is_floating_point():
+        return None
+    visible = mask == 0
+    lowest = max(_HIDDEN, torch.finfo(mask.dtype).min / 2)
+    return visible if bool((visible | (mask <= lowest)).all()) else None
+
+
+@functools.lru_cache(maxsize=2)
+def _causal(length: int, window: int | None) -> Tensor:
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
+@functools.lru_cache(maxsize=2)
+def _near(length: int, reach: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril(reach).triu(-reach)
+
+
+def _structure(spec: BlockSpec, length: int) -> Tensor | None:
+    """`(S, S)`, what each token sees where nothing is padded; None where that is everything."""
+    if spec.causal:
+        return _causal(length, spec.window)
+    return None if spec.window is None else _near(length, spec.window // 2)
+
+
+def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
+    """Whether packed tokens are as far from each other as padded ones, where that counts."""
+    if not drops and spec.causal:
+        return False
+    if spec.window is None and spec.alibi is None:
+        return True
+    if not drops:
+        return False
+    starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    return bool((starts == 1).all()) and (spec.causal or bool(real[:, 0].all()))
+
+
+def pack(real: Tensor | None, batch: int, length: int, *, causal: bool, drops: bool = True) -> Rows:
+    """Lay out the real tokens of a batch, and behind those of each row the padded ones that somebody reads.
+
+    Padding sees the real tokens, as it does in the padded batch, and nobody sees it; in a causal model it
+    would see nothing, and is left out.
+
+    Args:
+        real: From `real_tokens`; every row has one.
+        batch: B.
+        length: S.
+        causal: What comes after a token is hidden from it.
+        drops: Of padding, only the first token of a row is read: poolers read that whatever it is.
+    """
+    if real is None:
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
+        lens = torch.full((batch,), length, dtype=torch.int32)
+        return Rows(None, Packed(starts, lens, torch.arange(batch * length)))
+    lens = real.sum(1)
+    read = ~real
+    if drops:
+        read[:, int(not causal) :] = False
+    row, column = torch.cat([real, read], dim=1).nonzero(as_tuple=True)
+    index = row * length + column % length
+    counts = lens + read.sum(1)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return Rows(index, Packed(starts.int(), lens.int(), index))
