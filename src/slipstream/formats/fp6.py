@@ -76,10 +76,19 @@ def _unpack(
     return unpack_rows(shape, dtype, row, values)
 
 
+def _columns(planes: tuple[Tensor, ...], run: range) -> tuple[Tensor, ...]:
+    low, high, row = planes
+    padding = (0, -len(run) % _MULTIPLE)
+    four, two = (
+        F.pad(code[..., run.start : run.stop], padding) for code in (from_nibbles(low), from_crumbs(high))
+    )
+    return nibbles(four), crumbs(two), row
+
+
 def _format(name: str, kind: MiniFloat, targets: tuple[float, ...], error: float) -> Format:
     pack, unpack = partial(_pack, kind=kind, targets=targets), partial(_unpack, kind=kind)
     planes = ((torch.uint8, 2), (torch.uint8, 4))
-    return Format(name, 6.0, error, pack, unpack, multiple=_MULTIPLE, planes=planes)
+    return Format(name, 6.0, error, pack, unpack, multiple=_MULTIPLE, planes=planes, columns=_columns)
 
 
 FP6 = _format("fp6", _E2M3, (7.5, 7.625, 7.75), error=0.0339)

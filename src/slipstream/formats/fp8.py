@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.formats.minifloat import MiniFloat
-from slipstream.formats.rows import chunks, fit_rows, inverse, read_chunk, unpack_rows
+from slipstream.formats.rows import byte_columns, chunks, fit_rows, inverse, read_chunk, unpack_rows
 from slipstream.formats.weight_format import Format
 
 __all__ = ["FP8"]
@@ -44,4 +44,12 @@ def _unpack(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dty
     return unpack_rows(shape, dtype, row, lambda index: _E4M3.decode(codes[index]))
 
 
-FP8 = Format("fp8", bits=8.0, error=0.0506, pack=_pack, unpack=_unpack, planes=((torch.uint8, 1),))
+FP8 = Format(
+    "fp8",
+    bits=8.0,
+    error=0.0506,
+    pack=_pack,
+    unpack=_unpack,
+    planes=((torch.uint8, 1),),
+    columns=byte_columns,
+)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.formats.rows import chunks, fit_rows, inverse, read_chunk, unpack_rows
+from slipstream.formats.rows import byte_columns, chunks, fit_rows, inverse, read_chunk, unpack_rows
 from slipstream.formats.weight_format import Format
 
 __all__ = ["INT8"]
@@ -42,4 +42,12 @@ def _unpack(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dty
     return unpack_rows(shape, dtype, row, lambda index: codes[index].float())
 
 
-INT8 = Format("int8", bits=8.0, error=0.004, pack=_pack, unpack=_unpack, planes=((torch.int8, 1),))
+INT8 = Format(
+    "int8",
+    bits=8.0,
+    error=0.004,
+    pack=_pack,
+    unpack=_unpack,
+    planes=((torch.int8, 1),),
+    columns=byte_columns,
+)

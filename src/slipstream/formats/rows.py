@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "byte_columns",
     "chunks",
     "crumbs",
     "fit_rows",
@@ -88,6 +89,12 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 def _sixteen_bits(scale: Tensor) -> Tensor:
     """Positive float32 with the mantissa rounded to 16 bits."""
     return ((scale.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
+
+
+def byte_columns(planes: tuple[Tensor, ...], run: range) -> tuple[Tensor, ...]:
+    """A run of inputs of codes of a byte each, `(..., O, I)`, beside multipliers `(..., O)`."""
+    codes, row = planes
+    return codes[..., run.start : run.stop].contiguous(), row
 
 
 def unpack_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class Format:
         floor: What is added to the bound, relative to the largest magnitude of the row: the scales of groups
             have a narrower range than the weights.
         planes: Of each plane but the last the dtype, and how many inputs one element of it serves.
+        columns: The planes of a run of inputs out of those of all, with the row's own multiplier; None where
+            a part is packed by itself, for its groups have scales of their own.
         rounding: Of the rows that its matrices multiply; its suffix ends the name. Stacks of matrices, the
             experts', have none.
     """
@@ -47,6 +49,7 @@ class Format:
     multiple: int = 1
     floor: float = 0.0
     planes: tuple[tuple[torch.dtype, int], ...] = ()
+    columns: Callable[[tuple[Tensor, ...], range], tuple[Tensor, ...]] | None = None
     rounding: Rounding | None = None
 
     def layout(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -63,3 +66,11 @@ class Format:
         if rounding is not None and dense.dim() > 2:
             name, rounding = name.removesuffix(rounding.suffix), None
         return Weight(name, tuple(dense.shape), self.pack(dense), self.unpack, bias, dtype, rounding)
+
+    def part(self, dense: Tensor, bias: Tensor | None, run: range) -> Weight:
+        """Pack a run of the inputs of a dense matrix `(..., O, I)` with the multipliers of whole rows."""
+        if self.columns is None:
+            return self.weight(dense[..., run.start : run.stop], bias)
+        whole = self.weight(dense, bias)
+        shape = (*whole.shape[:-1], len(run))
+        return replace(whole, shape=shape, planes=self.columns(whole.planes, run))

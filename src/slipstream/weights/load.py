@@ -153,6 +153,11 @@ def load_block(
 
 
 def _matrix(source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format, *, join: bool) -> Weight:
+    columns = plan.slice.columns
+    if columns is not None and matrix_format.columns is not None:
+        # Ranks that share a row share its multiplier, so that together they are the matrix of one process.
+        whole = gather(source, plan.weight, replace(plan.slice, columns=None))
+        return matrix_format.part(whole, bias, columns)
     if matrix_format.name != "plain" or not plan.is_whole:
         return matrix_format.weight(gather(source, plan.weight, plan.slice), bias)
     if join:
