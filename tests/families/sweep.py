@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -102,7 +103,8 @@ def measure(family: Family, tiny: Tiny) -> Row:
     engine = slipstream.init_inference(
         copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
     )
-    if original.main_input_name != "input_ids":
+    takes_tokens = "input_ids" in inspect.signature(original.forward).parameters
+    if original.main_input_name != "input_ids" or not takes_tokens:
         return _measure_senses(family, tiny, original, engine)
     ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
     runs: dict[str, float] = {}

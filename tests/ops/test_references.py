@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,8 +89,23 @@ def _activation(x: Tensor, *, name: str, gated: bool) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Weight) -> Tensor:
+    if weight.rounding is not None:
+        x = torch.stack([_rounded(row, symmetric=weight.rounding.symmetric) for row in x])
     out = torch.einsum("ti,oi->to", x, weight.dense())
     return out if weight.bias is None else out + weight.bias
+
+
+def _rounded(row: Tensor, *, symmetric: bool) -> Tensor:
+    """A row of codes of 8 bits times their step; codes are decided in float32, or they would be others."""
+    x = row.float().numpy()
+    low, high = (-abs(x).max(), abs(x).max()) if symmetric else (min(x.min(), 0), max(x.max(), 0))
+    steps, span = (np.float32(127), high) if symmetric else (np.float32(255), np.float32(high - low))
+    if span < 2.0**-100:
+        return torch.zeros_like(row)
+    zero = np.float32(0) if symmetric else np.rint(-low * (steps / span))
+    codes = np.rint(x * (steps / span)) + zero
+    codes = codes if symmetric else codes.clip(0, 255)
+    return torch.from_numpy(codes - zero).double() * float(span / steps)
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

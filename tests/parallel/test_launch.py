@@ -36,8 +36,15 @@ def launch(folder: Path, mode: str, *more: str) -> subprocess.CompletedProcess[s
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *more]
+    # The script lies elsewhere, and imports these tests.
+    places = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
-        [sys.executable, *start, str(script), mode], capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, *start, str(script), mode],
+        env={**os.environ, "PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
 
 
