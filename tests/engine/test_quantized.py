@@ -52,12 +52,12 @@ def packed(request: pytest.FixtureRequest) -> tuple[Pair, str, bool]:
 
 
 def close_to_packed(found: Tensor, expected: Tensor) -> None:
-    """The promise for float32, or 4e-5 of the largest logit.
+    """The promise for float32, or 6e-5 of the largest logit.
 
-    Where rows are few, packed weights meet them as pairs of bfloat16, which keep 16 bits of a float32: the two
-    layers and the head of BERT are off by 3.1e-5 of the largest, where float32 itself is by 1e-6.
+    Where rows are few, packed weights meet them as pairs of bfloat16, which keep 16 bits of a float32: BERT's
+    layers and head are then off by 1.6e-5 to 4.6e-5 of the largest logit, by the format; in float32 by 2e-6.
     """
-    atol = max(1e-4, 4e-5 * float(expected.abs().max()))
+    atol = max(1e-4, 6e-5 * float(expected.abs().max()))
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
 
 
