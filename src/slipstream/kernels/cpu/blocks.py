@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -13,12 +13,12 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, SCORINGS, address
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import mask_of
+from slipstream.kernels.likes import BlockLike, VectorLike, WeightsLike
 from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
-from slipstream.ops.step import AttentionMask
-from slipstream.spec import BlockSpec, MoE, Norm, Role, Rope
+from slipstream.spec import MoE, Norm, Role, Rope
 
-__all__ = ["BlockLike", "Prepared", "VectorLike", "WeightsLike", "norm_of", "prepare", "refuse_block"]
+__all__ = ["Prepared", "norm_of", "prepare", "refuse_block"]
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _SHARED = {
@@ -35,34 +35,6 @@ _NORMS = {
     Role.MLP_POST_NORM: "mlp_post_norm",
 }
 _QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
-
-
-class VectorLike(Protocol):
-    """A norm's weight and bias."""
-
-    @property
-    def weight(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def bias(self) -> Tensor | None: ...  # noqa: D102
-
-
-class WeightsLike(Protocol):
-    """A block's tensors by role."""
-
-    @property
-    def matrices(self) -> Mapping[Role, Weight]: ...  # noqa: D102
-    @property
-    def vectors(self) -> Mapping[Role, VectorLike]: ...  # noqa: D102
-
-
-class BlockLike(Protocol):
-    """What the stack needs of `model.block.Block`, which stands above this room."""
-
-    spec: BlockSpec
-    mask: AttentionMask
-
-    @property
-    def weights(self) -> WeightsLike: ...  # noqa: D102
 
 
 def refuse_block(block: BlockLike) -> str | None:

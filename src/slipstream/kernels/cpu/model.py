@@ -15,11 +15,12 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
-from slipstream.kernels.cpu.blocks import Prepared, VectorLike, norm_of
+from slipstream.kernels.cpu.blocks import Prepared, norm_of
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
 from slipstream.kernels.cpu.stack import Caches, NativeStack, Tables, serves_caches
+from slipstream.kernels.likes import VectorLike
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import Step
 from slipstream.spec import FrameSpec, Rope

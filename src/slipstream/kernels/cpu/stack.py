@@ -15,9 +15,10 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
-from slipstream.kernels.cpu.blocks import BlockLike, Prepared, prepare, refuse_block
+from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, readable, serves, step_of
+from slipstream.kernels.likes import BlockLike
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Packed, Step

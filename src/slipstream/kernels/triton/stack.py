@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.kernels.likes import BlockLike, VectorLike, WeightsLike
 from slipstream.kernels.triton.activation import activation as activate
 from slipstream.kernels.triton.decode_attention import Heads, attend_one
 from slipstream.kernels.triton.few_rows import FEW_ROWS, Around, Matrix
@@ -33,7 +34,7 @@ from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.linear import Weight
-from slipstream.ops.step import AttentionMask, Step
+from slipstream.ops.step import Step
 from slipstream.spec import BlockSpec, Norm, Role, Rope
 
 __all__ = ["TritonStack", "bind_stack", "refuse_block"]
@@ -45,35 +46,6 @@ Run = Callable[[Any, Tensor, Step, Caches, Tables], Tensor]
 
 _WIDEST_HEAD = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class VectorLike(Protocol):
-    """A norm's weight and bias."""
-
-    @property
-    def weight(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def bias(self) -> Tensor | None: ...  # noqa: D102
-
-
-class WeightsLike(Protocol):
-    """A block's tensors by role."""
-
-    @property
-    def matrices(self) -> Mapping[Role, Weight]: ...  # noqa: D102
-    @property
-    def vectors(self) -> Mapping[Role, VectorLike]: ...  # noqa: D102
-
-
-class BlockLike(Protocol):
-    """What the stack needs of `model.block.Block`, which stands above this room."""
-
-    spec: BlockSpec
-    mask: AttentionMask
-
-    @property
-    def weights(self) -> WeightsLike: ...  # noqa: D102
-    def feed_forward(self, x: Tensor) -> Tensor: ...  # noqa: D102
 
 
 # fmt: off
