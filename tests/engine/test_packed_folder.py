@@ -76,7 +76,7 @@ def test_planes_are_used_as_they_lie_in_the_file(tmp_path: Path, monkeypatch: py
 
     from slipstream.formats import FORMATS
 
-    monkeypatch.setattr("slipstream.engine.build.bind_pack", lambda packed: never)
+    monkeypatch.setattr("slipstream.engine.settings.bind_pack", lambda packed: never)
     opened = slipstream.init_inference(
         tmp_path / "packed", replace_with_kernel_inject=True, injection_check="off"
     )

@@ -26,7 +26,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def places(engine: Any) -> set[int]:
     """Where the memory of every weight is, packed planes and blocks' tensors among it."""
-    from slipstream.engine.build import format_named
+    from slipstream.engine.settings import format_named
     from slipstream.model.slots import find_slots
 
     return {t.data_ptr() for slot in find_slots(engine.module, format_named) for t in slot.tensors}

@@ -7,4 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.engine.build.kernels_for", lambda device: ())
+    for root in ("build", "settings"):
+        monkeypatch.setattr(f"slipstream.engine.{root}.kernels_for", lambda device: ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
 from slipstream.engine.admit import check_inputs, check_request
-from slipstream.engine.build import build, format_named
+from slipstream.engine.build import build
 from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generate import Loop
-from slipstream.engine.reload import reload
 from slipstream.engine.request import (
     Request,
     by_name,
@@ -31,18 +30,18 @@ from slipstream.engine.request import (
 )
 from slipstream.engine.runner import Runner
 from slipstream.engine.save import save_described
+from slipstream.engine.settings import format_named
+from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
-from slipstream.model.refresh import refresh
 from slipstream.model.report import Report
 from slipstream.parallel.agree import agree_on_call, agree_on_tokens, share_random_state
 from slipstream.profile.times import Profile
-from slipstream.weights.lora import read_adapter
 
 __all__ = ["InferenceEngine"]
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(Weights):
     """A model made fast: the same calls, the same outputs.
 
     Attributes that the engine does not have are the model's: `engine.device`, `engine.generation_config`,
@@ -107,75 +106,6 @@ class InferenceEngine(nn.Module):
     def _get_name(self) -> str:
         """What `print` calls the engine; its class bears the model's name."""
         return InferenceEngine.__name__
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own names and values, as if nothing had been fused."""
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own names, where nothing was fused or packed; `refresh_weights` always can.
-
-        Raises:
-            UnsupportedError: A layer that is to be loaded runs a fused block, or holds packed weights.
-        """
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def refresh_weights(self, state: Mapping[str, Tensor] | nn.Module) -> None:
-        """Put new values into every weight, in the memory that it is in: graphs and kernels go on with them.
-
-        Packed weights are packed anew; everything is checked before the first value is written. A call that
-        runs meanwhile in another thread may see some of both.
-
-        Args:
-            state: Every name of `state_dict()`, in any floating dtype and on any device, or a module that has
-                such a state dict: the model that is being trained. Of tied tensors, one will do. An adapter
-                that is at work stays so, upon the new weights.
-
-        Raises:
-            WeightError: A name too many or too few, another shape, NaN or infinity; nothing was written.
-            ConfigError: Not a state dict.
-        """
-        active = self._adapters.active
-        self._adapters.select(self.module, None)
-        try:
-            refresh(self.module, state, format_named)
-        finally:
-            self._adapters.select(self.module, active)
-
-    def load_adapter(
-        self,
-        adapter: str | Path | Mapping[str, Tensor],
-        name: str,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Read a LoRA adapter in peft's format; `set_adapter` puts it to work.
-
-        One that is loaded under the name of another takes its place, also at work.
-
-        Args:
-            adapter: The folder that peft wrote, or the tensors by peft's names.
-            name: To call it by.
-            config: For tensors, what peft's `adapter_config.json` would say: `r`, `lora_alpha`, ...
-
-        Raises:
-            WeightError: It cannot be read, or is of another model; nothing has changed.
-            UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor.
-            ConfigError: Tensors without a configuration.
-        """
-        self._adapters.add(self.module, name, read_adapter(adapter, config))
-
-    def set_adapter(self, name: str | None) -> None:
-        """Merge an adapter into the weights, in the place of the one that was merged; None takes it out.
-
-        The weights are changed where they lie, so graphs and kernels go on with them; what they were is kept,
-        a copy of the adapted matrices, and comes back to the bit.
-
-        Raises:
-            ConfigError: No adapter has this name.
-            WeightError: The sum is not finite in the engine's dtype; no adapter is at work then.
-        """
-        self._adapters.select(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InferenceEngine:
         """An engine of its own, with weights of its own."""
@@ -330,36 +260,6 @@ class InferenceEngine(nn.Module):
         if self._profile is None:
             raise UnsupportedError("model profiling is not enabled; call profile_model_time() first")
         return self._profile
-
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Write the model as a transformers folder, under its original names.
-
-        Args:
-            path: A folder; made where it does not exist.
-
-        Raises:
-            UnsupportedError: The model has no `save_pretrained`.
-        """
-        if not hasattr(self.module, "save_pretrained"):
-            raise UnsupportedError(
-                f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() "
-                "instead"
-            )
-        self.module.save_pretrained(path, state_dict=self.module.state_dict())  # type: ignore[operator]
-
-    def load_checkpoint(self, path: str | Path, tag: str | None = None, strict: bool = True) -> None:
-        """Put a checkpoint's weights into the engine, in place; packed matrices are packed again.
-
-        Args:
-            path: A folder, a file, a folder with tags, or a JSON description, as `checkpoint` takes them.
-            tag: Which of a folder's tags; None takes what `latest` says.
-            strict: False lets tensors be missing, which stay as they are, or left over.
-
-        Raises:
-            WeightError: The checkpoint is damaged or another model's; the engine is then as it was.
-            UnsupportedError: A layer's parts were replaced since it was fused.
-        """
-        reload(self.module, path, tag=tag, strict=strict)
 
     def destroy(self) -> None:
         """Let go of the model and of everything that was built for it."""

@@ -1,0 +1,132 @@
+"""What a configuration asks of a model, resolved: formats, dtype, and the kernels that each layer binds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.config import InferenceConfig
+from slipstream.devices import Device
+from slipstream.engine.admit import compute_dtype
+from slipstream.errors import UnsupportedError
+from slipstream.families import Family
+from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
+from slipstream.kernels import bind_pack, kernels_for
+from slipstream.model.convert import kept_in_float32
+from slipstream.model.filling import Filling
+from slipstream.model.fuse import Settings
+from slipstream.model.layers import Found
+from slipstream.model.outside import OutsideFormats, OutsidePlan, plan_outside
+from slipstream.ops import Ops, bind_ops
+from slipstream.ops.bind import Bound, Facts
+from slipstream.parallel import ALONE, Mesh
+from slipstream.spec import BlockSpec, Role
+
+__all__ = ["format_named", "layers_config", "outside_of", "overridden", "settings_for", "weight_format"]
+
+_PROJECTIONS = frozenset({Role.QKV, Role.CROSS_Q, Role.CROSS_KV})
+
+
+def overridden(model_config: Any, config: InferenceConfig) -> Any:
+    """The model's config, or a copy with entries replaced."""
+    entries = config.config
+    if not entries:
+        return model_config
+    if model_config is None and any(isinstance(v, Family) for v in (config.injection_policy or {}).values()):
+        return None
+    if model_config is None:
+        raise UnsupportedError(
+            f"config={dict(entries)!r} overrides the model's config, and this model has none"
+        )
+    changed = copy.deepcopy(model_config)
+    for name, value in entries.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def layers_config(model_config: Any, config: InferenceConfig) -> Any:
+    """What takes the place of the models' own configs, if anything; entries alone serve a user's family."""
+    if not config.config:
+        return None
+    return dict(config.config) if model_config is None else model_config
+
+
+def weight_format(config: InferenceConfig, layers: Sequence[Found], model_config: Any) -> Format:
+    """The weight format that the configuration asks for."""
+    name = config.weight_format
+    if name is None:
+        return FORMATS["plain"]
+    weight = config.quant.weight
+    hidden = next((found.spec.hidden for found in layers if found.spec is not None), None)
+    found = format_of(
+        name,
+        weight.num_bits,
+        weight.q_groups,
+        weight.q_type if "q_type" in weight.model_fields_set else None,
+        width=getattr(model_config, "hidden_size", None) if hidden is None else hidden,
+    )
+    if config.activation_quantized:
+        inputs = config.quant.activation
+        found = rounding_inputs(found, symmetric=inputs.q_type == "symmetric", groups=inputs.q_groups)
+    return _packing_fast(found)
+
+
+def format_named(name: str) -> Format:
+    """A weight format by its name, packed by the native library where there is one."""
+    return _packing_fast((FORMATS | VARIANTS)[name])
+
+
+def _packing_fast(packed: Format) -> Format:
+    """The same format, packed by the native library where there is one."""
+    return replace(packed, pack=bind_pack(packed))
+
+
+def settings_for(
+    model: nn.Module,
+    config: InferenceConfig,
+    device: Device,
+    packed: Format,
+    filling: Filling | None = None,
+    mesh: Mesh = ALONE,
+) -> Settings:
+    """What judging and fusing layers need to know: the dtype, the format, and how a layer finds its ops."""
+    dtype = compute_dtype(model, config)
+
+    def bind(spec: BlockSpec | None) -> Ops:
+        return bind_ops(Facts(device.torch_device, dtype, spec, packed.name), kernels_for(device))
+
+    place = torch.device("cpu") if config.keep_module_on_host else device.torch_device
+    return Settings(
+        dtype,
+        config.injection_check,
+        bind,
+        packed,
+        plain_roles=frozenset() if config.quant.qkv.enabled else _PROJECTIONS,
+        keep=kept_in_float32(model, dtype),
+        device=place,
+        join=device.joins_rows,
+        filling=filling,
+        mesh=mesh,
+    )
+
+
+def outside_of(
+    model: nn.Module, config: InferenceConfig, settings: Settings, device: Device
+) -> tuple[list[OutsidePlan], list[str]]:
+    """What is packed outside of the layers, and why other things are not."""
+    head, embedding = config.head_format, config.quant.embedding_format
+    wanted = OutsideFormats(
+        None if head is None else _packing_fast(format_of(head)),
+        None if embedding is None else _packing_fast(format_of(embedding)),
+        follows="head" not in config.quant.model_fields_set,
+    )
+
+    def bind(packed: Format) -> Bound:
+        return bind_ops(Facts(settings.device, settings.dtype, None, packed.name), kernels_for(device)).linear
+
+    return plan_outside(model, wanted, bind=bind, dtype=settings.dtype, strict=settings.check)

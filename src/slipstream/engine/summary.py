@@ -1,0 +1,68 @@
+"""What the report of an engine says of each layer, and of what was asked for and did not happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from slipstream.devices import Device
+from slipstream.formats import Format
+from slipstream.model.block import Block
+from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.layers import Found
+from slipstream.model.packed import packed_bytes
+from slipstream.model.parts import Part
+from slipstream.model.report import LayerReport, Report
+
+__all__ = ["nothing_packed", "nothing_replaced", "summary"]
+
+
+def nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
+    """What to tell a user who asked for kernels and gets none."""
+    seen = sorted({type(found.layer).__name__ for found in layers})
+    name = type(model).__name__
+    what = f"the layers of {name} are {', '.join(seen)}" if seen else f"{name} has no layers that repeat"
+    return (
+        f"replace_with_kernel_inject=True replaced nothing: {what}, and neither a family nor a known part "
+        "is among them; the model runs its own code. engine.report() has the reason of each layer"
+    )
+
+
+def nothing_packed(model: nn.Module, asked: Format) -> str:
+    """What to tell a user who asked for packed weights and gets none."""
+    return (
+        f"{asked.name} weights were asked for and nothing was packed: {type(model).__name__} has no layers "
+        "that repeat, or none with linears"
+    )
+
+
+def summary(
+    device: Device,
+    notes: Sequence[str],
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    blocks: Mapping[str, Block],
+    parts: Mapping[str, Part],
+    settings: Settings,
+    packed: Mapping[str, str],
+) -> Report:
+    """The report of an engine: a row for each layer, with its level, kernels, format, bytes and reason."""
+    rows = []
+    dense = str(settings.dtype).removeprefix("torch.")
+    for found in layers:
+        verdict, block, part = verdicts[found.name], blocks.get(found.name), parts.get(found.name)
+        fused = verdict.returns is not None
+        level = "block" if fused else "module" if part is not None else "none"
+        kernels = {} if part is None else dict(part.kernels)
+        kernels |= {"linear": packed[found.name]} if found.name in packed else {}
+        kernels = kernels if block is None else block.ops.names()
+        size = block.weights.nbytes if block is not None else packed_bytes(found.layer)
+        error = verdict.max_error if fused or part is None else part.max_error
+        family = None if found.family is None else found.family.name
+        holds = settings.format.bits and (block is not None or found.name in packed)
+        name = settings.format.name if holds else dense
+        rows.append(LayerReport(found.name, family, level, kernels, name, size, error, verdict.reason))
+    levels = {row.level for row in rows}
+    level = "block" if levels == {"block"} else "none" if levels <= {"none"} else "module"
+    return Report(level, str(device.torch_device), tuple(notes), tuple(rows))

@@ -1,0 +1,128 @@
+"""The weights of an engine, as users read, refresh, adapt, save and load them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.engine.reload import reload
+from slipstream.engine.settings import format_named
+from slipstream.errors import UnsupportedError
+from slipstream.model.adapters import Adapters
+from slipstream.model.refresh import refresh
+from slipstream.weights.lora import read_adapter
+
+__all__ = ["Weights"]
+
+
+class Weights(nn.Module):
+    """What an engine lets its users do with its weights; all of it in place, under the model's own names.
+
+    Attributes:
+        module: The model.
+    """
+
+    module: nn.Module
+    _adapters: Adapters
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's own names and values, as if nothing had been fused."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's own names, where nothing was fused or packed; `refresh_weights` always can.
+
+        Raises:
+            UnsupportedError: A layer that is to be loaded runs a fused block, or holds packed weights.
+        """
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def refresh_weights(self, state: Mapping[str, Tensor] | nn.Module) -> None:
+        """Put new values into every weight, in the memory that it is in: graphs and kernels go on with them.
+
+        Packed weights are packed anew; everything is checked before the first value is written. A call that
+        runs meanwhile in another thread may see some of both.
+
+        Args:
+            state: Every name of `state_dict()`, in any floating dtype and on any device, or a module that has
+                such a state dict: the model that is being trained. Of tied tensors, one will do. An adapter
+                that is at work stays so, upon the new weights.
+
+        Raises:
+            WeightError: A name too many or too few, another shape, NaN or infinity; nothing was written.
+            ConfigError: Not a state dict.
+        """
+        active = self._adapters.active
+        self._adapters.select(self.module, None)
+        try:
+            refresh(self.module, state, format_named)
+        finally:
+            self._adapters.select(self.module, active)
+
+    def load_adapter(
+        self,
+        adapter: str | Path | Mapping[str, Tensor],
+        name: str,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Read a LoRA adapter in peft's format; `set_adapter` puts it to work.
+
+        One that is loaded under the name of another takes its place, also at work.
+
+        Args:
+            adapter: The folder that peft wrote, or the tensors by peft's names.
+            name: To call it by.
+            config: For tensors, what peft's `adapter_config.json` would say: `r`, `lora_alpha`, ...
+
+        Raises:
+            WeightError: It cannot be read, or is of another model; nothing has changed.
+            UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor.
+            ConfigError: Tensors without a configuration.
+        """
+        self._adapters.add(self.module, name, read_adapter(adapter, config))
+
+    def set_adapter(self, name: str | None) -> None:
+        """Merge an adapter into the weights, in the place of the one that was merged; None takes it out.
+
+        The weights are changed where they lie, so graphs and kernels go on with them; what they were is kept,
+        a copy of the adapted matrices, and comes back to the bit.
+
+        Raises:
+            ConfigError: No adapter has this name.
+            WeightError: The sum is not finite in the engine's dtype; no adapter is at work then.
+        """
+        self._adapters.select(self.module, name)
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write the model as a transformers folder, under its original names.
+
+        Args:
+            path: A folder; made where it does not exist.
+
+        Raises:
+            UnsupportedError: The model has no `save_pretrained`.
+        """
+        if not hasattr(self.module, "save_pretrained"):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() "
+                "instead"
+            )
+        self.module.save_pretrained(path, state_dict=self.module.state_dict())  # type: ignore[operator]
+
+    def load_checkpoint(self, path: str | Path, tag: str | None = None, strict: bool = True) -> None:
+        """Put a checkpoint's weights into the engine, in place; packed matrices are packed again.
+
+        Args:
+            path: A folder, a file, a folder with tags, or a JSON description, as `checkpoint` takes them.
+            tag: Which of a folder's tags; None takes what `latest` says.
+            strict: False lets tensors be missing, which stay as they are, or left over.
+
+        Raises:
+            WeightError: The checkpoint is damaged or another model's; the engine is then as it was.
+            UnsupportedError: A layer's parts were replaced since it was fused.
+        """
+        reload(self.module, path, tag=tag, strict=strict)
