@@ -254,6 +254,7 @@ class BlockSpec:
             feed-forward, with as many heads; None where it attends to itself alone.
         relative: A learned bias by relative position is added to the scores of the layer's own attention.
             "shared" is made by the first layer, returned, and handed to the others; "own" is each layer's.
+        own_attention: The family's own code says which keys a query meets (`Family.attention`).
         clamp: In float16, sums that are no longer finite are brought back into the dtype's range: after each
             "branch", or at the layer's "end".
     """
@@ -287,6 +288,7 @@ class BlockSpec:
     latent: Latent | None = None
     cross: int | None = None
     relative: Literal["shared", "own"] | None = None
+    own_attention: bool = False
     clamp: Literal["branch", "end"] | None = None
 
     @property

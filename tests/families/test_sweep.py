@@ -28,6 +28,7 @@ APART = frozenset(
         "markuplm",
         "mpnet",
         "mpt",
+        "swin",
     }
 )
 """Layers that do not run together without a cache: they are handed biases or masks that weigh keys, scale

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import Recipe
 
-__all__ = ["Config", "Family", "OwnBias", "Tiny"]
+__all__ = ["Config", "Family", "Heads", "OwnAttention", "OwnBias", "Tiny"]
 
 Config = Any
 """A transformers `PretrainedConfig`: attributes only, never imported here."""
@@ -45,6 +47,40 @@ class OwnBias:
     reads: frozenset[str] = frozenset()
 
 
+class Heads(Protocol):
+    """What a family's own attention may ask of the block that it is the attention of."""
+
+    @property
+    def entered(self) -> Tensor:
+        """`(B, S, C)`: the layer's input as its projections read it."""
+        ...
+
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of other rows than the layer's own, `(..., C)` to `(..., H, D)` each."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention of `(N, H, S, D)` over `(N, H, L, D)`, `(N, S, H, D)`; `mask` is added to the scores."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """Which keys a query meets, where that is neither all of them nor all that came before.
+
+    Attributes:
+        run: Of the heads, the layer, the arguments of its call by name, and q, k and v `(B, S, H, D)`,
+            rotated where the spec has a rope. Returns what the queries heard, `(B, S, H, D)`, then whatever
+            tensors the layer returns beside its states.
+        reads: Names of arguments that only this code reads.
+        packed: States are `(S, C)`, of any number of sequences.
+    """
+
+    run: Callable[..., tuple[Tensor, ...]]
+    reads: frozenset[str]
+    packed: bool = False
+
+
 def _no_reason(config: Config) -> str | None:
     return None
 
@@ -73,6 +109,9 @@ class Family:
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
         bias: What the layer itself adds to its scores; its parameters are `ignored`.
         relative: Path of the layer's part whose `compute_bias` makes biases by relative position.
+        attention: How layers attend whose spec says `own_attention`.
+        measure: Numbers of a layer that its config and index do not give, of the layer itself and the config;
+            then `spec` is not asked.
         other: What layer `index` of a hybrid is in place of attention (a state space, ...), or None;
             such a layer keeps its code.
     """
@@ -89,20 +128,24 @@ class Family:
     bias: OwnBias | None = None
     specs: Mapping[str, Callable[[Config, int], BlockSpec]] = field(default_factory=dict)
     relative: str | None = None
+    attention: OwnAttention | None = None
+    measure: Callable[[Any, Config], BlockSpec] | None = None
     other: Callable[[Config, int], str | None] = field(default=_attends)
 
-    def spec_of(self, layer_class: type, config: Config, index: int) -> BlockSpec:
+    def spec_of(self, layer: Any, config: Config, index: int) -> BlockSpec:
         """Numbers of layer `index`, which is of a class of the family."""
-        names = (known.__name__ for known in layer_class.__mro__)
+        if self.measure is not None:
+            return self.measure(layer, config)
+        names = (known.__name__ for known in type(layer).__mro__)
         spec = next((self.specs[name] for name in names if name in self.specs), self.spec)
         return spec(config, index)
 
-    def why_not(self, layer_class: type, config: Config, index: int) -> str | None:
+    def why_not(self, layer: Any, config: Config, index: int) -> str | None:
         """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""
         reason = self.refuse(config) or self.other(config, index)
         if reason is not None:
             return reason
-        spec = self.spec_of(layer_class, config, index)
+        spec = self.spec_of(layer, config, index)
         if spec.causal and getattr(config, "is_causal", None) is False:
             # Then no mask means causality to some of transformers' attentions, and none of it to others.
             return "is_causal is False"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from slipstream.families.common import field
-from slipstream.families.family import Config, Family, Tiny
+from slipstream.families.family import Config, Family, OwnAttention, Tiny
+from slipstream.families.local import block_wise
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import First, Recipe, Stack, Take
 
@@ -34,6 +36,11 @@ def _shared(config: Config, index: int) -> BlockSpec:
 
 def _own(config: Config, index: int) -> BlockSpec:
     return _spec(config, "own")
+
+
+def _long(config: Config, index: int) -> BlockSpec:
+    # Its encoder attends within blocks; its decoder is T5's.
+    return replace(_spec(config, "shared"), own_attention=not config.is_decoder)
 
 
 def _frame(config: Config) -> FrameSpec:
@@ -104,6 +111,24 @@ def _tiny(prefix: str, label: str = "", **options: Any) -> Tiny:
     return Tiny(f"{prefix}ForConditionalGeneration", f"{prefix}Config", {**_TINY, **options}, label)
 
 
+_LONG = (
+    _tiny("LongT5", "local", local_radius=3, tie_word_embeddings=False),
+    _tiny(
+        "LongT5",
+        "transient-global",
+        local_radius=2,
+        encoder_attention_type="transient-global",
+        global_block_size=4,
+        feed_forward_proj="gated-gelu",
+    ),
+)
+_ATTENTIONS = tuple(f"layer.0.{kind}SelfAttention" for kind in ("", "Local", "TransientGlobal"))
+_LONG_RECIPES: Mapping[Role, Recipe] = {
+    **_RECIPES,
+    Role.QKV: First(tuple(Stack(tuple(f"{path}.{part}" for part in "qkv")) for path in _ATTENTIONS)),
+    Role.ATTN_OUT: First(tuple(Take(f"{path}.o") for path in _ATTENTIONS)),
+}
+
 FAMILIES = (
     _family(
         "t5",
@@ -113,4 +138,17 @@ FAMILIES = (
     ),
     _family("mt5", "MT5", _tiny("MT5")),
     _family("umt5", "UMT5", _tiny("UMT5"), relative="own"),
+    replace(
+        _family("longt5", "LongT5", *_LONG),
+        spec=_long,
+        recipes=_LONG_RECIPES,
+        ignored=(
+            "*relative_attention_bias.weight",
+            "layer.0.TransientGlobalSelfAttention.global_input_layer_norm.weight",
+        ),
+        attention=OwnAttention(
+            block_wise,
+            frozenset({"attention_mask", "position_bias"}),
+        ),
+    ),
 )

@@ -139,6 +139,17 @@ class Block:
         x = x + self._sum(self._linear(Role.CROSS_OUT, across(q).flatten(1)))
         return self._branch(x) if pre else self._norm(Role.CROSS_NORM, x)
 
+    def entered(self, x: Tensor) -> Tensor:
+        """What the layer's projections read of its input `(T, C)`."""
+        return x if self.spec.place == "post" else self._norm(Role.ATTN_NORM, x)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(T, H, D)`, keys and values `(T, K, D)` of rows `(T, C)`, as they are projected."""
+        spec = self.spec
+        parts = self._linear(Role.QKV, x).split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
+        return q, k, v
+
     def cross_keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of an encoder's states.
 
@@ -180,8 +191,7 @@ class Block:
         spec = self.spec
         if spec.latent is not None:
             return self._latent_attention(x, spec.latent, rope, attend)
-        parts = self._linear(Role.QKV, x).split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
+        q, k, v = self.project(x)
         after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
         if not after_rope:
             q, k = self._qk_norms(q, k)

@@ -340,7 +340,7 @@ def _exactly(calls: Sequence[RecordedCall], run: Callable[..., Any], like: Tenso
 
 def _real_rows(call: RecordedCall, output: Tensor) -> Tensor:
     """Rows that are not padding; the first of the first sequence are, in the padded prompt."""
-    rows = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device)
-    if output.shape[1] == LENGTH:
+    rows = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
+    if output.dim() == 3 and output.shape[1] == LENGTH:
         rows[0, :PADDING] = False
     return rows

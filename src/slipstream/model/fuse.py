@@ -221,7 +221,7 @@ def _check(
     _, spec = _known(found)
     if not calls:
         return Verdict(None, reason=f"the model cannot be run on random tokens to check the block{why}")
-    returns = returns_of(calls[0].output, biases=spec.relative == "shared")
+    returns = returns_of(calls[0].output, biases=spec.relative == "shared", own=spec.own_attention)
     if returns is None:
         return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")
     if settings.check == "off":
@@ -337,7 +337,8 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         bool_masks=verdict.bool_masks,
         forward=type(layer).forward,
         bias=family.bias,
-        relative=family.relative,
+        relative=None if spec.own_attention else family.relative,
+        attention=family.attention if spec.own_attention else None,
     )
 
 

@@ -17,13 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
-from slipstream.families import OwnBias
+from slipstream.families import OwnAttention, OwnBias
 from slipstream.model.block import Block
 from slipstream.model.cross import relative_of
 from slipstream.model.defer import defer
 from slipstream.model.intact import PartState, is_heard, is_intact, parts_of
-from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
+from slipstream.model.layer_call import LayerCall, LayerSignature, rope_table, run_block
 from slipstream.model.links import Link, link, relink, restored
+from slipstream.model.own import run_own
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
 from slipstream.weights.load import restore_block
@@ -62,6 +63,7 @@ class Injected:
         parts: The modules inside of the layer when it was injected.
         links: The layer's parameters as the block holds them.
         bias: Makes what the layer itself adds to the scores, of the layer and its call's arguments by name.
+        attention: The layer's own, where its spec says so.
     """
 
     original: type[nn.Module]
@@ -77,6 +79,7 @@ class Injected:
     parts: tuple[PartState, ...] = ()
     links: tuple[Link, ...] = ()
     bias: OwnBias | None = None
+    attention: OwnAttention | None = None
 
 
 def is_injected(module: nn.Module) -> bool:
@@ -108,7 +111,8 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
     layer.__dict__.pop("forward", None)
     layer.__dict__[_STATE] = state
     state.parts = parts_of(layer)
-    silent = frozenset() if state.bias is None else state.bias.reads
+    own = state.bias or state.attention
+    silent = frozenset() if own is None else own.reads
     layer.__class__ = _injected_class(state.original, silent)  # type: ignore[arg-type]
     layer.register_state_dict_post_hook(_fill_state_dict)
     layer.register_load_state_dict_pre_hook(_refuse_load)
@@ -124,6 +128,8 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         state = injected_state(self)
         call = None
         if not (self.training or wants_original()) and is_untouched(self):
+            if state.attention is not None:
+                return _run_own(self, state, state.attention, signature, args, kwargs)
             call = signature.read(args, kwargs, state.block.whole)
         if call is None or (call.has_bool_mask and not state.bool_masks):
             return original_forward(self, *args, **kwargs)
@@ -164,14 +170,8 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
 
     # A subclass made by `type` runs `__init_subclass__` of transformers' layers, which wraps `forward` as
     # for theirs.
-    namespace = {
-        "forward": forward,
-        "_apply": _apply,
-        "__deepcopy__": __deepcopy__,
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-    }
+    own = {function.__name__: function for function in (forward, _apply, __deepcopy__, __reduce_ex__)}
+    namespace = {**own, "__module__": original.__module__, "__doc__": original.__doc__}
     made = type(original.__name__, (original,), namespace)
     made.__qualname__ = original.__qualname__
     return made
@@ -185,6 +185,25 @@ def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | Non
         if later is not None:
             return (later,)
     return run_block(state.block, call, state.index, table, relative)
+
+
+def _run_own(
+    layer: nn.Module,
+    state: Injected,
+    own: OwnAttention,
+    signature: LayerSignature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The answer of a layer that attends in its family's own way."""
+    call = signature.read_own(args, kwargs, packed=own.packed)
+    rope = state.block.spec.rope
+    if call is None or (rope is not None and call.rope is None):
+        return original_forward(layer, *args, **kwargs)
+    table = None if rope is None else rope_table(rope, call, None)
+    given = signature.name(args, kwargs)
+    hidden, *more = run_own(state.block, call.hidden, table, layer=layer, attention=own, given=given)
+    return state.returns(hidden[0] if own.packed else hidden, *more)
 
 
 def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:

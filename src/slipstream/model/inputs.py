@@ -118,10 +118,21 @@ def _spectrograms(config: Any, accepts: Mapping[str, Any], generator: torch.Gene
     return [{"input_features": torch.randn(_BATCH, bins, 2 * places, generator=generator)}]
 
 
+def _packed_patches(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
+    """Patches of a film and of a picture in one row, as towers take them that know each one's grid."""
+    merged = _number(config, "spatial_merge_size") or 1
+    grids = torch.tensor([[1, 2 * merged, 3 * merged], [2, merged, 2 * merged]])
+    side, channels = _pair(_value(config, "patch_size") or 14)[0], _number(config, "in_channels", "in_chans")
+    width = (channels or 3) * _pair(_value(config, "temporal_patch_size") or 1)[0] * side * side
+    patches = torch.randn(int(grids.prod(dim=-1).sum()), width, generator=generator)
+    return [{"hidden_states": patches, "grid_thw": grids}]
+
+
 _MAKERS: Mapping[str, Callable[[Any, Mapping[str, Any], torch.Generator], list[Inputs]]] = {
     "pixel_values": _pictures,
     "input_values": _sound,
     "input_features": _spectrograms,
+    "grid_thw": _packed_patches,
 }
 
 

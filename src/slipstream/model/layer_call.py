@@ -22,7 +22,7 @@ from slipstream.ops.rope import half_table
 from slipstream.parallel.shard import Share
 from slipstream.spec import BlockSpec, Role, Rope
 
-__all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
+__all__ = ["LayerCall", "LayerSignature", "returns_of", "rope_table", "run_block"]
 
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -130,6 +130,19 @@ class LayerSignature:
         table = None if rope is None else (rope[0], rope[1])
         return LayerCall(hidden, mask, bias, cache, table, positions, cross)
 
+    def read_own(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, packed: bool) -> LayerCall | None:
+        """Reduce a call of a layer that attends in a way of its own; `packed` states are `(S, C)`."""
+        given = self.name(args, kwargs)
+        hidden, rope = given.pop(self._hidden, None), given.get("position_embeddings")
+        if not isinstance(hidden, Tensor) or hidden.dim() != (2 if packed else 3):
+            return None
+        if len(args) > len(self._order) or any(
+            _asks(value) for name, value in given.items() if name not in self._silent
+        ):
+            return None
+        table = (rope[0], rope[1]) if isinstance(rope, _TABLE_TYPES) and len(rope) == 2 else None
+        return LayerCall(hidden[None] if packed else hidden, None, None, None, table, None)
+
 
 def _pop_first(given: dict[str, Any], names: tuple[str, ...]) -> Any:
     found = [given.pop(name) for name in names if name in given]
@@ -228,7 +241,7 @@ def run_block(
         )
         return out.flatten(0, 1)
 
-    rope = None if spec.rope is None else _rope_table(spec.rope, call, table)
+    rope = None if spec.rope is None else rope_table(spec.rope, call, table)
     across = None if call.cross is None else attend_across(block, call.cross, layer_index)
     out = block(call.hidden.reshape(batch * length, width), rope, attend, across).view(batch, length, width)
     if spec.relative != "shared":
@@ -318,7 +331,8 @@ def _full_mask(
     )
 
 
-def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
+def rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
+    """Cosines and sines of a call's rows, by what the model passed or by the layer's own `table`."""
     batch, length, _ = call.hidden.shape
     if table is not None:
         positions = (
@@ -339,7 +353,7 @@ def _rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
     return cos, sin
 
 
-def returns_of(output: Any, *, biases: bool = False) -> Callable[..., Any] | None:
+def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Callable[..., Any] | None:
     """Learn from a layer's own answer how to answer for it.
 
     Attention maps returned unasked become None: a forward that asks for them runs the original code.
@@ -347,6 +361,7 @@ def returns_of(output: Any, *, biases: bool = False) -> Callable[..., Any] | Non
     Args:
         output: What the original layer returned to a batch of more than one.
         biases: The layer also returns biases by relative position, for the layers after it.
+        own: Whatever tensors it returns are its own attention's to make.
 
     Returns:
         A function from what `run_block` returns to the same kind of answer, or None where the answer holds
@@ -356,7 +371,8 @@ def returns_of(output: Any, *, biases: bool = False) -> Callable[..., Any] | Non
         return lambda hidden: hidden
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         kind, parts = type(output), list(output[1:])
-        places = [i for i, part in enumerate(parts) if biases and _is_bias(part, output[0])]
+        tensors = [i for i, part in enumerate(parts) if isinstance(part, Tensor)]
+        places = [i for i in tensors if own or biases and _is_bias(parts[i], output[0])]
         rest = [None if i in places or _is_map(part, output[0]) else part for i, part in enumerate(parts)]
         if not all(part is None or isinstance(part, tuple) and not part for part in rest):
             return None

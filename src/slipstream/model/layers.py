@@ -59,7 +59,7 @@ def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = No
     ]
     if all(one.family is None for one in found):
         return found
-    return [one for one in found if one.family is not None or one.wanted or not _only_convolves(one.layer)]
+    return [one for one in found if one.family is not None or one.wanted or not _is_between(one.layer)]
 
 
 def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator[tuple[str, nn.Module, int]]:
@@ -80,8 +80,13 @@ def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator
             yield from _candidates(child, full, policy)
 
 
-def _only_convolves(layer: nn.Module) -> bool:
-    """Whether a layer's matrices are all convolutions': it comes before the layers that a family knows."""
+def _is_between(layer: nn.Module) -> bool:
+    """Whether a layer comes before those that a family knows, or leads from a tower to another.
+
+    Its matrices are all convolutions', or they are too few for an attention: at most two.
+    """
+    if sum(p.dim() > 1 for p in layer.parameters()) in (1, 2):
+        return True
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     convolutions = [module for module in layer.modules() if isinstance(module, kinds)]
     theirs = {id(p) for module in convolutions for p in module.parameters()}
@@ -110,10 +115,10 @@ def _identify(
         config = next((module.config for _, module in parents if hasattr(module, "config")), None)
     if config is None and not wanted:
         return Found(name, layer, index, root, family, None, "no module above the layer has a config")
-    reason = family.why_not(type(layer), config, index)
+    reason = family.why_not(layer, config, index)
     if reason is not None:
         return Found(name, layer, index, root, family, None, f"{family.name} declines: {reason}", wanted)
-    return Found(name, layer, index, root, family, family.spec_of(type(layer), config, index), "", wanted)
+    return Found(name, layer, index, root, family, family.spec_of(layer, config, index), "", wanted)
 
 
 def _parents(model: nn.Module, name: str) -> list[tuple[str, Any]]:

@@ -159,7 +159,7 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
 
     Raises:
         ConfigError: More ranks than heads, feed-forward units or experts.
-        UnsupportedError: A block with latent attention.
+        UnsupportedError: A block with latent attention, or with a family's own.
     """
     experts = spec.moe.experts if spec.moe is not None else 0
     if mesh.tp.size == 1 and (mesh.ep.size == 1 or not experts):
@@ -168,6 +168,10 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
     if spec.latent is not None:
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}, moe.ep_size={ep}: latent attention is not split; use one rank"
+        )
+    if spec.own_attention:
+        raise UnsupportedError(
+            f"tensor_parallel.tp_size={tp}: attention in windows or blocks is not split; use one rank"
         )
     if tp > spec.heads:
         raise ConfigError(

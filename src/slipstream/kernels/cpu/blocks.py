@@ -48,8 +48,8 @@ def refuse_block(block: BlockLike) -> str | None:
         matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
         if isinstance(matrix, str):
             return f"{role}: {matrix}"
-    if spec.latent is not None:
-        return "latent attention is not in it"
+    if spec.latent is not None or spec.own_attention:
+        return "latent attention, and a family's own, are not in it"
     if spec.moe is not None and not spec.moe.is_plain:
         return "a router that scores by sigmoid, in groups, by a factor or in float32 is not in it"
     for role, vector in block.weights.vectors.items():
