@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from typing import Any
 
 from benchmarks.peers.rows import Row
 
-__all__ = ["Failed", "Worker", "environments", "not_installed"]
+__all__ = ["Failed", "Worker", "environments", "last_words", "not_installed"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_S = 900.0
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)")
 
 
 class Failed(Exception):
@@ -119,5 +121,16 @@ class Worker:
             os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else f"the process ended with status {self._process.poll()}"
+        return last_words(self._log.read_text(errors="replace")) or (
+            f"the process ended with status {self._process.poll()}"
+        )
+
+
+def last_words(log: str) -> str:
+    """What a process died of: the last line that names an exception, or else the last line.
+
+    Progress bars are drawn after the traceback when their threads end, and are no words.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [line for line in lines if _EXCEPTION.match(line)]
+    return (named or lines or [""])[-1]

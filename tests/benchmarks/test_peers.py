@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.models import Facts, make
 from benchmarks.peers import workers
-from benchmarks.peers.conductor import Failed, Worker
+from benchmarks.peers.conductor import Failed, Worker, last_words
 from benchmarks.peers.measure import Entry
 from benchmarks.peers.rows import PRECISIONS, Row, rows_of, tables
 from benchmarks.peers.worker import Timed, prompts
@@ -58,6 +58,13 @@ def test_a_worker_answers_and_is_stopped_in_between(worker: Worker) -> None:
 def test_a_worker_that_fails_leaves_its_last_words(worker: Worker) -> None:
     with pytest.raises(Failed, match="load: RuntimeError: no such file"):
         worker.ask("load", fail=True)
+
+
+def test_progress_bars_are_no_last_words() -> None:
+    log = "Traceback (most recent call last):\n  File x\nmod.OddError: no room\n\rLoading:  40%|##  | 2/5\r\n"
+    assert last_words(log) == "mod.OddError: no room"
+    assert last_words("one\ntwo\n\n") == "two"
+    assert last_words("") == ""
 
 
 def test_a_stopped_worker_ends_with_its_conductor(tmp_path: Path) -> None:
