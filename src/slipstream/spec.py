@@ -359,6 +359,9 @@ class FrameSpec:
         embed_norm: The norm before the first layer.
         pos_embed: The learned (or tabulated) position embedding: a module, or a buffer.
         pos_offset: Added to a position before it is looked up.
+        pos_padding: Tokens of this id look up the row of that index, wherever they stand (M2M100's).
+        pos_after_norm: Positions are added after `embed_norm`, not before it.
+        hears_padding: The decoder sees all of an encoder's states, whatever a mask says (Whisper's).
         project_in: Linear from the embedding's width to the hidden one.
         project_out: Linear from the hidden width to the head's.
         rotary: The rotary module.
@@ -380,6 +383,9 @@ class FrameSpec:
     embed_norm: str | None = None
     pos_embed: str | None = None
     pos_offset: int = 0
+    pos_padding: int | None = None
+    pos_after_norm: bool = False
+    hears_padding: bool = False
     project_in: str | None = None
     project_out: str | None = None
     rotary: str | None = None

@@ -19,7 +19,21 @@ from tests.families.pairs import _entries
 from tests.families.sweep import peaked_model
 from tests.helpers.models import Pair, inject
 
-ROAD = ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "blenderbot", "plbart", "moonshine")
+ROAD = (
+    "t5",
+    "mt5",
+    "umt5",
+    "longt5",
+    "bart",
+    "mbart",
+    "pegasus",
+    "marian",
+    "m2m_100",
+    "blenderbot",
+    "blenderbot-small",
+    "plbart",
+    "moonshine",
+)
 
 
 @functools.cache

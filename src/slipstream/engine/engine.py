@@ -24,8 +24,10 @@ from slipstream.engine.request import (
     by_name,
     move_stop_strings,
     read_request,
+    repeats_generate,
     why_not_intact,
     why_not_packed,
+    why_not_repeated,
     why_not_so_long,
 )
 from slipstream.engine.runner import Runner
@@ -171,7 +173,7 @@ class InferenceEngine(Weights):
             runner = self._built.runner
             if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
                 found = generate(**kwargs)
-                agree_on_tokens(found if isinstance(found, Tensor) else found.sequences, replica)
+                agree_on_tokens(_sequences(found), replica)
                 return found
             decode = Loop(runner, kwargs.get("streamer"), replica).method()
             return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})
@@ -187,6 +189,8 @@ class InferenceEngine(Weights):
     def _why_not_the_engine_road(
         self, runner: Runner, request: Request, kwargs: dict[str, Any]
     ) -> str | None:
+        if repeats_generate(self.module):
+            return why_not_repeated(self.module, request, kwargs) or why_not_intact(self.module, runner)
         return (
             why_not_packed(self.module, request, kwargs)
             or why_not_so_long(self.module, runner, request)
@@ -284,6 +288,12 @@ def _named_like(engine_class: type[InferenceEngine], model_class: type[nn.Module
     made = type(model_class.__name__, (engine_class,), {"__module__": engine_class.__module__})
     made.__qualname__ = f"{engine_class.__qualname__}[{model_class.__qualname__}]"
     return made
+
+
+def _sequences(found: Any) -> Tensor:
+    """The tokens of what `generate` returned: some models return a dictionary of segments beside them."""
+    tokens: Tensor = found if isinstance(found, Tensor) else found["sequences"]
+    return tokens
 
 
 def _first_tensor(output: Any) -> Any:

@@ -53,7 +53,9 @@ class Loop:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:
-            return self(
+            leaves = listens(self.runner) and self._leaves(generation_config, input_ids, model_kwargs)
+            run = self._original if leaves else self
+            return run(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
             )
 
@@ -118,6 +120,36 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
         return record.output(model, batch) if config.return_dict_in_generate else batch.ids.clone()
+
+    def _leaves(self, config: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
+        """Whether a call that a model made of `generate` by itself is for transformers' own loop."""
+        most = self.runner.frame.max_positions
+        mask = inputs.get("decoder_attention_mask")
+        padded = mask is not None and not bool((mask != 0).all())
+        asked = (
+            "return_dict_in_generate",
+            "output_attentions",
+            "output_hidden_states",
+            "cache_implementation",
+        )
+        return (
+            padded
+            or any(getattr(config, name, None) for name in asked)
+            or config.use_cache is False
+            or config.get_generation_mode(None).value not in ("greedy_search", "sample")
+            or (most is not None and max(int(config.max_length), ids.shape[1]) > most)
+        )
+
+    def _original(self, model: Any, *given: Any, **inputs: Any) -> Any:
+        """What transformers' own loop says; `given` in the order of its methods."""
+        from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+        mode = given[-1].get_generation_mode(None)
+        own = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+        names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        if self.streamer is not None:
+            inputs["streamer"] = self.streamer
+        return own(model, **dict(zip(names, given, strict=True)), **inputs)
 
     def _admit(self, ids: Tensor, most: int, inputs: Mapping[str, Any]) -> tuple[Batch, Runner]:
         """The batch, and what runs it."""

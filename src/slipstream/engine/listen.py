@@ -41,6 +41,7 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None) -> Runner:
     states: Tensor = encoded.last_hidden_state
     own = getattr(encoded, "attention_mask", None)
     seen = mask if own is None else own
+    seen = None if runner.frame.spec.hears_padding else seen
     batch, length, _ = states.shape
     memory = {}
     for block in runner.blocks:

@@ -21,8 +21,10 @@ __all__ = [
     "by_name",
     "move_stop_strings",
     "read_request",
+    "repeats_generate",
     "why_not_intact",
     "why_not_packed",
+    "why_not_repeated",
     "why_not_so_long",
 ]
 
@@ -195,6 +197,43 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     return None
 
 
+def repeats_generate(model: nn.Module) -> bool:
+    """Whether a model of speech calls transformers' `generate` out of its own, once for each segment."""
+    from transformers import GenerationMixin
+
+    own = type(model).generate  # type: ignore[attr-defined]
+    return own is not GenerationMixin.generate and "input_features" in inspect.signature(own).parameters
+
+
+def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
+    """Why no call that such a model makes may take the engine road, or None: then `Loop` sees to each of them.
+
+    Args:
+        model: One that `repeats_generate`.
+        request: The call as it was read.
+        kwargs: The call.
+    """
+    if "generate" in vars(model):
+        return "the model has a generate of its own"
+    mode = request.config.get_generation_mode(None).value
+    if mode not in (*_MODES, "beam_search", "beam_sample"):
+        return f"the mode is {mode}"
+    # The last one keeps all arguments of the call, to make it again.
+    for name in (
+        "assistant_model",
+        "custom_generate",
+        "encoder_outputs",
+        "past_key_values",
+        "no_speech_threshold",
+    ):
+        if kwargs.get(name) is not None:
+            return f"{name} is given"
+    settings = kwargs.get("generation_config"), model.generation_config
+    if any(getattr(one, "no_speech_threshold", None) is not None for one in settings):
+        return "no_speech_threshold is set"
+    return None
+
+
 def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     """Why the engine road would not say what the model says by now, or None if it does.
 
@@ -235,7 +274,18 @@ def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str |
     kept = _kept_tokens(model, runner)
     if kept is not None and total > kept:
         return f"transformers' cache keeps {kept} tokens, and a layer sees another number"
+    padding = runner.frame.spec.pos_padding
+    if padding is not None and request.encoded and _starts_with(request, padding):
+        return "the decoder's prompt has padding, which has no position"
     return None
+
+
+def _starts_with(request: Request, token: int) -> bool:
+    """Whether a token is in what a decoder is given to begin with."""
+    given = request.inputs.get("decoder_input_ids")
+    start = request.config.decoder_start_token_id
+    starts = start if isinstance(start, list) else [start]
+    return isinstance(given, Tensor) and (token in starts or bool((given == token).any()))
 
 
 def _decoded(request: Request) -> int:

@@ -94,17 +94,22 @@ def _frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None:
         final_norm="model.decoder.layer_norm" if place == "pre" else None,
         logit_bias="final_logits_bias",
     )
+    if changes.pop("pos_padding", False):
+        # Its tokens count from one, and padding is what has none of these places.
+        padding = int(config.pad_token_id)
+        changes |= {"pos_padding": padding, "pos_offset": padding + 1}
     return replace(frame, **changes)
 
 
+_SMALL = {"embed_norm": "model.decoder.layernorm_embedding", "pos_after_norm": True}
 _NORMED = {"embed_norm": "model.decoder.layernorm_embedding", "pos_offset": 2}
 
 
 def _family(
-    name: str, prefix: str, place: Place, *more: Tiny, around: Mapping[str, Any] | None, **options: Any
+    name: str, prefix: str, place: Place, *more: Tiny, around: Mapping[str, Any], **options: Any
 ) -> Family:
     def frame(config: Config) -> FrameSpec | None:
-        return None if around is None else _frame(config, place, **around)
+        return _frame(config, place, **around)
 
     return Family(
         name=name,
@@ -112,7 +117,7 @@ def _family(
         spec=_by_place(bart_encoder, place),
         specs={f"{prefix}DecoderLayer": _by_place(bart_decoder, place)},
         recipes=BART_RECIPES,
-        frame=None if around is None else frame,
+        frame=frame,
         tiny=(_tiny(prefix, **options), *more),
     )
 
@@ -123,14 +128,13 @@ def _tiny(prefix: str, label: str = "", model: str = "ForConditionalGeneration",
 
 _ALONE = _tiny("Bart", "a decoder alone", "ForCausalLM", is_decoder=True)
 
-# Positions of M2M100 depend on which tokens are padding, and BlenderbotSmall adds them after its norm.
 FAMILIES = (
     _family("bart", "Bart", "post", _ALONE, around=_NORMED),
     _family("mbart", "MBart", "pre", around=_NORMED, scale_embedding=True),
     _family("pegasus", "Pegasus", "pre", around={}),
     _family("marian", "Marian", "post", around={}, model="MTModel"),
-    _family("m2m_100", "M2M100", "pre", around=None),
+    _family("m2m_100", "M2M100", "pre", around={"pos_padding": True, "logit_bias": None}),
     _family("blenderbot", "Blenderbot", "pre", around={}),
-    _family("blenderbot-small", "BlenderbotSmall", "post", around=None),
+    _family("blenderbot-small", "BlenderbotSmall", "post", around=_SMALL),
     _family("plbart", "PLBart", "post", around=_NORMED),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from slipstream.families.bart import BART_RECIPES, BART_TINY, bart_decoder, bart_encoder
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec
+from slipstream.spec import BlockSpec, FrameSpec, Norm
 
 
 def _encoder(config: Config, index: int) -> BlockSpec:
@@ -15,6 +16,21 @@ def _encoder(config: Config, index: int) -> BlockSpec:
 
 def _decoder(config: Config, index: int) -> BlockSpec:
     return bart_decoder(config, "pre")
+
+
+def _frame(config: Config) -> FrameSpec | None:
+    if not config.is_encoder_decoder:
+        return None
+    return FrameSpec(
+        layers="model.decoder.layers",
+        embed="model.decoder.embed_tokens",
+        embed_scale=math.sqrt(config.d_model) if config.scale_embedding else 1.0,
+        pos_embed="model.decoder.embed_positions",
+        head="proj_out",
+        norm=Norm("layer", 1e-5),
+        final_norm="model.decoder.layer_norm",
+        hears_padding=True,
+    )
 
 
 _OWN: dict[str, Any] = {
@@ -31,5 +47,6 @@ FAMILY = Family(
     spec=_encoder,
     specs={"WhisperDecoderLayer": _decoder},
     recipes=BART_RECIPES,
+    frame=_frame,
     tiny=(Tiny("WhisperForConditionalGeneration", "WhisperConfig", {**_FIELDS, **_OWN}),),
 )

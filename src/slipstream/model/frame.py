@@ -114,10 +114,20 @@ class Frame:
             x = x * self.embed_factor
         if self.project_in is not None:
             x = self._linear(self.project_in, x)
-        table = self.pos_table
-        if table is not None:
-            x = x + table[positions + spec.pos_offset].to(x.dtype)
+        if spec.pos_after_norm and self.embed_norm is not None:
+            return self._at_places(self._norm(self.embed_norm, x), token_ids, positions)
+        x = self._at_places(x, token_ids, positions)
         return x if self.embed_norm is None else self._norm(self.embed_norm, x)
+
+    def _at_places(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The sum with the position embedding, where there is one."""
+        table, padding = self.pos_table, self.spec.pos_padding
+        if table is None:
+            return x
+        rows = positions + self.spec.pos_offset
+        if padding is not None:
+            rows = rows.masked_fill(token_ids == padding, padding)
+        return x + table[rows].to(x.dtype)
 
     @property
     def embed_factor(self) -> float:

@@ -38,6 +38,9 @@ def check_frame(
     device = frame.embed.weight.device
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, frame.embed.weight.shape[0], (1, _LENGTH), generator=generator).to(device)
+    if frame.spec.pos_padding is not None:
+        # Positions count what is no padding: so does the frame, but for a prompt with padding inside of it.
+        ids = torch.where(ids == frame.spec.pos_padding, (ids + 1) % frame.embed.weight.shape[0], ids)
     positions = torch.arange(_LENGTH, device=device)
     seen: list[tuple[Tensor, Any]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
