@@ -340,6 +340,14 @@ class _Joined(Source):
     def read(self, name: str) -> Tensor:
         return self._parts[name].read(name)
 
+    def by_windows(self) -> None:
+        for part in dict.fromkeys(self._parts.values()):
+            part.by_windows()
+
+    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
+        found = (part.locate(tensor) for part in dict.fromkeys(self._parts.values()))
+        return next((place for place in found if place is not None), None)
+
     def prefetch(self, names: Iterable[str]) -> None:
         for name in names:
             self._parts[name].prefetch([name])

@@ -153,6 +153,14 @@ class Renamed(Source):
         """Whether the source has it packed."""
         return self.source.is_packed(self._places[name])
 
+    def by_windows(self) -> None:
+        """As the source does."""
+        self.source.by_windows()
+
+    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
+        """As the source has it."""
+        return self.source.locate(tensor)
+
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask the source to read ahead."""
         self.source.prefetch(self._places[name] for name in names)

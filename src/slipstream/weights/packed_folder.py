@@ -52,6 +52,17 @@ class Matrix:
     transposed: bool = False
 
 
+@dataclass(frozen=True)
+class _Described:
+    """A packed matrix by the names of its planes, with `pieces` and `transposed` of `Matrix`."""
+
+    format: Format
+    shape: tuple[int, ...]
+    planes: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    transposed: bool
+
+
 def is_packed_folder(place: Path) -> bool:
     """Whether a folder has a manifest."""
     return os.path.isfile(place / MANIFEST)  # a Path raises: the name may be too long for a file
@@ -123,26 +134,25 @@ class PackedFolder(Source):
         self._file = SafeFile(folder / _PLANES)
         self.dtype = _DTYPES[table["dtype"]]
         self.quant: dict[str, Any] = table["quant"]
-        self._matrices: dict[str, Matrix] = {}
+        self._matrices: dict[str, _Described] = {}
         self._homes: dict[str, str] = {}
         used: set[str] = set()
         for name, entry in table["matrices"].items():
-            self._matrices[name] = matrix = self._matrix(name, entry)
-            used |= set(entry["planes"])
+            self._matrices[name] = matrix = self._described(name, entry)
+            used |= set(matrix.planes)
             for tensor in {piece.name for piece in matrix.pieces} or {name}:
                 if tensor in self._homes or tensor in self._file.entries:
                     raise WeightError(f"{self._path}: {tensor} is there twice")
                 self._homes[tensor] = name
         self._plain = [name for name in self._file.entries if name not in used]
 
-    def _matrix(self, name: str, entry: Any) -> Matrix:
+    def _described(self, name: str, entry: Any) -> _Described:
         where = f"{self._path}: {name}"
         shape, found = _shape(where, entry), _format(where, entry)
         layout = found.layout(shape)
         names = entry.get("planes")
         if not isinstance(names, list) or len(names) != len(layout):
             raise WeightError(f"{where}: {found.name} has {len(layout)} planes, and {names!r} are named")
-        planes = []
         for plane, (due, dtype) in zip(names, layout, strict=True):
             stored = self._file.entries.get(plane) if isinstance(plane, str) else None
             if stored is None:
@@ -152,10 +162,13 @@ class PackedFolder(Source):
                     f"{self._file.path}: the plane {plane} has shape {stored.shape} in {stored.dtype}, and "
                     f"{found.name} of shape {shape} needs {due} in {dtype}; make the folder again"
                 )
-            planes.append(self._file.tensor(plane))
-        weight = Weight(found.name, shape, tuple(planes), found.unpack, None, self.dtype)
         pieces = _pieces(where, entry, shape[-2])
-        return Matrix(weight, pieces, entry.get("transposed") is True)
+        return _Described(found, shape, tuple(names), pieces, entry.get("transposed") is True)
+
+    def _weight(self, matrix: _Described) -> Weight:
+        """Planes as they lie."""
+        planes = tuple(map(self._file.tensor, matrix.planes))
+        return Weight(matrix.format.name, matrix.shape, planes, matrix.format.unpack, None, self.dtype)
 
     def names(self) -> Iterable[str]:
         """The model's names, of packed and of plain tensors."""
@@ -166,7 +179,7 @@ class PackedFolder(Source):
         if name not in self._homes:
             return self._file.entries[name].shape
         matrix = self._matrices[self._homes[name]]
-        *lead, rows, inputs = matrix.weight.shape
+        *lead, rows, inputs = matrix.shape
         transposed = matrix.transposed
         if matrix.pieces:
             own = [piece for piece in matrix.pieces if piece.name == name]
@@ -178,7 +191,7 @@ class PackedFolder(Source):
         if name not in self._homes:
             return self._file.tensor(name)
         matrix = self._matrices[self._homes[name]]
-        dense = matrix.weight.dense()
+        dense = self._weight(matrix).dense()
         if matrix.pieces:
             return scatter(matrix.pieces, dense)[name].contiguous()
         return dense.mT.contiguous() if matrix.transposed else dense
@@ -197,7 +210,7 @@ class PackedFolder(Source):
             raise WeightError(
                 f"{self._path}: {name} has rows in another order than this version's; make the folder again"
             )
-        return matrix.weight
+        return self._weight(matrix)
 
     def _part(self, name: str, wanted: Format) -> Weight | None:
         home = self._homes.get(name)
@@ -210,17 +223,17 @@ class PackedFolder(Source):
             return None
         index, piece = own[0]
         start = sum(p.count for p in matrix.pieces[:index])
-        *planes, factors = matrix.weight.planes
+        weight = self._weight(matrix)
+        *planes, factors = weight.planes
         rows = [plane.narrow(-2, start, piece.count) for plane in planes]
         cut = (*rows, factors.narrow(-1, start, piece.count))
-        lead = matrix.weight.shape[:-2]
-        shape = (*lead, piece.count, matrix.weight.shape[-1])
-        return replace(matrix.weight, planes=tuple(plane.contiguous() for plane in cut), shape=shape)
+        shape = (*matrix.shape[:-2], piece.count, matrix.shape[-1])
+        return replace(weight, planes=tuple(plane.contiguous() for plane in cut), shape=shape)
 
-    def _agree(self, name: str, matrix: Matrix, wanted: Format) -> None:
-        if matrix.weight.format != wanted.name:
+    def _agree(self, name: str, matrix: _Described, wanted: Format) -> None:
+        if matrix.format.name != wanted.name:
             raise WeightError(
-                f"{self._path}: {name} is packed as {matrix.weight.format}, and {wanted.name} is asked for; "
+                f"{self._path}: {name} is packed as {matrix.format.name}, and {wanted.name} is asked for; "
                 "leave quant out, or quantize the original"
             )
 
@@ -232,12 +245,20 @@ class PackedFolder(Source):
         matrix = self._matrices[home]
         if matrix.pieces and matrix.pieces[0].name != name:
             return None
-        planes = [plane.float().flatten() for plane in matrix.weight.planes if plane.is_floating_point()]
+        planes = [p.float().flatten() for p in self._weight(matrix).planes if p.is_floating_point()]
         return torch.cat(planes)
 
     def is_packed(self, name: str) -> bool:
         """Whether a tensor is in a packed matrix."""
         return name in self._homes
+
+    def by_windows(self) -> None:
+        """Map planes one by one."""
+        self._file.windowed = True
+
+    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The file's descriptor, and the first byte."""
+        return self._file.locate(tensor)
 
     def release(self, names: Iterable[str]) -> None:
         """Drop the pages of plain tensors."""

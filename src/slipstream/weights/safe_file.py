@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,23 @@ class Entry:
     end: int
 
 
+@dataclass(frozen=True)
+class _Window:
+    """A mapping that views are of; it goes with the last of them.
+
+    Attributes:
+        memory: The mapping.
+        begin: Of the file, its first byte.
+        address: Where that is.
+        size: Bytes.
+    """
+
+    memory: weakref.ref[mmap.mmap]
+    begin: int
+    address: int
+    size: int
+
+
 class SafeFile:
     """A mapped file. Its pages are read when a view is used, and a write to a view stays in this process.
 
@@ -73,6 +91,8 @@ class SafeFile:
         path: Of the file.
         entries: Every tensor by name.
         metadata: Strings by name.
+        windowed: Tensors are mapped one by one, for as long as somebody has them, and not the whole file: it
+            may be larger than the address space that a process is allowed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,31 +101,70 @@ class SafeFile:
         Raises:
             WeightError: The file cannot be read, is cut short, or its header does not describe it.
         """
-        self.path = path
+        self.path, self.windowed = path, False
+        self._memory: mmap.mmap | None = None
+        self._windows: dict[str, _Window] = {}
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header, start = _header(path, file.read(8), size, file)
-                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._file = os.dup(file.fileno())
         except OSError as error:
             raise WeightError(f"{path} cannot be read: {error.strerror or error}") from error
+        weakref.finalize(self, os.close, self._file)
         self.metadata = _metadata(path, header.pop("__metadata__", {}))
         self.entries = _entries(path, header, start, size)
 
     def tensor(self, name: str) -> Tensor:
-        """A view of a tensor; it keeps the file mapped."""
+        """A view of a tensor; it keeps the file, or its own part of it, mapped.
+
+        Raises:
+            WeightError: It cannot be mapped.
+        """
         entry = self.entries[name]
         if entry.end == entry.begin:
             return torch.empty(entry.shape, dtype=entry.dtype)
         size = entry.end - entry.begin
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=entry.begin)
+        memory, begin = self._mapped(name, entry)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=entry.begin - begin)
+        if self.windowed:
+            address = flat.data_ptr() - (entry.begin - begin)
+            self._windows[name] = _Window(weakref.ref(memory), begin, address, len(memory))
         if entry.begin % entry.dtype.itemsize:
             flat = flat.clone()  # torch has no view of elements that are not aligned
         return flat.view(entry.dtype).view(entry.shape)
 
+    def _mapped(self, name: str, entry: Entry) -> tuple[mmap.mmap, int]:
+        """A mapping that a tensor is in, and its first byte of the file."""
+        known = self._windows.get(name)
+        memory = self._memory if known is None else known.memory()
+        if memory is not None:
+            return memory, 0 if known is None else known.begin
+        begin = entry.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            if self.windowed:
+                size = entry.end - begin
+                return mmap.mmap(self._file, size, access=mmap.ACCESS_COPY, offset=begin), begin
+            self._memory = mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
+            raise WeightError(f"{self.path} cannot be mapped: {error}") from error
+        return self._memory, 0
+
+    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Of a windowed file: its descriptor and the first byte of a contiguous view, or None."""
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for one in self._windows.values():
+            if one.address <= begin and end <= one.address + one.size and one.memory() is not None:
+                return self._file, one.begin + begin - one.address
+        return None
+
     def prefetch(self, name: str) -> None:
         """Ask the system to read a tensor's pages ahead."""
-        self._advise(name, "MADV_WILLNEED", inwards=False)
+        if self.windowed and hasattr(os, "posix_fadvise"):
+            entry = self.entries[name]
+            os.posix_fadvise(self._file, entry.begin, entry.end - entry.begin, os.POSIX_FADV_WILLNEED)
+        else:
+            self._advise(name, "MADV_WILLNEED", inwards=False)
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from this process, and what was written to them; they are read again."""
@@ -113,14 +172,17 @@ class SafeFile:
 
     def _advise(self, name: str, advice: str, *, inwards: bool) -> None:
         option = getattr(mmap, advice, None)
-        if option is None:
+        known = self._windows.get(name)
+        memory = self._memory if known is None else known.memory()
+        if option is None or memory is None:
             return
         entry, page = self.entries[name], mmap.PAGESIZE
+        first = 0 if known is None else known.begin
         # A page that a neighbour shares is not dropped: the neighbour may have been written to.
         begin = -(-entry.begin // page) * page if inwards else entry.begin // page * page
         end = entry.end // page * page if inwards else entry.end
         if end > begin:
-            self._memory.madvise(option, begin, end - begin)
+            memory.madvise(option, begin - first, end - begin)
 
 
 def _header(path: Path, first: bytes, size: int, file: Any) -> tuple[dict[str, Any], int]:
@@ -236,6 +298,16 @@ class SafeSource(Source):
     def read(self, name: str) -> Tensor:
         """A view of the mapped file."""
         return self._files[name].tensor(name)
+
+    def by_windows(self) -> None:
+        """Map tensors one by one."""
+        for file in self._files.values():
+            file.windowed = True
+
+    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The file's descriptor, and the first byte."""
+        found = (file.locate(tensor) for file in dict.fromkeys(self._files.values()))
+        return next((place for place in found if place is not None), None)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask the system to read ahead."""

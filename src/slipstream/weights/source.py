@@ -59,6 +59,16 @@ class Source(ABC):
         """Whether a tensor is stored in a packed format."""
         return False
 
+    def by_windows(self) -> None:  # noqa: B027 - most sources are no mapped files
+        """From now on take no more address space than what has been read and is still held."""
+
+    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Where a contiguous view that was read by windows lies in a file: its descriptor, the first byte.
+
+        None where it is no view of a file, or somebody may have written to it.
+        """
+        return None
+
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - most sources have nothing to do
         """Begin to bring tensors into memory that will be read soon."""
 
