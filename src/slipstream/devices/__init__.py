@@ -6,10 +6,10 @@ import torch
 
 from slipstream.devices.cpu import CpuDevice
 from slipstream.devices.cuda import CudaDevice
-from slipstream.devices.device import Device, MemoryUse
+from slipstream.devices.device import Device, Lane, MemoryUse
 from slipstream.devices.null import NullDevice
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "MemoryUse", "NullDevice", "choose"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Lane", "MemoryUse", "NullDevice", "choose"]
 
 
 def choose(local_rank: int = 0) -> Device:

@@ -8,10 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.devices.device import Device, MemoryUse
+from slipstream.devices.device import Device, Lane, MemoryUse
 from slipstream.errors import DeviceError
 
 __all__ = ["CudaDevice"]
+
+
+class CudaLane(Lane):
+    """Copies on a stream of their own; page-locked sources are copied while kernels run."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Share the stream with the device's other lanes: one copy at a time has all of the bus."""
+        self._stream = stream
+        self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Launch the copy behind the kernels that read the buffer."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._used)
+            target.copy_(source, non_blocking=True)
+            self._copied.record(self._stream)
+
+    def finish(self) -> None:
+        """Wait for the event behind the copies."""
+        self._copied.synchronize()
+
+    def arrive(self) -> None:
+        """Let the stream that computes wait for that event."""
+        torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+    def leave(self) -> None:
+        """Put an event behind what was launched."""
+        self._used.record(torch.cuda.current_stream(self._stream.device))
 
 
 class CudaDevice(Device):
@@ -32,6 +60,7 @@ class CudaDevice(Device):
                 f"GPU {index} was asked for and this machine has {count}; start fewer processes on it"
             )
         self._device = torch.device("cuda", index)
+        self._copies: torch.cuda.Stream | None = None
         self._pool: Any = None  # graphs of one device never run at once: they share their memory
 
     @property
@@ -53,6 +82,12 @@ class CudaDevice(Device):
     def reset_peak(self) -> None:
         """Start a new peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    def lane(self) -> Lane:
+        """On the one stream for copies."""
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self._device)
+        return CudaLane(self._copies)
 
     def no_graph(self) -> str | None:
         """Every GPU that torch supports can."""

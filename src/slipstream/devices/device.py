@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Device", "MemoryUse"]
+__all__ = ["Device", "Lane", "MemoryUse"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,27 @@ class MemoryUse:
     used: int
     peak: int
     total: int
+
+
+class Lane:
+    """Copies into one buffer of a device, beside what the device computes; here, where it does one at a time.
+
+    Whoever fills the buffer calls `copy`, whoever reads it `arrive` before and `leave` after it has launched
+    what reads.
+    """
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy, once everything that was launched before the last `leave` has run."""
+        target.copy_(source)
+
+    def finish(self) -> None:
+        """Wait until the copies have arrived, so that their sources may be written to."""
+
+    def arrive(self) -> None:
+        """What is launched from now on runs after the copies."""
+
+    def leave(self) -> None:
+        """The next copy waits for what was launched until now."""
 
 
 class Device(ABC):
@@ -53,6 +74,10 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Start a new peak, where the device can."""
+
+    def lane(self) -> Lane:
+        """A lane for one buffer."""
+        return Lane()
 
     @abstractmethod
     def no_graph(self) -> str | None:

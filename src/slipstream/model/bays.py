@@ -1,0 +1,273 @@
+"""Where streamed layers lie, and the few buffers ("bays") that they are brought into, one layer in each.
+
+On the CPU of Linux a bay is a range of addresses into which the files' own pages are mapped: nothing is
+copied, and what the system has in memory anyway costs no reading. Elsewhere a layer is read, or copied from
+host memory, into the bay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.devices import Device, Lane
+from slipstream.errors import DeviceError, WeightError
+
+__all__ = ["Bay", "Extent", "Spill", "Stored", "in_host_memory", "lay_out", "open_bays"]
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_GAP = 1 << 16
+"""Bytes between two tensors up to which reading them too is cheaper than a range of their own."""
+_ALIGNMENT = 64
+_POPULATE = 0x8000  # MAP_POPULATE of Linux, which Python's mmap has no name for
+_FIXED = 0x10
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A tensor's bytes in a file.
+
+    Attributes:
+        file: Descriptor.
+        begin: First byte.
+        size: Bytes.
+    """
+
+    file: int
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A layer: ranges of pages of files, and where each begins in a bay; or a copy in host memory.
+
+    Attributes:
+        ranges: Extents of whole pages.
+        places: Of each range, its first byte in the bay.
+        size: Bytes of a bay that it takes.
+        offsets: Of each tensor, its first byte in the bay.
+        host: `(size,)` bytes of host memory in place of the files, laid out as the bay.
+    """
+
+    ranges: tuple[Extent, ...]
+    places: tuple[int, ...]
+    size: int
+    offsets: tuple[int, ...]
+    host: Tensor | None = None
+
+
+def lay_out(extents: Sequence[Extent]) -> Stored:
+    """Join what lies together in files into ranges of whole pages, and put those side by side."""
+    order = sorted(range(len(extents)), key=lambda i: (extents[i].file, extents[i].begin))
+    ranges: list[list[int]] = []
+    member: dict[int, int] = {}
+    for index in order:
+        one = extents[index]
+        end = one.begin + one.size
+        if not ranges or ranges[-1][0] != one.file or one.begin > ranges[-1][2] + _GAP:
+            ranges.append([one.file, one.begin // _PAGE * _PAGE, end])
+        ranges[-1][2] = max(ranges[-1][2], end)
+        member[index] = len(ranges) - 1
+    places, size = [], 0
+    for _, begin, end in ranges:
+        places.append(size)
+        size += -(-(end - begin) // _PAGE) * _PAGE
+    offsets = tuple(
+        places[member[i]] + extents[i].begin - ranges[member[i]][1] for i in range(len(extents))
+    )
+    joined = tuple(Extent(file, begin, end - begin) for file, begin, end in ranges)
+    return Stored(joined, tuple(places), size, offsets)
+
+
+def in_host_memory(tensors: Sequence[Tensor], *, pinned: bool) -> Stored:
+    """Copy contiguous tensors side by side into host memory, page-locked where asked for."""
+    offsets, size = [], 0
+    for tensor in tensors:
+        offsets.append(size)
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and torch.cuda.is_available())
+    for tensor, begin in zip(tensors, offsets, strict=True):
+        host[begin : begin + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+    return Stored((), (), size, tuple(offsets), host)
+
+
+class Spill:
+    """A file without a name for what lies nowhere else as it is needed; it goes with the process.
+
+    Attributes:
+        size: Bytes written.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Make it in a folder, or where the system keeps temporary files.
+
+        Raises:
+            WeightError: It cannot be made there.
+        """
+        self.size = 0
+        self._folder = tempfile.gettempdir() if folder is None else str(folder)
+        try:
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+        except OSError as error:
+            raise WeightError(
+                f"no file for the streamed weights can be made in {self._folder}: {error.strerror or error}; "
+                "name a folder on a disk with room in zero.offload_param.nvme_path"
+            ) from error
+
+    def write(self, tensor: Tensor) -> Extent:
+        """Append a contiguous tensor.
+
+        Raises:
+            WeightError: The disk is full, or fails.
+        """
+        begin = -(-self.size // _ALIGNMENT) * _ALIGNMENT
+        data = memoryview(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy())
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._file.fileno(), data[done:], begin + done)
+        except OSError as error:
+            raise WeightError(
+                f"{len(data)} bytes of streamed weights cannot be written to {self._folder}: "
+                f"{error.strerror or error}; name a folder on a disk with room in "
+                "zero.offload_param.nvme_path"
+            ) from error
+        self.size = begin + len(data)
+        return Extent(self._file.fileno(), begin, len(data))
+
+
+class Bay(ABC):
+    """Memory for one layer at a time, at one address.
+
+    Attributes:
+        memory: `(size,)` bytes.
+        layer: Whose values it has; None for nobody's.
+        filling: Somebody is bringing them.
+        users: How many are computing with them.
+        lane: What orders copies and kernels.
+    """
+
+    memory: Tensor
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.layer: int | None = None
+        self.filling = False
+        self.users = 0
+        self.lane = Lane()
+
+    @abstractmethod
+    def fill(self, stored: Stored) -> None:
+        """Bring a layer in.
+
+        Raises:
+            DeviceError: It cannot be read.
+        """
+
+
+class MappedBay(Bay):
+    """Addresses that show the pages of files; to be read only."""
+
+    def __init__(self, size: int, libc: ctypes.CDLL) -> None:
+        """Take the addresses; they read as zeros.
+
+        Raises:
+            DeviceError: There are none left.
+        """
+        super().__init__()
+        self._libc = libc
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._address = self._map(None, size, flags, -1, 0)
+        holder = (ctypes.c_char * size).from_address(self._address)
+        weakref.finalize(holder, libc.munmap, self._address, size).atexit = False
+        self.memory = torch.frombuffer(holder, dtype=torch.uint8)
+
+    def fill(self, stored: Stored) -> None:
+        """Map the ranges in the place of what was there, which lets its pages go, and read them ahead."""
+        for one, place in zip(stored.ranges, stored.places, strict=True):
+            flags = mmap.MAP_SHARED | _FIXED | _POPULATE
+            self._map(self._address + place, one.size, flags, one.file, one.begin)
+
+    def _map(self, address: int | None, size: int, flags: int, file: int, begin: int) -> int:
+        found: int | None = self._libc.mmap(address, size, mmap.PROT_READ, flags, file, begin)
+        if found is None or found == ctypes.c_void_p(-1).value:
+            reason = os.strerror(ctypes.get_errno())
+            raise DeviceError(
+                f"{size} bytes of streamed weights cannot be mapped: {reason}; a smaller "
+                "zero.offload_param.buffer_count takes less room"
+            )
+        return found
+
+
+class CopiedBay(Bay):
+    """Memory of a device that layers are copied into, by way of page-locked memory where it has that."""
+
+    def __init__(self, size: int, device: Device, staging: Tensor | None) -> None:
+        """Allocate.
+
+        Args:
+            size: Bytes.
+            device: Where.
+            staging: Host memory that files are read into; None where they are read into the bay itself.
+        """
+        super().__init__()
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+        self.lane, self._staging = device.lane(), staging
+
+    def fill(self, stored: Stored) -> None:
+        """Copy what is in host memory, or read the ranges."""
+        if stored.host is not None:
+            self.lane.copy(self.memory[: stored.size], stored.host)
+            return
+        target = self.memory if self._staging is None else self._staging
+        view = memoryview(target.numpy())
+        for one, place in zip(stored.ranges, stored.places, strict=True):
+            _read(one, view[place : place + one.size])
+        if self._staging is not None:
+            self.lane.copy(self.memory[: stored.size], self._staging[: stored.size])
+            self.lane.finish()
+
+
+def _read(extent: Extent, target: memoryview) -> None:
+    done = 0
+    while done < extent.size:
+        try:
+            count = os.preadv(extent.file, [target[done:]], extent.begin + done)
+        except OSError as error:
+            raise DeviceError(f"streamed weights cannot be read: {error.strerror or error}") from error
+        if count == 0:
+            raise DeviceError("the file of the streamed weights became shorter; put it back as it was")
+        done += count
+
+
+def open_bays(sizes: Sequence[int], device: Device, *, pinned: bool) -> list[Bay]:
+    """Bays of these sizes on a device.
+
+    Args:
+        sizes: Bytes of the largest layer of each.
+        device: Where they are computed with.
+        pinned: Files are read into page-locked memory on their way.
+    """
+    if device.name == "cpu" and sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        whole, offset = ctypes.c_size_t, ctypes.c_long
+        libc.mmap.argtypes = (ctypes.c_void_p, whole, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset)
+        libc.munmap.argtypes = (ctypes.c_void_p, whole)
+        return [MappedBay(size, libc) for size in sizes]
+    staging = None
+    if device.torch_device.type != "cpu" or device.name != "cpu":
+        staging = torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned and torch.cuda.is_available())
+    return [CopiedBay(size, device, staging) for size in sizes]
