@@ -195,29 +195,39 @@ _QUANT = {
 }
 
 _ZERO = {
-    "zero": _unserved(
-        "Offloads weights that do not fit; keys that only training could honour are refused by name."
+    "zero": _acts(
+        "Streams weights that do not fit; keys that only training could honour are refused by name."
     ),
-    "zero.stage": _unserved(
+    "zero.stage": _acts(
         "Stage 3 goes with offload_param; any other beside it is refused, and alone a stage warns."
     ),
-    "zero.offload_param": _unserved("Streams the layers through the compute device."),
-    "zero.offload_param.device": _unserved(
-        "With cpu weights stay in host memory, with nvme in files under nvme_path."
+    "zero.offload_param": _acts(
+        "Each layer is brought into a buffer before it runs and the next ones meanwhile; what stands around "
+        "the layers stays. Only fused blocks are streamed; beside enable_cuda_graph it is refused."
     ),
-    "zero.offload_param.nvme_path": _unserved(
-        "Weights lie in this folder; needed with device nvme, refused otherwise."
+    "zero.offload_param.device": _acts(
+        "On the CPU, cpu and nvme both leave weights in files: the checkpoint's own, where they lie there as "
+        "they are needed. On a GPU, cpu keeps them in host memory. A model that is in memory "
+        "already is only written to files by nvme; with cpu it warns."
     ),
-    "zero.offload_param.pin_memory": _unserved(
-        "Locks the host memory that weights stay in; without a device it warns."
+    "zero.offload_param.nvme_path": _acts(
+        "What has to be written, because it is converted, packed, or on another disk, lies in a file without "
+        "a name in this folder, which goes with the process; without it, where temporary files are. Needed "
+        "with device nvme, refused otherwise."
     ),
-    "zero.offload_param.buffer_count": _unserved(
+    "zero.offload_param.pin_memory": _acts(
+        "Locks the host memory that weights stay in, or pass on their way to a GPU; without a GPU it does "
+        "nothing, and without a device it warns."
+    ),
+    "zero.offload_param.buffer_count": _acts(
         "Layers held on the device: one in use, the others being fetched."
     ),
     "zero.offload_param.buffer_size": _warns(_WHOLE_LAYERS),
     "zero.offload_param.max_in_cpu": _warns("The operating system keeps in memory what it has room for."),
     "zero.prefetch_bucket_size": _warns(_WHOLE_LAYERS),
-    "zero.param_persistence_threshold": _warns(_WHOLE_LAYERS),
+    "zero.param_persistence_threshold": _acts(
+        "Matrices with fewer elements stay on the device, as norms and biases do; left out, all are streamed."
+    ),
     "zero.model_persistence_threshold": _warns(_WHOLE_LAYERS),
     "zero.max_live_parameters": _warns(_WHOLE_LAYERS),
     "zero.max_reuse_distance": _warns(_WHOLE_LAYERS),

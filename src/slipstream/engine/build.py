@@ -19,6 +19,7 @@ from slipstream.engine.ranks import agree_on_layers, join, place, split_or_pack
 from slipstream.engine.road import prepare_road, together
 from slipstream.engine.runner import Runner
 from slipstream.engine.settings import layers_config, outside_of, overridden, settings_for, weight_format
+from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_lease
 from slipstream.engine.summary import nothing_packed, nothing_replaced, summary
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.formats import FORMATS
@@ -80,16 +81,18 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     mesh = join(model, config)
     filling = open_filling(model, config)
     check_model(model, config, None if filling is None else filling.source)
+    streamer = open_streamer(config, device, filling)
     model_config = overridden(getattr(model, "config", None), config)
     if model.training:
         notes.append("the model was in training mode and was switched to eval")
     with undone_on_error(model, filling):
         plan = _plan(model, model_config, config, device, filling, mesh)
-    settings = plan.settings
+        check_streamed(plan.layers, plan.verdicts, streamer)
+    settings = replace(plan.settings, streamer=streamer)
     convert(model, settings.dtype, keep=settings.keep)
     if model_config is not None and hasattr(model_config, "dtype"):
         model.config.dtype = settings.dtype
-    place(model, device, config, mesh.is_alone)
+    place(model, device, config, mesh.is_alone and streamer is None)
     blocks = fuse(plan.layers, plan.verdicts, settings)
     packed = pack_layers(plan.layers, plan.packing, settings)
     around, whole = split_or_pack(model, plan.outside, settings)
@@ -97,9 +100,10 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     fuse_parts(plan.layers, plan.parts)
     if filling is not None:
         filling.finish(settings.cast)
-    place(model, device, config, not mesh.is_alone)  # a rank's part of it: the whole may not fit
+    place(model, device, config, not mesh.is_alone or streamer is not None)  # the whole may not fit
     notes += _warn_of_unmet(model, config, plan, bool(blocks))
-    stack = _stack(list(blocks.values()), device, mesh)
+    notes += [] if streamer is None else [streamer.describe()]
+    stack = stack_on_lease(_stack(list(blocks.values()), device, mesh), device, streamer)
     encoder = bind_encoder(device, list(blocks.values()), run_stack, stack) if mesh.is_alone else None
     watch(model if blocks else None, encoder)
     frame_ops = _frame_ops(device, settings, plan.outside)

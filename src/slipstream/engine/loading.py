@@ -55,7 +55,10 @@ def open_filling(model: nn.Module, config: InferenceConfig) -> Filling | None:
     """
     if config.checkpoint is None or not isinstance(model, nn.Module):  # admission says what is wrong with it
         return None
-    return Filling(model, matched(model, _slices(model, config), config))
+    source = matched(model, _slices(model, config), config)
+    if config.zero.offload_param.device != "none":
+        source.by_windows()
+    return Filling(model, source)
 
 
 def _slices(model: nn.Module, config: InferenceConfig) -> Slices:

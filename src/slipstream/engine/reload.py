@@ -18,6 +18,7 @@ from slipstream.errors import UnsupportedError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.model.slots import refuse_streamed
 from slipstream.ops.linear import Weight
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.load import check_finite_tensor
@@ -50,6 +51,8 @@ def reload(model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, 
     for path, module in model.named_modules():
         if is_injected(module) and not is_untouched(module):
             raise UnsupportedError(f"{path} was changed since it was fused; make a new engine")
+        if is_injected(module):
+            refuse_streamed(path, module)
     with torch.no_grad():
         written = _write(model, source)
         for name, parameter in model.named_parameters():

@@ -61,7 +61,7 @@ def held_tensors(model: nn.Module) -> tuple[dict[str, Matrix], dict[str, Tensor]
 def _of_block(path: str, layer: nn.Module, matrices: dict[str, Matrix]) -> dict[str, Tensor]:
     """A fused layer's packed matrices, put into `matrices`, and its other tensors by their paths in it."""
     state = injected_state(layer)
-    held, plans = state.block.weights, state.plans
+    held, plans = state.block.weights.settled(), state.plans
     dense = {role: weight for role, weight in held.matrices.items() if weight.dtype is None}
     tensors = restore_block(BlockWeights(dense, held.vectors), plans)
     for role, weight in held.matrices.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -30,6 +31,8 @@ class WeightsLike(Protocol):
     def matrices(self) -> Mapping[Role, Weight]: ...  # noqa: D102
     @property
     def vectors(self) -> Mapping[Role, VectorLike]: ...  # noqa: D102
+    @property
+    def lease(self) -> AbstractContextManager[None] | None: ...  # noqa: D102
 
 
 class BlockLike(Protocol):

@@ -84,9 +84,7 @@ def lay_out(extents: Sequence[Extent]) -> Stored:
     for _, begin, end in ranges:
         places.append(size)
         size += -(-(end - begin) // _PAGE) * _PAGE
-    offsets = tuple(
-        places[member[i]] + extents[i].begin - ranges[member[i]][1] for i in range(len(extents))
-    )
+    offsets = tuple(places[member[i]] + extents[i].begin - ranges[member[i]][1] for i in range(len(extents)))
     joined = tuple(Extent(file, begin, end - begin) for file, begin, end in ranges)
     return Stored(joined, tuple(places), size, offsets)
 
@@ -119,7 +117,7 @@ class Spill:
         self.size = 0
         self._folder = tempfile.gettempdir() if folder is None else str(folder)
         try:
-            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - it stays
         except OSError as error:
             raise WeightError(
                 f"no file for the streamed weights can be made in {self._folder}: {error.strerror or error}; "

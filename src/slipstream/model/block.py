@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from slipstream.errors import UnsupportedError
 from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.linear import Weight
@@ -96,6 +97,12 @@ class Block:
         Returns:
             `(T, C)`, a new tensor in the dtype of `x`.
         """
+        if self.weights.lease is None:
+            return self._run(x, rope, attend, across)
+        with self.weights.lease:
+            return self._run(x, rope, attend, across)
+
+    def _run(self, x: Tensor, rope: RopeTable | None, attend: Attend, across: CrossAttend | None) -> Tensor:
         spec = self.spec
         if spec.place == "post":
             attended = self._sum(self._attention(x, rope, attend))
@@ -159,7 +166,8 @@ class Block:
         Returns:
             `(N, K, D)` each, strided.
         """
-        k, v = self._linear(Role.CROSS_KV, states).chunk(2, dim=-1)
+        with self.weights.held():
+            k, v = self._linear(Role.CROSS_KV, states).chunk(2, dim=-1)
         return k.unflatten(-1, (-1, self.spec.head_dim)), v.unflatten(-1, (-1, self.spec.head_dim))
 
     def _branch(self, x: Tensor) -> Tensor:
@@ -280,13 +288,22 @@ class Block:
         return self._linear(second, y)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move or cast every tensor of the block, as `nn.Module._apply` does."""
+        """Move or cast every tensor of the block, as `nn.Module._apply` does; what is streamed stays.
+
+        Raises:
+            UnsupportedError: A cast of what is streamed.
+        """
 
         def vector(v: Vector) -> Vector:
             return Vector(*(None if t is None else fn(t) for t in (v.weight, v.bias)))
 
-        matrices: Mapping[Role, Weight] = {role: w.apply(fn) for role, w in self.weights.matrices.items()}
-        self.weights = BlockWeights(matrices, {role: vector(v) for role, v in self.weights.vectors.items()})
+        matrices: Mapping[Role, Weight] = self.weights.matrices
+        if self.weights.lease is None:
+            matrices = {role: w.apply(fn) for role, w in matrices.items()}
+        else:
+            matrices = {role: _streamed(w, fn) for role, w in matrices.items()}
+        vectors = {role: vector(v) for role, v in self.weights.vectors.items()}
+        self.weights = replace(self.weights, matrices=matrices, vectors=vectors)
         sinks = self.weights.vectors.get(Role.SINKS)
         alibi = self.mask.alibi
         device = self.weights.matrices[Role.ATTN_OUT].planes[0].device
@@ -295,6 +312,16 @@ class Block:
             alibi=None if alibi is None else alibi.to(device),
             sinks=None if sinks is None else sinks.weight,
         )
+
+
+def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
+    """A streamed matrix whose bias `fn` was applied to."""
+    dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
+    if fn(torch.empty(0, dtype=dtype)).dtype != dtype:
+        raise UnsupportedError(
+            f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
+        )
+    return weight if weight.bias is None else replace(weight, bias=fn(weight.bias))
 
 
 def _in_range(x: Tensor) -> Tensor:

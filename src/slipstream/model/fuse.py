@@ -24,6 +24,8 @@ from slipstream.model.inject import Injected, inject_layer, restore_layer
 from slipstream.model.intact import is_hooked
 from slipstream.model.layer_call import returns_of, run_part
 from slipstream.model.layers import Found
+from slipstream.model.offload import offload_block
+from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS
 from slipstream.ops.linear import Rounding, round_rows
@@ -58,6 +60,7 @@ class Settings:
         join: Dense matrices become one plane each, at the cost of a copy per layer while it is fused.
         filling: Where the layers' values come from, if not from the layers.
         mesh: The ranks that layers are split over.
+        streamer: Takes the layers' matrices over, where they are streamed.
     """
 
     dtype: torch.dtype
@@ -69,6 +72,8 @@ class Settings:
     device: torch.device = torch.device("cpu")
     join: bool = False
     filling: Filling | None = None
+    mesh: Mesh = ALONE
+    streamer: Streamer | None = None
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of the model, by its name, as the engine holds it."""
@@ -78,8 +83,6 @@ class Settings:
     def lent(self, found: Found) -> AbstractContextManager[None]:
         """Within, the layer has its values."""
         return nullcontext() if self.filling is None else self.filling.lend(found)
-
-    mesh: Mesh = ALONE
 
 
 @dataclass(frozen=True)
@@ -361,8 +364,12 @@ def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Set
         if verdict.returns is None:
             continue
         state = make_block(found, found.layer, settings, verdict)
+        if settings.streamer is not None:
+            offload_block(state.block, settings.streamer)
         inject_layer(found.layer, state)
         if settings.filling is not None:
             settings.filling.settle(found)
         blocks[found.name] = state.block
+    if settings.streamer is not None:
+        settings.streamer.start()
     return blocks

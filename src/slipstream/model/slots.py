@@ -12,7 +12,20 @@ from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.packed import is_packed, packed_matrices
 from slipstream.weights.slot import Own, Packed, Slot, block_slots, packed_as
 
-__all__ = ["find_slots", "tensors_of"]
+__all__ = ["find_slots", "refuse_streamed", "tensors_of"]
+
+
+def refuse_streamed(path: str, layer: nn.Module) -> None:
+    """Refuse to write to a layer whose weights are streamed.
+
+    Raises:
+        UnsupportedError: With the way out.
+    """
+    if injected_state(layer).block.weights.lease is not None:
+        raise UnsupportedError(
+            f"{path} is streamed (zero.offload_param), and its weights are read only; make a new engine of "
+            "the new weights, or leave zero out"
+        )
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -65,6 +78,7 @@ def _of_layer(
     path: str, layer: nn.Module, names: Mapping[int, list[str]], format_named: Callable[[str], Format]
 ) -> Iterator[Slot]:
     state = injected_state(layer)
+    refuse_streamed(path, layer)
     paths = {one.name: names.get(id(one.parameter), []) for one in state.links}
     lost = [name for name, found in paths.items() if not found]
     slots = list(

@@ -1,4 +1,4 @@
-"""Streams layers whose weights do not fit: each is brought into a bay before it runs, the next ones meanwhile.
+"""Streams layers that do not fit: each is brought into a bay before it runs, and the next ones meanwhile.
 
 A layer's tensors are views of its bay, at addresses that never change; they have its values only between
 `Lease.__enter__` and `Lease.__exit__`. Which layers come next is learned from the order in which they ran.

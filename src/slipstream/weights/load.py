@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -48,10 +49,24 @@ class BlockWeights:
     Attributes:
         matrices: Roles that linear layers multiply by.
         vectors: Norms and sinks; a role that is absent is a part that the block does not have.
+        lease: Within, the planes of matrices have their values; None where they always have.
     """
 
     matrices: Mapping[Role, Weight]
     vectors: Mapping[Role, Vector]
+    lease: AbstractContextManager[None] | None = None
+
+    def held(self) -> AbstractContextManager[None]:
+        """Within, every tensor has its values."""
+        return nullcontext() if self.lease is None else self.lease
+
+    def settled(self) -> BlockWeights:
+        """The same with values for good: a copy of what is there on lease, or this."""
+        if self.lease is None:
+            return self
+        with self.lease:
+            copied = {role: weight.apply(torch.clone) for role, weight in self.matrices.items()}
+        return replace(self, matrices=copied, lease=None)
 
     @property
     def nbytes(self) -> int:
@@ -171,8 +186,13 @@ def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str
     """The layer's own tensors by name, out of the block's: `load_block` backwards.
 
     Returns:
-        Views of the block's tensors where there are any (`own_views`), else new tensors. Vectors are flat.
+        Views of the block's tensors where there are any (`own_views`), else new tensors; always new ones of
+        matrices that are there on lease. Vectors are flat.
     """
+    if weights.lease is not None:
+        with weights.lease:
+            found = restore_block(replace(weights, lease=None), plans)
+            return {name: tensor.clone() for name, tensor in found.items()}
     tensors: dict[str, Tensor] = {}
     for role, matrix in weights.matrices.items():
         views = _matrix_views(matrix, plans[role])
@@ -190,7 +210,8 @@ def own_views(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Te
     """
     own: dict[str, Tensor | None] = {}
     for role, matrix in weights.matrices.items():
-        own |= _matrix_views(matrix, plans[role]) or dict.fromkeys(p.name for p in plans[role].weight)
+        views = _matrix_views(matrix, plans[role]) if weights.lease is None else None
+        own |= views or dict.fromkeys(p.name for p in plans[role].weight)
     for plan, pieces, joined in _vectors(weights, plans):
         is_whole = plan.slice.rows is None and plan.slice.experts is None
         views = _vector_views(pieces, joined) if is_whole else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,6 +44,10 @@ def rejoined(
         Whole tensors by name. A bias that is added up once is the first rank's alone, and missing elsewhere:
         there the layer has kept its own.
     """
+    if weights.lease is not None:
+        with weights.lease:
+            found = rejoined(replace(weights, lease=None), plans, share, like)
+            return {name: tensor.clone() for name, tensor in found.items()}
     axis = share.mesh.replica
     device = weights.matrices[Role.QKV].planes[0].device
     cuts = [cut_plans(plans, share.at(place), like) for place in range(axis.size)]

@@ -38,7 +38,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 7
+ABI = 8
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -234,6 +234,7 @@ class StackCall(ctypes.Structure):
         ("positions", c_void_p),
         *_each(c_int32, "dtype cache_dtype"),
         ("step", Step),
+        *_each(c_void_p, "turn failed"),
     ]
 
 

@@ -138,6 +138,9 @@ class NativeSession:
         # Views keep the memory, whatever becomes of the tensors themselves.
         self._kept = [t.detach() for t in (*prepared.tensors, *tensors)]
         self._memory = (pointers, [m.memory for m in described.values()])
+        self._turns = Turns.of(model.stack.blocks)
+        if self._turns is not None:
+            self._turns.point(stack)
         self._rows = 0
         self._tables: Any = None
         self._angles: list[tuple[Tensor, ...]] = []
@@ -163,7 +166,7 @@ class NativeSession:
         call = self._call
         call.best, call.logits, call.steps = None, out.data_ptr(), 1
         rest_torch()
-        self._library.run("model", call)
+        self._run()
         return out
 
     def best(self, step: Step, steps: int = 1, ends: Sequence[int] = ()) -> Tensor | None:
@@ -190,8 +193,13 @@ class NativeSession:
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
         rest_torch()
-        self._library.run("model", call)
+        self._run()
         return out if done.value == steps else out[:, : done.value]
+
+    def _run(self) -> None:
+        self._library.run("model", self._call)
+        if self._turns is not None:
+            self._turns.check()
 
     def _takes(self, step: Step, more: int = 0) -> bool:
         """Let the call point to a step and its angles, unless it is none for the library."""

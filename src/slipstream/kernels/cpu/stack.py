@@ -18,6 +18,7 @@ from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
 from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, readable, serves, step_of
+from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import BlockLike
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
@@ -186,9 +187,18 @@ class NativeStack:
             cache_dtype=cache_dtype(caches[0][0]),
             step=step_of(step, caches[0][0].shape),
         )
-        self.library.run("stack", call)
+        self._call(call, self.blocks[which])
         del angles
         return out
+
+    def _call(self, call: StackCall, blocks: Sequence[BlockLike]) -> None:
+        """Run the library, with turns where blocks are there for a while only."""
+        turns = Turns.of(blocks)
+        if turns is not None:
+            turns.point(call)
+        self.library.run("stack", call)
+        if turns is not None:
+            turns.check()
 
     def encode(self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: Tables) -> Tensor | None:
         """Run some layers on sequences that lie side by side and are complete: there is no cache.
@@ -235,7 +245,7 @@ class NativeStack:
             ),
         )
         rest_torch()
-        self.library.run("stack", call)
+        self._call(call, [self.blocks[place] for place in places])
         del angles
         return out
 

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 7;
+constexpr int32_t kAbi = 8;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -219,6 +219,10 @@ struct StackCall {
     const int64_t* positions; // `(T,)`, the row of each token in the tables; null: token t has row t
     int32_t dtype, cache_dtype;
     Step step; // without caches the tokens, the sequences, their starts and kv_lens are read
+    // Where matrices are there for a while only: called by one thread before and after each block, while the
+    // others wait; it sets `failed`, after which the rest is left out and nothing is written. Or null.
+    void (*turn)(int64_t block, int32_t begins);
+    const int32_t* failed;
 };
 
 struct PackCall {

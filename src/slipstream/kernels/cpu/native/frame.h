@@ -73,8 +73,9 @@ public:
         for (int64_t step = 0; step < call_.steps; ++step) {
             if (frame_.project_in.outputs)
                 project_in(team, rank);
-            stack_.run(
-                team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {});
+            if (!stack_.run(
+                    team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {}))
+                return;
             leave(team, rank, step);
             if (call_.steps == 1)
                 return;

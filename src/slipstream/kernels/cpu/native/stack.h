@@ -74,9 +74,10 @@ public:
             [&](int64_t t, const float* row) { write_row(row, call_.out, call_.dtype, t * hidden, hidden); });
     }
 
-    // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last.
+    // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last. False
+    // where a block's matrices could not be had.
     template <class Read, class Write>
-    void run(Team& team, int rank, Read read, Write write) {
+    bool run(Team& team, int rank, Read read, Write write) {
         const Block& first = call_.blocks[0];
         over_tokens(team, [&](int64_t t) {
             read(t, x_ + t * first.hidden);
@@ -84,6 +85,8 @@ public:
         });
         for (int64_t i = 0; i < call_.num_blocks; ++i) {
             const Block& b = call_.blocks[i];
+            if (!turn(team, rank, i, 1))
+                return false;
             attention(b, i, team, rank);
             if (!b.parallel)
                 over_tokens(team, [&](int64_t t) { between(b, t); });
@@ -95,10 +98,22 @@ public:
                 else
                     write(t, x_ + t * b.hidden);
             });
+            if (!turn(team, rank, i, 0))
+                return false;
         }
+        return true;
     }
 
 private:
+    bool turn(Team& team, int rank, int64_t block, int32_t begins) const {
+        if (!call_.turn)
+            return true;
+        if (rank == 0)
+            call_.turn(block, begins);
+        team.meet();
+        return !*call_.failed;
+    }
+
     static Heads heads_of(const Block& b) { return {b.heads, b.kv_heads, b.head_dim}; }
     Spans spans(const Block& b) const { return spans_of(call_.step, call_.caches, b.causal != 0); }
 
