@@ -20,6 +20,7 @@ from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
 from slipstream.kernels.cpu.stack import Caches, NativeStack, Tables, serves_caches
+from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import VectorLike
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import Step
