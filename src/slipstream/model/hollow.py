@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from slipstream.errors import WeightError
 from slipstream.model.check import MODEL_ERRORS
@@ -18,6 +20,32 @@ from slipstream.model.check import MODEL_ERRORS
 __all__ = ["hollow", "lost_buffers"]
 
 _default_dtype = threading.Lock()
+
+
+_LARGE = 1 << 18
+"""Elements from which on memory without values is not even asked for."""
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Large tensors made by `torch.empty` without a device are on the meta device.
+
+    They would become parameters and go at once, but what the allocator took for them it does not give back
+    before much later: building a model of 2.2 GB took 1.6 GB of addresses.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and _numel(args) >= _LARGE:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _numel(args: tuple[Any, ...]) -> int:
+    """Elements of a tensor by the arguments of `torch.empty`."""
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 @contextmanager
@@ -39,7 +67,8 @@ def hollow(dtype: torch.dtype) -> Iterator[None]:
         handle = register_module_parameter_registration_hook(empty)
         try:
             torch.set_default_dtype(dtype)
-            yield
+            with _LargeOnMeta():
+                yield
         finally:
             torch.set_default_dtype(before)
             handle.remove()
