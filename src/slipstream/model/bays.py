@@ -131,7 +131,7 @@ class Spill:
             WeightError: The disk is full, or fails.
         """
         begin = -(-self.size // _ALIGNMENT) * _ALIGNMENT
-        data = memoryview(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy())
+        data = tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().data
         done = 0
         try:
             while done < len(data):
@@ -230,7 +230,7 @@ class CopiedBay(Bay):
             self.lane.copy(self.memory[: stored.size], stored.host)
             return
         target = self.memory if self._staging is None else self._staging
-        view = memoryview(target.numpy())
+        view = target.numpy().data
         for one, place in zip(stored.ranges, stored.places, strict=True):
             _read(one, view[place : place + one.size])
         if self._staging is not None:

@@ -74,8 +74,8 @@ public:
             [&](int64_t t, const float* row) { write_row(row, call_.out, call_.dtype, t * hidden, hidden); });
     }
 
-    // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last. False
-    // where a block's matrices could not be had.
+    // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last.
+    // False where a block's matrices could not be had.
     template <class Read, class Write>
     bool run(Team& team, int rank, Read read, Write write) {
         const Block& first = call_.blocks[0];
