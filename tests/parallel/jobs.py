@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.model.inputs import sample_inputs, vocabulary
-from slipstream.model.packed import packed_bytes
+from slipstream.model.packed import is_packed, packed_bytes, packed_matrices
 from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
 from tests.parallel.pool import GROUPS
 
@@ -202,3 +202,125 @@ class Mpu:
 
 def by_mpu(size: int) -> str:
     return sized_by({"tensor_parallel": {"mpu": Mpu(group(size))}})
+
+
+def held(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a rank holds of a model that runs its own code, what it should, and what the report says."""
+    model = peaked_model(VARIANTS[index][1])
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    everywhere = {id(t.weight): t.weight for t in tables} | {
+        id(p): p for p in model.parameters() if p.dim() < 2
+    }
+    token = model.get_input_embeddings().weight
+    everywhere.pop(id(token))
+    shared = sum(p.numel() * p.element_size() for p in everywhere.values())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    engine = split(model, size, **settings)
+    rows = [(row.name, row.how, row.source) for row in engine.report().split]
+    fair = (whole - shared) / size + shared
+    tensors = {p.data_ptr(): p for p in engine.module.parameters() if not p.is_meta and p.stride() != (0, 0)}
+    for module in filter(is_packed, engine.module.modules()):
+        planes = (plane for weight, _ in packed_matrices(module).values() for plane in weight.planes)
+        tensors |= {plane.data_ptr(): plane for plane in planes}
+    own = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return {"fair": fair, "own": own, "rows": rows, "text": str(engine.report())}
+
+
+def own_state(index: int, size: int, settings: dict[str, Any]) -> float:
+    """Largest difference between a model's tensors and those of its engine's state dict."""
+    model = peaked_model(VARIANTS[index][1])
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = split(model, size, **settings).state_dict()
+    assert found.keys() == expected.keys()
+    return max(float((found[name].float() - tensor.float()).abs().max()) for name, tensor in expected.items())
+
+
+def own_maps(index: int, size: int) -> float:
+    """Error of the attention maps of layers that run their own code."""
+    model = peaked_model(VARIANTS[index][1])
+    model.set_attn_implementation("eager")
+    original = copy.deepcopy(model)
+    engine = split(model, size)
+    ids, left, _ = batch(original.get_input_embeddings().weight.shape[0])
+    with torch.no_grad():
+        expected = original(input_ids=ids, attention_mask=left, output_attentions=True)
+        got = engine(input_ids=ids, attention_mask=left, output_attentions=True)
+    assert len(got.attentions) == len(expected.attentions) > 0
+    return max(float((a - b).abs().max()) for a, b in zip(expected.attentions, got.attentions, strict=True))
+
+
+def by_policy(size: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """T5 with the linears that a user says end its branches."""
+    import transformers
+
+    index = next(i for i, variant in enumerate(VARIANTS) if label(variant) == "t5")
+    policy = {transformers.models.t5.modeling_t5.T5Block: names}
+    return sweep(index, size, {"injection_policy": policy}) | held(index, size, {"injection_policy": policy})
+
+
+def few_heads(size: int, heads: int) -> dict[str, Any]:
+    """A model with so many heads that ranks do not all get one."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    original = transformers.LlamaForCausalLM(config).eval()
+    engine = split(
+        copy.deepcopy(original), size, tensor_parallel={"tp_group": group(size), "tp_grain_size": 8}
+    )
+    ids, left, _ = batch(96)
+    with torch.no_grad():
+        error = (
+            original(input_ids=ids, attention_mask=left).logits
+            - engine(input_ids=ids, attention_mask=left).logits
+        )
+    down = engine.module.model.layers[0].mlp.down_proj.weight
+    return {
+        "error": float(error.abs()[left.bool()].max()),
+        "rows": dict.fromkeys(r.how for r in engine.report().split),
+        "down": down.shape[1],
+    }
+
+
+class Stranger(nn.Module):
+    """A model that nothing is known of: no config, no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(40, 90), nn.ReLU(), nn.Linear(90, 40)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def stranger(size: int) -> dict[str, Any]:
+    """A model that cannot be run to see what flows where."""
+    torch.manual_seed(0)
+    original = Stranger().eval()
+    engine = split(copy.deepcopy(original), size)
+    x = torch.randn(5, 40)
+    with torch.no_grad():
+        error = float((original(x) - engine(x)).abs().max())
+    return {
+        "error": error,
+        "rows": dict.fromkeys((r.how, r.source) for r in engine.report().split),
+        "text": str(engine.report()),
+    }
+
+
+def written(what: str) -> None:
+    """What is refused of an engine whose layers run their own code on several ranks."""
+    model = peaked_model(VARIANTS[LLAMA][1])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = split(model, 2)
+    if what == "refresh":
+        engine.refresh_weights(state)
+    elif what == "load":
+        engine.load_state_dict(state)

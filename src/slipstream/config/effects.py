@@ -99,8 +99,9 @@ _TOP = {
         "Says how many ways a checkpoint is split when its files do not; without a checkpoint it warns."
     ),
     "injection_policy": _acts(
-        "The linears and norms of its layers run the engine's ops; a family in place of names fuses a layer "
-        "whole. A name that matches nothing, or replace_with_kernel_inject beside it, is an error."
+        "The linears and norms of its layers run the engine's ops, and on several ranks the results of the "
+        "named linears are added up; a family in place of names fuses a layer whole. A name that matches "
+        "nothing, or replace_with_kernel_inject beside it, is an error."
     ),
     "injection_policy_tuple": _warns("It is internal to DeepSpeed; give injection_policy."),
     "config": _acts("Its entries override the model's own configuration when layers are replaced."),
@@ -128,8 +129,9 @@ _PARALLEL = {
         "Ranks per layer; each keeps only its share of the weights. With more processes than this (times "
         "moe.ep_size) the model is replicated, each replica with prompts of its own."
     ),
-    "tensor_parallel.tp_grain_size": _unserved(
-        "Where heads do not decide, shards of a model without a family are cut in multiples of it."
+    "tensor_parallel.tp_grain_size": _acts(
+        "In layers that run their own code, and where heads do not decide, parts end at multiples of it; "
+        "what is narrower than that on each rank is cut as evenly as it goes."
     ),
     "tensor_parallel.mpu": _acts(
         "Its get_tensor_model_parallel_group(), or get_model_parallel_group(), is the group that is used."

@@ -29,6 +29,7 @@ from slipstream.model.inject import is_injected
 from slipstream.model.packed import is_packed
 from slipstream.model.parts import is_swapped
 from slipstream.model.policy import check_policy
+from slipstream.model.split import is_split
 from slipstream.weights.load import check_finite, check_finite_tensor
 from slipstream.weights.source import ModuleSource, Source
 
@@ -61,7 +62,13 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
             f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
         )
     for name, module in model.named_modules():
-        if is_injected(module) or is_swapped(module) or is_packed(module) or attends(module):
+        if (
+            is_injected(module)
+            or is_swapped(module)
+            or is_packed(module)
+            or attends(module)
+            or is_split(module)
+        ):
             raise InjectionError(
                 f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or "
                 "load the model again"

@@ -19,6 +19,7 @@ from slipstream.engine.ranks import agree_on_layers, join, place, split_or_pack
 from slipstream.engine.road import prepare_road, together
 from slipstream.engine.runner import Runner
 from slipstream.engine.settings import layers_config, outside_of, overridden, settings_for, weight_format
+from slipstream.engine.splitting import Splitting, plan_splitting
 from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_lease
 from slipstream.engine.summary import nothing_packed, nothing_replaced, summary
 from slipstream.errors import InjectionError, UnsupportedError
@@ -94,10 +95,11 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         model.config.dtype = settings.dtype
     place(model, device, config, mesh.is_alone and streamer is None)
     blocks = fuse(plan.layers, plan.verdicts, settings)
-    packed = pack_layers(plan.layers, plan.packing, settings)
+    packed = pack_layers(plan.layers, plan.packing, settings, plan.splitting.cut(plan.packing))
     around, whole = split_or_pack(model, plan.outside, settings)
     notes += [*plan.notes, *whole, *swap_attention(model, plan.attention)]
     fuse_parts(plan.layers, plan.parts)
+    plan.splitting.join()
     if filling is not None:
         filling.finish(settings.cast)
     place(model, device, config, not mesh.is_alone or streamer is not None)  # the whole may not fit
@@ -112,7 +114,8 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
     report = summary(device, notes, plan.layers, plan.verdicts, blocks, plan.parts, settings, packed)
-    report = replace(report.with_stack(together(blocks, stack if runner else None, encoder)), outside=around)
+    report = report.with_stack(together(blocks, stack if runner else None, encoder))
+    report = replace(report, outside=around, split=plan.splitting.rows())
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)
@@ -133,6 +136,7 @@ class _Plan:
     frame: Frame | None
     why_no_frame: str
     notes: list[str]
+    splitting: Splitting
 
 
 def _plan(
@@ -157,7 +161,8 @@ def _plan(
     ops = _frame_ops(CpuDevice(), settings, outside)
     frame, why = _frame(model, model_config, layers, verdicts, settings, ops)
     agree_on_layers(layers, verdicts, mesh)
-    return _Plan(layers, settings, verdicts, packing, parts, attention, outside, frame, why, stays)
+    splitting = plan_splitting(model, layers, verdicts, settings, config)
+    return _Plan(layers, settings, verdicts, packing, parts, attention, outside, frame, why, stays, splitting)
 
 
 def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused: bool) -> list[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
-from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.errors import InjectionError
 from slipstream.model.convert import move
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import Found
@@ -40,11 +40,10 @@ def place(model: nn.Module, device: Device, config: InferenceConfig, now: bool) 
 
 
 def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], mesh: Mesh) -> None:
-    """Refuse what would not be split, or not on all ranks, before the model is changed.
+    """See that all ranks fuse the same layers, before the model is changed.
 
     Raises:
-        UnsupportedError: A layer that would stay whole on every rank.
-        InjectionError: Ranks that do not fuse the same layers.
+        InjectionError: They do not.
     """
     if mesh.is_alone:
         return
@@ -54,12 +53,6 @@ def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], me
         raise InjectionError(
             f"the ranks {list(mesh.replica.ranks)} do not fuse the same layers; give all of them one model, "
             "and machines of one kind"
-        )
-    if whole or not layers:
-        reason = verdicts[whole[0]].reason if whole else "the model has no layers that repeat"
-        raise UnsupportedError(
-            f"tensor_parallel.tp_size={mesh.tp.size} cannot split {whole[0] if whole else 'this model'}: "
-            f"{reason}; only fused blocks are split (replace_with_kernel_inject=True)"
         )
 
 

@@ -27,9 +27,11 @@ __all__ = [
     "MODEL_ERRORS",
     "TOLERANCE",
     "RecordedCall",
+    "bring",
     "call_alone",
     "compare",
     "left_as_it_was",
+    "real_rows",
     "record_calls",
 ]
 
@@ -211,7 +213,7 @@ def replay(call: RecordedCall, run: Callable[..., Any], *, like: Tensor) -> Tens
     Returns:
         The hidden states that `run` answered, float32.
     """
-    args, kwargs = _bring(copy.deepcopy((call.args, call.kwargs)), like)
+    args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
     with torch.no_grad():
         return _states(run(*args, **kwargs))
 
@@ -220,19 +222,20 @@ def _states(output: Any) -> Tensor:
     return (output[0] if isinstance(output, tuple | list) else output).float()  # type: ignore[no-any-return]
 
 
-def _bring(value: Any, like: Tensor) -> Any:
+def bring(value: Any, like: Tensor) -> Any:
+    """A nest of arguments in the dtype and on the device of `like`; caches are changed in place."""
     if isinstance(value, Tensor) and value.is_floating_point():
         lowest = max(torch.finfo(dtype).min for dtype in (value.dtype, like.dtype))
         return value.clamp(min=lowest).to(like)
     if isinstance(value, Tensor):
         return value.to(like.device)
     if isinstance(value, tuple | list):
-        return type(value)(_bring(v, like) for v in value)
+        return type(value)(bring(v, like) for v in value)
     if isinstance(value, dict):
-        return {key: _bring(v, like) for key, v in value.items()}
+        return {key: bring(v, like) for key, v in value.items()}
     for inner in ("self_attention_cache", "cross_attention_cache"):
         if hasattr(value, inner):
-            _bring(getattr(value, inner), like)
+            bring(getattr(value, inner), like)
     for layer in getattr(value, "layers", ()):
         for part in ("keys", "values"):
             tensor = getattr(layer, part, None)
@@ -322,7 +325,7 @@ def _answers(
             raise InjectionError(
                 f"{name}: the fused block answers {tuple(ours.shape)}, the original {tuple(theirs.shape)}"
             )
-        rows = _real_rows(call, theirs)
+        rows = real_rows(call, theirs)
         expected.append(theirs[rows])
         got.append(ours[rows])
     return expected, got
@@ -332,13 +335,13 @@ def _exactly(calls: Sequence[RecordedCall], run: Callable[..., Any], like: Tenso
     """The answers to the calls in float32, of real rows, to arguments as they are in the dtype of `like`."""
     answers = []
     for call in calls:
-        args, kwargs = _bring(copy.deepcopy((call.args, call.kwargs)), like)
+        args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
         states = replay(RecordedCall(args, kwargs, None), run, like=like.float())
-        answers.append(states[_real_rows(call, states)])
+        answers.append(states[real_rows(call, states)])
     return torch.cat(answers)
 
 
-def _real_rows(call: RecordedCall, output: Tensor) -> Tensor:
+def real_rows(call: RecordedCall, output: Tensor) -> Tensor:
     """Rows that are not padding; the first of the first sequence are, in the padded prompt."""
     rows = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
     if output.dim() == 3 and output.shape[1] == LENGTH:

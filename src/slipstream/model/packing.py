@@ -118,7 +118,10 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def pack_layers(
-    layers: Iterable[Found], plans: Mapping[str, Sequence[PackPlan]], settings: Settings
+    layers: Iterable[Found],
+    plans: Mapping[str, Sequence[PackPlan]],
+    settings: Settings,
+    inputs: Mapping[str, range] | None = None,
 ) -> dict[str, str]:
     """Pack, in place, one parameter at a time: each is released before the next one is read.
 
@@ -126,6 +129,7 @@ def pack_layers(
         layers: Already in the engine's dtype and on its device.
         plans: From `plan_packing`.
         settings: Has the format and the implementations.
+        inputs: What this rank has of matrices that are still whole, by full name.
 
     Returns:
         The implementation that packed linears run, by name of each layer in which anything is packed.
@@ -139,14 +143,20 @@ def pack_layers(
             if settings.filling is not None:
                 settings.filling.take(f"{found.name}.{plan.path}.bias", settings.cast)
             bias = module._parameters.get("bias") if plan.linear else None
-            weight = _packed(f"{found.name}.{plan.path}.{plan.name}", module, plan, settings)
+            full = f"{found.name}.{plan.path}.{plan.name}"
+            weight = _packed(full, module, plan, settings, (inputs or {}).get(full))
             run = bound.run if plan.linear else None
             pack(module, plan.name, replace(weight, bias=bias), transposed=plan.transposed, run=run)
     return dict.fromkeys(plans, bound.name)
 
 
-def _packed(full: str, module: nn.Module, plan: PackPlan, settings: Settings) -> Weight:
+def _packed(
+    full: str, module: nn.Module, plan: PackPlan, settings: Settings, inputs: range | None = None
+) -> Weight:
     if settings.filling is not None:
         return settings.filling.packed(full, settings.format, settings.dtype, transposed=plan.transposed)
     tensor = module.get_parameter(plan.name).detach()
-    return settings.format.weight(tensor.mT if plan.transposed else tensor, None)
+    dense = tensor.mT if plan.transposed else tensor
+    return (
+        settings.format.weight(dense, None) if inputs is None else settings.format.part(dense, None, inputs)
+    )

@@ -6,7 +6,8 @@ Shapes: B batch, S tokens, M states of an encoder, C their width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,16 @@ BATCH, LENGTH, PADDING = 2, 8, 3
 
 _UNPADDED, _STATES = 6, 5
 
+_LISTENS = re.compile("cross_?att|encdec|encoder_(decoder_)?att", re.IGNORECASE)
+
 
 def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
     """Arguments for each run of a model.
 
     Args:
         root: The model that owns the layers.
-        layers: One per kind; they say whether an encoder is listened to.
+        layers: One per kind; their numbers, or the names of their parts, say whether an encoder is
+            listened to.
 
     Returns:
         A padded prompt; one more token, where the model keeps a cache; and a prompt without padding, for
@@ -50,6 +54,8 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
         {"input_ids": unpadded, "attention_mask": torch.ones_like(unpadded)},
     ]
     width = next((f.spec.cross for f in layers if f.spec is not None and f.spec.cross is not None), None)
+    if width is None:
+        width = next((w for f in layers if f.spec is None for w in _widths_heard(f.layer)), None)
     takes = inspect.signature(root.forward).parameters
     if width is not None and "encoder_hidden_states" in takes:
         _add_states(runs, width, "encoder_attention_mask" in takes, generator, next(root.parameters()))
@@ -60,6 +66,14 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
         if cache is not None:
             return runs
     return [runs[0], runs[2]]
+
+
+def _widths_heard(layer: nn.Module) -> Iterator[int]:
+    """Widths of an encoder's states that a layer without numbers listens to, by the names of its parts."""
+    for path, module in layer.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        if isinstance(module, nn.Linear) and _LISTENS.search(parent) and leaf.startswith("k"):
+            yield module.in_features
 
 
 def _add_states(

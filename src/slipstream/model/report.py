@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-__all__ = ["LayerReport", "OutsideReport", "Report"]
+__all__ = ["LayerReport", "OutsideReport", "Report", "SplitReport"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,24 @@ class OutsideReport:
 
 
 @dataclass(frozen=True)
+class SplitReport:
+    """One matrix of a layer that runs its own code on several ranks.
+
+    Attributes:
+        name: Its path; from its layer, or from the model in an engine's report.
+        how: What a rank has of it.
+        source: Who says so: "injection_policy", "transformers' plan", "structure" (a run of the layer shows
+            it), "any linear", or nobody where it is whole.
+        reason: Why it is not cut as a part of a branch.
+    """
+
+    name: str
+    how: str
+    source: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Report:
     """A whole engine (or what an engine would be, from `inspect`).
 
@@ -71,6 +90,7 @@ class Report:
         layers: In the order of the model.
         times: Milliseconds per call by layer name, where profiling is on.
         outside: What is packed outside of the layers.
+        split: What a rank has of the matrices of layers that run their own code.
     """
 
     level: str
@@ -79,16 +99,18 @@ class Report:
     layers: tuple[LayerReport, ...]
     times: Mapping[str, float] = field(default_factory=dict)
     outside: tuple[OutsideReport, ...] = ()
+    split: tuple[SplitReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: strings, integers, floats, lists and dictionaries; `outside` where anything is."""
+        """Plain data: strings, numbers, lists and dictionaries; `outside` and `split` where anything is."""
         keys = ("name", "family", "level", "kernels", "format", "bytes", "max_error")
         layers = [{key: getattr(layer, key) for key in keys} for layer in self.layers]
         for layer in layers:
             layer["kernels"] = dict(layer["kernels"])
         found = {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
         outside = [{**asdict(part), "kernels": dict(part.kernels)} for part in self.outside]
-        return {**found, "outside": outside} if outside else found
+        split = [asdict(part) for part in self.split]
+        return found | ({"outside": outside} if outside else {}) | ({"split": split} if split else {})
 
     def with_stack(self, names: Mapping[str, str]) -> Report:
         """The same with what runs layers that follow each other, by layer name."""
@@ -114,6 +136,7 @@ class Report:
         if self.layers:
             lines.extend("  " + _aligned(row, widths) for row in rows)
         lines += [f"  {part}" for part in self.outside]
+        lines += [f"  {line}" for line in _split_lines(self.split)]
         reasons = {layer.reason: layer.name for layer in reversed(self.layers) if layer.reason}
         lines += [f"  {name}: {reason}" for reason, name in reversed(reasons.items())]
         lines += [f"  note: {note}" for note in self.notes]
@@ -135,6 +158,15 @@ class Report:
         if self.times:
             return (*row, f"{sum(self.times.get(layer.name, 0.0) for layer in group):.3f}")
         return row
+
+
+def _split_lines(rows: tuple[SplitReport, ...]) -> list[str]:
+    """A line for each matrix, those of layers that are alike together."""
+    seen: dict[tuple[str, ...], None] = {}
+    for row in rows:
+        source = f" ({row.source})" if row.source else ""
+        seen[(re.sub(r"\.\d+(?=\.)", ".*", row.name), f"{row.how}{source}", row.reason)] = None
+    return [f"{name}: {how}{f'; {reason}' if reason else ''}" for name, how, reason in seen]
 
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:

@@ -10,6 +10,7 @@ from slipstream.errors import UnsupportedError
 from slipstream.formats import Format
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.model.split import is_split
 from slipstream.weights.slot import Own, Packed, Slot, block_slots, packed_as
 
 __all__ = ["find_slots", "refuse_streamed", "tensors_of"]
@@ -46,8 +47,14 @@ def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[
         format_named: Gives a format by its name.
 
     Raises:
-        UnsupportedError: A layer was rebuilt after it was fused.
+        UnsupportedError: A layer was rebuilt after it was fused, or runs its own code on several ranks.
     """
+    part = next((path for path, module in model.named_modules() if is_split(module)), None)
+    if part is not None:
+        raise UnsupportedError(
+            f"{part} runs its own code on a rank's part of its weights, and those cannot be written in "
+            "place; make a new engine of the model with its new weights"
+        )
     tensors = tensors_of(model)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

@@ -11,7 +11,7 @@ from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.parallel.mesh import Axis, Mesh
 from slipstream.spec import BlockSpec, Role
 
-__all__ = ["WHOLE", "Share", "Slice", "share_of", "spread"]
+__all__ = ["WHOLE", "Share", "Slice", "deal_heads", "share_of", "spread"]
 
 
 @dataclass(frozen=True)
@@ -191,18 +191,26 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
     return _share(spec, mesh, max(group, 1))
 
 
+def deal_heads(heads: int, kv_heads: int, parts: int, place: int) -> tuple[range, range, bool]:
+    """The query heads and kv heads of one of several ranks.
+
+    Returns:
+        Its query heads, its kv heads, and whether it is the first of the ranks that have these kv heads.
+    """
+    per_key = heads // kv_heads
+    if kv_heads >= parts:
+        own = spread(kv_heads, parts)[place]
+        return _scaled(own, per_key), own, True
+    owners = spread(parts, kv_heads)
+    key = next(index for index, ranks in enumerate(owners) if place in ranks)
+    within = place - owners[key].start
+    queries = _moved(spread(per_key, len(owners[key]))[within], key * per_key)
+    return queries, range(key, key + 1), within == 0
+
+
 def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
     tp, rank = mesh.tp.size, mesh.tp.rank
-    per_key = spec.heads // spec.kv_heads
-    if spec.kv_heads >= tp:
-        kv_heads, counts = spread(spec.kv_heads, tp)[rank], True
-        heads = _scaled(kv_heads, per_key)
-    else:
-        owners = spread(tp, spec.kv_heads)
-        key = next(index for index, ranks in enumerate(owners) if rank in ranks)
-        place = rank - owners[key].start
-        kv_heads, counts = range(key, key + 1), place == 0
-        heads = _moved(spread(per_key, len(owners[key]))[place], key * per_key)
+    heads, kv_heads, counts = deal_heads(spec.heads, spec.kv_heads, tp, rank)
     ffn = spread(spec.ffn, tp, unit if spec.ffn >= unit * tp else 1)[rank]
     moe, shared, experts = spec.moe, range(0), range(0)
     if moe is not None:

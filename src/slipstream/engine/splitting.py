@@ -1,0 +1,136 @@
+"""Layers that run their own code on several ranks: planned with the others, cut, packed, then joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from slipstream.config import InferenceConfig
+from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.families import Family
+from slipstream.model.autotp import LayerPlan, plan_layers
+from slipstream.model.cuts import Sizes
+from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.layers import Found
+from slipstream.model.packing import PackPlan
+from slipstream.model.policy import target_of
+from slipstream.model.report import SplitReport
+from slipstream.model.split import ModuleSplit, cut_tensors, is_split, join_ranks
+from slipstream.parallel.collectives import gather_objects
+from slipstream.parallel.rehearse import Live
+
+__all__ = ["Splitting", "plan_splitting"]
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """What becomes of the layers that are not fused.
+
+    Attributes:
+        layers: Them.
+        plans: By layer name; layers without a plan are fused.
+        settings: Has the ranks, and the format.
+    """
+
+    layers: Sequence[Found]
+    plans: Mapping[str, LayerPlan]
+    settings: Settings
+
+    def cut(self, packing: Mapping[str, Sequence[PackPlan]]) -> dict[str, range]:
+        """Give this rank its part of every tensor, in place.
+
+        Returns:
+            Inputs of matrices that are cut while they are packed, by full name: their rows share multipliers
+            with what other ranks have of them.
+        """
+        rank = self.settings.mesh.tp.rank
+        runs: dict[str, range] = {}
+        for found, split in self._splits():
+            while_packed = {}
+            for plan in packing.get(found.name, ()):
+                own = split.get(plan.path)
+                cut = None if own is None else own.cuts.get(plan.name)
+                matrix = found.layer.get_submodule(plan.path).get_parameter(plan.name)
+                inputs = matrix.dim() - (2 if plan.transposed else 1)
+                if cut is not None and cut.dim == inputs and self.settings.format.columns is not None:
+                    while_packed[f"{plan.path}.{plan.name}"] = cut.runs[rank][0]
+            cut_tensors(found.layer, split, rank, whole=while_packed)
+            runs |= {f"{found.name}.{name}": run for name, run in while_packed.items()}
+        return runs
+
+    def join(self) -> None:
+        """Let the parts meet, once nothing changes their classes any more."""
+        for found, split in self._splits():
+            join_ranks(found.layer, split, Live(self.settings.mesh.tp))
+
+    def _splits(self) -> list[tuple[Found, dict[str, ModuleSplit]]]:
+        """Each layer's split, without modules that an earlier layer shares with it."""
+        seen: set[int] = set()
+        found = []
+        for one in self.layers:
+            plan = self.plans.get(one.name)
+            own = {}
+            for path, split in plan.split.items() if plan is not None else ():
+                module = one.layer.get_submodule(path)
+                if id(module) not in seen and not is_split(module):
+                    own[path] = split
+                seen.add(id(module))
+            found.append((one, own))
+        return found
+
+    def rows(self) -> tuple[SplitReport, ...]:
+        """For the report, under the model's names."""
+        named = ((one.name, row) for one in self.layers for row in self._rows_of(one.name))
+        return tuple(replace(row, name=f"{name}.{row.name}") for name, row in named)
+
+    def _rows_of(self, name: str) -> tuple[SplitReport, ...]:
+        plan = self.plans.get(name)
+        return () if plan is None else plan.rows
+
+
+def plan_splitting(
+    model: nn.Module,
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    settings: Settings,
+    config: InferenceConfig,
+) -> Splitting:
+    """Decide about every layer that is not fused; the model is only read.
+
+    Raises:
+        UnsupportedError: Nothing can be split.
+        InjectionError: Ranks that come to different plans, or a policy that the model does not bear out.
+    """
+    mesh = settings.mesh
+    whole = [found for found in layers if verdicts[found.name].returns is None]
+    if mesh.is_alone or (layers and not whole):
+        return Splitting((), {}, settings)
+    if not layers or mesh.tp.size == 1:
+        name, reason = (whole[0].name, verdicts[whole[0].name].reason) if whole else ("this model", "")
+        raise UnsupportedError(
+            f"{len(mesh.replica.ranks)} ranks cannot share {name}: "
+            f"{reason or 'the model has no layers that repeat'}; use one process"
+        )
+    if settings.filling is not None:
+        raise UnsupportedError(
+            f"{whole[0].name} runs its own code ({verdicts[whole[0].name].reason}), and such layers are "
+            "split from a model that has its weights; load them before init_inference and leave checkpoint "
+            "out, or use replace_with_kernel_inject=True"
+        )
+    named: dict[str, Sequence[str]] = {}
+    for found in whole:
+        target = target_of(config.injection_policy, type(found.layer))
+        if target is not None and not isinstance(target, Family):
+            named[found.name] = target
+    sizes = Sizes(mesh.tp.size, config.tensor_parallel.tp_grain_size, max(settings.format.group, 1))
+    strict = settings.check == "error"
+    plans = plan_layers(model, whole, sizes, reducing=named, strict=strict)
+    mine = [(name, row.name, row.how) for name, plan in plans.items() for row in plan.rows]
+    if any(other != mine for other in gather_objects(mine, mesh.replica, "compared how layers are split")):
+        raise InjectionError(
+            f"the ranks {list(mesh.replica.ranks)} would not split the layers alike; give all of them one "
+            "model, and machines of one kind"
+        )
+    return Splitting(whole, plans, settings)

@@ -1,0 +1,362 @@
+"""Tensor parallelism for layers that run their own code: what is cut how, proved by a rehearsal.
+
+A branch (linears that only the last one of them reads) is cut so that its ranks meet once, after the last
+linear. What ends a branch is what the user's policy names, what transformers' own plan calls "rowwise", and
+what a run of the layer shows. Every way to cut it is rehearsed beside the layer as it is, and the first one
+that answers the same is taken. Any other linear is cut by its rows, which all ranks join: this needs to know
+nothing of the layer, and a rank still holds its part only.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.model.check import MODEL_ERRORS, RecordedCall, record_calls
+from slipstream.model.convert import convert
+from slipstream.model.cuts import (
+    Sizes,
+    attention_splits,
+    expert_splits,
+    gathered,
+    unit_splits,
+    whole_experts,
+)
+from slipstream.model.flow import Branch, Flow, branches_of, is_matrix, matrix_dims, watch_flow
+from slipstream.model.layers import Found
+from slipstream.model.rehearsal import Stage
+from slipstream.model.report import SplitReport
+from slipstream.model.split import LayerSplit, ModuleSplit
+
+__all__ = ["LayerPlan", "plan_layers"]
+
+log = logging.getLogger(__name__)
+
+_SMALL = 2048
+"""Numbers in a matrix that is not worth a meeting of the ranks."""
+
+_ROUTER = re.compile(r"(^|[._])(gate|router|gating)$")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer.
+
+    Attributes:
+        split: Of its modules.
+        rows: For the report.
+        max_error: Of the rehearsal; None where the layer could not be run.
+    """
+
+    split: LayerSplit
+    rows: tuple[SplitReport, ...]
+    max_error: float | None
+
+
+@dataclass
+class _Draft:
+    """A plan in the making: what is cut, and by what each linear was decided."""
+
+    split: dict[str, ModuleSplit] = field(default_factory=dict)
+    how: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, split: LayerSplit, how: Mapping[str, tuple[str, str]]) -> None:
+        self.split |= split
+        self.how |= how
+
+
+def plan_layers(
+    model: nn.Module,
+    layers: Sequence[Found],
+    sizes: Sizes,
+    *,
+    reducing: Mapping[str, Sequence[str]],
+    strict: bool,
+) -> dict[str, LayerPlan]:
+    """Decide how layers are cut; the model is only read.
+
+    Args:
+        model: In eval mode.
+        layers: Those that are not fused.
+        sizes: Into how many parts.
+        reducing: By layer, the ends of the paths of linears that a user says end branches.
+        strict: A linear that a user names and that ends no branch is an error.
+
+    Returns:
+        By layer name.
+
+    Raises:
+        InjectionError: See `strict`.
+        UnsupportedError: Layers that share a part and would cut it differently.
+    """
+    kinds: dict[tuple[Any, ...], list[Found]] = {}
+    for found in layers:
+        kinds.setdefault(_kind(found), []).append(found)
+    plans: dict[str, LayerPlan] = {}
+    for root in sorted({members[0].root for members in kinds.values()}):
+        of_root = [members for members in kinds.values() if members[0].root == root]
+        calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
+        known = _plan_of(model, root)
+        for members in of_root:
+            recorded = calls.get(members[0].name, [])
+            names = reducing.get(members[0].name, ())
+            plan = _plan(members, recorded, sizes, (names, known, why), strict=strict)
+            plans |= {found.name: plan for found in members}
+    _check_shared(layers, plans)
+    return plans
+
+
+def _kind(found: Found) -> tuple[Any, ...]:
+    """What layers of one kind share: classes, shapes, and the numbers that may be counts of heads."""
+    modules = tuple(
+        (
+            path,
+            type(module),
+            tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None),
+            tuple((n, v) for n, v in vars(module).items() if type(v) is int and "head" in n),
+        )
+        for path, module in found.layer.named_modules()
+    )
+    return found.root, modules
+
+
+def _record(root: nn.Module, layers: Sequence[Found]) -> tuple[dict[str, list[RecordedCall]], str]:
+    try:
+        calls = record_calls(root, layers)
+    except MODEL_ERRORS as error:
+        return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return calls, "" if any(calls.values()) else "no input is known for it"
+
+
+def _plan_of(model: nn.Module, root: str) -> tuple[str, ...]:
+    """Patterns of what transformers' own plan adds up over ranks, as ends of paths."""
+    config = getattr(model.get_submodule(root), "config", None)
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    return tuple(name.replace("*", "#") for name, style in plan.items() if style.startswith("rowwise"))
+
+
+def _plan(
+    members: Sequence[Found],
+    calls: Sequence[RecordedCall],
+    sizes: Sizes,
+    known: tuple[Sequence[str], Sequence[str], str],
+    *,
+    strict: bool,
+) -> LayerPlan:
+    """The plan for one kind, drawn up for its first layer and proved on its last as well."""
+    first, last = members[0], members[-1]
+    named, patterns, why = known
+    if not calls:
+        draft = _Draft()
+        _gather_rest(first.layer, None, draft, sizes)
+        reason = f"the model cannot be run on random input to see more: {why}"
+        return LayerPlan(draft.split, _rows(first.layer, draft, reason), None)
+    stage = Stage(_in_float32(first.layer), calls)
+    flow = watch_flow(stage.layer, stage.given_calls())
+    draft = _Draft()
+    paths = [path for path in flow.reads if any(f".{path}".endswith(f".{n.lstrip('.')}") for n in named)]
+    reasons = _branches(first, stage, flow, draft, sizes, (paths, patterns))
+    _refuse_unproved(first, named, paths, draft, reasons, strict=strict)
+    _experts(stage, draft, sizes, reasons)
+    proved, error = _with_rest(stage, flow, draft, sizes, reasons)
+    if last is not first and proved.split:
+        try:
+            Stage(_in_float32(last.layer), calls[:1]).error(proved.split, sizes.ranks)
+        except InjectionError as failure:
+            raise UnsupportedError(
+                f"{last.name} cannot be cut as {first.name} was, which is of its kind: {failure}; use "
+                "replace_with_kernel_inject=True, or one rank"
+            ) from failure
+    return LayerPlan(proved.split, _rows(first.layer, proved, "", reasons), error)
+
+
+def _in_float32(layer: nn.Module) -> nn.Module:
+    """The layer itself, or a copy: sums of parts have another order, which float32 tells from an error."""
+    if all(t.dtype == torch.float32 for t in layer.parameters() if t.is_floating_point()):
+        return layer
+    wide = copy.deepcopy(layer)
+    convert(wide, torch.float32)
+    return wide
+
+
+def _branches(
+    found: Found,
+    stage: Stage,
+    flow: Flow,
+    draft: _Draft,
+    sizes: Sizes,
+    known: tuple[Sequence[str], Sequence[str]],
+) -> dict[str, str]:
+    """Cut what can be cut so that ranks meet once a branch; why others cannot, by their last linear."""
+    named, patterns = known
+    reasons: dict[str, str] = {}
+    for branch in branches_of(stage.layer, flow, named):
+        paths = (branch.row, *branch.columns)
+        if any(path in draft.split for path in paths):
+            continue
+        full = f"{found.name}.{branch.row}"
+        by_plan = any(_matches(full, pattern) for pattern in patterns)
+        source = "injection_policy" if named else "transformers' plan" if by_plan else "structure"
+        ways = [attention_splits, unit_splits] if branch.attends else [unit_splits, attention_splits]
+        options = itertools.chain.from_iterable(way(stage.layer, branch, flow, sizes) for way in ways)
+        chosen, reason = _first_right(stage, options, draft, sizes)
+        if chosen is None:
+            reasons[branch.row] = reason
+            continue
+        kind = "by heads" if chosen.get(branch.parent, ModuleSplit()).heads is not None else "by units"
+        for twin, split in (("", chosen), *_siblings(stage.layer, flow, branch, chosen)):
+            own = {f"{twin}{path.removeprefix(branch.parent)}" if twin else path for path in branch.columns}
+            row = f"{twin}{branch.row.removeprefix(branch.parent)}" if twin else branch.row
+            how = dict.fromkeys(own, (f"rows {kind}", source)) | {row: (f"inputs {kind}, added up", source)}
+            draft.add(split, how)
+    return reasons
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a full path ends in a pattern of transformers, whose `#` is any number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", f".{path}").endswith(f".{pattern}")
+
+
+def _first_right(
+    stage: Stage, options: Iterator[LayerSplit], draft: _Draft, sizes: Sizes
+) -> tuple[LayerSplit | None, str]:
+    """The first way to cut a branch that answers as the layer does; or none, and why the first one failed."""
+    reason = ""
+    for option in options:
+        if any(path in draft.split for path in option):
+            reason = reason or "a part of it is cut already"
+            continue
+        try:
+            stage.error(option, sizes.ranks)
+        except InjectionError as failure:
+            reason = reason or str(failure)
+            continue
+        return option, ""
+    return None, reason or f"its heads or units are not parted among {sizes.ranks} ranks"
+
+
+def _siblings(
+    layer: nn.Module, flow: Flow, branch: Branch, split: LayerSplit
+) -> Iterator[tuple[str, dict[str, ModuleSplit]]]:
+    """The same for modules of the same make that were not called: experts that no token went to."""
+    if not re.search(r"\.\d+$", branch.parent):
+        return
+    stem = branch.parent.rpartition(".")[0]
+    model_of = [(path.removeprefix(branch.parent), own) for path, own in split.items()]
+    for name, module in layer.get_submodule(stem).named_children():
+        path = f"{stem}.{name}"
+        if path == branch.parent or any(read.startswith(f"{path}.") for read in flow.reads):
+            continue
+        shapes = [tuple(p.shape) for p in module.parameters()]
+        if shapes == [tuple(p.shape) for p in layer.get_submodule(branch.parent).parameters()]:
+            yield path, {f"{path}{rest}": own for rest, own in model_of}
+
+
+def _refuse_unproved(
+    found: Found,
+    named: Sequence[str],
+    paths: Sequence[str],
+    draft: _Draft,
+    reasons: Mapping[str, str],
+    *,
+    strict: bool,
+) -> None:
+    """Refuse a policy that names what ends no branch.
+
+    Raises:
+        InjectionError: A linear that is called, ends no branch, and was not even tried as one.
+    """
+    wrong = [path for path in paths if path not in draft.split and path not in reasons]
+    if not wrong:
+        return
+    message = (
+        f"injection_policy names {wrong[0]!r} of {found.name} ({type(found.layer).__name__}) as a linear "
+        "whose results ranks add up, and what it reads is no other linears' work alone; name the linears "
+        "that end a residual branch"
+    )
+    if strict:
+        raise InjectionError(message)
+    log.warning("%s", message)
+
+
+def _experts(stage: Stage, draft: _Draft, sizes: Sizes, reasons: dict[str, str]) -> None:
+    """Cut experts that are parameters of one module."""
+    for path, module in stage.layer.named_modules():
+        if whole_experts(module) and path not in draft.split:
+            chosen, reason = _first_right(stage, expert_splits(path, module, sizes), draft, sizes)
+            if chosen is None:
+                reasons[path] = reason
+            else:
+                draft.add(chosen, {path: ("each expert by units, added up", "structure")})
+
+
+def _with_rest(
+    stage: Stage, flow: Flow, draft: _Draft, sizes: Sizes, reasons: dict[str, str]
+) -> tuple[_Draft, float]:
+    """The plan with the other linears, as much of it as answers what the layer does."""
+    full = copy.copy(draft)
+    full.split, full.how = dict(draft.split), dict(draft.how)
+    _gather_rest(stage.layer, flow, full, sizes)
+    rest_only = _Draft()
+    _gather_rest(stage.layer, flow, rest_only, sizes)
+    for attempt in (full, rest_only, draft):
+        try:
+            return attempt, stage.error(attempt.split, sizes.ranks)
+        except InjectionError as failure:
+            reasons.setdefault("", str(failure))
+    return _Draft(), 0.0
+
+
+def _gather_rest(layer: nn.Module, flow: Flow | None, draft: _Draft, sizes: Sizes) -> None:
+    """Cut by rows what is a linear and not cut yet; with a flow, what was called in it."""
+    for path, module in layer.named_modules():
+        if not path or path in draft.split or not is_matrix(module) or _ROUTER.search(path):
+            continue
+        weight = module.get_parameter("weight")
+        large = weight.numel() >= _SMALL and weight.shape[matrix_dims(module)[0]] >= sizes.ranks
+        if large and (flow is None or path in flow.reads):
+            draft.add({path: gathered(module, sizes)}, {path: ("rows, joined", "any linear")})
+
+
+def _rows(
+    layer: nn.Module, draft: _Draft, why: str = "", reasons: Mapping[str, str] | None = None
+) -> tuple[SplitReport, ...]:
+    """A row for each matrix."""
+    rows = []
+    reasons = reasons or {}
+    for path, module in layer.named_modules():
+        if not (is_matrix(module) or whole_experts(module)):
+            continue
+        how, source = draft.how.get(path, ("whole on every rank", ""))
+        reason = "" if "added up" in how or how.startswith("rows by") else reasons.get(path, "")
+        reason = reason or ("" if source in ("structure",) else why)
+        rows.append(SplitReport(path, how, source, reason or reasons.get("", "")))
+    return tuple(rows)
+
+
+def _check_shared(layers: Sequence[Found], plans: Mapping[str, LayerPlan]) -> None:
+    """Refuse layers that hold a module together and would cut it differently.
+
+    Raises:
+        UnsupportedError: With both layers.
+    """
+    seen: dict[int, tuple[str, ModuleSplit | None]] = {}
+    for found in layers:
+        split = plans[found.name].split
+        for path, module in found.layer.named_modules():
+            own = split.get(path)
+            name, other = seen.setdefault(id(module), (found.name, own))
+            if own != other:
+                raise UnsupportedError(
+                    f"{found.name} and {name} share {path or 'a module'}, and would cut it differently for "
+                    "several ranks; use one rank"
+                )

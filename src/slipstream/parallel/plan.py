@@ -1,0 +1,140 @@
+"""How one tensor is cut along a dim for several ranks, and put together again.
+
+Shapes: H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.parallel.shard import deal_heads, spread
+
+__all__ = ["Cut", "Heads", "Runs", "even", "halves", "take"]
+
+Runs = tuple[range, ...]
+"""Places along a dim, in order."""
+
+
+def take(tensor: Tensor, dim: int, runs: Runs) -> Tensor:
+    """The places of some runs along a dim; a view where there is one run."""
+    parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What each rank has of a tensor along one dim.
+
+    Attributes:
+        dim: The one that is cut.
+        runs: The places of each rank; several ranks may have the same ones.
+    """
+
+    dim: int
+    runs: tuple[Runs, ...]
+
+    def of(self, tensor: Tensor, rank: int) -> Tensor:
+        """A rank's part of a whole tensor, a view where it is one run."""
+        return take(tensor, self.dim, self.runs[rank])
+
+    @property
+    def widths(self) -> list[int]:
+        """Length of each rank's part."""
+        return [sum(map(len, runs)) for runs in self.runs]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor out of the parts of all ranks: `of` backwards."""
+        total = max(run.stop for runs in self.runs for run in runs)
+        shape = list(parts[0].shape)
+        shape[self.dim] = total
+        whole = parts[0].new_empty(shape)
+        for part, runs in zip(parts, self.runs, strict=True):
+            start = 0
+            for run in runs:
+                whole.narrow(self.dim, run.start, len(run)).copy_(part.narrow(self.dim, start, len(run)))
+                start += len(run)
+        return whole
+
+    def along(self, dim: int) -> Cut:
+        """The same places along another dim."""
+        return Cut(dim, self.runs)
+
+
+def even(total: int, parts: int, unit: int) -> tuple[Runs, ...]:
+    """Runs as even as they go, cut at multiples of `unit` where each rank gets one of them at least."""
+    return tuple((run,) for run in spread(total, parts, unit if total >= unit * parts else 1))
+
+
+def halves(runs: Sequence[Runs], width: int, layout: Literal["stacked", "paired"]) -> tuple[Runs, ...]:
+    """Rows of `[gate | up]`, or of `gate, up, gate, up, ...`, for runs of the width that both have."""
+    if layout == "paired":
+        return tuple(tuple(range(2 * run.start, 2 * run.stop) for run in own) for own in runs)
+    return tuple((*own, *(range(run.start + width, run.stop + width) for run in own)) for own in runs)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads that are dealt out to ranks; query heads follow their kv heads.
+
+    Attributes:
+        heads: H.
+        kv_heads: K, which divides H.
+        size: Ranks, H at most.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+
+    def own(self, rank: int) -> tuple[range, range]:
+        """A rank's query heads and kv heads."""
+        queries, keys, _ = deal_heads(self.heads, self.kv_heads, self.size, rank)
+        return queries, keys
+
+    def queries(self, dim: int) -> tuple[Runs, ...]:
+        """Rows of a matrix with `dim` rows per query head."""
+        return tuple((_rows(self.own(rank)[0], dim, 0),) for rank in range(self.size))
+
+    def keys(self, dim: int) -> tuple[Runs, ...]:
+        """Rows of a matrix with `dim` rows per kv head."""
+        return tuple((_rows(self.own(rank)[1], dim, 0),) for rank in range(self.size))
+
+    def fused(self, dim: int, layout: Literal["stacked", "grouped"]) -> tuple[Runs, ...]:
+        """Rows of queries, keys and values in one matrix.
+
+        Args:
+            dim: D.
+            layout: "stacked" is `[q | k | v]`, "grouped" has for each kv head its queries, its key and its
+                value.
+        """
+        made = []
+        per_key = self.heads // self.kv_heads
+        for rank in range(self.size):
+            queries, keys = self.own(rank)
+            if layout == "stacked":
+                at = [0, self.heads * dim, (self.heads + self.kv_heads) * dim]
+                own = [_rows(queries, dim, at[0]), _rows(keys, dim, at[1]), _rows(keys, dim, at[2])]
+            else:
+                own = []
+                for key in keys:
+                    first = key * (per_key + 2) - key * per_key  # what stands before its first query
+                    mine = range(max(queries.start, key * per_key), min(queries.stop, (key + 1) * per_key))
+                    own.append(_rows(mine, dim, first * dim))
+                    own.append(_rows(range(2), dim, (key * (per_key + 2) + per_key) * dim))
+            made.append(tuple(own))
+        return tuple(made)
+
+    def pairs(self, dim: int, layout: Literal["stacked", "grouped"]) -> tuple[Runs, ...]:
+        """Rows of keys and values in one matrix, `[k | v]` or a key and a value for each head."""
+        if layout == "grouped":
+            return self.keys(2 * dim)
+        return halves(self.keys(dim), self.kv_heads * dim, "stacked")
+
+
+def _rows(run: range, dim: int, offset: int) -> range:
+    return range(run.start * dim + offset, run.stop * dim + offset)
