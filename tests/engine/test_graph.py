@@ -77,6 +77,40 @@ def test_sampling_processors_and_scores_see_each_step(captures: list[Any]) -> No
     assert captures
 
 
+@pytest.mark.parametrize(
+    "warp",
+    [{"top_k": 0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"top_k": 3}],
+    ids=str,
+)
+def test_a_seed_draws_the_same_tokens_within_captured_steps(warp: Any, captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    (ids, mask) = left_padded(3, 9)
+    ends = [int(t) for t in range(20, 400, 7)]  # rows end here and there, in the middle of what runs ahead
+    for settings in ({}, {"eos_token_id": ends}):
+        found = []
+        for model in (both.original, both.engine):
+            torch.manual_seed(11)
+            options = {"max_new_tokens": 40, "do_sample": True, **warp, **settings}
+            found += [model.generate(ids, attention_mask=mask, **options), torch.rand(1)]
+        # What is drawn after the generation is what would have been: nobody ran ahead for good.
+        assert torch.equal(found[0], found[2])
+        assert torch.equal(found[1], found[3])
+    # The step of the best, to know whether steps can be captured, and one that draws for each rung.
+    assert 2 <= len(captures) <= 4
+
+
+def test_settings_of_sampling_capture_nothing_anew(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    for top_k, temperature in ((5, 0.5), (50, 1.3)):
+        found = []
+        for model in (both.original, both.engine):
+            torch.manual_seed(2)
+            options = {"do_sample": True, "top_k": top_k, "temperature": temperature, "max_new_tokens": 12}
+            found.append(model.generate(prompt(1, 6), **options))
+        assert torch.equal(found[0], found[1])
+    assert len(captures) == 2
+
+
 def test_an_end_token_within_a_run_of_steps_ends_the_row(captures: list[Any]) -> None:
     both = pair("llama", settings=GRAPHS)
     ids = prompt(3, 6)

@@ -21,6 +21,7 @@ from slipstream.formats import FORMATS
 from slipstream.kernels.triton import register
 from slipstream.model.frame import run_stack
 from slipstream.ops import OPS
+from slipstream.ops.draw import Warp
 from slipstream.ops.linear import Weight
 from tests.gpu.place import place
 from tests.gpu.test_stack import filled, made, step_of
@@ -54,6 +55,23 @@ def of_format(name: str, rows: int, inputs: int = 200) -> Check:
         )
         weight: Weight = FORMATS[name].weight(dense, None)
         return off(module.KERNELS[0].run(place(x), place(weight)), x @ weight.dense().T)
+
+    return check
+
+
+def of_draw(name: str) -> Check:
+    """Which tokens of one row may be drawn: noise that favours a token draws it, unless it may not be."""
+
+    def check(module: Any, patch: pytest.MonkeyPatch) -> float:
+        make = next(c for c in OPS["draw"].cases if c.name == name).make
+        given = make(torch.Generator().manual_seed(3), torch.float32)
+        best = given["scores"][0].topk(72).indices.sort().values
+        given["scores"] = given["scores"][:1, best].expand(72, -1).contiguous()
+        given["numbers"] = Warp(2.5, top_k=50, top_p=0.98, min_p=0.001).numbers(72, given["scores"].device)
+        given["noise"] = torch.ones(72, 72).fill_diagonal_(1e-30)
+        kernel = next(k for k in module.KERNELS if k.op == "draw")
+        got = kernel.run(**{n: place(v) for n, v in given.items()}).cpu()
+        return float((got != OPS["draw"].reference(**given)).sum())
 
     return check
 
@@ -213,6 +231,13 @@ FAULTS = (
         "weights += minimum[:, :, None]",
         "weights += 0.0",
         of_format("int4", 130),
+    ),
+    Fault(
+        "draw: a score too many",
+        ("draw",),
+        "x, tl.full([KEPT], 1.0, tl.float32), low, top, most)",
+        "x, tl.full([KEPT], 1.0, tl.float32), low, top, most + 1)",
+        of_draw("fifty, nucleus and floor"),
     ),
     Fault(
         "decode: value's offset",

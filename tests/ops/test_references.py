@@ -253,7 +253,24 @@ def _sample(scores: Tensor, *, greedy: bool) -> Tensor:
     return torch.tensor([row.index(max(row)) for row in scores.tolist()])
 
 
+def _draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
+    """Row by row, token by token, from the best one down."""
+    temperature, most, rest, floor = numbers.tolist()
+    chosen = []
+    for row, chance in zip((scores / temperature).softmax(-1), noise, strict=True):
+        order = sorted((i for i in range(len(row)) if row[i] > 0), key=lambda i: -float(row[i]))[: int(most)]
+        whole, left, above = float(row[order].sum()), [], 0.0
+        for i in order:
+            if rest < 0 or not left or above < (1 - rest) * whole:
+                left.append(i)
+            above += float(row[i])
+        left = [i for i in left if row[i] >= floor * row[order[0]]]
+        chosen.append(max(left, key=lambda i: float(row[i] / chance[i])))
+    return torch.tensor(chosen)
+
+
 DEFINITIONS = {
+    "draw": _draw,
     "activation": _activation,
     "attention": _attention,
     "linear": _linear,

@@ -46,6 +46,14 @@ class CpuDevice(Device):
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
+    def random_state(self) -> Tensor:
+        """Of the generator of the CPU."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Of the generator of the CPU."""
+        torch.set_rng_state(state)
+
     def no_graph(self) -> str | None:
         """There is nothing to launch, so nothing to capture."""
         return "the CPU launches nothing that a graph could save"

@@ -62,6 +62,7 @@ class CudaDevice(Device):
         self._device = torch.device("cuda", index)
         self._copies: torch.cuda.Stream | None = None
         self._pool: Any = None  # graphs of one device never run at once: they share their memory
+        self._side: Any = None  # captures share a stream, and with it the workspaces of the libraries
 
     @property
     def torch_device(self) -> torch.device:
@@ -89,6 +90,14 @@ class CudaDevice(Device):
             self._copies = torch.cuda.Stream(self._device)
         return CudaLane(self._copies)
 
+    def random_state(self) -> Tensor:
+        """Seed and offset, which lie on the host: nothing is waited for."""
+        return torch.cuda.get_rng_state(self._device)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Of the generator of this GPU."""
+        torch.cuda.set_rng_state(state, self._device)
+
     def no_graph(self) -> str | None:
         """Every GPU that torch supports can."""
         return None
@@ -99,26 +108,38 @@ class CudaDevice(Device):
         Raises:
             DeviceError: The function does what no capture allows, with CUDA's own words.
         """
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                outputs = run()
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise DeviceError(
-                f"the step cannot be captured ({reason}); leave enable_cuda_graph at False"
-            ) from error
+        with torch.cuda.device(self._device):
+            if self._side is None:
+                self._side, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+            side, graph = self._side, torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    run()
+            torch.cuda.current_stream().wait_stream(side)
+            try:
+                # What other threads do on the GPU meanwhile is theirs: they may allocate.
+                mode: dict[str, Any] = {
+                    "pool": self._pool,
+                    "stream": side,
+                    "capture_error_mode": "thread_local",
+                }
+                with torch.cuda.graph(graph, **mode):
+                    outputs = run()
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"the step cannot be captured ({_first(error)}); leave enable_cuda_graph at False"
+                ) from error
 
         def replay() -> Any:
             graph.replay()
             return outputs
 
         return replay
+
+
+def _first(error: BaseException) -> str:
+    """What went wrong first: the end of a capture that failed raises an error of its own."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).partition("\n")[0]

@@ -80,6 +80,14 @@ class Device(ABC):
         return Lane()
 
     @abstractmethod
+    def random_state(self) -> Tensor:
+        """State of torch's default generator here."""
+
+    @abstractmethod
+    def set_random_state(self, state: Tensor) -> None:
+        """Go back to a state."""
+
+    @abstractmethod
     def no_graph(self) -> str | None:
         """Why a step cannot be captured and replayed here, or None where it can."""
 

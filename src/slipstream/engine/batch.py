@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.engine.runner import Runner, make_step
 from slipstream.engine.schedule import Chunk, Schedule
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.ops.draw import Warp
 from slipstream.ops.kv_cache import CachePart, read_cache
 from slipstream.ops.step import Step
 
@@ -47,7 +48,7 @@ class Batch:
             self._schedule.add(row, length - padding)
         needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
         self._cache: PagedCache = runner.new_cache(sum(needed))
-        self._dtype = runner.dtype
+        self._dtype, self._runner = runner.dtype, runner
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
         self._decode: _Decode | None = None
@@ -64,7 +65,7 @@ class Batch:
 
     def logits(self) -> Tensor:
         """Run until every running row has logits; `(B, V)` float32, zeros for rows that are finished."""
-        return self._run(lambda step, _: self._session.logits(step))
+        return self._run(lambda step, *_: self._session.logits(step))
 
     def best(self, steps: int = 1, ends: Sequence[int] = ()) -> Tensor:
         """Run until every running row has its best next tokens.
@@ -77,9 +78,40 @@ class Batch:
             `(B, steps that were run)` int64, at least one of each row; zeros for rows that are finished.
         """
         most = min(steps, self._tokens.shape[1] - self._length)
-        return self._run(lambda step, decodes: self._session.best(step, most if decodes else 1, ends))
+        return self._run(lambda step, rows, decodes: self._session.best(step, most if decodes else 1, ends))
 
-    def _run(self, run: Callable[[Step, bool], Tensor]) -> Tensor:
+    @property
+    def draws(self) -> bool:
+        """Whether `drawn` is the faster way to draw tokens."""
+        return self._session.draws
+
+    def drawn(self, warp: Warp, steps: int = 1, ends: Sequence[int] = ()) -> Tensor:
+        """As `best`, with tokens that are drawn by torch's default generator, as `torch.multinomial` does.
+
+        Args:
+            warp: What may be drawn.
+            steps: As of `best`.
+            ends: As of `best`.
+        """
+        device, vocabulary = self._tokens.device, self._runner.vocabulary
+        most = min(steps, self._tokens.shape[1] - self._length)
+        numbers = warp.numbers(vocabulary, device)
+        # Every row has its noise, be it finished: a seed means the same to transformers' loops.
+        shape = (self._tokens.shape[0], vocabulary)
+        first = torch.empty(shape, device=device).exponential_()
+
+        def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
+            pending = [first]
+
+            def noise() -> Tensor:
+                made = pending.pop() if pending else torch.empty(shape, device=device).exponential_()
+                return made if len(rows) == shape[0] else made[rows]
+
+            return self._session.drawn(step, numbers, noise, most if decodes else 1, ends)
+
+        return self._run(run)
+
+    def _run(self, run: Callable[[Step, list[int], bool], Tensor]) -> Tensor:
         out: Tensor | None = None
         while True:
             rows = self._schedule.decode()
@@ -91,7 +123,7 @@ class Batch:
                 step = make_step(chunks, self._ids_of, self._blocks, self._tokens.device)
             else:
                 break
-            result = run(step, decodes)
+            result = run(step, rows, decodes)
             if len(rows) == self._tokens.shape[0]:
                 return result
             if out is None:

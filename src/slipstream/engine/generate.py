@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slipstream.engine.batch import Batch
 from slipstream.engine.listen import listen, listens
 from slipstream.engine.runner import Runner
+from slipstream.engine.warp import warp_of
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_tokens, any_of
 
@@ -92,13 +93,12 @@ class Loop:
             hears or config.return_dict_in_generate or not has_eos or runner.frame.angles_share_a_length
         )
         stop, record = _Stop(stopping_criteria), _Record(config)
-        # Nobody sees the logits: the best tokens are all that is asked for.
-        best_only = not (len(logits_processor) or config.do_sample or record.is_kept)
+        choose = None if record.is_kept else self._choose(batch, logits_processor, config, stop.ends)
         pace = _Pace(can_run_ahead=stop.is_known and self.streamer is None)
         alive = [True] * input_ids.shape[0]
         while True:
-            if best_only:
-                tokens = pace.best(batch, stop.ends, alone=keep_finished and not all(alive))
+            if choose is not None:
+                tokens = pace.tokens(choose, alone=keep_finished and not all(alive))
             else:
                 logits = batch.logits()
                 scores = logits_processor(batch.ids, logits)
@@ -151,6 +151,16 @@ class Loop:
             inputs["streamer"] = self.streamer
         return own(model, **dict(zip(names, given, strict=True)), **inputs)
 
+    def _choose(
+        self, batch: Batch, processors: Any, config: Any, ends: Sequence[int]
+    ) -> Callable[[int], Tensor] | None:
+        """What runs some steps and chooses their tokens, nobody seeing logits; None where that is apart."""
+        if not config.do_sample:
+            return None if len(processors) else lambda steps: batch.best(steps, ends)
+        # Ranks compare tokens, and each draws from a generator of its own.
+        warp = warp_of(processors) if self.ranks.size == 1 and batch.draws else None
+        return None if warp is None else lambda steps: batch.drawn(warp, steps, ends)
+
     def _admit(self, ids: Tensor, most: int, inputs: Mapping[str, Any]) -> tuple[Batch, Runner]:
         """The batch, and what runs it."""
         runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
@@ -162,17 +172,17 @@ class Loop:
 
 
 class _Pace:
-    """How many greedy steps to ask for at once: Python is cold after each, and costs 0.2 ms then."""
+    """How many steps to ask for at once: Python is cold after each, and costs 0.2 ms then."""
 
     SECONDS, MOST = 0.1, 64  # an interrupt waits as long as one call
 
     def __init__(self, *, can_run_ahead: bool) -> None:
         self._steps, self._ahead, self._is_prompt = 1, can_run_ahead, True
 
-    def best(self, batch: Batch, ends: Sequence[int], *, alone: bool) -> Tensor:
-        """The best tokens of the next steps, `(B, n)`; of the next one where it must run alone."""
+    def tokens(self, run: Callable[[int], Tensor], *, alone: bool) -> Tensor:
+        """The tokens of the next steps, `(B, n)`; of the next one where it must run alone."""
         start = time.perf_counter()
-        tokens = batch.best(1 if alone else self._steps, ends)
+        tokens = run(1 if alone else self._steps)
         seconds = (time.perf_counter() - start) / tokens.shape[1]
         if self._ahead and not self._is_prompt:
             self._steps = min(max(int(self.SECONDS / seconds), 1), self.MOST)

@@ -25,6 +25,7 @@ from slipstream.devices import Device
 from slipstream.engine.runner import Runner
 from slipstream.errors import DeviceError
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.ops.draw import Warp
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Step
 
@@ -45,8 +46,10 @@ class _Captured:
 
     Attributes:
         step: Static; what the next replay computes.
-        tokens: `(B, ahead)` int64, the best tokens of the replays since `counter` was zero.
+        tokens: `(B, ahead)` int64, the tokens of the replays since `counter` was zero: the best, or drawn.
         counter: `(1,)` int64.
+        noise: `(B, V)` float32 that the next replay draws with, or None where it takes the best.
+        numbers: `(4,)` float32, of `ops.draw.Warp`.
         scratch: The block that rows of nobody write to.
         replay: Runs the step and returns its logits, `(B, V)` float32, always in the same memory.
     """
@@ -54,6 +57,8 @@ class _Captured:
     step: Step
     tokens: Tensor
     counter: Tensor
+    noise: Tensor | None
+    numbers: Tensor
     scratch: int
     replay: Callable[[], Tensor]
 
@@ -80,7 +85,7 @@ class Graphs:
         self._lock = threading.Lock()
         self._taken = False
         self._cache: PagedCache | None = None
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int, bool], _Captured] = {}
         self._places: tuple[int, ...] = ()
         self.reason = device.no_graph() or ""
         if not self.reason and runner.frame.angles_share_a_length:
@@ -99,7 +104,7 @@ class Graphs:
         """Capture the step of one row, to know whether steps can be captured."""
         if not self.reason:
             self._reserve(_least_blocks(self._tokens))
-            self._capture(1, self._usual)
+            self._capture(1, self._usual, draws=False)
 
     def new_cache(self, blocks: int) -> PagedCache:
         """A cache for one generation: the one that the graphs point to, unless somebody has it."""
@@ -123,12 +128,17 @@ class Graphs:
         self._forget_what_moved()
         return _Session(self, max(_blocks(longest), self._usual))
 
-    def rung(self, rows: int, width: int) -> _Captured | None:
+    @property
+    def device(self) -> Device:
+        """Where steps are captured."""
+        return self._device
+
+    def rung(self, rows: int, width: int, *, draws: bool) -> _Captured | None:
         """The captured step for some rows, captured now where it was not; None where none can be."""
         size = next((size for size in LADDER if size >= rows), None)
         if size is None or self.reason:
             return None
-        return self._captured.get((size, width)) or self._capture(size, width)
+        return self._captured.get((size, width, draws)) or self._capture(size, width, draws=draws)
 
     def _reserve(self, blocks: int) -> PagedCache:
         """The cache that stays, with at least this many blocks and one that rows of nobody write to."""
@@ -164,26 +174,36 @@ class Graphs:
         found += frame.angle_tables()
         return [t for t in found if t is not None]
 
-    def _capture(self, rows: int, width: int) -> _Captured | None:
+    def _capture(self, rows: int, width: int, *, draws: bool) -> _Captured | None:
         runner, cache = self._runner, self._cache
         if cache is None:
             raise AssertionError("a step is captured upon a cache")
-        static = _StaticStep(rows, width, cache.capacity - 1, _tensors(cache)[0].device)
+        device = _tensors(cache)[0].device
+        static = _StaticStep(rows, width, cache.capacity - 1, device)
+        numbers = Warp().numbers(runner.vocabulary, device)
+        noise = torch.ones(rows, runner.vocabulary, device=device) if draws else None
+        given = [numbers] if noise is None else [numbers, noise]
 
         def run() -> Tensor:
-            logits = runner(static.step, cache).float()
-            static.advance(runner.frame.ops.sample.run(logits, greedy=True))
+            ops, logits = runner.frame.ops, runner(static.step, cache).float()
+            static.advance(
+                ops.sample.run(logits, greedy=True) if noise is None else ops.draw.run(logits, noise, numbers)
+            )
             return logits
 
         try:
             with torch.no_grad():
-                replay = self._device.capture(run, [*self._static(), *_tensors(cache), *static.tensors()])
+                replay = self._device.capture(
+                    run, [*self._static(), *_tensors(cache), *static.tensors(), *given]
+                )
         except DeviceError as error:
             self.reason = str(error)
             log.warning("decode steps run one by one: %s", error)
             return None
-        captured = _Captured(static.step, static.tokens, static.counter, cache.capacity - 1, replay)
-        self._captured[rows, width] = captured
+        captured = _Captured(
+            static.step, static.tokens, static.counter, noise, numbers, cache.capacity - 1, replay
+        )
+        self._captured[rows, width, draws] = captured
         return captured
 
 
@@ -268,17 +288,40 @@ class _Session:
         count = min(steps, _MOST_AHEAD)
         for _ in range(count):
             captured.replay()
-        tokens = captured.tokens[: step.token_ids.shape[0], :count].clone()
-        if ends and count > 1:
-            over = torch.isin(tokens, torch.tensor(ends, device=tokens.device)).any(0).tolist()
-            count = over.index(True) + 1 if True in over else count
-        return tokens[:, :count]
+        return _until(ends, captured.tokens[: step.token_ids.shape[0], :count].clone())
 
-    def _load(self, step: Step) -> _Captured | None:
+    def drawn(
+        self, step: Step, numbers: Tensor, noise: Callable[[], Tensor], steps: int, ends: Sequence[int]
+    ) -> Tensor | None:
+        """Tokens drawn in a decode step and in some that follow it, `(N, steps that count)` int64.
+
+        Args:
+            step: As of `best`.
+            numbers: Of `ops.draw.Warp`.
+            noise: Makes `(N, V)` for the next token.
+            steps: How many at most.
+            ends: As of `best`; torch's generator is left as if no further step had drawn.
+        """
+        captured, device = self._load(step, draws=True), self._graphs.device
+        if captured is None or captured.noise is None:
+            return None
+        captured.numbers.copy_(numbers)
+        rows, count = step.token_ids.shape[0], min(steps, _MOST_AHEAD)
+        states: list[Tensor] = []
+        for _ in range(count):
+            states += [device.random_state()] if ends else []
+            captured.noise[:rows].copy_(noise())
+            captured.replay()
+        tokens = _until(ends, captured.tokens[:rows, :count].clone())
+        if tokens.shape[1] < count:
+            device.set_random_state(states[tokens.shape[1]])
+        return tokens
+
+    def _load(self, step: Step, *, draws: bool = False) -> _Captured | None:
         rows = step.token_ids.shape[0]
         if step.max_query_len != 1 or step.kv_lens.shape[0] != rows or step.logit_rows.shape[0] != rows:
             return None
-        captured = self._graphs.rung(rows, self._width)
+        captured = self._graphs.rung(rows, self._width, draws=draws)
         if captured is None:
             return None
         into, scratch = captured.step, captured.scratch
@@ -295,3 +338,12 @@ class _Session:
         into.block_table[:rows, : step.block_table.shape[1]].copy_(step.block_table[:, : self._width])
         captured.counter.zero_()
         return captured
+
+
+def _until(ends: Sequence[int], tokens: Tensor) -> Tensor:
+    """The steps `(N, steps)` up to the first that has one of these tokens."""
+    count = tokens.shape[1]
+    if ends and count > 1:
+        over = torch.isin(tokens, torch.tensor(ends, device=tokens.device)).any(0).tolist()
+        count = over.index(True) + 1 if True in over else count
+    return tokens[:, :count]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class WholeSession(Protocol):
 
     def logits(self, step: Step) -> Tensor | None: ...  # noqa: D102
     def best(self, step: Step, steps: int, ends: Sequence[int]) -> Tensor | None: ...  # noqa: D102
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """What can run whole steps that draw their tokens, too."""
+
+    def drawn(  # noqa: D102
+        self, step: Step, numbers: Tensor, noise: Callable[[], Tensor], steps: int, ends: Sequence[int]
+    ) -> Tensor | None: ...
 
 
 class Whole(Protocol):
@@ -119,6 +128,11 @@ class Runner:
         dtype: torch.dtype = self.frame.embed._parameters["weight"].dtype
         return dtype
 
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a row (V)."""
+        return int(self.frame.matrices()["head"].shape[0])
+
     def make_cache(self, blocks: int) -> PagedCache:
         """A cache of `blocks` blocks per layer, on the model's device."""
         weight = self.frame.embed._parameters["weight"]  # as an attribute, it would be unpacked
@@ -155,6 +169,36 @@ class Session:
         if tokens is None:
             logits = self._runner(step, self._cache).float()
             tokens = self._runner.frame.ops.sample.run(logits, greedy=True)[:, None]
+        return tokens
+
+    @property
+    def draws(self) -> bool:
+        """Whether drawing within a step costs less than transformers' own warpers after it."""
+        return isinstance(self._whole, Draws) or self._runner.frame.ops.draw.name != "reference"
+
+    def drawn(
+        self,
+        step: Step,
+        numbers: Tensor,
+        noise: Callable[[], Tensor],
+        steps: int = 1,
+        ends: Sequence[int] = (),
+    ) -> Tensor:
+        """As `best`, with tokens that are drawn.
+
+        Args:
+            step: As of `best`.
+            numbers: Of `ops.draw.Warp`.
+            noise: Makes `(R, V)` for the next token.
+            steps: How many at most.
+            ends: As of `best`.
+        """
+        whole = self._native()
+        tokens = whole.drawn(step, numbers, noise, steps, ends) if isinstance(whole, Draws) else None
+        if tokens is None:
+            logits = self._runner(step, self._cache).float()
+            drawn: Tensor = self._runner.frame.ops.draw.run(logits, noise(), numbers)
+            tokens = drawn[:, None]
         return tokens
 
     def _native(self) -> WholeSession | None:

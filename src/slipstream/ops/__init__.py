@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from slipstream.ops import activation, attention, linear, moe, norm, paged_attention, rope, sample
+from slipstream.ops import activation, attention, draw, linear, moe, norm, paged_attention, rope, sample
 from slipstream.ops.bind import Bound, Facts, Kernel, Op, bind
 
 __all__ = ["OPS", "Ops", "bind_ops"]
 
 OPS: dict[str, Op] = {
     module.OP.name: module.OP
-    for module in (activation, attention, linear, moe, norm, paged_attention, rope, sample)
+    for module in (activation, attention, draw, linear, moe, norm, paged_attention, rope, sample)
 }
 """Every op by name."""
 
@@ -23,6 +23,7 @@ class Ops:
 
     activation: Bound
     attention: Bound
+    draw: Bound
     linear: Bound
     moe: Bound
     norm: Bound

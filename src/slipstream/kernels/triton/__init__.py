@@ -11,6 +11,7 @@ from slipstream.kernels.triton import (
     activation,
     attention,
     decode_attention,
+    draw,
     few_rows,
     linear,
     matmul,
@@ -24,8 +25,8 @@ from slipstream.ops.bind import Kernel
 
 __all__ = ["BUILDS", "KERNELS"]
 
-_MODULES = (activation, attention, linear, moe, norm, rope)
-_COMPILED = (activation, attention, decode_attention, few_rows, matmul, norm, rope, unpack)
+_MODULES = (activation, attention, draw, linear, moe, norm, rope)
+_COMPILED = (activation, attention, decode_attention, draw, few_rows, matmul, norm, rope, unpack)
 
 KERNELS: tuple[Kernel, ...] = tuple(kernel for module in _MODULES for kernel in module.KERNELS)
 """Every kernel of the GPU, in order of preference."""

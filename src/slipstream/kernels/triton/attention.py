@@ -15,13 +15,14 @@ Shapes: T packed tokens, N sequences, H heads, K kv heads, D head dim, P blocks 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tile, parts_of
+from slipstream.kernels.triton.attending import LOG2E, attend_tile, decode_launch, parts_of
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import Build, Launch, generation, processors, refuse
 from slipstream.ops.bind import Kernel
@@ -140,22 +141,28 @@ def _join(part, weight, out, DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.c
     tl.store(out + row * DIM + dim, joined.to(out.dtype.element_ty), mask=dim < DIM)
 
 
-def _launch_of(group: int, dim: int, queries: int, generation: int) -> Launch:
+def _launch_of(group: int, dim: int, queries: int, generation: int, itemsize: int = 2) -> Launch:
     """Sizes for rows of some queries and a group of heads.
 
     A matrix unit wants at least 16 rows and 16 dims, that of sm_90 64 rows; the older one has fewer registers
-    to spare.
+    to spare. Products in float32 use no matrix unit: there every tile is small, or it would spill.
     """
     dims, padded = max(triton.next_power_of_2(dim), 16), triton.next_power_of_2(group)
     if queries == 1:
-        sizes = {"QUERIES": 1, "GROUP": max(padded, 16), "KEYS": 64 if dims <= 128 else 32, "DIMS": dims}
-        return Launch(sizes, warps=4, stages=3)
+        launch = decode_launch(group, dim, itemsize)
+        return replace(launch, sizes={**launch.sizes, "QUERIES": 1})
     wide = dims > 128
     keys = 64 if dims < 128 or (dims == 128 and generation >= 90) else 32
     # A single query per tile would be taken for a decode step, whose tiles are numbered otherwise.
-    sizes = {"QUERIES": max(64 // padded, 2), "GROUP": padded, "KEYS": keys, "DIMS": dims}
+    if itemsize > 2:
+        sizes = {"QUERIES": max(16 // padded, 2), "GROUP": padded, "KEYS": 16, "DIMS": dims}
+        return Launch(sizes, warps=8 if padded > 8 else 4)
+    rows = max(64 // padded, 2) * padded
+    sizes = {"QUERIES": rows // padded, "GROUP": padded, "KEYS": 32 if rows > 128 else keys, "DIMS": dims}
     # With two stages, heads of 64 spill on sm_80.
-    return Launch(sizes, warps=8 if wide else 4, stages=3 if dims <= 64 and generation < 90 else 2)
+    return Launch(
+        sizes, warps=8 if wide or rows > 64 else 4, stages=3 if dims <= 64 and generation < 90 else 2
+    )
 
 
 def _splits(programs: int, device: torch.device) -> int:
@@ -179,7 +186,7 @@ def _launch(
     (_, size, kv_heads, _), sequences = caches[0].shape, kv_lens.shape[0]
     q = q.contiguous()
     out = torch.empty_like(q)
-    launch = _launch_of(heads // kv_heads, dim, max_query_len, generation(q.device))
+    launch = _launch_of(heads // kv_heads, dim, max_query_len, generation(q.device), q.element_size())
     tiles = sequences if max_query_len == 1 else tokens // launch.sizes["QUERIES"] + sequences
     splits = _splits(tiles * kv_heads, q.device)
     rows = tokens * heads

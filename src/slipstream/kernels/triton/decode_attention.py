@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tile, bent, join_splits, parts_of
+from slipstream.kernels.triton.attending import LOG2E, attend_tile, bent, decode_launch, join_splits, parts_of
 from slipstream.kernels.triton.heads import head_rows, kept
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, Launch, processors
+from slipstream.kernels.triton.target import Build, processors
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import AttentionMask, Step
 
@@ -173,13 +173,6 @@ class Heads:
     clip: float = 0.0
 
 
-def _launch_of(group: int, dim: int) -> Launch:
-    """Sizes for a group of query heads: a matrix unit wants at least 16 rows and 16 dims."""
-    dims = max(int(triton.next_power_of_2(dim)), 16)
-    sizes = {"GROUP": max(int(triton.next_power_of_2(group)), 16), "KEYS": 64 if dims <= 128 else 32}
-    return Launch({**sizes, "DIMS": dims}, warps=4, stages=3)
-
-
 def _splits(programs: int, device: torch.device) -> int:
     """Splits of the keys, a power of two, that let about two programs run on each processor."""
     wanted = -(-2 * processors(device) // programs)
@@ -199,7 +192,7 @@ def _launch(
     kv_lens, block_table, slots = step
     heads, kv_heads, dim, interleaved, norm, window = sizes
     tokens = qkv.shape[0]
-    launch = _launch_of(heads // kv_heads, dim)
+    launch = decode_launch(heads // kv_heads, dim, qkv.element_size())
     splits = _splits(tokens * kv_heads, qkv.device)
     out = qkv.new_empty(tokens, heads * dim)
     part = qkv.new_empty((tokens * heads, splits, dim) if splits > 1 else 0, dtype=torch.float32)
@@ -298,7 +291,7 @@ def _build(
         f"{', int8' if int8 else ''}{', q/k norm' if norm else ''}{', every option' if all_of_it else ''}",
         _attend_one,
         types | constants,
-        _launch_of(heads // kv_heads, dim),
+        decode_launch(heads // kv_heads, dim, 2),
         wide_loads=2,
         needs=("HMMA",),
     )

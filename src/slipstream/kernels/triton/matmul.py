@@ -139,8 +139,8 @@ def _sum_splits(
     HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     width = outputs // 2 if GATED else outputs
     first = tl.load(expert_of_row + row).to(tl.int64) * outputs if EXPERTS else 0
     y = _summed(part, bias, first, row, rows, outputs, output, HAS_BIAS, SPLITS)
@@ -227,7 +227,8 @@ def _joined(
     width = outputs // 2 if around.gated else outputs
     out = part.new_empty(rows, width, dtype=dtype)
     optional = (bias, expert_of_row, around.residual)
-    _sum_splits[(triton.cdiv(width, _LAUNCH.sizes["BLOCK"]), rows)](
+    # Of a grid only the first side may be longer than 65535, which pairs of token and expert can be.
+    _sum_splits[(rows, triton.cdiv(width, _LAUNCH.sizes["BLOCK"]))](
         part,
         *(part if tensor is None else tensor for tensor in optional),
         out,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,9 +26,30 @@ def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) 
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, launch, "CUDA")
+    _LIBRARY.impl(name, _guarded(launch), "CUDA")
     if interpreted():
         _LIBRARY.impl(name, launch, "CPU")
     torch.library.register_fake(f"slipstream::{name}", fake, lib=_LIBRARY)
     found: Callable[..., Any] = getattr(torch.ops.slipstream, name).default
     return found
+
+
+def _guarded(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch on the GPU that has the tensors, where Triton alone would take the current one."""
+
+    def run(*arguments: Any) -> Any:
+        index = next(_indices(arguments))
+        if index == torch.cuda.current_device():
+            return launch(*arguments)
+        with torch.cuda.device(index):
+            return launch(*arguments)
+
+    return run
+
+
+def _indices(arguments: Iterable[Any]) -> Iterator[int]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument.get_device()
+        elif isinstance(argument, (list, tuple)):
+            yield from _indices(argument)

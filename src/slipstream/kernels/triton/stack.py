@@ -163,7 +163,9 @@ class TritonStack:
             return self._otherwise(blocks, x, step, caches, tables)
         most = max(block.spec.kv_heads for block in blocks)
         # One launch clears the counters of all layers: a step that was broken off leaves none behind.
-        arrived = torch.zeros(len(blocks), rows * most, dtype=torch.int32, device=x.device)
+        # Each layer's begin at a multiple of 16 bytes, or every other launch would be compiled for less.
+        counters = -(-rows * most // 4) * 4
+        arrived = torch.zeros(len(blocks), counters, dtype=torch.int32, device=x.device)
         x = x.contiguous()
         for index, (block, pair) in enumerate(zip(blocks, caches, strict=True)):
             if self._accepts(block):

@@ -1,0 +1,38 @@
+"""Reads transformers' processors: where they only warp, drawing takes one operation instead of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from slipstream.ops.draw import Warp
+
+__all__ = ["warp_of"]
+
+
+def warp_of(processors: Iterable[Any]) -> Warp | None:
+    """What a list of processors does to scores, or None where it does more than a `Warp` says.
+
+    Args:
+        processors: Of a generation, in order. Temperature, top k, top p and min p are known, each once, in
+            this order, and leaving at least one token.
+    """
+    from transformers.generation import logits_process as known
+
+    order = (
+        (known.TemperatureLogitsWarper, "temperature"),
+        (known.TopKLogitsWarper, "top_k"),
+        (known.TopPLogitsWarper, "top_p"),
+        (known.MinPLogitsWarper, "min_p"),
+    )
+    warp, next_one = Warp(), 0
+    for processor in processors:
+        place = next((i for i, (kind, _) in enumerate(order) if type(processor) is kind), -1)
+        if place < next_one:
+            return None
+        own, name = vars(processor), order[place][1]
+        if own.get("min_tokens_to_keep", 1) != 1 or own.get("filter_value", -float("inf")) != -float("inf"):
+            return None
+        warp, next_one = replace(warp, **{name: own[name]}), place + 1
+    return warp

@@ -1,0 +1,274 @@
+"""`sample` and `draw` on the GPU, without sorting the vocabulary: one program per row, all in one launch.
+
+The least score that remains is found by halving: how many scores (or which share of the chances) are at or
+above a pivot decides which half it is in, and the bounds move on to the next score that is there, so that
+every round ends with fewer candidates. As soon as few enough are left they are kept in registers, and the
+rounds that follow read nothing. Scores themselves are compared, for division by a temperature keeps their
+order.
+
+Source: the pivots as in FlashInfer's sampling (Ye et al. 2025, arXiv 2501.01005); `ops.draw` for the rest.
+
+Shapes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.triton.attending import LOG2E
+from slipstream.kernels.triton.register import operator
+from slipstream.kernels.triton.target import Build, Launch, interpreted, refuse
+from slipstream.ops.bind import Facts, Kernel
+from slipstream.ops.sample import sample
+
+__all__ = ["BUILDS", "KERNELS"]
+
+
+@triton.jit
+def _scores_at(scores, begin, vocabulary, BLOCK: tl.constexpr):
+    """Some scores, `-inf` beyond the last."""
+    at = begin + tl.arange(0, BLOCK)
+    return tl.load(scores + at, mask=at < vocabulary, other=float("-inf"))
+
+
+@triton.jit
+def _extent(scores, vocabulary, BLOCK: tl.constexpr):
+    """Least and largest of the scores that are not hidden, and how many there are."""
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, vocabulary, BLOCK):
+        x = _scores_at(scores, begin, vocabulary, BLOCK)
+        real = x > float("-inf")
+        least = tl.minimum(least, tl.where(real, x, float("inf")))
+        most = tl.maximum(most, x)
+        count += real.to(tl.int32)
+    return tl.min(least, 0), tl.max(most, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def _beside(scores, vocabulary, pivot, top, scale, BLOCK: tl.constexpr):
+    """Of the scores at or above a pivot: how many, their chances (the best one's is 1), the least of them.
+
+    And the largest of the others.
+    """
+    count = tl.zeros([BLOCK], tl.int32)
+    chances = tl.zeros([BLOCK], tl.float32)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    below = tl.full([BLOCK], float("-inf"), tl.float32)
+    for begin in range(0, vocabulary, BLOCK):
+        x = _scores_at(scores, begin, vocabulary, BLOCK)
+        above = x >= pivot
+        count += above.to(tl.int32)
+        chances += tl.where(above, tl.exp2((x - top) * scale), 0.0)
+        least = tl.minimum(least, tl.where(above, x, float("inf")))
+        below = tl.maximum(below, tl.where(above, float("-inf"), x))
+    return tl.sum(count, 0), tl.sum(chances, 0), tl.min(least, 0), tl.max(below, 0)
+
+
+@triton.jit
+def _between(low, high):
+    """A pivot above `low`, at most `high`."""
+    middle = low * 0.5 + high * 0.5
+    return tl.where(middle > low, middle, high)
+
+
+@triton.jit
+def _narrowed(
+    scores, vocabulary, low, high, top, scale, most, wanted, count,
+    ANY: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Move `low` up while at least `most` scores, or `wanted` of the chances, are at or above it.
+
+    With ANY, either is enough, and at `KEPT` scores it is over; else both must be there.
+    """
+    while (low < high) & (count > KEPT):
+        pivot = _between(low, high)
+        found, chances, least, below = _beside(scores, vocabulary, pivot, top, scale, BLOCK)
+        many, likely = found >= most, chances >= wanted
+        enough = many | likely if ANY else many & likely
+        low = tl.where(enough, least, low)
+        count = tl.where(enough, found, count)
+        high = tl.where(enough, high, below)
+    return low, count
+
+
+@triton.jit
+def _gathered(scores, few, low, vocabulary, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """The scores at or above `low`, at most `KEPT`, in registers; `-inf` for the others."""
+    count = tl.zeros([], tl.int32)
+    for begin in range(0, vocabulary, BLOCK):
+        x = _scores_at(scores, begin, vocabulary, BLOCK)
+        taken = x >= low
+        place = count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(few + place, x, mask=taken)
+        count += tl.sum(taken.to(tl.int32), 0)
+    # What the program's other threads have stored is there once all of them have come here.
+    tl.debug_barrier()
+    at = tl.arange(0, KEPT)
+    return tl.load(few + at, mask=at < count, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
+def _narrowed_of(x, weight, low, high, wanted):
+    """The largest of some scores with `wanted` of the weights at or above it."""
+    while low < high:
+        pivot = _between(low, high)
+        above = x >= pivot
+        enough = tl.sum(tl.where(above, weight, 0.0), 0) >= wanted
+        least = tl.min(tl.where(above, x, float("inf")), 0)
+        below = tl.max(tl.where(above, float("-inf"), x), 0)
+        low = tl.where(enough, least, low)
+        high = tl.where(enough, high, below)
+    return low
+
+
+@triton.jit
+def _bound(scores, few, vocabulary, scale, most, rest, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """The least score that remains after the best `most` and the nucleus, and the best of all."""
+    low, top, count = _extent(scores, vocabulary, BLOCK)
+    if (most < vocabulary) | (rest >= 0):
+        every, total, least, below = _beside(scores, vocabulary, low, top, scale, BLOCK)
+        share = 1.0 - tl.maximum(rest, 0.0)
+        # Without a nucleus no share of the chances is enough.
+        wanted = tl.where(rest >= 0, total * share, float("inf"))
+        low, count = _narrowed(
+            scores, vocabulary, low, top, top, scale, most, wanted, count, True, KEPT, BLOCK
+        )
+        if count <= KEPT:
+            x = _gathered(scores, few, low, vocabulary, KEPT, BLOCK)
+            chances = tl.exp2((x - top) * scale)
+            low = _narrowed_of(x, tl.full([KEPT], 1.0, tl.float32), low, top, most)
+            left = tl.sum(tl.where(x >= low, chances, 0.0), 0)
+            if rest >= 0:
+                low = _narrowed_of(x, chances, low, top, left * share)
+        else:
+            low, count = _narrowed(
+                scores, vocabulary, low, top, top, scale, most, 0.0, count, False, 0, BLOCK
+            )
+            if rest >= 0:
+                every, left, least, below = _beside(scores, vocabulary, low, top, scale, BLOCK)
+                left = left * share
+                low, count = _narrowed(
+                    scores, vocabulary, low, top, top, scale, 0.0, left, count, False, 0, BLOCK
+                )
+    return low, top
+
+
+@triton.jit
+def _draw_row(
+    scores, noise, numbers, few, out, vocabulary,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * vocabulary
+    noise += row * vocabulary
+    scale = LOG2E / tl.load(numbers)
+    most = tl.load(numbers + 1)
+    floor = tl.load(numbers + 3)
+    low, top = _bound(scores, few + row * KEPT, vocabulary, scale, most, tl.load(numbers + 2), KEPT, BLOCK)
+    best = tl.full([BLOCK], -1.0, tl.float32)
+    place = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, vocabulary, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = _scores_at(scores, begin, vocabulary, BLOCK)
+        chance = tl.exp2((x - top) * scale)
+        kept = (x >= low) & (chance >= floor) & (x > float("-inf"))
+        value = tl.where(kept, chance / tl.load(noise + at, mask=kept, other=1.0), -1.0)
+        place = tl.where(value > best, at, place)
+        best = tl.maximum(best, value)
+    first = tl.min(tl.where(best == tl.max(best, 0), place, vocabulary), 0)
+    tl.store(out + row, first.to(tl.int64))
+
+
+@triton.jit
+def _best_of_row(scores, out, vocabulary, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = tl.zeros([BLOCK], tl.int32) + tl.arange(0, BLOCK)
+    for begin in range(0, vocabulary, BLOCK):
+        x = _scores_at(scores + row * vocabulary, begin, vocabulary, BLOCK)
+        place = tl.where(x > best, begin + tl.arange(0, BLOCK), place)
+        best = tl.maximum(best, x)
+    first = tl.min(tl.where(best == tl.max(best, 0), place, vocabulary - 1), 0)
+    tl.store(out + row, first.to(tl.int64))
+
+
+_DRAW = Launch({"KEPT": 2048, "BLOCK": 4096}, warps=8)
+_SMALL = Launch({"KEPT": 64, "BLOCK": 128})
+"""Where kernels are interpreted: a vocabulary of hundreds takes the ways of a large one."""
+_BEST = Launch({"BLOCK": 8192}, warps=16)
+
+
+def _launch_draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
+    rows, vocabulary = scores.shape
+    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    if rows:
+        launch = _SMALL if interpreted() else _DRAW
+        few = scores.new_empty(rows, launch.sizes["KEPT"])
+        _draw_row[(rows,)](
+            scores.contiguous(), noise.contiguous(), numbers, few, out, vocabulary, **launch.options()
+        )
+    return out
+
+
+def _launch_best(scores: Tensor) -> Tensor:
+    rows, vocabulary = scores.shape
+    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    if rows:
+        _best_of_row[(rows,)](scores.contiguous(), out, vocabulary, **_BEST.options())
+    return out
+
+
+_draw = operator(
+    "draw(Tensor scores, Tensor noise, Tensor numbers) -> Tensor",
+    _launch_draw,
+    lambda scores, noise, numbers: scores.new_empty(scores.shape[0], dtype=torch.int64),
+)
+_best = operator(
+    "best(Tensor scores) -> Tensor",
+    _launch_best,
+    lambda scores: scores.new_empty(scores.shape[0], dtype=torch.int64),
+)
+
+
+def _run_draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
+    return _draw(scores, noise, numbers)  # type: ignore[no-any-return]
+
+
+def _run_sample(scores: Tensor, *, greedy: bool) -> Tensor:
+    return _best(scores) if greedy and scores.dtype == torch.float32 else sample(scores, greedy=greedy)
+
+
+def _refuse(facts: Facts) -> str | None:
+    # Scores are float32, whatever the model computes in.
+    return refuse(facts, dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+
+KERNELS = (
+    Kernel("draw", "triton", "cuda", _refuse, _run_draw),
+    Kernel("sample", "triton", "cuda", _refuse, _run_sample),
+)
+
+_TYPES = {"scores": "*fp32", "out": "*i64", "vocabulary": "i32"}
+BUILDS = (
+    Build(
+        "draw, one of a vocabulary",
+        _draw_row,
+        {**_TYPES, "noise": "*fp32", "numbers": "*fp32", "few": "*fp32"},
+        _DRAW,
+        frozenset({"vocabulary"}),
+        wide_loads=4,
+    ),
+    Build(
+        "sample, the best of a vocabulary",
+        _best_of_row,
+        _TYPES,
+        _BEST,
+        frozenset({"vocabulary"}),
+        wide_loads=1,
+    ),
+)

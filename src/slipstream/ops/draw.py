@@ -1,0 +1,100 @@
+"""The choice of the next token by chance: temperature, the best k, the nucleus, a floor, then a draw.
+
+Shapes: N sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.ops.bind import Case, Op
+
+__all__ = ["OP", "Warp", "draw"]
+
+
+@dataclass(frozen=True)
+class Warp:
+    """What decides which tokens may be drawn, and how sharply.
+
+    Attributes:
+        temperature: Divides the scores.
+        top_k: So many of the best remain, and those that equal the last of them; 0 for all.
+        top_p: Of what remains, the least set of the best with this share of the chances; 1 for all.
+        min_p: Of what remains, those with at least this share of the best one's chance; 0 for all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def numbers(self, vocabulary: int, device: torch.device) -> Tensor:
+        """As `draw` takes it, `(4,)` float32: a step that was captured reads it anew."""
+        most = min(self.top_k or vocabulary, vocabulary)
+        rest = 1 - self.top_p if self.top_p < 1 else -1.0
+        return torch.tensor([self.temperature, most, rest, self.min_p], device=device)
+
+
+def draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
+    """Return a token of each row, drawn from what remains of `softmax(scores / temperature)`.
+
+    With `noise` from torch's generator this is `torch.multinomial` of one sample, after transformers' warpers
+    in their order: the same seed draws the same tokens.
+
+    Source: transformers, generation/logits_process.py; Holtzman et al. 2020 (arXiv 1904.09751) for the
+    nucleus; Nguyen et al. 2024 (arXiv 2407.01082) for the floor; Efraimidis and Spirakis 2006 for the draw by
+    the largest `chance / noise`.
+
+    Args:
+        scores: `(N, V)` float32; `-inf` for tokens that must not be chosen.
+        noise: `(N, V)` float32, independent and exponential with mean 1.
+        numbers: `(4,)` float32, from `Warp.numbers`: temperature, k, `1 - p` (negative for
+            no nucleus), floor.
+
+    Returns:
+        `(N,)` int64.
+    """
+    temperature, most, rest, floor = numbers.unbind()
+    hidden = float("-inf")
+    scores = scores / temperature
+    place = (scores.shape[-1] - most).long().expand(scores.shape[0], 1)
+    scores = scores.masked_fill(scores < scores.sort(-1).values.gather(-1, place), hidden)
+    ordered, index = scores.sort(-1)
+    out = ordered.softmax(-1).cumsum(-1) <= rest
+    out[:, -1:] = False
+    scores = scores.masked_fill(out.scatter(-1, index, out), hidden)
+    chances = scores.softmax(-1)
+    scores = scores.masked_fill(chances < floor * chances.amax(-1, keepdim=True), hidden)
+    return (scores.softmax(-1) / noise).argmax(-1)
+
+
+def _case(name: str, rows: int, vocabulary: int, warp: Warp, *, hide: int = 0, width: float = 3.0) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        scores = width * torch.randn(rows, vocabulary, generator=generator)
+        hidden = torch.randperm(vocabulary, generator=generator)[:hide]
+        scores[:, hidden] = float("-inf")
+        noise = torch.empty(rows, vocabulary).exponential_(generator=generator)
+        return {"scores": scores, "noise": noise, "numbers": warp.numbers(vocabulary, scores.device)}
+
+    return Case(name, make)
+
+
+OP = Op(
+    "draw",
+    draw,
+    (
+        _case("no limits", 2, 307, Warp(0.7)),
+        _case("the best of all", 2, 257, Warp(1.0, top_k=1)),
+        _case("the best fifty", 2, 500, Warp(0.8, top_k=50)),
+        _case("the nucleus", 2, 500, Warp(1.3, top_p=0.9), hide=250),
+        _case("fifty, nucleus and floor", 2, 401, Warp(0.6, top_k=50, top_p=0.95, min_p=0.02)),
+        _case("a nucleus of hundreds", 1, 600, Warp(1.0, top_p=0.9), width=0.1),
+        _case("the best three hundred", 1, 600, Warp(1.0, top_k=300, top_p=0.8), width=0.1),
+        _case("one token", 2, 1, Warp(0.5, top_k=3, top_p=0.5)),
+        _case("one that is not hidden", 2, 33, Warp(0.5, top_p=0.5), hide=32),
+    ),
+)
