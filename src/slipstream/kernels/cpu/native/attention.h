@@ -46,20 +46,29 @@ public:
     Worker(const Attention& a, const Item& item, float* base)
         : a_(a), item_(item), slots_(ItemRoom::slots_of<P>(a.heads)), width_(a.heads.width()),
           room_(a.heads, slots_, P::kStripRows, base), group_(a.heads.group()),
-          rows_(item.kvs * group_ * item.count) {}
+          rows_(item.kvs * group_ * item.count), few_(a.heads.few(item.count)) {}
 
     void run(float* partial) {
-        begin();
         const int64_t first = most(item_.begin, first_of(item_.position));
         const int64_t end = least(item_.end, end_of(item_.position + item_.count - 1));
-        locate(first, most(0, least(kTileKeys, end - first)), next_);
+        const int64_t opening = most(0, least(kTileKeys, end - first));
+        locate(first, opening, next_);
+        if (few_)
+            with_key_dtype(a_.k.dtype, [&](auto* type) {
+                using T = typename std::remove_pointer<decltype(type)>::type;
+                fetch<T>(a_.k, item_.kv, opening, item_.kvs);
+                fetch<T>(a_.v, item_.kv, opening, item_.kvs);
+            });
+        begin();
         for (int64_t key = first; key < end; key += kTileKeys) {
             const int64_t n = least(kTileKeys, end - key);
             const int64_t coming = most(0, least(kTileKeys, end - key - n));
             std::memcpy(at_, next_, sizeof(at_));
             locate(key + n, coming, next_);
             for (int64_t kv = 0; kv < item_.kvs; ++kv)
-                take(kv, key, n, coming);
+                with_key_dtype(a_.k.dtype, [&](auto* type) {
+                    take<typename std::remove_pointer<decltype(type)>::type>(kv, key, n, coming);
+                });
         }
         if (item_.parts > 1)
             keep(partial + item_.partial * (width_ + 2));
@@ -68,10 +77,10 @@ public:
                 write(r, room_.sums + r * width_, total_of(r));
     }
 
-    // Puts together what the parts of an item kept. Run on the first of them.
+    // Puts together what the parts of an item kept. Run on any of them.
     void merge(const float* partial) {
         const int64_t size = width_ + 2;
-        const float* first = partial + item_.partial * size;
+        const float* first = partial + (item_.partial - item_.part * rows_) * size;
         for (int64_t r = 0; r < rows_; ++r) {
             float top = kNothing, total = 0.0f;
             for (int64_t i = 0; i < item_.parts; ++i) {
@@ -158,8 +167,8 @@ private:
     // The next tile's rows are asked for while this one's are worked on: they lie apart, and no processor
     // guesses them in time.
     template <class T>
-    void fetch(const View& view, int64_t head, int64_t n) const {
-        const int64_t bytes = a_.heads.dim * static_cast<int64_t>(sizeof(T));
+    void fetch(const View& view, int64_t head, int64_t n, int64_t heads = 1) const {
+        const int64_t bytes = heads * a_.heads.dim * static_cast<int64_t>(sizeof(T));
         for (int64_t j = 0; j < n; ++j) {
             const char* p = reinterpret_cast<const char*>(row<T>(view, head, next_[j]));
             for (int64_t line = 0; line < bytes; line += 64)
@@ -168,22 +177,27 @@ private:
     }
 
     // Keys [key, key + n) and one kv head; `coming` keys follow them.
+    template <class T>
     void take(int64_t kv, int64_t key, int64_t n, int64_t coming) {
         const int64_t head = item_.kv + kv;
-        with_key_dtype(a_.k.dtype, [&](auto* type) {
-            using T = typename std::remove_pointer<decltype(type)>::type;
-            const T* rows[kTileKeys];
+        const T *keys[kTileKeys], *values[kTileKeys];
+        for (int64_t j = 0; j < n; ++j) {
+            keys[j] = row<T>(a_.k, head, at_[j]);
+            values[j] = row<T>(a_.v, head, at_[j]);
+        }
+        if (few_) {
+            if (kv == 0)
+                fetch<T>(a_.k, head, coming, item_.kvs);
+            if (kv + 1 == item_.kvs)
+                fetch<T>(a_.v, item_.kv, coming, item_.kvs);
+        } else {
             fetch<T>(a_.k, head, coming);
-            for (int64_t j = 0; j < n; ++j)
-                rows[j] = row<T>(a_.k, head, at_[j]);
-            pack_keys<P>(rows, n, a_.heads.dim, room_.keys);
+            pack_keys<P>(keys, n, a_.heads.dim, room_.keys);
             fetch<T>(a_.v, head, coming);
-            for (int64_t j = 0; j < n; ++j)
-                rows[j] = row<T>(a_.v, head, at_[j]);
-            pack_values<P>(rows, n, a_.heads.dim, width_, room_.values);
+            pack_values<P>(values, n, a_.heads.dim, width_, room_.values);
             const int64_t used = ceil_div(n, P::kDepth);
             clear(room_.values + used * width_, (ceil_div(used, P::kSlots) * P::kSlots - used) * width_);
-        });
+        }
         if (a_.k_scales)
             for (int64_t j = 0; j < ceil_div(n, P::kKeys) * P::kKeys; ++j) {
                 const int64_t place = at_[least(j, n - 1)] * a_.heads.kv_heads + head;
@@ -192,7 +206,7 @@ private:
             }
         const int64_t end = (kv + 1) * group_ * item_.count;
         for (int64_t r = kv * group_ * item_.count; r < end; r += P::kStripRows)
-            strip(r, least(P::kStripRows, end - r), key, n);
+            strip(r, least(P::kStripRows, end - r), key, n, keys, values);
     }
 
     // The keys [first, end) that causality and window leave to the query at a position.
@@ -212,7 +226,9 @@ private:
         from = least(to, most(0, first_of(position) - key));
     }
 
-    void strip(int64_t row, int64_t count, int64_t key, int64_t n) {
+    template <class T>
+    void strip(int64_t row, int64_t count, int64_t key, int64_t n, const T* const* keys,
+               const T* const* values) {
         int64_t low = n, high = 0, from, to;
         for (int64_t r = row; r < row + count; ++r) {
             range(r, key, n, from, to);
@@ -225,14 +241,21 @@ private:
             return;
         low = low / P::kKeys * P::kKeys;
         high = ceil_div(high, P::kKeys) * P::kKeys;
-        P::template multiply<false>(room_.q + row * slots_, slots_, count, room_.keys + low, kTileKeys,
-                                    slots_, high - low, room_.scores + low, kTileKeys);
+        const FewRows<P, T> direct = {room_.q + row * slots_, slots_,      keys + low, values + low,
+                                      least(high, n) - low,   a_.heads.dim};
+        if (few_)
+            direct.score(count, room_.scores + low);
+        else
+            P::template multiply<false>(room_.q + row * slots_, slots_, count, room_.keys + low, kTileKeys,
+                                        slots_, high - low, room_.scores + low, kTileKeys);
         for (int64_t i = 0; i < count; ++i) {
             range(row + i, key, n, from, to);
             soften(row + i, room_.scores + i * kTileKeys, room_.weights + i * kTileKeys, key,
                    {low, high, from, to});
         }
         const int64_t begin = low / P::kDepth, depth = ceil_div(least(high, n), P::kDepth) - begin;
+        if (few_)
+            return direct.mix(count, room_.weights + begin, room_.sums + row * width_, width_);
         P::template multiply<true>(room_.weights + begin, kTileKeys, count, room_.values + begin * width_,
                                    width_, depth, width_, room_.sums + row * width_, width_);
     }
@@ -298,6 +321,7 @@ private:
     const int64_t slots_, width_; // of a row of queries, and of its sums
     const ItemRoom room_;
     const int64_t group_, rows_;
+    const bool few_;                          // rows meet keys and values where they lie
     int64_t at_[kTileKeys], next_[kTileKeys]; // where this tile's keys lie, and the next one's
 };
 
@@ -314,12 +338,14 @@ struct AttentionRoom {
     void reserve(Scratch& scratch, int threads) {
         plan = scratch.part<Plan>(1);
         items = scratch.part<Item>(num_items);
+        done = scratch.part<int32_t>(num_items);
         partial = scratch.part<float>(num_partial);
         own = scratch.part<float>(own_floats * threads);
     }
     int64_t num_items = 0, num_partial = 0, own_floats = 0;
     Plan* plan = nullptr;
     Item* items = nullptr;
+    int32_t* done = nullptr; // parts of an item that are, by its `join`; zeros between calls
     float *partial = nullptr, *own = nullptr;
 };
 
@@ -327,6 +353,7 @@ struct AttentionRoom {
 // and heads.
 inline void make_plan(const Spans& spans, const Heads& heads, const Team& team, const AttentionRoom& room) {
     *room.plan = Planner(spans, heads, team.size(), room.items).plan();
+    std::memset(room.done, 0, static_cast<size_t>(room.plan->count) * sizeof(int32_t));
 }
 
 template <class P>
@@ -335,14 +362,16 @@ inline void attend_with(const Attention& a, Team& team, int rank, const Attentio
     (void)session;
     float* own = room.own + room.own_floats * rank;
     const Plan& plan = *room.plan;
-    each(team, plan.count, 1,
-         [&](int64_t i, int64_t) { Worker<P>(a, plan.items[i], own).run(room.partial); });
-    if (plan.partial_rows)
-        each(team, plan.count, 1, [&](int64_t i, int64_t) {
-            const Item& item = plan.items[i];
-            if (item.parts > 1 && item.part == 0)
-                Worker<P>(a, item, own).merge(room.partial);
-        });
+    each(team, plan.count, 1, [&](int64_t i, int64_t) {
+        const Item& item = plan.items[i];
+        Worker<P> worker(a, item, own);
+        worker.run(room.partial);
+        // Whoever ends the last part puts them together.
+        if (item.parts > 1 && __atomic_add_fetch(room.done + item.join, 1, __ATOMIC_ACQ_REL) == item.parts) {
+            room.done[item.join] = 0;
+            worker.merge(room.partial);
+        }
+    });
 }
 
 // All of a planned call, by the whole team.

@@ -8,6 +8,8 @@ constexpr int64_t kTileRows = 128;  // query heads times queries; the layout of 
 constexpr int64_t kTileTokens = 64; // queries of one sequence
 constexpr int64_t kPieces = 4;      // per thread, to even them out
 constexpr int64_t kLeastKeys = 128; // of a part, where the keys of a tile are shared out
+constexpr int64_t kFewPieces = 2;   // and kLeastFew the same of tiles of a few rows, which the memory bounds
+constexpr int64_t kLeastFew = 64;
 
 // The sequences of a call: where their queries lie and how many keys each has.
 struct Spans {
@@ -29,12 +31,15 @@ struct Item {
     int64_t kv, kvs;                // kv heads [kv, kv + kvs)
     int64_t part, parts;            // of the keys
     int64_t partial;                // the first row of this part's result, where there are several
+    int64_t join;                   // which of the counters of parts that are done
     int64_t cost;
 };
 
 struct Heads {
     int64_t heads, kv_heads, dim;
     int64_t group() const { return heads / kv_heads; }
+    // Whether so many queries of a sequence meet keys where they lie.
+    bool few(int64_t queries) const { return queries * group() <= kFewQueries; }
     int64_t width() const { return ceil_div(dim, Vec::kWidth) * Vec::kWidth; }
     int64_t most_rows() const { return most(kTileRows, group()); }
     int64_t most_tokens() const { return most(1, least(kTileTokens, kTileRows / group())); }
@@ -67,11 +72,8 @@ struct PlanBounds {
 class Planner {
 public:
     Planner(const Spans& spans, const Heads& heads, int threads, Item* items)
-        : spans_(spans), heads_(heads), plan_({items, 0, 0}) {
-        int64_t total = 0;
-        over_tiles([&](const Item& tile) { total += tile.cost * heads_.kv_heads; });
-        // A few pieces per thread even them out; one thread needs no pieces.
-        limit_ = threads > 1 ? ceil_div(total, kPieces * static_cast<int64_t>(threads)) : total;
+        : spans_(spans), heads_(heads), plan_({items, 0, 0}), threads_(threads) {
+        over_tiles([&](const Item& tile) { total_ += tile.cost * heads_.kv_heads; });
         over_tiles([&](const Item& tile) { add(tile); });
         sort();
     }
@@ -90,7 +92,7 @@ private:
             for (int64_t t = begin; t < end; t += size) {
                 const int64_t count = least(size, end - t), position = keys - (end - t);
                 const int64_t last = spans_.causal ? position + count : keys;
-                f({n, t, count, position, spans_.packed ? begin : 0, 0, last, 0, 1, 0, 1, 0,
+                f({n, t, count, position, spans_.packed ? begin : 0, 0, last, 0, 1, 0, 1, 0, 0,
                    most(last, 0) * (count * heads_.group() + 8)});
             }
         }
@@ -100,18 +102,28 @@ private:
     // side by side; a part of the keys each where that leaves threads without work.
     void add(Item item) {
         const int64_t rows = item.count * heads_.group(), each = item.cost;
-        const bool splits = item.end >= 2 * kLeastKeys;
+        const bool few = heads_.few(item.count);
+        const int64_t least_keys = few ? kLeastFew : kLeastKeys, limit = limit_of(few);
+        const bool splits = item.end >= 2 * least_keys;
         int64_t kvs = most(1, least(heads_.kv_heads, kTileRows / rows));
         if (!splits)
-            kvs = most(1, least(kvs, limit_ / most(each, 1)));
+            kvs = most(1, least(kvs, limit / most(each, 1)));
         if (spans_.seen)
             item.end = least(item.end, spans_.seen[item.sequence]);
         for (item.kv = 0; item.kv < heads_.kv_heads; item.kv += kvs) {
             item.kvs = least(kvs, heads_.kv_heads - item.kv);
-            const int64_t wanted = splits ? ceil_div(each * item.kvs, most(limit_, 1)) : 1;
-            const int64_t most_parts = most(1, least(wanted, item.end / kLeastKeys));
-            share(item, whole(ceil_div(item.end, most_parts)));
+            const int64_t wanted = splits ? ceil_div(each * item.kvs, most(limit, 1)) : 1;
+            int64_t parts = most(1, least(wanted, item.end / least_keys));
+            if (few && parts > threads_)
+                parts -= parts % threads_;
+            const int64_t step = few ? Vec::kWidth : kTileKeys;
+            share(item, ceil_div(ceil_div(item.end, parts), step) * step);
         }
+    }
+
+    // What a piece costs at most: a few pieces per thread even them out; one thread needs no pieces.
+    int64_t limit_of(bool few) const {
+        return threads_ > 1 ? ceil_div(total_, (few ? kFewPieces : kPieces) * threads_) : total_;
     }
 
     // Parts of `size` keys.
@@ -119,6 +131,7 @@ private:
         const int64_t end = part.end, rows = part.count * heads_.group() * part.kvs;
         part.parts = most(1, ceil_div(end, most(size, 1)));
         part.cost = part.cost * part.kvs / part.parts;
+        part.join = plan_.count;
         for (part.part = 0; part.part < part.parts; ++part.part) {
             part.begin = part.part * size;
             part.end = least(part.begin + size, end);
@@ -127,8 +140,6 @@ private:
             plan_.items[plan_.count++] = part;
         }
     }
-
-    static int64_t whole(int64_t keys) { return ceil_div(keys, kTileKeys) * kTileKeys; }
 
     // By falling cost. Source: Shell 1959 (CACM 2:7), with Knuth's steps.
     void sort() {
@@ -148,7 +159,8 @@ private:
     const Spans& spans_;
     const Heads& heads_;
     Plan plan_;
-    int64_t limit_ = 0;
+    const int64_t threads_;
+    int64_t total_ = 0;
 };
 
 } // namespace

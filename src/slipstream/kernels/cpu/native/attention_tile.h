@@ -120,6 +120,7 @@ inline void product(const float* a, int64_t as, int64_t rows, const float* b, in
 
 // One way to multiply: what a slot holds, how it is filled, and the product of rows of slots.
 //
+// Sum         of products of slots
 // kDepth      elements in a slot
 // kSlots      slots that a depth is padded to, with zeros
 // kKeys       keys that products begin and end at
@@ -128,6 +129,7 @@ inline void product(const float* a, int64_t as, int64_t rows, const float* b, in
 // Session     lives while a thread multiplies
 struct FloatSlots {
     struct Session {};
+    using Sum = FloatSum;
     static constexpr int64_t kDepth = 1, kSlots = 1, kKeys = Vec::kWidth, kStripRows = 2 * Vec::kRows;
     static constexpr int kTerms = 7;
     template <class T>
@@ -137,6 +139,11 @@ struct FloatSlots {
     template <class T>
     static Vec across(const T* p, const T*, int64_t n) {
         return along(p, n);
+    }
+    template <class T, int C>
+    static void across(const T* p, const T*, Vec (&v)[C]) {
+        for (int c = 0; c < C; ++c)
+            v[c] = Vec::load(p + c * Vec::kWidth);
     }
     static void store(Vec v, float* to, int64_t at) { v.store(to + at); }
     template <bool kAdd>
@@ -150,6 +157,7 @@ struct FloatSlots {
 // Pairs rounded to bfloat16, summed in float32.
 struct PairSlots {
     struct Session {};
+    using Sum = PairSum;
     static constexpr int64_t kDepth = 2, kSlots = 1, kKeys = Vec::kWidth, kStripRows = 2 * Vec::kRows;
     static constexpr int kTerms = 4;
     template <class T>
@@ -159,6 +167,10 @@ struct PairSlots {
     template <class T>
     static Vec across(const T* p, const T* q, int64_t n) {
         return pairs_across(p, q, n);
+    }
+    template <class T, int C>
+    static void across(const T* p, const T* q, Vec (&v)[C]) {
+        pairs_across(p, q, v);
     }
     static void store(Vec v, float* to, int64_t at) { v.store(reinterpret_cast<Bf16*>(to) + at); }
     template <bool kAdd>

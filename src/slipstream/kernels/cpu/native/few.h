@@ -17,36 +17,40 @@ inline void store_columns(const Vec (&v)[C][R], float* out, int64_t os) {
     store_sums(rows, out, os);
 }
 
+// Where input k of the first of R rows lies.
+template <int R>
+inline int64_t operand_at(int64_t k) {
+    return k / kOperandStep * (R * kOperandStep) + k % kOperandStep;
+}
+
 // sums[i] += x row i . the inputs in `w`, for R rows of x; parts of one row follow each other in its lanes.
 template <int R, int L, bool kRest>
-inline void few_dots(const Operand& x, const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[L],
-                     Vec (&sums)[R]) {
+inline void few_dots(const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[L], Vec (&sums)[R]) {
 #pragma GCC unroll 8
     for (int i = 0; i < R; ++i) {
 #pragma GCC unroll 4
         for (int l = 0; l < L; ++l)
-            sums[i] = dot(sums[i], Bf16Lanes::load(high + i * x.stride + 32 * l), w[l]);
+            sums[i] = dot(sums[i], Bf16Lanes::load(high + i * kOperandStep + 32 * l), w[l]);
         if constexpr (kRest) {
 #pragma GCC unroll 4
             for (int l = 0; l < L; ++l)
-                sums[i] = dot(sums[i], Bf16Lanes::load(rest + i * x.stride + 32 * l), w[l]);
+                sums[i] = dot(sums[i], Bf16Lanes::load(rest + i * kOperandStep + 32 * l), w[l]);
         }
     }
 }
 
 // The same for C rows of the matrix at once, which share what is loaded of x.
 template <int R, int C, int L, bool kRest>
-inline void few_tile(const Operand& x, const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[C][L],
-                     Vec (&sums)[R][C]) {
+inline void few_tile(const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[C][L], Vec (&sums)[R][C]) {
 #pragma GCC unroll 8
     for (int i = 0; i < R; ++i)
 #pragma GCC unroll 4
         for (int l = 0; l < L; ++l) {
-            const Bf16Lanes lanes = Bf16Lanes::load(high + i * x.stride + 32 * l);
+            const Bf16Lanes lanes = Bf16Lanes::load(high + i * kOperandStep + 32 * l);
             for (int c = 0; c < C; ++c)
                 sums[i][c] = dot(sums[i][c], lanes, w[c][l]);
             if constexpr (kRest) {
-                const Bf16Lanes more = Bf16Lanes::load(rest + i * x.stride + 32 * l);
+                const Bf16Lanes more = Bf16Lanes::load(rest + i * kOperandStep + 32 * l);
                 for (int c = 0; c < C; ++c)
                     sums[i][c] = dot(sums[i][c], more, w[c][l]);
             }
@@ -70,12 +74,14 @@ inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedR
             codes.load(rows[c], k, w[c]);
             F::template ask<kPackedAhead>(rows[c], k);
         }
-        few_tile<R, C, F::kLanes, kRest>(x, high + k, rest + k, w, sums);
+        const int64_t at = operand_at<R>(k);
+        few_tile<R, C, F::kLanes, kRest>(high + at, rest + at, w, sums);
     }
     if (k < m.inputs) {
         for (int c = 0; c < C; ++c)
             codes.load(rows[c], k, m.inputs - k, w[c]);
-        few_tile<R, C, F::kLanes, kRest>(x, high + k, rest + k, w, sums);
+        const int64_t at = operand_at<R>(k);
+        few_tile<R, C, F::kLanes, kRest>(high + at, rest + at, w, sums);
     }
     store_sums(sums, out, os);
 }
@@ -153,7 +159,7 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
                 Vec parts[R];
                 for (int i = 0; i < R; ++i)
                     parts[i] = Vec::set(0);
-                few_dots<R, F::kLanes, kRest>(x, high + 2 * b, rest + 2 * b, w, parts);
+                few_dots<R, F::kLanes, kRest>(high + 2 * R * b, rest + 2 * R * b, w, parts);
                 for (int i = 0; i < R; ++i)
                     sums[c][i] = fma(parts[i], scale, sums[c][i]);
             }
@@ -169,9 +175,9 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
 
 // out[i * os + c] = x row r + i . matrix row o + c for R rows and `columns` <= C rows of the matrix.
 template <class F, int R, int C, bool kRest>
-inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matrix& m, int64_t o,
-                        int64_t columns, float* out, int64_t os) {
-    const auto at = [&](int64_t c) { return PackedRow(m, o + least(c, columns - 1), 0); };
+inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matrix& m, const PackedRows& all,
+                        int64_t o, int64_t columns, float* out, int64_t os) {
+    const auto at = [&](int64_t c) { return all.row(o + least(c, columns - 1)); };
     float part[R * C];
     float* to = columns == C ? out : part;
     const int64_t stride = columns == C ? os : C;
@@ -196,23 +202,23 @@ template <class F, bool kRest>
 inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t begin, int64_t end,
                      float* out, int64_t os) {
     const int64_t rows = x.rows.count;
+    const PackedRows all(m);
     for (int64_t o = begin; o < end; o += 4, out += 4) {
         const int64_t columns = least(4, end - o);
-        int64_t r = 0;
-        for (; r + 8 <= rows; r += 8)
-            for (int64_t c = 0; c < columns; c += 2)
-                few_columns<F, 8, 2, kRest>(x, r, codes, m, o + c, least(2, columns - c), out + r * os + c,
-                                            os);
-        if (r + 4 <= rows) {
-            few_columns<F, 4, 4, kRest>(x, r, codes, m, o, columns, out + r * os, os);
-            r += 4;
+        for (RowBlock b = RowBlock::at(0, rows); b.first < rows; b = RowBlock::at(b.first + b.rows, rows)) {
+            const int64_t r = b.first;
+            float* to = out + r * os;
+            if (b.rows == 8)
+                for (int64_t c = 0; c < columns; c += 2)
+                    few_columns<F, 8, 2, kRest>(x, r, codes, m, all, o + c, least(2, columns - c), to + c,
+                                                os);
+            else if (b.rows == 4)
+                few_columns<F, 4, 4, kRest>(x, r, codes, m, all, o, columns, to, os);
+            else if (b.rows == 2)
+                few_columns<F, 2, 4, kRest>(x, r, codes, m, all, o, columns, to, os);
+            else
+                few_columns<F, 1, 4, kRest>(x, r, codes, m, all, o, columns, to, os);
         }
-        if (r + 2 <= rows) {
-            few_columns<F, 2, 4, kRest>(x, r, codes, m, o, columns, out + r * os, os);
-            r += 2;
-        }
-        if (r < rows)
-            few_columns<F, 1, 4, kRest>(x, r, codes, m, o, columns, out + r * os, os);
     }
 }
 

@@ -20,22 +20,36 @@ inline const float* row_factors(const Matrix& m) {
     return static_cast<const float*>(m.planes[kFactors]);
 }
 
-// A row of the planes from input k on.
+// A row of the planes.
 struct PackedRow {
-    PackedRow(const Matrix& m, int64_t o, int64_t k) {
-        const auto* codes_plane = static_cast<const uint8_t*>(m.planes[kCodes]);
-        codes = codes_plane + o * m.inputs + k;
+    const uint8_t *codes, *crumbs; // a code's lower bits (or all), and the upper two of fp6
+    const Half *scales, *minima;   // null where the format has none
+};
+
+// Where rows lie: what takes divisions to know is found out once, for they would take longer than a block.
+class PackedRows {
+public:
+    explicit PackedRows(const Matrix& m)
+        : first_({static_cast<const uint8_t*>(m.planes[kCodes]), nullptr, nullptr, nullptr}),
+          code_bytes_(m.inputs) {
         if (m.format == kInt8 || m.format == kFp8)
             return;
-        const int64_t group = m.group ? m.group : kPackedBlock, groups = ceil_div(m.inputs, group);
-        codes = codes_plane + (o * groups * group + k) / 2;
-        crumbs = static_cast<const uint8_t*>(m.planes[kScales]) + (o * groups * group + k) / 4;
-        scales = static_cast<const Half*>(m.planes[kScales]) + o * groups + k / group;
+        const int64_t group = m.group ? m.group : kPackedBlock;
+        groups_ = ceil_div(m.inputs, group);
+        code_bytes_ = groups_ * group / 2;
+        first_.crumbs = static_cast<const uint8_t*>(m.planes[kScales]);
+        first_.scales = static_cast<const Half*>(m.planes[kScales]);
         if (m.format == kInt4)
-            minima = static_cast<const Half*>(m.planes[kMinima]) + o * groups + k / group;
+            first_.minima = static_cast<const Half*>(m.planes[kMinima]);
     }
-    const uint8_t *codes, *crumbs = nullptr; // a code's lower bits (or all), and the upper two of fp6
-    const Half *scales = nullptr, *minima = nullptr;
+    PackedRow row(int64_t o) const {
+        return {first_.codes + o * code_bytes_, first_.crumbs + o * (code_bytes_ / 2),
+                first_.scales + o * groups_, first_.minima ? first_.minima + o * groups_ : nullptr};
+    }
+
+private:
+    PackedRow first_;
+    int64_t code_bytes_, groups_ = 0;
 };
 
 // Read where it lies: a copy on the stack would be read as a vector before it is written.
@@ -125,8 +139,9 @@ template <class To>
 inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, To* out, int64_t stride) {
     alignas(64) float block[kPackedBlock];
     const int group_shift = m.group == 32 ? 5 : (m.group == 64 ? 6 : 7);
+    const PackedRows all(m);
     for (int64_t i = 0; i < rows; ++i) {
-        const PackedRow row(m, o + i, 0); // whose divisions would take longer than a block
+        const PackedRow row = all.row(o + i);
         for (int64_t b = 0; b < n; b += kPackedBlock) {
             const int64_t count = least(kPackedBlock, n - b);
             decode_block(m, row, group_shift, k + b, count, block);

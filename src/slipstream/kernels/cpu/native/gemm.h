@@ -252,9 +252,9 @@ template <class U>
 inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
                       typename U::Item* panel, int64_t pitch) {
     if constexpr (U::kRounds) {
-        const PackedRow row(m, begin, from);
+        const uint8_t* codes = PackedRows(m).row(begin).codes + from;
         for (int64_t r = 0; r < rows; ++r)
-            copy_padded(row.codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
+            copy_padded(codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
     } else {
         fill_words<U>(m, begin, rows, from, n, panel, pitch);
     }

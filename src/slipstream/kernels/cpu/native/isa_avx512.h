@@ -290,6 +290,25 @@ inline Vec pairs_across(const T* p, const T* q, int64_t n) {
         bits = _mm512_or_si512(bits, _mm512_slli_epi32(bf16_bits(q, n), 16));
     return {_mm512_castsi512_ps(bits)};
 }
+// The same of whole vectors, which follow each other.
+template <class T, int C>
+inline void pairs_across(const T* p, const T* q, Vec (&v)[C]) {
+    for (int c = 0; c < C; ++c)
+        v[c] = pairs_across(p + 16 * c, q + 16 * c, 16);
+}
+template <int C>
+inline void pairs_across(const Bf16* p, const Bf16* q, Vec (&v)[C]) {
+    static_assert(C % 2 == 0, "two vectors for each that is loaded");
+    alignas(64) static constexpr uint16_t kBoth[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
+                                                       37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+                                                       11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i first = _mm512_load_si512(kBoth), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    for (int c = 0; c < C; c += 2) {
+        const __m512i a = _mm512_loadu_si512(p + 16 * c), b = _mm512_loadu_si512(q + 16 * c);
+        v[c].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, first, b));
+        v[c + 1].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, second, b));
+    }
+}
 #endif
 
 } // namespace

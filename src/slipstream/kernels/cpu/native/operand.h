@@ -25,7 +25,7 @@ struct Operand {
         nullptr; // rounded, zero beyond the inputs, int4's in the order of its codes; null: rows
     const Bf16* rest = nullptr;  // what rounding left; null where the engine itself computes in bfloat16
     const float* sums = nullptr; // over each group of int4
-    int64_t stride = 0, sums_stride = 0;
+    int64_t stride = 0, sums_stride = 0; // of a row; `high` and `rest` hold blocks of rows, see RowBlock
     const uint8_t* codes = nullptr; // of a matrix whose inputs are rounded, where the unit multiplies bytes
     const Grid* grids = nullptr;
 };
@@ -36,6 +36,16 @@ constexpr int64_t kManyRows = 48;
 // Rows that a packed matrix takes while it is read once; more are worth unpacking it for.
 constexpr int64_t kFewRows = kManyRows - 1;
 constexpr int64_t kOperandStep = 128; // operands end at a multiple of it
+
+// Rows that meet a packed matrix together, 8, 4, 2 or 1 of them. Step by step of kOperandStep inputs they lie
+// side by side, so that one register points to all of them, and no two fall upon the same place in a cache.
+struct RowBlock {
+    int64_t first, rows;
+    static RowBlock at(int64_t first, int64_t count) {
+        const int64_t left = count - first;
+        return {first, left >= 8 ? 8 : (left >= 4 ? 4 : (left >= 2 ? 2 : 1))};
+    }
+};
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.format != kPlain && !m.input_bits && rows <= kFewRows;
@@ -83,10 +93,10 @@ inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch)
 }
 
 #ifdef SLIPSTREAM_BF16_DOT
-// One row as high + rest; the order of int4 where `interleaved`.
-inline void split_row(const float* x, int64_t n, bool interleaved, Bf16* high, Bf16* rest) {
+// One row as high + rest, with `step` elements between its parts; the order of int4 where `interleaved`.
+inline void split_row(const float* x, int64_t n, bool interleaved, Bf16* high, Bf16* rest, int64_t step) {
     alignas(64) Bf16 both[2][kOperandStep];
-    for (int64_t k = 0; k < n; k += kOperandStep, high += kOperandStep) {
+    for (int64_t k = 0; k < n; k += kOperandStep, high += step) {
         for (int64_t j = 0; j < kOperandStep; j += Vec::kWidth) {
             const int64_t count = most(0, least(n - k - j, Vec::kWidth));
             const Vec full = Vec::load(x + k + j, count);
@@ -96,7 +106,7 @@ inline void split_row(const float* x, int64_t n, bool interleaved, Bf16* high, B
         interleaved ? interleave_nibbles(both[0], high) : copy_lanes(both[0], high);
         if (rest) {
             interleaved ? interleave_nibbles(both[1], rest) : copy_lanes(both[1], rest);
-            rest += kOperandStep;
+            rest += step;
         }
     }
 }
@@ -126,9 +136,13 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     auto* high = reinterpret_cast<Bf16*>(scratch);
     Bf16* rest = m.dtype == kBfloat16 ? nullptr : high + rows.count * x.stride;
     float* sums = reinterpret_cast<float*>(scratch + rows.count * x.stride * 4);
+    RowBlock block = RowBlock::at(0, rows.count);
     for (int64_t r = 0; r < rows.count; ++r) {
+        if (r == block.first + block.rows)
+            block = RowBlock::at(r, rows.count);
         const float* row = rows.full + r * rows.stride;
-        split_row(row, m.inputs, int4, high + r * x.stride, rest ? rest + r * x.stride : nullptr);
+        const int64_t at = block.first * x.stride + (r - block.first) * kOperandStep;
+        split_row(row, m.inputs, int4, high + at, rest ? rest + at : nullptr, block.rows * kOperandStep);
         if (m.format == kInt4)
             sum_groups(row, m.inputs, m.group, sums + r * x.sums_stride, x.sums_stride);
     }

@@ -23,6 +23,7 @@
 #ifdef SLIPSTREAM_AMX
 #include "attention_amx.h"
 #endif
+#include "attention_few.h"
 #include "attention_plan.h"
 #include "attention_types.h"
 #include "attention.h"
