@@ -1,11 +1,14 @@
 """What a GPU is asked once there is one: are kernels, families, formats and graphs right, and how fast.
 
-    scripts/gpu_check [--part NAME] [--out FOLDER] [--quick]
+    scripts/gpu_check [--part NAME] [--only WORD] [--minutes N] [--out FOLDER] [--quick]
 
-Parts: `kernels` (every case of every kernel), `families` (every architecture in float32), `engines` (formats,
-int8 caches and graphs of one model), `speed`. Each writes FOLDER/gpu_check_NAME.json as it goes. Nothing is
-fetched, and nothing but torch, triton, transformers and this package's own dependencies is imported. Ends
-with 1 where something is wrong, with 2 where it could not be asked.
+Parts: `kernels` (every case of every kernel), `engines` (formats, int8 caches and graphs of one model),
+`speed`, `families` (every architecture in float32). Each runs in a process of its own, for an error of the
+GPU ends all that a process could still ask it, and writes FOLDER/gpu_check_NAME.json as it goes. `--only`
+asks for rows whose name has a word (`--only linear`, `--only int4`), of `speed` for a model and a format
+(`--only 8b`, `--only 8b/int4`). Nothing is fetched, and nothing but torch, triton, transformers and this
+package's own dependencies is imported. Ends with 1 where something is wrong, with 2 where it could not be
+asked.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import copy
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 import traceback
@@ -24,9 +28,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("torch", "transformers", "safetensors", "pydantic", "psutil")
+SHARES = {"kernels": 0.25, "engines": 0.15, "speed": 0.45, "families": 0.15}
+"""Of the minutes, where several parts are asked."""
+LOST = (
+    "illegal memory access",
+    "device-side assert",
+    "launch failure",
+    "misaligned address",
+    "CUDA error: unknown",
+)
+"""After these, nothing that this process asks the GPU is answered."""
 
 
-def kernels(quick: bool) -> Iterator[dict[str, Any]]:
+def kernels(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """Each kernel of this device against its op's reference in double: a row for each case that is off."""
     import torch
 
@@ -35,20 +49,45 @@ def kernels(quick: bool) -> Iterator[dict[str, Any]]:
     from slipstream.ops import OPS
     from slipstream.ops.bind import Facts
 
-    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
     device = choose()
     for kernel in kernels_for(device)[: 2 if quick else None]:
         for case in OPS[kernel.op].cases:
-            for dtype, most in tolerance.items():
-                if kernel.refuse(Facts(device.torch_device, dtype)) is not None:
-                    continue
-                arguments = case.make(torch.Generator().manual_seed(3), dtype)
-                expected = OPS[kernel.op].reference(**{n: _double(v) for n, v in arguments.items()})
-                there = {n: _moved(v, device.torch_device) for n, v in arguments.items()}
-                got = kernel.run(**there).cpu().double()
-                error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+            for dtype, most in ((torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
                 name = f"{kernel.op}/{kernel.name}/{case.name}/{str(dtype).removeprefix('torch.')}"
-                yield {"row": name, "error": error, "right": error <= most}
+                if kernel.refuse(Facts(device.torch_device, dtype)) is not None or not _asked(name, only):
+                    continue
+                if kernel.op in ("draw", "sample"):  # tokens, of scores in float32
+                    most = 0.0
+                    if dtype != torch.float32:
+                        continue
+                yield _guarded(name, lambda k=kernel, c=case, d=dtype, m=most: _compared(k, c, d, m, device))  # type: ignore[misc]
+
+
+def _compared(kernel: Any, case: Any, dtype: Any, most: float, device: Any) -> dict[str, Any]:
+    import torch
+
+    from slipstream.ops import OPS
+
+    arguments = case.make(torch.Generator().manual_seed(3), dtype)
+    expected = OPS[kernel.op].reference(**{n: _double(v) for n, v in arguments.items()})
+    there = {n: _moved(v, device.torch_device) for n, v in arguments.items()}
+    got = kernel.run(**there).cpu().double()
+    error = float((got - expected).abs().max() / expected.double().abs().max().clamp(min=1.0))
+    return {"error": error, "right": error <= most}
+
+
+def _asked(name: str, only: tuple[str, ...]) -> bool:
+    return not only or any(word in name for word in only)
+
+
+def _guarded(name: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One row; what goes wrong in it is its error, and others are asked all the same."""
+    try:
+        return {"row": name, **ask()}
+    except Exception as error:  # noqa: BLE001 - whatever it is stands in the row
+        if any(words in str(error) for words in LOST):
+            raise RuntimeError(f"{name}: {error}") from error
+        return {"row": name, "error": f"{type(error).__name__}: {str(error)[:300]}", "right": False}
 
 
 def _moved(value: Any, device: Any) -> Any:
@@ -73,7 +112,7 @@ def _double(value: Any) -> Any:
     return value.apply(lambda t: t.double()) if isinstance(value, Weight) else value
 
 
-def families(quick: bool) -> Iterator[dict[str, Any]]:
+def families(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """Decoders of every family: float32 logits and greedy tokens against transformers' on the CPU."""
     import torch
 
@@ -81,27 +120,35 @@ def families(quick: bool) -> Iterator[dict[str, Any]]:
     from tests.families.sweep import VARIANTS, label, peaked_model
 
     for variant in VARIANTS[: 3 if quick else None]:
-        model = peaked_model(variant[1])
-        if not model.can_generate() or model.config.is_encoder_decoder:
+        if not _asked(label(variant), only):
             continue
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(5, min(vocabulary, 100), (2, 9), generator=torch.Generator().manual_seed(1))
-        options = {"max_new_tokens": 6, "do_sample": False}
-        with torch.no_grad():
-            expected = model(input_ids=ids).logits
-            tokens = model.generate(ids, **options)
-            engine = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
-            error = float((engine(input_ids=ids).logits.cpu() - expected).abs().max())
-            same = torch.equal(engine.generate(ids.to(engine.device), **options).cpu(), tokens)
-        yield {"row": label(variant), "error": error, "same": same, "right": error <= 1e-3 and same}
+        row = _guarded(label(variant), lambda v=variant: _generated(peaked_model(v[1]), torch, slipstream))  # type: ignore[misc]
+        if len(row) > 1:
+            yield row
 
 
-def engines(quick: bool) -> Iterator[dict[str, Any]]:
+def _generated(model: Any, torch: Any, slipstream: Any) -> dict[str, Any]:
+    """Nothing where it is no decoder."""
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        return {}
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(5, min(vocabulary, 100), (2, 9), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        tokens = model.generate(ids, **options)
+        engine = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+        error = float((engine(input_ids=ids.to(engine.device)).logits.cpu() - expected).abs().max())
+        same = torch.equal(engine.generate(ids.to(engine.device), **options).cpu(), tokens)
+    engine.destroy()
+    return {"error": error, "same": same, "right": error <= 1e-3 and same}
+
+
+def engines(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """One small llama in each format, with graphs and int8 caches: the tokens of the unpacked weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    import slipstream
     from benchmarks.models import LLAMA_TINY
 
     torch.manual_seed(0)
@@ -111,68 +158,83 @@ def engines(quick: bool) -> Iterator[dict[str, Any]]:
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
     on_gpu = torch.cuda.is_available()
-    ids = torch.randint(5, 1000, (3, 40), generator=torch.Generator().manual_seed(1))
-    options = {"max_new_tokens": 4 if quick else 40, "do_sample": False}
     for name in ("plain", "int4") if quick else ("plain", "int8", "fp8", "fp6", "int4"):
         for settings in ({}, {"enable_cuda_graph": on_gpu}, {"kv_cache_dtype": "int8"}):
-            quant = {} if name == "plain" else {"quant": name}
-            engine = slipstream.init_inference(
-                copy.deepcopy(model),
-                dtype=torch.float32,
-                replace_with_kernel_inject=True,
-                **quant,
-                **settings,
-            )
-            # What the packed weights stand for, by transformers' own code.
-            original = copy.deepcopy(model)
-            original.load_state_dict({k: v.cpu().clone() for k, v in engine.state_dict().items()})
-            for rows in (1, 3):
-                expected = original.generate(ids[:rows], **options)
-                got = engine.generate(ids[:rows].to(engine.device), **options).cpu()
-                alike = float((got == expected).float().mean()) if got.shape == expected.shape else 0.0
-                # In int8 caches near ties may fall the other way.
-                right = alike >= (0.6 if "kv_cache_dtype" in settings else 1.0)
-                yield {"row": f"{name}/{settings}/{rows}", "alike": alike, "right": right}
-            report = engine.report()
-            notes = [note for note in report.notes if "no effect" in note]
-            notes += [k for k in (report.layers[0].kernels["stack"],) if k != "triton"]
-            if notes and on_gpu:
-                yield {"row": f"{name}/{settings}", "error": notes, "right": False}
-            engine.destroy()
+            row = f"{name}/{settings}"
+            if _asked(row, only):
+                yield _guarded(row, lambda n=name, s=settings: _engine_says(model, n, s, 4 if quick else 40))  # type: ignore[misc]
 
 
-def speed(quick: bool) -> Iterator[dict[str, Any]]:
+def _engine_says(model: Any, name: str, settings: dict[str, Any], new: int) -> dict[str, Any]:
+    """Greedy tokens of one and three rows, and a seed's, beside those of the same weights by transformers."""
+    import torch
+
+    import slipstream
+
+    ids = torch.randint(5, 1000, (3, 40), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": new, "do_sample": False}
+    given = {**settings, **({} if name == "plain" else {"quant": name})}
+    engine = slipstream.init_inference(
+        copy.deepcopy(model), dtype=torch.float32, replace_with_kernel_inject=True, **given
+    )
+    # What the packed weights stand for, by transformers' own code.
+    original = copy.deepcopy(model)
+    original.load_state_dict({k: v.cpu().clone() for k, v in engine.state_dict().items()})
+    found: dict[str, Any] = {}
+    for rows in (1, 3):
+        expected = original.generate(ids[:rows], **options)
+        got = engine.generate(ids[:rows].to(engine.device), **options).cpu()
+        found[f"alike_{rows}"] = (
+            float((got == expected).float().mean()) if got.shape == expected.shape else 0.0
+        )
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        warm = {**options, "do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8}
+        drawn.append(engine.generate(ids.to(engine.device), **warm).cpu())
+    found["seed_repeats"] = torch.equal(drawn[0], drawn[1])
+    report = engine.report()
+    notes = [note for note in report.notes if "no effect" in note]
+    notes += [k for k in (report.layers[0].kernels["stack"],) if k != "triton"]
+    engine.destroy()
+    # In int8 caches near ties may fall the other way.
+    least = 0.6 if "kv_cache_dtype" in settings else 1.0
+    right = min(found["alike_1"], found["alike_3"]) >= least and found["seed_repeats"]
+    return {**found, "notes": notes, "right": right and not (notes and torch.cuda.is_available())}
+
+
+def speed(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """The rows of `benchmarks.gpu`."""
     from benchmarks.gpu import measure
     from benchmarks.request import Request
 
-    shown = 0
-    last = ""
-    for name, result in measure(Request(quick=quick)):
-        shown, last = (0, name) if name != last else (shown, last)
+    for _, result in measure(Request(quick=quick, only=only)):
         limits = {k: v for k, v in result.items() if k != "rows"}
         yield {**limits, **result["rows"][-1], "right": "error" not in result["rows"][-1]}
 
 
-PARTS: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[bool, tuple[str, ...]], Iterator[dict[str, Any]]]] = {
     "kernels": kernels,
     "engines": engines,
-    "families": families,
     "speed": speed,
+    "families": families,
 }
 
 
-def run(part: str, out: Path, quick: bool) -> bool:
+def run(part: str, out: Path, given: argparse.Namespace) -> bool:
     """Ask one part; whatever it raises is a row that is wrong, and what came before it is kept."""
     from benchmarks.machine import describe
 
     start, rows = time.perf_counter(), []
     try:
-        for row in PARTS[part](quick):
+        for row in PARTS[part](given.quick, tuple(given.only or ())):
             rows.append(row)
             if not row["right"] or part == "speed":
                 print(part, row, flush=True)
             _write(out, part, describe(), rows, start)
+            if time.perf_counter() - start > 60 * given.minutes:
+                rows.append({"row": "what did not fit into the minutes was left out", "right": True})
+                break
     except Exception as error:  # noqa: BLE001 - a part that fails must not take the others' results with it
         traceback.print_exc()
         rows.append({"row": "the part itself", "error": repr(error), "right": False})
@@ -180,6 +242,19 @@ def run(part: str, out: Path, quick: bool) -> bool:
     wrong = sum(not row["right"] for row in rows)
     print(f"{part}: {len(rows)} rows, {wrong} wrong, {time.perf_counter() - start:.0f} s", flush=True)
     return not wrong and bool(rows)
+
+
+def _apart(part: str, given: argparse.Namespace) -> bool:
+    """Ask one part in a process of its own, which is ended where it hangs."""
+    minutes = given.minutes * SHARES[part]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--part", part, "--out", str(given.out)]
+    command += ["--minutes", str(minutes), *(["--quick"] if given.quick else [])]
+    command += [word for one in given.only or () for word in ("--only", one)]
+    try:
+        return subprocess.run(command, timeout=60 * minutes + 60).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"{part}: ended after {minutes + 1:.1f} minutes; its file has what came before", flush=True)
+        return False
 
 
 def _write(out: Path, part: str, machine: dict[str, Any], rows: list[dict[str, Any]], start: float) -> None:
@@ -195,6 +270,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--part", action="append", choices=[*PARTS], help="repeatable; all without it")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="little of each part; runs without a GPU, too")
+    parser.add_argument("--only", action="append", metavar="WORD", help="rows that have it in their name")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no row begins later than this")
     arguments = parser.parse_args(given)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -208,7 +285,10 @@ def main(given: list[str] | None = None) -> int:
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         print("gpu_check: there is a GPU and no Triton; it comes with torch's CUDA build")
         return 2
-    right = [run(part, arguments.out, arguments.quick) for part in arguments.part or PARTS]
+    parts = arguments.part or list(PARTS)
+    if len(parts) == 1:
+        return 0 if run(parts[0], arguments.out, arguments) else 1
+    right = [_apart(part, arguments) for part in parts]
     return 0 if all(right) else 1
 
 

@@ -38,7 +38,7 @@ def test_a_missing_package_is_named(
 def test_a_wrong_row_and_a_part_that_fails_end_with_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def breaks(quick: bool) -> object:
+    def breaks(quick: bool, only: tuple[str, ...]) -> object:
         yield {"row": "first", "right": True}
         raise RuntimeError("no more")
 
@@ -46,3 +46,10 @@ def test_a_wrong_row_and_a_part_that_fails_end_with_1(
     assert gpu_check.main(["--quick", "--part", "kernels", "--out", str(tmp_path)]) == 1
     rows = json.loads((tmp_path / "gpu_check_kernels.json").read_text())["rows"]
     assert [row["right"] for row in rows] == [True, False] and "no more" in rows[1]["error"]
+
+
+def test_only_the_rows_that_are_asked_for_are_asked_and_time_ends_a_part(tmp_path: Path) -> None:
+    given = ["--quick", "--part", "kernels", "--out", str(tmp_path)]
+    assert gpu_check.main([*given, "--only", "float16", "--minutes", "0"]) == 0
+    rows = json.loads((tmp_path / "gpu_check_kernels.json").read_text())["rows"]
+    assert len(rows) == 2 and "float16" in rows[0]["row"] and "left out" in rows[1]["row"]

@@ -55,6 +55,17 @@ def test_growing_lengths_capture_nothing_anew(captures: list[Any]) -> None:
     assert len(captures) == 1
 
 
+def test_what_was_captured_within_inference_mode_serves_outside_of_it(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    ids = prompt(30, 40)  # more than the cache that is there from the start has room for
+    with torch.inference_mode():
+        both.engine.generate(ids, max_new_tokens=2, do_sample=False)
+        both.engine(ids, use_cache=False)
+    expected = both.original.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(both.engine.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    both.engine(ids, use_cache=False)
+
+
 class _Forbid(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.tensor([7, 8, 9]), -torch.inf)

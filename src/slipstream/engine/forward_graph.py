@@ -74,7 +74,9 @@ class ForwardGraphs:
         self._forget_what_moved()
         key = (str(shape), *(_key(leaf) for leaf in leaves))
         if key not in self._captured:
-            self._captured[key] = self._capture(leaves, shape)
+            # Static tensors stay, and those of inference mode could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._captured[key] = self._capture(leaves, shape)
             if len(self._captured) > _MOST:
                 self._captured.popitem(last=False)
         captured = self._captured[key]
@@ -114,8 +116,7 @@ class ForwardGraphs:
             return output
 
         try:
-            with torch.no_grad():
-                replay = self._device.capture(run)
+            replay = self._device.capture(run)
         except DeviceError as error:
             self._note(str(error))
             return None

@@ -145,9 +145,11 @@ class Graphs:
         cache = self._cache
         if cache is None or cache.capacity <= blocks:
             self._captured.clear()
-            cache = self._cache = self._runner.make_cache(max(blocks, _least_blocks(self._tokens)) + 1)
-            for tensor in _tensors(cache):
-                tensor[-1].zero_()
+            # It stays, and a tensor of inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                cache = self._cache = self._runner.make_cache(max(blocks, _least_blocks(self._tokens)) + 1)
+                for tensor in _tensors(cache):
+                    tensor[-1].zero_()
             self._forget_what_moved()
         return cache
 
@@ -175,10 +177,14 @@ class Graphs:
         return [t for t in found if t is not None]
 
     def _capture(self, rows: int, width: int, *, draws: bool) -> _Captured | None:
-        runner, cache = self._runner, self._cache
+        cache = self._cache
         if cache is None:
             raise AssertionError("a step is captured upon a cache")
-        device = _tensors(cache)[0].device
+        with torch.inference_mode(False), torch.no_grad():
+            return self._capture_upon(cache, rows, width, draws=draws)
+
+    def _capture_upon(self, cache: PagedCache, rows: int, width: int, *, draws: bool) -> _Captured | None:
+        runner, device = self._runner, _tensors(cache)[0].device
         static = _StaticStep(rows, width, cache.capacity - 1, device)
         numbers = Warp().numbers(runner.vocabulary, device)
         noise = torch.ones(rows, runner.vocabulary, device=device) if draws else None
@@ -192,10 +198,7 @@ class Graphs:
             return logits
 
         try:
-            with torch.no_grad():
-                replay = self._device.capture(
-                    run, [*self._static(), *_tensors(cache), *static.tensors(), *given]
-                )
+            replay = self._device.capture(run, [*self._static(), *_tensors(cache), *static.tensors(), *given])
         except DeviceError as error:
             self.reason = str(error)
             log.warning("decode steps run one by one: %s", error)
