@@ -17,6 +17,7 @@ NATIVE_FILES = sorted(path for suffix in ("cpp", "h", "hpp") for path in ROOT.rg
 # as a stranger would.
 TIERS = (
     {"errors"},
+    {"role", "branches"},
     {"spec", "config"},
     {"devices", "ops"},
     {"kernels", "formats", "parallel", "profile"},

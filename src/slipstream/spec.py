@@ -8,210 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal
 
-__all__ = ["BlockSpec", "FrameSpec", "Latent", "MoE", "Norm", "QKNorm", "Role", "Rope"]
+from slipstream.branches import Gate, Growth, Latent, MoE, Norm, QKNorm, Rope
+from slipstream.role import Role
 
-
-class Role(StrEnum):
-    """What a tensor is for; decides its canonical layout, how it is sharded, and whether it may be quantized.
-
-    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]`, those of `CROSS_KV` `[k | v]` and
-    those of a gated `MLP_IN` `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`.
-    `ATTN_SCALE` and `MLP_SCALE` multiply a branch, one number per channel, before it is added.
-    `ROUTER_BIAS` is added to experts' scores for the choice among them, and to nothing else.
-    """
-
-    ATTN_NORM = "attn_norm"
-    QKV = "qkv"
-    Q_DOWN = "q_down"
-    Q_DOWN_NORM = "q_down_norm"
-    Q_UP = "q_up"
-    KV_DOWN = "kv_down"
-    KV_DOWN_NORM = "kv_down_norm"
-    KV_UP = "kv_up"
-    Q_NORM = "q_norm"
-    K_NORM = "k_norm"
-    SINKS = "sinks"
-    ATTN_OUT = "attn_out"
-    ATTN_POST_NORM = "attn_post_norm"
-    ATTN_SCALE = "attn_scale"
-    CROSS_NORM = "cross_norm"
-    CROSS_Q = "cross_q"
-    CROSS_KV = "cross_kv"
-    CROSS_OUT = "cross_out"
-    MLP_NORM = "mlp_norm"
-    MLP_IN = "mlp_in"
-    MLP_OUT = "mlp_out"
-    MLP_POST_NORM = "mlp_post_norm"
-    MLP_SCALE = "mlp_scale"
-    ROUTER = "router"
-    ROUTER_BIAS = "router_bias"
-    EXPERTS_IN = "experts_in"
-    EXPERTS_OUT = "experts_out"
-    SHARED_IN = "shared_in"
-    SHARED_OUT = "shared_out"
-    SHARED_GATE = "shared_gate"
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether rows are multiplied by the role; the others are norms and small vectors."""
-        return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE, Role.KV_UP)
-
-    @property
-    def is_cross(self) -> bool:
-        """Whether the role belongs to attention over an encoder's states."""
-        return self in (Role.CROSS_NORM, Role.CROSS_Q, Role.CROSS_KV, Role.CROSS_OUT)
-
-    @property
-    def is_quantizable(self) -> bool:
-        """Whether the role may be stored in a weight format; a router decides too much for its size."""
-        return self in _QUANTIZABLE
-
-
-_QUANTIZABLE = frozenset(
-    {
-        Role.QKV,
-        Role.Q_DOWN,
-        Role.Q_UP,
-        Role.KV_DOWN,
-        Role.ATTN_OUT,
-        Role.CROSS_Q,
-        Role.CROSS_KV,
-        Role.CROSS_OUT,
-        Role.MLP_IN,
-        Role.MLP_OUT,
-        Role.EXPERTS_IN,
-        Role.EXPERTS_OUT,
-        Role.SHARED_IN,
-        Role.SHARED_OUT,
-    }
-)
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A normalisation over the hidden dimension.
-
-    Attributes:
-        kind: "rms" divides by the root mean square; "layer" also subtracts the mean.
-        eps: Added to the mean square (or variance) before the root.
-        offset: Added to the weight before it multiplies (1.0 where checkpoints store `weight - 1`).
-    """
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    offset: float = 0.0
-
-
-@dataclass(frozen=True)
-class QKNorm:
-    """A normalisation of queries and keys.
-
-    Attributes:
-        norm: Its kind, eps and offset.
-        over: "head" normalises each head by itself; the weight is `(D,)`, or `(H, D)` where heads have their
-            own. "all" normalises the whole projection, `(H * D,)`.
-        after_rope: It follows the rotary embedding, rather than comes before it.
-    """
-
-    norm: Norm
-    over: Literal["head", "all"] = "head"
-    after_rope: bool = False
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Which part of a head is rotated, and how the model's table of cosines is laid out.
-
-    The angles are never computed here: they come from the model's own rotary module (or table), so every
-    scaling rule that transformers has is right by construction.
-
-    Attributes:
-        dim: Leading dims of each head that are rotated; the others pass unchanged.
-        interleaved: Pairs are `(0, 1), (2, 3), ...` when true, `(0, dim/2), (1, dim/2 + 1), ...` when false.
-        table: How `cos` and `sin` repeat each angle: "halves" is `[a b ... a b ...]`, "pairs" is
-            `[a a b b ...]`, "half" has each angle once.
-        layer_type: Passed to the rotary module where it keeps a table per type of layer.
-        source: "module" asks the model's rotary module; "buffer" reads the attention's own `[sin | cos]`
-            table.
-    """
-
-    dim: int
-    interleaved: bool = False
-    table: Literal["halves", "pairs", "half"] = "halves"
-    layer_type: str | None = None
-    source: Literal["module", "buffer"] = "module"
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): what is cached is one short vector per token.
-
-    A head's dims are `plain_dim` unrotated ones, then `rope_dim` rotated ones, whose keys all heads share.
-
-    Attributes:
-        rank: Width of the latent that keys and values are projections of.
-        query_rank: Width of the one that queries are; None where they are projected at once.
-        plain_dim: See above.
-        rope_dim: See above.
-        value_dim: Width of a head's values.
-        norm: Of both latents.
-        interleaved: The rotated dims come as pairs, and leave as halves.
-    """
-
-    rank: int
-    query_rank: int | None
-    plain_dim: int
-    rope_dim: int
-    value_dim: int
-    norm: Norm
-    interleaved: bool = False
-
-
-@dataclass(frozen=True)
-class MoE:
-    """A mixture of experts in place of the plain feed-forward.
-
-    Attributes:
-        experts: Number of experts.
-        top_k: Experts that see each token.
-        scoring: "softmax_topk" takes the softmax over all experts, then the best; "topk_softmax" takes the
-            best logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811,
-            inference); "sigmoid" scores each expert by itself, then takes the best.
-        normalize: Divide the chosen weights by their sum ("softmax_topk" and "sigmoid").
-        least_sum: What that sum is at least taken for.
-        groups: Experts stand in this many groups of equal size; only those of `top_groups` of them are chosen
-            from ("softmax_topk" and "sigmoid").
-        top_groups: See `groups`.
-        group_score: What a group is chosen by: its best expert, or the sum of its best two.
-        factor: Multiplies the chosen weights, after all else.
-        exact: The router's logits are computed in float32.
-        jitter: Threshold of "sparsemixer".
-        shared: Width of the experts that see every token; 0 for none.
-        shared_gate: What the shared experts say is multiplied by the sigmoid of the role `SHARED_GATE`.
-    """
-
-    experts: int
-    top_k: int
-    scoring: Literal["softmax_topk", "topk_softmax", "sparsemixer", "sigmoid"] = "softmax_topk"
-    normalize: bool = False
-    least_sum: float = 0.0
-    groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    factor: float = 1.0
-    exact: bool = False
-    jitter: float = 0.0
-    shared: int = 0
-    shared_gate: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether experts are chosen among all by their logits, in the dtype of what enters, and no more."""
-        whole = self.top_groups >= self.groups and self.factor == 1.0 and not self.least_sum
-        return self.scoring != "sigmoid" and whole and not self.exact
+__all__ = ["BlockSpec", "FrameSpec", "Gate", "Growth", "Latent", "MoE", "Norm", "QKNorm", "Role", "Rope"]
 
 
 @dataclass(frozen=True)
@@ -230,6 +32,7 @@ class BlockSpec:
         parallel: Attention and feed-forward both read the block's input and are added together.
         residual_from: "norm" adds the branch to the normalised input (BLOOM's option), "input" to the input.
         residual_scale: Multiplies each branch before it is added.
+        carry: Multiplies what a branch is added to.
         activation: A name in `slipstream.ops.activation`.
         gated: The feed-forward is `activation(gate) * up`.
         scale: Multiplies the scores.
@@ -249,7 +52,17 @@ class BlockSpec:
         qk_norm: The normalisation of queries and keys, if any.
         clip_qkv: Queries, keys and values are clamped to this magnitude, after `qk_norm` and before `rope`.
         moe: The mixture of experts, if any.
+        values: Where values come from: a projection of their own, or keys before their norm.
+        value_norm: Each head's values are normalised by their root mean square, without a weight.
+        sharing: Keys and values are the layer's "own"; or what it "lends" to later layers of its window; or
+            what it "borrows" from such a one, having no projections for them.
+        inputs: Width of an input of the layer's own, which a third branch weighs in; 0 for none.
         latent: Multi-head latent attention in place of keys and values per head, if any.
+        gate: What multiplies the attention's answer before `ATTN_OUT`, if anything.
+        growth: How queries grow with their position, if they do.
+        inner_norms: What enters `ATTN_OUT` and `MLP_OUT` is normalised.
+        mixer: What stands in attention's place and stays a part of the layer, which runs its own code and
+            keeps its state where it always did: "a state space", "a convolution", ...; None for attention.
         cross: Width of an encoder's states that the layer attends to, between its own attention and its
             feed-forward, with as many heads; None where it attends to itself alone.
         relative: A learned bias by relative position is added to the scores of the layer's own attention.
@@ -269,6 +82,7 @@ class BlockSpec:
     parallel: bool = False
     residual_from: Literal["input", "norm"] = "input"
     residual_scale: float = 1.0
+    carry: float = 1.0
     activation: str = "silu"
     gated: bool = True
     scale: float = 1.0
@@ -285,7 +99,15 @@ class BlockSpec:
     qk_norm: QKNorm | None = None
     clip_qkv: float | None = None
     moe: MoE | None = None
+    values: Literal["own", "keys"] = "own"
+    value_norm: bool = False
+    sharing: Literal["own", "lends", "borrows"] = "own"
+    inputs: int = 0
     latent: Latent | None = None
+    gate: Gate | None = None
+    growth: Growth | None = None
+    inner_norms: bool = False
+    mixer: str | None = None
     cross: int | None = None
     relative: Literal["shared", "own"] | None = None
     own_attention: bool = False
@@ -301,11 +123,24 @@ class BlockSpec:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def gate_dim(self) -> int:
+        """Rows of the gate behind the attention; 0 for none."""
+        width = self.head_dim if self.latent is None else self.latent.value_dim
+        return 0 if self.gate is None else self.heads * (width if self.gate.per == "channel" else 1)
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int, int]:
+        """Rows of queries, keys, values and the gate in the role `QKV`."""
+        keys = 0 if self.sharing == "borrows" else self.kv_dim
+        return self.q_dim, keys, keys if self.values == "own" else 0, self.gate_dim
+
     def _attention_shapes(self) -> dict[Role, tuple[int, ...]]:
         latent = self.latent
+        if self.mixer is not None:
+            return {}
         if latent is None:
-            rows = self.q_dim + 2 * self.kv_dim
-            return {Role.QKV: (rows, self.hidden), Role.ATTN_OUT: (self.hidden, self.q_dim)}
+            return {Role.QKV: (sum(self.qkv_rows), self.hidden), Role.ATTN_OUT: (self.hidden, self.q_dim)}
         up = self.heads * (latent.plain_dim + latent.value_dim)
         shapes: dict[Role, tuple[int, ...]] = {
             Role.Q_UP: (self.q_dim, latent.query_rank or self.hidden),
@@ -315,12 +150,17 @@ class BlockSpec:
         }
         if latent.query_rank is not None:
             shapes[Role.Q_DOWN] = (latent.query_rank, self.hidden)
+        if self.gate is not None:
+            shapes[Role.ATTN_GATE] = (self.gate_dim, self.hidden)
         return shapes
 
     def matrix_shapes(self) -> Mapping[Role, tuple[int, ...]]:
         """Canonical shape of every matrix that a block of this spec must have."""
         gate = 2 if self.gated else 1
         shapes = self._attention_shapes()
+        if self.inputs:
+            shapes[Role.INPUT_GATE] = (self.inputs, self.hidden)
+            shapes[Role.INPUT_OUT] = (self.hidden, self.inputs)
         if self.cross is not None:
             shapes[Role.CROSS_Q] = (self.q_dim, self.hidden)
             shapes[Role.CROSS_KV] = (2 * self.kv_dim, self.cross)

@@ -46,6 +46,7 @@ FOREIGN: dict[str, Any] = {
 
 
 _HALF_READ = {
+    "bitnet": ("head_dim",),
     "dinov2": ("head_dim",),
     "esm": ("head_dim",),
     "dinov2_with_registers": ("head_dim",),

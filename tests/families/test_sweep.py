@@ -26,8 +26,10 @@ APART = frozenset(
         "gpt_neo",
         "gptj",
         "markuplm",
+        "moshi",
         "mpnet",
         "mpt",
+        "recurrent_gemma",
         "swin",
     }
 )

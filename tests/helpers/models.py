@@ -196,9 +196,9 @@ def blocks_that_run() -> Iterator[Ran]:
     ran = Ran([], [])
     one, several = Block.__call__, NativeStack.encode
 
-    def run_one(self: Block, *args: Any) -> Tensor:
+    def run_one(self: Block, *args: Any, **kwargs: Any) -> Tensor:
         ran.blocks.append(self)
-        return one(self, *args)
+        return one(self, *args, **kwargs)
 
     def run_several(self: NativeStack, blocks: Any, *args: Any) -> Tensor | None:
         out = several(self, blocks, *args)

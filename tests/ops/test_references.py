@@ -193,9 +193,10 @@ def _moe(
     out = torch.zeros_like(x)
     for t, row in enumerate(x):
         logits = _linear(row[None], router)[0]
-        grouped = choice is not None or spec.groups > 1
+        grouped = choice is not None or spec.groups > 1 or "sigmoid" in spec.scoring
         chosen = _choose_grouped(logits, spec, choice) if grouped else _choose(logits, spec)
         for expert, weight in chosen:
+            entry, share = (row * weight, 1.0) if spec.weighs_input else (row, weight)
             first = Weight(
                 "plain", (), (experts_in.dense()[expert],), lambda p: p[0], _bias(experts_in, expert)
             )
@@ -203,22 +204,23 @@ def _moe(
                 "plain", (), (experts_out.dense()[expert],), lambda p: p[0], _bias(experts_out, expert)
             )
             out[t] += (
-                weight
-                * _linear(_activation(_linear(row[None], first), name=activation, gated=gated), second)[0]
+                share
+                * _linear(_activation(_linear(entry[None], first), name=activation, gated=gated), second)[0]
             )
     return out
 
 
 def _choose_grouped(logits: Tensor, spec: Any, choice: Tensor | None) -> list[tuple[int, Tensor]]:
     """The best experts of the best groups, one by one."""
-    scores = 1 / (1 + (-logits).exp()) if spec.scoring == "sigmoid" else logits.exp() / logits.exp().sum()
-    by = [float(s) + (0.0 if choice is None else float(choice[e])) for e, s in enumerate(scores)]
+    scores = 1 / (1 + (-logits).exp()) if "sigmoid" in spec.scoring else logits.exp() / logits.exp().sum()
+    entries = logits if spec.scoring == "topk_sigmoid" else scores
+    by = [float(s) + (0.0 if choice is None else float(choice[e])) for e, s in enumerate(entries)]
     size = len(by) // spec.groups
     members = [sorted(by[g * size : (g + 1) * size], reverse=True) for g in range(spec.groups)]
     worth = [sum(m[:2]) if spec.group_score == "top2" else m[0] for m in members]
     best = sorted(range(spec.groups), key=lambda g: -worth[g])[: spec.top_groups]
     order = sorted((e for e in range(len(by)) if e // size in best), key=lambda e: -by[e])[: spec.top_k]
-    total = sum(float(scores[e]) for e in order) if spec.normalize else 1.0
+    total = sum(float(scores[e]) for e in order) + spec.more_sum if spec.normalize else 1.0
     return [(e, scores[e] / max(total, spec.least_sum) * spec.factor) for e in order]
 
 

@@ -134,11 +134,13 @@ def _fused(model: nn.Module, config: InferenceConfig | None) -> dict[str, Fused]
         spec = found.spec
         try:
             plans: Mapping[Role, Any] = plan_block(
-                ModuleSource(found.layer), found.family.recipes, spec, ignored=found.family.ignored
+                ModuleSource(found.layer), found.family.recipes, spec, ignored=found.family.ignores(spec)
             )
         except WeightError:
             continue
-        parts: dict[Role, tuple[int, ...]] = {Role.QKV: (spec.q_dim, spec.kv_dim, spec.kv_dim)}
+        parts: dict[Role, tuple[int, ...]] = {}
+        if spec.gate is None and spec.sharing == "own" and spec.values == "own":
+            parts[Role.QKV] = (spec.q_dim, spec.kv_dim, spec.kv_dim)
         for role in (Role.MLP_IN, Role.EXPERTS_IN, Role.SHARED_IN):
             if role in plans and spec.gated:
                 rows = sum(piece.count for piece in plans[role].weight)

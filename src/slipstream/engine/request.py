@@ -206,7 +206,7 @@ def repeats_generate(model: nn.Module) -> bool:
 
 
 def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
-    """Why no call that such a model makes may take the engine road, or None: then `Loop` sees to each of them.
+    """Why no call that such a model makes may take the engine road, or None: `Loop` sees to each.
 
     Args:
         model: One that `repeats_generate`.

@@ -62,7 +62,9 @@ def summary(
         family = None if found.family is None else found.family.name
         holds = settings.format.bits and (block is not None or found.name in packed)
         name = settings.format.name if holds else dense
-        rows.append(LayerReport(found.name, family, level, kernels, name, size, error, verdict.reason))
+        rows.append(
+            LayerReport(found.name, family, level, kernels, name, size, error, verdict.reason or found.note)
+        )
     levels = {row.level for row in rows}
     level = "block" if levels == {"block"} else "none" if levels <= {"none"} else "module"
     return Report(level, str(device.torch_device), tuple(notes), tuple(rows))

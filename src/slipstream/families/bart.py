@@ -58,6 +58,11 @@ def bart_decoder(config: Config, place: Place) -> BlockSpec:
     return replace(spec, causal=True, cross=config.d_model, clamp=None)
 
 
+def _trocr(config: Config, index: int) -> BlockSpec:
+    width = config.cross_attention_hidden_size or config.d_model
+    return replace(bart_decoder(config, "post"), cross=width if config.is_decoder else None)
+
+
 def _layer(config: Config, heads: int, ffn: int, place: Place) -> BlockSpec:
     dim = config.d_model // heads
     return BlockSpec(
@@ -137,4 +142,12 @@ FAMILIES = (
     _family("blenderbot", "Blenderbot", "pre", around={}),
     _family("blenderbot-small", "BlenderbotSmall", "post", around=_SMALL),
     _family("plbart", "PLBart", "post", around=_NORMED),
+    _family("mvp", "Mvp", "post", around=_NORMED),
+    Family(
+        name="trocr",
+        layers=("TrOCRDecoderLayer",),
+        spec=_trocr,
+        recipes=BART_RECIPES,
+        tiny=(_tiny("TrOCR", model="ForCausalLM"),),
+    ),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from slipstream.families.family import Config, Tiny
+from slipstream.families.family import Config, OwnMixer, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role, Rope
 from slipstream.weights.recipe import Recipe, Stack, Take
 
@@ -31,6 +31,7 @@ __all__ = [
     "llama_frame",
     "llama_like",
     "llama_windowed",
+    "own_mixer",
     "plain_like",
     "rope",
     "sparse_layer",
@@ -115,6 +116,23 @@ def field(config: Config, *names: str, default: Any = None) -> Any:
 def head_dim(config: Config) -> int:
     """Width of a head where the class reads the config's own field for it, else hidden size over heads."""
     return int(field(config, "head_dim", default=config.hidden_size // config.num_attention_heads))
+
+
+def own_mixer(part: str, *, cache: str = "cache_params", mask: str = "attention_mask") -> OwnMixer:
+    """A part that is called with the cache and the mask that the layer is called with.
+
+    Args:
+        part: Its path in the layer.
+        cache: Its name for the cache.
+        mask: The layer's name for its mask.
+    """
+
+    def call(mixer: Any, x: Any, given: Mapping[str, Any]) -> Any:
+        found = {cache: given.get("past_key_values"), "attention_mask": given.get(mask)}
+        answer = mixer(hidden_states=x, **found)
+        return answer[0] if isinstance(answer, tuple) else answer
+
+    return OwnMixer(part, call, frozenset({mask}))
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

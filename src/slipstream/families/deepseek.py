@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 and the models with their latent attention: GLM-4 MoE Lite, Youtu, MiniCPM 3."""
+"""DeepSeek-V2 and V3 and the models with their latent attention: A.X K1, GLM-4 MoE Lite, Youtu, MiniCPM 3."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, llama_like, tiny
+from slipstream.families.common import LLAMA_RECIPES, field, llama_like, tiny
 from slipstream.families.experts import CORRECTED, corrected_moe, is_sparse
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Latent, Norm, Role, Rope
 from slipstream.weights.recipe import First, Recipe, Take
+
+__all__ = ["TINY_MIXTURE", "TINY_RANKS", "latent_like", "latent_recipes", "with_experts"]
 
 _LATENT: Mapping[Role, Recipe] = {
     Role.Q_DOWN: Take("self_attn.q_a_proj"),
@@ -23,13 +25,14 @@ _LATENT: Mapping[Role, Recipe] = {
 }
 
 
-def _recipes(base: Mapping[Role, Recipe]) -> dict[Role, Recipe]:
+def latent_recipes(base: Mapping[Role, Recipe]) -> dict[Role, Recipe]:
+    """A layer's recipes with those of latent attention in place of queries, keys and values."""
     return {role: recipe for role, recipe in base.items() if role is not Role.QKV} | dict(_LATENT)
 
 
 def _scale(config: Config, dim: int) -> float:
     """`dim^-0.5`, times the square of YaRN's factor where it is for all dims."""
-    rope = config.rope_parameters
+    rope = field(config, "rope_parameters", default={})
     scale, all_dims = float(dim**-0.5), rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not all_dims or rope["factor"] <= 1:
         return scale
@@ -37,11 +40,14 @@ def _scale(config: Config, dim: int) -> float:
     return scale * factor * factor
 
 
-def _dense(config: Config, index: int, *, rope: Rope, interleaved: bool = False) -> BlockSpec:
+def latent_like(
+    config: Config, index: int, *, rope: Rope | None, interleaved: bool = False, **changes: Any
+) -> BlockSpec:
+    """The spec of a layer with latent attention by DeepSeek's field names; `changes` replace fields."""
     dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     latent = Latent(
         config.kv_lora_rank,
-        config.q_lora_rank,
+        field(config, "q_lora_rank"),
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
         config.v_head_dim,
@@ -57,30 +63,34 @@ def _dense(config: Config, index: int, *, rope: Rope, interleaved: bool = False)
         scale=_scale(config, dim),
         rope=rope,
         latent=latent,
+        **changes,
     )
 
 
-def _with_experts(config: Config, index: int, dense: BlockSpec, **changes: Any) -> BlockSpec:
+def with_experts(config: Config, index: int, dense: BlockSpec, **changes: Any) -> BlockSpec:
+    """The layer with a mixture where it has one."""
     if not is_sparse(config, index):
         return dense
     return replace(dense, ffn=config.moe_intermediate_size, moe=corrected_moe(config, **changes))
 
 
 def _v3_dense(config: Config, index: int) -> BlockSpec:
-    return _dense(config, index, rope=Rope(config.qk_rope_head_dim), interleaved=bool(config.rope_interleave))
+    return latent_like(
+        config, index, rope=Rope(config.qk_rope_head_dim), interleaved=bool(config.rope_interleave)
+    )
 
 
 def _v3(config: Config, index: int) -> BlockSpec:
-    return _with_experts(config, index, _v3_dense(config, index))
+    return with_experts(config, index, _v3_dense(config, index))
 
 
 def _v2(config: Config, index: int) -> BlockSpec:
     angles = Rope(config.qk_rope_head_dim, interleaved=True, table="half")
     grouped = config.topk_method == "group_limited_greedy"
-    return _with_experts(
+    return with_experts(
         config,
         index,
-        _dense(config, index, rope=angles),
+        latent_like(config, index, rope=angles),
         scoring="softmax_topk",
         normalize=False,
         group_score="max",
@@ -90,11 +100,11 @@ def _v2(config: Config, index: int) -> BlockSpec:
 
 
 def _minicpm(config: Config, index: int) -> BlockSpec:
-    spec = _dense(config, index, rope=Rope(config.qk_rope_head_dim))
+    spec = latent_like(config, index, rope=Rope(config.qk_rope_head_dim))
     return replace(spec, residual_scale=config.scale_depth / math.sqrt(config.num_hidden_layers))
 
 
-_RANKS: dict[str, Any] = {
+TINY_RANKS: dict[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -102,7 +112,7 @@ _RANKS: dict[str, Any] = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
-_EXPERTS: dict[str, Any] = {
+TINY_MIXTURE: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
@@ -126,16 +136,16 @@ FAMILIES = (
         name="deepseek_v3",
         layers=("DeepseekV3DecoderLayer",),
         spec=_v3,
-        recipes=_recipes(CORRECTED),
+        recipes=latent_recipes(CORRECTED),
         tiny=(
-            tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", **_RANKS, **_EXPERTS),
+            tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", **TINY_RANKS, **TINY_MIXTURE),
             tiny(
                 "DeepseekV3ForCausalLM",
                 "DeepseekV3Config",
                 label="yarn, halves, queries at once",
                 rope_parameters=_YARN,
                 rope_interleave=False,
-                **{**_RANKS, **_EXPERTS, "q_lora_rank": None},
+                **{**TINY_RANKS, **TINY_MIXTURE, "q_lora_rank": None},
             ),
         ),
     ),
@@ -143,15 +153,21 @@ FAMILIES = (
         name="deepseek_v2",
         layers=("DeepseekV2DecoderLayer",),
         spec=_v2,
-        recipes=_recipes(CORRECTED),
+        recipes=latent_recipes(CORRECTED),
         tiny=(
-            tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", topk_method="greedy", **_RANKS, **_EXPERTS),
+            tiny(
+                "DeepseekV2ForCausalLM",
+                "DeepseekV2Config",
+                topk_method="greedy",
+                **TINY_RANKS,
+                **TINY_MIXTURE,
+            ),
             tiny(
                 "DeepseekV2ForCausalLM",
                 "DeepseekV2Config",
                 label="groups, queries at once",
                 topk_method="group_limited_greedy",
-                **{**_RANKS, **_EXPERTS, "q_lora_rank": None},
+                **{**TINY_RANKS, **TINY_MIXTURE, "q_lora_rank": None},
             ),
         ),
     ),
@@ -159,21 +175,31 @@ FAMILIES = (
         name="glm4_moe_lite",
         layers=("Glm4MoeLiteDecoderLayer",),
         spec=_v3,
-        recipes=_recipes(CORRECTED),
-        tiny=(tiny("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", **_RANKS, **_EXPERTS),),
+        recipes=latent_recipes(CORRECTED),
+        tiny=(tiny("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", **TINY_RANKS, **TINY_MIXTURE),),
+    ),
+    Family(
+        name="axk1",
+        layers=("AXK1DecoderLayer",),
+        spec=_v3,
+        recipes={
+            **latent_recipes(CORRECTED),
+            Role.MLP_POST_NORM: Take("mlp.post_mlp_layernorm"),
+        },
+        tiny=(tiny("AXK1ForCausalLM", "AXK1Config", **TINY_RANKS, **TINY_MIXTURE),),
     ),
     Family(
         name="youtu",
         layers=("YoutuDecoderLayer",),
         spec=_v3_dense,
-        recipes=_recipes(LLAMA_RECIPES),
-        tiny=(tiny("YoutuForCausalLM", "YoutuConfig", **_RANKS),),
+        recipes=latent_recipes(LLAMA_RECIPES),
+        tiny=(tiny("YoutuForCausalLM", "YoutuConfig", **TINY_RANKS),),
     ),
     Family(
         name="minicpm3",
         layers=("MiniCPM3DecoderLayer",),
         spec=_minicpm,
-        recipes=_recipes(LLAMA_RECIPES),
-        tiny=(tiny("MiniCPM3ForCausalLM", "MiniCPM3Config", dim_model_base=64, **_RANKS),),
+        recipes=latent_recipes(LLAMA_RECIPES),
+        tiny=(tiny("MiniCPM3ForCausalLM", "MiniCPM3Config", dim_model_base=64, **TINY_RANKS),),
     ),
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from slipstream.families.common import MOE_RECIPES, QK_NORMS, field
+from slipstream.families.common import MOE_RECIPES, QK_NORMS, field, llama_like
 from slipstream.families.family import Config
-from slipstream.spec import MoE, Role
+from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
 from slipstream.weights.recipe import First, Recipe, Stack, Take
 
-__all__ = ["CORRECTED", "SHARED", "TINY_EXPERTS", "corrected_moe", "is_sparse"]
+__all__ = ["CORRECTED", "GATED_SHARED", "SHARED", "TINY_EXPERTS", "corrected_moe", "is_sparse", "normed_like"]
 
 SHARED: Final[Mapping[Role, Recipe]] = MappingProxyType(
     {
@@ -20,6 +21,15 @@ SHARED: Final[Mapping[Role, Recipe]] = MappingProxyType(
     }
 )
 """Experts that see every token, by DeepSeek's names."""
+
+GATED_SHARED: Final[Mapping[Role, Recipe]] = MappingProxyType(
+    {
+        Role.SHARED_IN: Stack(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
+        Role.SHARED_OUT: Take("mlp.shared_expert.down_proj"),
+        Role.SHARED_GATE: Take("mlp.shared_expert_gate"),
+    }
+)
+"""One expert that sees every token, behind a gate where there is one, by Qwen's names."""
 
 CORRECTED: Final[Mapping[Role, Recipe]] = MappingProxyType(
     {
@@ -54,6 +64,26 @@ def corrected_moe(config: Config, **changes: Any) -> MoE:
         "shared": config.moe_intermediate_size * shared,
     }
     return MoE(**{**values, **changes})
+
+
+def normed_like(
+    config: Config, index: int, *, sparse: bool, changes: Mapping[str, Any], **moe: Any
+) -> BlockSpec:
+    """The spec of a layer with normalised heads and, where `sparse`, with experts by Qwen3-MoE's field names.
+
+    Args:
+        config: The model's.
+        index: Of the layer.
+        sparse: Whether the layer has experts.
+        changes: Fields of the spec that are replaced.
+        moe: Fields of the mixture that are replaced.
+    """
+    qk_norm = QKNorm(Norm("rms", config.rms_norm_eps))
+    dense = llama_like(config, index, **{"qk_norm": qk_norm, **changes})
+    if not sparse:
+        return dense
+    mixture = MoE(config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
+    return replace(dense, ffn=config.moe_intermediate_size, moe=replace(mixture, **moe))
 
 
 def is_sparse(config: Config, index: int) -> bool:

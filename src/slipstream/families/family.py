@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import Recipe
 
-__all__ = ["Config", "Family", "Heads", "OwnAttention", "OwnBias", "Tiny"]
+__all__ = ["Config", "Family", "Heads", "OwnAttention", "OwnBias", "OwnMixer", "Tiny"]
 
 Config = Any
 """A transformers `PretrainedConfig`: attributes only, never imported here."""
@@ -81,11 +81,22 @@ class OwnAttention:
     packed: bool = False
 
 
+@dataclass(frozen=True)
+class OwnMixer:
+    """What stands in attention's place in a hybrid: a part that stays in the layer and runs its own code.
+
+    Attributes:
+        part: Its path in the layer; its parameters are the layer's own affair.
+        call: Of the part, its input `(B, S, C)` and the arguments of the layer's call by name: its answer.
+        reads: Names of arguments that only this part reads.
+    """
+
+    part: str
+    call: Callable[[Any, Any, Mapping[str, Any]], Any]
+    reads: frozenset[str] = frozenset()
+
+
 def _no_reason(config: Config) -> str | None:
-    return None
-
-
-def _attends(config: Config, index: int) -> str | None:
     return None
 
 
@@ -107,13 +118,13 @@ class Family:
         refuse: Why a config cannot be served, or None.
         ignored: Patterns of parameters of the layer that carry nothing.
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
+        rotary: Path of the layer's own rotary module, where the model passes no angles.
         bias: What the layer itself adds to its scores; its parameters are `ignored`.
         relative: Path of the layer's part whose `compute_bias` makes biases by relative position.
         attention: How layers attend whose spec says `own_attention`.
         measure: Numbers of a layer that its config and index do not give, of the layer itself and the config;
             then `spec` is not asked.
-        other: What layer `index` of a hybrid is in place of attention (a state space, ...), or None;
-            such a layer keeps its code.
+        mixers: What stands in attention's place in layers whose spec names a mixer, by that name.
     """
 
     name: str
@@ -125,12 +136,13 @@ class Family:
     refuse: Callable[[Config], str | None] = field(default=_no_reason)
     ignored: tuple[str, ...] = ()
     rope_table: str | None = None
+    rotary: str | None = None
     bias: OwnBias | None = None
     specs: Mapping[str, Callable[[Config, int], BlockSpec]] = field(default_factory=dict)
     relative: str | None = None
     attention: OwnAttention | None = None
     measure: Callable[[Any, Config], BlockSpec] | None = None
-    other: Callable[[Config, int], str | None] = field(default=_attends)
+    mixers: Mapping[str, OwnMixer] = field(default_factory=dict)
 
     def spec_of(self, layer: Any, config: Config, index: int) -> BlockSpec:
         """Numbers of layer `index`, which is of a class of the family."""
@@ -140,9 +152,18 @@ class Family:
         spec = next((self.specs[name] for name in names if name in self.specs), self.spec)
         return spec(config, index)
 
+    def mixer_of(self, spec: BlockSpec) -> OwnMixer | None:
+        """What stands in attention's place in a layer of these numbers, or None."""
+        return None if spec.mixer is None else self.mixers[spec.mixer]
+
+    def ignores(self, spec: BlockSpec) -> tuple[str, ...]:
+        """Patterns of parameters of a layer of these numbers that no role takes."""
+        mixer = self.mixer_of(spec)
+        return self.ignored if mixer is None else (*self.ignored, f"{mixer.part}.*")
+
     def why_not(self, layer: Any, config: Config, index: int) -> str | None:
         """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""
-        reason = self.refuse(config) or self.other(config, index)
+        reason = self.refuse(config)
         if reason is not None:
             return reason
         spec = self.spec_of(layer, config, index)

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slipstream.families.common import (
     MOE_RECIPES,
     QK_NORMS,
     llama_frame,
-    llama_windowed,
     rope,
     sparse_layer,
     tiny,
     window,
 )
+from slipstream.families.experts import GATED_SHARED, normed_like
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
-from slipstream.weights.recipe import Stack, Take
+from slipstream.spec import BlockSpec, Role
+from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    dense = llama_windowed(
+    size = window(config, index)
+    return normed_like(
         config,
         index,
-        qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)),
-        sinks=True,
-        rope=rope(config) if window(config, index) is not None else None,
-    )
-    if not sparse_layer(config, index):
-        return dense
-    moe = MoE(
-        config.num_experts,
-        config.num_experts_per_tok,
+        sparse=sparse_layer(config, index),
+        changes={"window": size, "sinks": True, "rope": None if size is None else rope(config)},
         scoring="sigmoid",
-        normalize=config.norm_topk_prob,
         exact=True,
         shared=config.shared_expert_intermediate_size,
     )
-    return replace(dense, ffn=config.moe_intermediate_size, moe=moe)
 
 
 _TINY: dict[str, Any] = {
@@ -59,8 +50,7 @@ FAMILY = Family(
         **MOE_RECIPES,
         **QK_NORMS,
         Role.SINKS: Take("self_attn.sinks"),
-        Role.SHARED_IN: Stack(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
-        Role.SHARED_OUT: Take("mlp.shared_expert.down_proj"),
+        **GATED_SHARED,
     },
     frame=llama_frame,
     tiny=(

@@ -1,32 +1,19 @@
-"""Layers that attend in hybrids: LFM2, Granite 4, Bamba, Jamba. Those of the other kind keep their code."""
+"""Hybrids: Granite 4, Bamba, Jamba. The state spaces stay the layers' own parts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, field, llama_like, rope, tiny
+from slipstream.families.common import LLAMA_RECIPES, field, llama_like, own_mixer, rope, tiny
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
+from slipstream.spec import BlockSpec, MoE, Role
 from slipstream.weights.recipe import Stack, Take
 
 
-def _lfm2(config: Config, index: int) -> BlockSpec:
-    width, multiple = config.intermediate_size, config.block_multiple_of
-    if config.block_auto_adjust_ff_dim:
-        width = int(2 * width / 3)
-        if config.block_ffn_dim_multiplier is not None:
-            width = int(config.block_ffn_dim_multiplier * width)
-            width = multiple * -(-width // multiple)
-    norm = Norm("rms", config.norm_eps)
-    return llama_like(config, index, norm=norm, qk_norm=QKNorm(norm), ffn=width, activation="silu")
-
-
-def _lfm2_other(config: Config, index: int) -> str | None:
-    return "the layer is a convolution" if config.layer_types[index] == "conv" else None
-
-
 def _granite(config: Config, index: int) -> BlockSpec:
-    experts = config.num_local_experts
+    experts, kinds = config.num_local_experts, field(config, "layer_types", "layers_block_type")
+    attends = kinds[index] in ("attention", "full_attention")
     moe = MoE(
         experts,
         config.num_experts_per_tok,
@@ -38,19 +25,17 @@ def _granite(config: Config, index: int) -> BlockSpec:
         index,
         scale=float(config.attention_multiplier),
         residual_scale=float(config.residual_multiplier),
-        rope=rope(config) if config.position_embedding_type == "rope" else None,
+        rope=rope(config) if attends and config.position_embedding_type == "rope" else None,
+        mixer=None if attends else _STATE,
         ffn=config.intermediate_size if experts else config.shared_intermediate_size,
         moe=moe if experts else None,
     )
 
 
-def _granite_other(config: Config, index: int) -> str | None:
-    kinds = field(config, "layer_types", "layers_block_type")
-    return None if kinds[index] == "attention" or kinds[index] == "full_attention" else _STATE
-
-
-def _bamba_other(config: Config, index: int) -> str | None:
-    return None if index in config.attn_layer_indices else _STATE
+def _bamba(config: Config, index: int) -> BlockSpec:
+    if index in config.attn_layer_indices:
+        return llama_like(config, index)
+    return llama_like(config, index, mixer=_STATE, rope=None)
 
 
 def _jamba(config: Config, index: int) -> BlockSpec:
@@ -60,17 +45,12 @@ def _jamba(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, rope=None, moe=moe)
 
 
-_STATE = "the layer is a state space"
-_LFM2 = {
-    Role.ATTN_NORM: Take("operator_norm"),
-    Role.QKV: LLAMA_RECIPES[Role.QKV],
-    Role.Q_NORM: Take("self_attn.q_layernorm"),
-    Role.K_NORM: Take("self_attn.k_layernorm"),
-    Role.ATTN_OUT: Take("self_attn.out_proj"),
-    Role.MLP_NORM: Take("ffn_norm"),
-    Role.MLP_IN: Stack(("feed_forward.w1", "feed_forward.w3")),
-    Role.MLP_OUT: Take("feed_forward.w2"),
-}
+def _jamba_state(config: Config, index: int) -> BlockSpec:
+    return replace(_jamba(config, index), mixer=_STATE)
+
+
+_STATE = "a state space"
+_MAMBA = {_STATE: own_mixer("mamba")}
 _GRANITE = {
     **LLAMA_RECIPES,
     Role.MLP_IN: Take("shared_mlp.input_linear"),
@@ -91,32 +71,21 @@ _JAMBA = {
     Role.EXPERTS_OUT: Take("feed_forward.experts.down_proj"),
 }
 _SCALED: dict[str, Any] = {"attention_multiplier": 0.2, "residual_multiplier": 0.22}
-_ATTENDING = ["full_attention"] * 3
+_SSM: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 
 FAMILIES = (
-    Family(
-        name="lfm2",
-        layers=("Lfm2DecoderLayer",),
-        spec=_lfm2,
-        recipes=_LFM2,
-        other=_lfm2_other,
-        tiny=(
-            tiny("Lfm2ForCausalLM", "Lfm2Config", layer_types=_ATTENDING, block_multiple_of=8),
-            tiny(
-                "Lfm2ForCausalLM",
-                "Lfm2Config",
-                label="width as given",
-                layer_types=_ATTENDING,
-                block_auto_adjust_ff_dim=False,
-            ),
-        ),
-    ),
     Family(
         name="granitemoehybrid",
         layers=("GraniteMoeHybridDecoderLayer",),
         spec=_granite,
         recipes=_GRANITE,
-        other=_granite_other,
+        mixers=_MAMBA,
         tiny=(
             tiny(
                 "GraniteMoeHybridForCausalLM",
@@ -125,6 +94,17 @@ FAMILIES = (
                 num_local_experts=4,
                 num_experts_per_tok=2,
                 shared_intermediate_size=40,
+                **_SCALED,
+            ),
+            tiny(
+                "GraniteMoeHybridForCausalLM",
+                "GraniteMoeHybridConfig",
+                label="state spaces",
+                layer_types=["mamba", "attention", "mamba"],
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                shared_intermediate_size=40,
+                **_SSM,
                 **_SCALED,
             ),
             tiny(
@@ -142,15 +122,20 @@ FAMILIES = (
     Family(
         name="bamba",
         layers=("BambaDecoderLayer",),
-        spec=llama_like,
+        spec=_bamba,
         recipes={role: recipe for role, recipe in _JAMBA.items() if "expert" not in role},
-        other=_bamba_other,
-        tiny=(tiny("BambaForCausalLM", "BambaConfig", attn_layer_indices=[0, 1, 2]),),
+        mixers=_MAMBA,
+        tiny=(
+            tiny("BambaForCausalLM", "BambaConfig", attn_layer_indices=[0, 1, 2]),
+            tiny("BambaForCausalLM", "BambaConfig", label="state spaces", attn_layer_indices=[1], **_SSM),
+        ),
     ),
     Family(
         name="jamba",
-        layers=("JambaAttentionDecoderLayer",),
+        layers=("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"),
         spec=_jamba,
+        specs={"JambaMambaDecoderLayer": _jamba_state},
+        mixers=_MAMBA,
         recipes=_JAMBA,
         tiny=(
             tiny(
@@ -160,6 +145,17 @@ FAMILIES = (
                 attn_layer_offset=0,
                 num_experts=4,
                 num_experts_per_tok=2,
+            ),
+            tiny(
+                "JambaForCausalLM",
+                "JambaConfig",
+                label="state spaces",
+                attn_layer_period=2,
+                attn_layer_offset=1,
+                num_experts=4,
+                num_experts_per_tok=2,
+                mamba_d_state=8,
+                mamba_dt_rank=8,
             ),
         ),
     ),

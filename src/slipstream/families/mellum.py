@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from slipstream.families.common import (
@@ -10,23 +9,19 @@ from slipstream.families.common import (
     QK_NORMS,
     layer_type,
     llama_frame,
-    llama_windowed,
     rope,
     tiny,
+    window,
 )
-from slipstream.families.experts import is_sparse
+from slipstream.families.experts import is_sparse, normed_like
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, MoE, Norm, QKNorm
+from slipstream.spec import BlockSpec
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
     angles = rope(config, layer_type=layer_type(config, index))
-    qk_norm = QKNorm(Norm("rms", config.rms_norm_eps))
-    dense = llama_windowed(config, index, qk_norm=qk_norm, rope=angles)
-    if not is_sparse(config, index):
-        return dense
-    moe = MoE(config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
-    return replace(dense, ffn=config.moe_intermediate_size, moe=moe)
+    changes = {"window": window(config, index), "rope": angles}
+    return normed_like(config, index, sparse=is_sparse(config, index), changes=changes)
 
 
 _TINY: dict[str, Any] = {

@@ -1,53 +1,70 @@
-"""ModernBERT: pre-norm, gated, rotary; most layers see a window, with angles of their own."""
+"""ModernBERT, encoder and decoder: gated, rotary; most layers see a window, with angles of their own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from slipstream.families.common import bert_like, bert_tiny, layer_type
+from slipstream.families.common import bert_tiny, layer_type, plain_like
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, Role, Rope
-from slipstream.weights.recipe import Take
+from slipstream.weights.recipe import First, Recipe, Stack, Take
 
 
-def _spec(config: Config, index: int) -> BlockSpec:
+def _layer(config: Config, index: int, size: int, **changes: Any) -> BlockSpec:
+    """A layer whose window, where it has one, is `size`."""
     kind, dim = layer_type(config, index), config.hidden_size // config.num_attention_heads
-    return bert_like(
+    return plain_like(
         config,
         index,
         norm=Norm("layer", config.norm_eps),
-        place="pre",
         activation=config.hidden_activation,
         gated=True,
         rope=Rope(dim, layer_type=kind),
-        window=config.local_attention if kind == "sliding_attention" else None,
+        window=size if kind == "sliding_attention" else None,
+        **changes,
     )
 
 
+def _encoder(config: Config, index: int) -> BlockSpec:
+    return _layer(config, index, config.local_attention, causal=False)
+
+
+def _decoder(config: Config, index: int) -> BlockSpec:
+    return _layer(config, index, config.sliding_window)
+
+
+_RECIPES: dict[Role, Recipe] = {
+    Role.ATTN_NORM: Take("attn_norm"),
+    Role.QKV: First((Take("attn.Wqkv"), Stack(tuple(f"attn.{part}_proj" for part in "qkv")))),
+    Role.ATTN_OUT: Take("attn.Wo"),
+    Role.MLP_NORM: Take("mlp_norm"),
+    Role.MLP_IN: Take("mlp.Wi"),
+    Role.MLP_OUT: Take("mlp.Wo"),
+}
 _TINY: dict[str, Any] = {"num_hidden_layers": 5, "local_attention": 6, "cls_token_id": 1, "sep_token_id": 2}
 
-FAMILY = Family(
-    name="modernbert",
-    layers=("ModernBertEncoderLayer",),
-    spec=_spec,
-    recipes={
-        Role.ATTN_NORM: Take("attn_norm"),
-        Role.QKV: Take("attn.Wqkv"),
-        Role.ATTN_OUT: Take("attn.Wo"),
-        Role.MLP_NORM: Take("mlp_norm"),
-        Role.MLP_IN: Take("mlp.Wi"),
-        Role.MLP_OUT: Take("mlp.Wo"),
-    },
-    tiny=(
-        bert_tiny("ModernBertForMaskedLM", "ModernBertConfig", **_TINY),
-        bert_tiny(
-            "ModernBertForMaskedLM",
-            "ModernBertConfig",
-            label="biases",
-            norm_bias=True,
-            attention_bias=True,
-            mlp_bias=True,
-            **_TINY,
+_BIASED: dict[str, Any] = {**_TINY, "norm_bias": True, "attention_bias": True, "mlp_bias": True}
+
+FAMILIES = tuple(
+    Family(
+        name=name,
+        layers=(layer,),
+        spec=spec,
+        recipes=_RECIPES,
+        tiny=(bert_tiny(*built, **_TINY), bert_tiny(*built, label="biases", **_BIASED)),
+    )
+    for name, layer, spec, built in (
+        (
+            "modernbert",
+            "ModernBertEncoderLayer",
+            _encoder,
+            ("ModernBertForMaskedLM", "ModernBertConfig"),
         ),
-    ),
+        (
+            "modernbert-decoder",
+            "ModernBertDecoderLayer",
+            _decoder,
+            ("ModernBertDecoderForCausalLM", "ModernBertDecoderConfig"),
+        ),
+    )
 )

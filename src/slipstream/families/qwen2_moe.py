@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.families.common import MOE_RECIPES, llama_frame, llama_windowed, sparse_layer, tiny
+from slipstream.families.experts import GATED_SHARED
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, MoE, Role
-from slipstream.weights.recipe import Stack, Take
+from slipstream.spec import BlockSpec, MoE
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
@@ -37,9 +37,7 @@ FAMILY = Family(
     spec=_spec,
     recipes={
         **MOE_RECIPES,
-        Role.SHARED_IN: Stack(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
-        Role.SHARED_OUT: Take("mlp.shared_expert.down_proj"),
-        Role.SHARED_GATE: Take("mlp.shared_expert_gate"),
+        **GATED_SHARED,
     },
     frame=llama_frame,
     tiny=(

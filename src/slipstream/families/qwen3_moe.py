@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import MOE_RECIPES, llama_frame, llama_like, sparse_layer, tiny
+from slipstream.families.common import MOE_RECIPES, QK_NORMS, llama_frame, sparse_layer, tiny
+from slipstream.families.experts import normed_like
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
-from slipstream.weights.recipe import Take
+from slipstream.spec import BlockSpec
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    dense = llama_like(
-        config, index, qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)), window=config.sliding_window
-    )
-    if not sparse_layer(config, index):
-        return dense
-    moe = MoE(config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
-    return replace(dense, ffn=config.moe_intermediate_size, moe=moe)
+    changes = {"window": config.sliding_window}
+    return normed_like(config, index, sparse=sparse_layer(config, index), changes=changes)
 
 
 _TINY: dict[str, Any] = {
@@ -35,8 +29,7 @@ FAMILY = Family(
     spec=_spec,
     recipes={
         **MOE_RECIPES,
-        Role.Q_NORM: Take("self_attn.q_norm"),
-        Role.K_NORM: Take("self_attn.k_norm"),
+        **QK_NORMS,
     },
     frame=llama_frame,
     tiny=(

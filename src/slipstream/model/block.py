@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import UnsupportedError
+from slipstream.model.gate import growing, opened
 from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
+from slipstream.ops.activation import xielu
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
@@ -21,13 +23,16 @@ from slipstream.parallel.shard import Share
 from slipstream.spec import BlockSpec, Latent, Norm, Role
 from slipstream.weights.load import BlockWeights, Vector
 
-__all__ = ["Attend", "Block", "CrossAttend", "RopeTable"]
+__all__ = ["Attend", "Block", "CrossAttend", "Mix", "RopeTable"]
 
 RopeTable = tuple[Tensor, Tensor]
 """Cosines and sines of the packed tokens, `(T, R / 2)` each, every angle once."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A road's attention: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
+
+Mix = Callable[[Tensor], Tensor]
+"""The layer's own part in attention's place: normalised `(T, C)` in, `(T, C)` out; it owns its state."""
 
 CrossAttend = Callable[[Tensor], Tensor]
 """A road's attention over an encoder's states: q `(T, H, D)` in, `(T, H, D)` out; it owns keys and values."""
@@ -69,7 +74,7 @@ class Block:
         """Take the weights as they are; nothing is copied."""
         self.spec, self.weights, self.ops, self.share = spec, weights, ops, share
         sinks = weights.vectors.get(Role.SINKS)
-        device = weights.matrices[Role.ATTN_OUT].planes[0].device
+        device = next(iter(weights.matrices.values())).planes[0].device
         self.mask = AttentionMask(
             scale=spec.scale,
             window=spec.window,
@@ -84,7 +89,15 @@ class Block:
         return self.spec if self.share is None else self.share.whole
 
     def __call__(
-        self, x: Tensor, rope: RopeTable | None, attend: Attend, across: CrossAttend | None = None
+        self,
+        x: Tensor,
+        rope: RopeTable | None,
+        attend: Attend,
+        across: CrossAttend | None = None,
+        *,
+        mix: Mix | None = None,
+        positions: Tensor | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Run the layer.
 
@@ -93,16 +106,29 @@ class Block:
             rope: The table for these tokens; ignored where the spec has no rope.
             attend: The road's attention for this layer.
             across: The road's attention over an encoder's states; without one, that branch is left out.
+            mix: What stands in attention's place, where the spec has a mixer.
+            positions: `(T,)` int64, where queries grow with them.
+            inputs: `(T, P)`, the layer's own input, where its spec has one.
 
         Returns:
             `(T, C)`, a new tensor in the dtype of `x`.
         """
+        if positions is not None and self.spec.growth is not None:
+            attend = growing(attend, self.spec.growth, positions)
         if self.weights.lease is None:
-            return self._run(x, rope, attend, across)
+            return self._run(x, rope, attend, across, mix, inputs)
         with self.weights.lease:
-            return self._run(x, rope, attend, across)
+            return self._run(x, rope, attend, across, mix, inputs)
 
-    def _run(self, x: Tensor, rope: RopeTable | None, attend: Attend, across: CrossAttend | None) -> Tensor:
+    def _run(
+        self,
+        x: Tensor,
+        rope: RopeTable | None,
+        attend: Attend,
+        across: CrossAttend | None,
+        mix: Mix | None,
+        inputs: Tensor | None,
+    ) -> Tensor:
         spec = self.spec
         if spec.place == "post":
             attended = self._sum(self._attention(x, rope, attend))
@@ -111,17 +137,31 @@ class Block:
             fed = self._scaled(Role.MLP_SCALE, self._sum(self.feed_forward(x)))
             return self._end(self._norm(Role.MLP_NORM, x + fed))
         normed = self._norm(Role.ATTN_NORM, x)
-        residual = normed if spec.residual_from == "norm" else x
-        attended = self._attention(normed, rope, attend)
+        residual = self._carried(normed if spec.residual_from == "norm" else x)
+        attended = self._attention(normed, rope, attend) if mix is None else mix(normed)
         if spec.parallel:
             entry = self._norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
             return residual + self._both(attended, self.feed_forward(entry))
-        attended = self._norm(Role.ATTN_POST_NORM, self._sum(attended))
+        # Every rank has the whole of a mixer, and runs it.
+        attended = self._norm(Role.ATTN_POST_NORM, self._sum(attended) if mix is None else attended)
         x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
         normed = self._norm(Role.MLP_NORM, x)
-        residual = normed if spec.residual_from == "norm" else x
+        residual = self._carried(normed if spec.residual_from == "norm" else x)
         fed = self._norm(Role.MLP_POST_NORM, self._sum(self.feed_forward(normed)))
-        return self._end(residual + self._scaled(Role.MLP_SCALE, fed))
+        return self._end(self._weigh_in(residual + self._scaled(Role.MLP_SCALE, fed), inputs))
+
+    def _weigh_in(self, x: Tensor, inputs: Tensor | None) -> Tensor:
+        """The branch of the layer's own input, of which every rank has the whole."""
+        if inputs is not None:
+            gate = self.ops.activation.run(
+                self._linear(Role.INPUT_GATE, x), name=self.spec.activation, gated=False
+            )
+            x = x + self._norm(Role.INPUT_NORM, self._linear(Role.INPUT_OUT, gate * inputs))
+        scale = self.weights.vectors.get(Role.LAYER_SCALE)
+        return x if scale is None or scale.weight is None else x * scale.weight
+
+    def _carried(self, residual: Tensor) -> Tensor:
+        return residual if self.spec.carry == 1.0 else residual * self.spec.carry
 
     def _sum(self, branch: Tensor) -> Tensor:
         """What a branch says, out of what the ranks' parts of it say."""
@@ -152,10 +192,17 @@ class Block:
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `(T, H, D)`, keys and values `(T, K, D)` of rows `(T, C)`, as they are projected."""
-        spec = self.spec
-        parts = self._linear(Role.QKV, x).split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
+        q, k, v, _ = self._project(x)
         return q, k, v
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same, and the rows of the gate."""
+        spec = self.spec
+        *parts, opening = self._linear(Role.QKV, x).split(spec.qkv_rows, dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
+        if spec.value_norm:
+            v = self.ops.norm.run(v if spec.values == "own" else k, None, None, spec=spec.norm)
+        return q, k, v, opening
 
     def cross_keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of an encoder's states.
@@ -199,7 +246,7 @@ class Block:
         spec = self.spec
         if spec.latent is not None:
             return self._latent_attention(x, spec.latent, rope, attend)
-        q, k, v = self.project(x)
+        q, k, v, opening = self._project(x)
         after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
         if not after_rope:
             q, k = self._qk_norms(q, k)
@@ -211,7 +258,13 @@ class Block:
             q, k = (self.ops.rope.run(t, *rope, interleaved=spec.rope.interleaved) for t in (q, k))
         if after_rope:
             q, k = self._qk_norms(q, k)
-        return self._linear(Role.ATTN_OUT, attend(q, k, v).flatten(1))
+        return self._leave(attend(q, k, v), opening)
+
+    def _leave(self, attended: Tensor, opening: Tensor) -> Tensor:
+        """What the heads say `(T, H, D)`, through the gate `opening` where there is one, to `(T, C)`."""
+        if self.spec.gate is not None:
+            attended = attended * opened(opening, self.spec.gate, attended)
+        return self._linear(Role.ATTN_OUT, self._norm(Role.ATTN_INNER_NORM, attended.flatten(1)))
 
     def _qk_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         spec, share = self.spec.qk_norm, self.share
@@ -227,7 +280,7 @@ class Block:
 
     def _latent_attention(self, x: Tensor, latent: Latent, rope: RopeTable | None, attend: Attend) -> Tensor:
         """The road's attention gets latents and shared keys in place of keys and values, and expands them."""
-        if rope is None:
+        if rope is None and self.spec.rope is not None:
             raise AssertionError("a block with a rotary embedding was run without its table")
 
         def project(name: str, y: Tensor) -> Tensor:
@@ -240,12 +293,13 @@ class Block:
             return self._linear(Role.Q_UP, y)
 
         def rotate(y: Tensor) -> Tensor:
-            pairs = self.spec.rope is not None and self.spec.rope.interleaved
-            turned: Tensor = self.ops.rope.run(y, *rope, interleaved=pairs)
+            if self.spec.rope is None or rope is None:
+                return y
+            turned: Tensor = self.ops.rope.run(y, *rope, interleaved=self.spec.rope.interleaved)
             return turned
 
         attended = attend(*queries_and_latents(x, latent, project, rotate))
-        return self._linear(Role.ATTN_OUT, attended.flatten(1))
+        return self._leave(attended, x if self.spec.gate is None else self._linear(Role.ATTN_GATE, x))
 
     def _qk_norm(self, role: Role, x: Tensor) -> Tensor:
         """`(T, heads, D)`, normalised over the head or over all of them."""
@@ -284,8 +338,12 @@ class Block:
         return out + shared
 
     def _mlp(self, x: Tensor, first: Role, second: Role) -> Tensor:
-        y = self.ops.activation.run(self._linear(first, x), name=self.spec.activation, gated=self.spec.gated)
-        return self._linear(second, y)
+        y, learned = self._linear(first, x), self.weights.vectors.get(Role.ACTIVATION)
+        if learned is not None and learned.weight is not None:
+            y = xielu(y, learned.weight)
+        else:
+            y = self.ops.activation.run(y, name=self.spec.activation, gated=self.spec.gated)
+        return self._linear(second, self._norm(Role.MLP_INNER_NORM, y))
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move or cast every tensor of the block, as `nn.Module._apply` does; what is streamed stays.
@@ -306,7 +364,7 @@ class Block:
         self.weights = replace(self.weights, matrices=matrices, vectors=vectors)
         sinks = self.weights.vectors.get(Role.SINKS)
         alibi = self.mask.alibi
-        device = self.weights.matrices[Role.ATTN_OUT].planes[0].device
+        device = next(iter(self.weights.matrices.values())).planes[0].device
         self.mask = replace(
             self.mask,
             alibi=None if alibi is None else alibi.to(device),

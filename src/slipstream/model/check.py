@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError
 from slipstream.model.layers import Found
 from slipstream.model.probe import BATCH, LENGTH, PADDING, runs_of
+from slipstream.parallel.shard import Share
 
 __all__ = [
     "MODEL_ERRORS",
@@ -33,6 +35,7 @@ __all__ = [
     "left_as_it_was",
     "real_rows",
     "record_calls",
+    "run_part",
 ]
 
 TOLERANCE: Mapping[torch.dtype, float] = {
@@ -201,6 +204,25 @@ def _with_random_states(args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: 
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
+def run_part(run: Callable[..., Any], share: Share | None, *args: Any, **kwargs: Any) -> Any:
+    """Run a fused layer on a call that was recorded of the whole one: its cache, which is changed, is cut."""
+    if share is not None:
+        for value in (*args, *kwargs.values()):
+            pair = (getattr(value, f"{kind}_attention_cache", None) for kind in ("self", "cross"))
+            for cache in (value, *pair):
+                _cut_cache(cache, share)
+    return run(*args, **kwargs)
+
+
+def _cut_cache(cache: Any, share: Share) -> None:
+    own = share.heads if share.whole.cache_repeated else share.kv_heads
+    for layer in getattr(cache, "layers", ()):
+        for part in ("keys", "values"):
+            kept = getattr(layer, part, None)
+            if isinstance(kept, Tensor) and kept.dim() == 4:
+                setattr(layer, part, kept[:, own.start : own.stop])
+
+
 def replay(call: RecordedCall, run: Callable[..., Any], *, like: Tensor) -> Tensor:
     """Repeat a call on a fresh copy of its cache.
 
@@ -231,16 +253,25 @@ def bring(value: Any, like: Tensor) -> Any:
         return value.to(like.device)
     if isinstance(value, tuple | list):
         return type(value)(bring(v, like) for v in value)
+    if isinstance(value, UserDict):
+        value.data = bring(value.data, like)
+        return value
     if isinstance(value, dict):
         return {key: bring(v, like) for key, v in value.items()}
     for inner in ("self_attention_cache", "cross_attention_cache"):
         if hasattr(value, inner):
             bring(getattr(value, inner), like)
+    if isinstance(getattr(value, "linear_cache", None), list):
+        value.linear_cache = bring(value.linear_cache, like)
     for layer in getattr(value, "layers", ()):
         for part in ("keys", "values"):
             tensor = getattr(layer, part, None)
             if isinstance(tensor, Tensor):
                 setattr(layer, part, tensor.to(like))
+        for part in ("conv_states", "recurrent_states"):
+            states = getattr(layer, part, None)
+            if isinstance(states, dict):
+                states.update({key: bring(state, like) for key, state in states.items()})
     return value
 
 

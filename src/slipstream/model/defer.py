@@ -25,7 +25,7 @@ from slipstream.errors import DeviceError
 from slipstream.model.block import Block, RopeTable
 from slipstream.model.layer_call import LayerCall, run_block
 from slipstream.model.rows import Rows, pack, real_tokens
-from slipstream.ops.rope import half_table
+from slipstream.ops.rope import half_tables
 from slipstream.ops.step import Packed
 from slipstream.spec import Rope
 
@@ -257,10 +257,9 @@ def _turned(
     shared = all(cos.shape[0] == 1 for cos, _ in tables.values())
     angles: dict[Rope, RopeTable] = {}
     for rope, pair in tables.items():
-        cos, sin = (
-            half_table(t if shared else t.expand(batch, -1, -1), rope.table).flatten(0, 1) for t in pair
-        )
-        angles[rope] = (cos, sin)
+        cos, sin = (t if shared else t.expand(batch, -1, -1) for t in pair)
+        cos, sin = half_tables(cos, sin, rope)
+        angles[rope] = (cos.flatten(0, 1), sin.flatten(0, 1))
     if not tables or not shared:
         return rows.packed, angles
     return replace(rows.packed, positions=rows.packed.positions % length), angles

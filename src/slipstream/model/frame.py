@@ -19,7 +19,7 @@ from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
 from slipstream.ops.kv_cache import CachePart, write_cache
 from slipstream.ops.linear import Weight
-from slipstream.ops.rope import half_table
+from slipstream.ops.rope import half_tables
 from slipstream.ops.step import Step
 from slipstream.spec import FrameSpec, Rope
 from slipstream.weights.load import Vector
@@ -199,9 +199,8 @@ class Frame:
             else:
                 extra = {"layer_type": rope.layer_type} if self._by_type else {}
                 probe = torch.empty(1, dtype=torch.float32, device=positions.device)
-                cos, sin = (
-                    half_table(t[0], rope.table) for t in self.rotary(probe, positions[None], **extra)
-                )
+                cos, sin = self.rotary(probe, positions[None], **extra)
+                cos, sin = half_tables(cos[0], sin[0], rope)
             tables[rope] = (cos, sin)
         return tables
 
@@ -283,5 +282,6 @@ def run_stack(
             write_cache(k, v, k_cache, v_cache, step.slots)
             return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]
 
-        x = block(x, None if block.spec.rope is None else tables[block.spec.rope], attend)
+        table = None if block.spec.rope is None else tables[block.spec.rope]
+        x = block(x, table, attend, positions=step.positions)
     return x

@@ -17,17 +17,24 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.block import Block
-from slipstream.model.check import MODEL_ERRORS, RecordedCall, call_alone, compare, record_calls
+from slipstream.model.check import (
+    MODEL_ERRORS,
+    RecordedCall,
+    call_alone,
+    compare,
+    record_calls,
+    run_part,
+)
 from slipstream.model.convert import applies, convert
 from slipstream.model.filling import Filling
 from slipstream.model.inject import Injected, inject_layer, restore_layer
 from slipstream.model.intact import is_hooked
-from slipstream.model.layer_call import returns_of, run_part
+from slipstream.model.layer_call import returns_of
 from slipstream.model.layers import Found
 from slipstream.model.offload import offload_block
 from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
-from slipstream.ops.activation import ACTIVATIONS
+from slipstream.ops.activation import ACTIVATIONS, LEARNED
 from slipstream.ops.linear import Rounding, round_rows
 from slipstream.parallel import ALONE, Mesh, share_of
 from slipstream.spec import BlockSpec, Role
@@ -181,7 +188,7 @@ def _in_several(layers: Sequence[Found]) -> set[nn.Module]:
 def _declines(found: Found, shared: set[nn.Module]) -> str:
     if found.spec is None:
         raise AssertionError("a layer without a spec has a reason")
-    if found.spec.activation not in ACTIVATIONS and found.spec.activation != "swiglu_oai":
+    if found.spec.activation not in ACTIVATIONS and found.spec.activation not in ("swiglu_oai", *LEARNED):
         return f"no op for the activation {found.spec.activation!r}"
     if any(not p.is_floating_point() for p in found.layer.parameters()):
         return "its weights are already quantized"
@@ -195,7 +202,7 @@ def _declines(found: Found, shared: set[nn.Module]) -> str:
 def _misfits(found: Found, settings: Settings) -> str:
     family, spec = _known(found)
     try:
-        plan_block(ModuleSource(found.layer), family.recipes, spec, ignored=family.ignored)
+        plan_block(ModuleSource(found.layer), family.recipes, spec, ignored=family.ignores(spec))
     except WeightError as error:
         if settings.check == "fallback":
             return str(error)
@@ -316,7 +323,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
     source: Source = ModuleSource(layer)
     if settings.filling is not None and (layer is found.layer or settings.format.bits):
         source = settings.filling.of(found, settings.dtype, settings.keep)
-    whole = plans = plan_block(source, family.recipes, spec, ignored=family.ignored)
+    whole = plans = plan_block(source, family.recipes, spec, ignored=family.ignores(spec))
     share = share_of(spec, settings.mesh, settings.format.group)
     if share is not None:
         plans, spec = cut_plans(whole, share, ModuleSource(layer).read), share.spec
@@ -337,11 +344,13 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         index=found.index,
         returns=verdict.returns,
         rope_table=family.rope_table,
+        rotary=family.rotary,
         bool_masks=verdict.bool_masks,
         forward=type(layer).forward,
         bias=family.bias,
         relative=None if spec.own_attention else family.relative,
         attention=family.attention if spec.own_attention else None,
+        mixer=family.mixer_of(spec),
     )
 
 

@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
-from slipstream.families import OwnAttention, OwnBias
+from slipstream.families import OwnAttention, OwnBias, OwnMixer
+from slipstream.model.angles import own_angles, rope_table
 from slipstream.model.block import Block
 from slipstream.model.cross import relative_of
 from slipstream.model.defer import defer
 from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
-from slipstream.model.layer_call import LayerCall, LayerSignature, rope_table, run_block
+from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
 from slipstream.model.links import Link, link, relink, restored
 from slipstream.model.own import run_own
 from slipstream.model.watch import wants_original
@@ -57,6 +58,7 @@ class Injected:
         index: The layer's place in the cache.
         returns: Turns what `run_block` returns into what the original class returns.
         rope_table: Path of the layer's own `[sin | cos]` table, if the model passes none.
+        rotary: Path of the layer's own rotary module, if the model passes no angles.
         bool_masks: The model makes boolean masks; where it does not, only its own code knows what one means.
         forward: The original class's code.
         relative: Path of the part that makes biases by relative position, if there is one.
@@ -64,6 +66,7 @@ class Injected:
         links: The layer's parameters as the block holds them.
         bias: Makes what the layer itself adds to the scores, of the layer and its call's arguments by name.
         attention: The layer's own, where its spec says so.
+        mixer: What stands in attention's place, if anything.
     """
 
     original: type[nn.Module]
@@ -76,10 +79,19 @@ class Injected:
     bool_masks: bool
     forward: Callable[..., Any]
     relative: str | None = None
+    rotary: str | None = None
     parts: Parts = Parts()
     links: tuple[Link, ...] = ()
     bias: OwnBias | None = None
     attention: OwnAttention | None = None
+    mixer: OwnMixer | None = None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of arguments that only a part of the layer reads."""
+        return frozenset().union(
+            *(own.reads for own in (self.bias, self.attention, self.mixer) if own is not None)
+        )
 
 
 def is_injected(module: nn.Module) -> bool:
@@ -111,9 +123,7 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
     layer.__dict__.pop("forward", None)
     layer.__dict__[_STATE] = state
     state.parts = parts_of(layer)
-    own = state.bias or state.attention
-    silent = frozenset() if own is None else own.reads
-    layer.__class__ = _injected_class(state.original, silent)  # type: ignore[arg-type]
+    layer.__class__ = _injected_class(state.original, state.reads)  # type: ignore[arg-type]
     layer.register_state_dict_post_hook(_fill_state_dict)
     layer.register_load_state_dict_pre_hook(_refuse_load)
     state.links = link(layer, state.block.weights, state.plans)
@@ -135,7 +145,9 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             return original_forward(self, *args, **kwargs)
         table = None if state.rope_table is None else self.get_buffer(state.rope_table)
         if table is None and state.block.spec.rope is not None and call.rope is None:
-            return original_forward(self, *args, **kwargs)
+            if state.rotary is None:
+                return original_forward(self, *args, **kwargs)
+            call = replace(call, rope=own_angles(self.get_submodule(state.rotary), call, state.index))
         if state.bias is not None:
             call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
         return state.returns(*_run(self, state, call, table))
@@ -179,8 +191,12 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
 
 def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | None) -> tuple[Tensor, ...]:
     """What `run_block` returns, now or once somebody looks."""
+    mixer = state.mixer
+    if mixer is not None:
+        part, given = layer.get_submodule(mixer.part), call.given or {}
+        return run_block(state.block, call, state.index, table, mix=lambda x: mixer.call(part, x, given))
     relative = relative_of(layer, state.relative)
-    if table is None and relative is None and not is_heard(layer):
+    if table is None and relative is None and state.rotary is None and not is_heard(layer):
         later = defer(state.block, call)
         if later is not None:
             return (later,)
@@ -244,6 +260,9 @@ def _twin(layer: nn.Module) -> nn.Module:
         shared |= {
             id(h): h for hooks in (module._forward_hooks, module._forward_pre_hooks) for h in hooks.values()
         }
+    if state.mixer is not None:
+        part = layer.get_submodule(state.mixer.part)  # which may keep its state in itself
+        shared[id(part)] = part
     twin = _copy(layer, shared)
     del twin.__dict__[_STATE]
     twin.__class__ = state.original

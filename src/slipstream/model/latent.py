@@ -37,10 +37,13 @@ def queries_and_latents(
         Queries `(T, H, D)`, latents `(T, 1, R)` and the shared rotated keys `(T, 1, rope_dim)`.
     """
     q = project("queries", x).unflatten(-1, (-1, latent.plain_dim + latent.rope_dim))
+    q = q if latent.query_scale == 1.0 else q * latent.query_scale
     plain, turned = q.split((latent.plain_dim, latent.rope_dim), dim=-1)
     short, key = project("latents", x).split((latent.rank, latent.rope_dim), dim=-1)
     turned, key = (rotate(_apart(t) if latent.interleaved else t) for t in (turned, key[:, None]))
-    return torch.cat((plain, turned), dim=-1), project("norm", short)[:, None], key
+    short = project("norm", short)[:, None]
+    short = short if latent.latent_scale == 1.0 else short * latent.latent_scale
+    return torch.cat((plain, turned), dim=-1), short, key
 
 
 def _apart(x: Tensor) -> Tensor:

@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.model.block import Block, RopeTable
+from slipstream.model.angles import positions_of, rope_table
+from slipstream.model.block import Block, Mix
 from slipstream.model.cross import CrossCall, Relative, add_bias, attend_across, own_heads, read_cross, zeros
 from slipstream.model.latent import absorbed, expanded
 from slipstream.ops.attention import attention
-from slipstream.ops.rope import half_table
-from slipstream.parallel.shard import Share
-from slipstream.spec import BlockSpec, Role, Rope
+from slipstream.spec import BlockSpec, Role
 
-__all__ = ["LayerCall", "LayerSignature", "returns_of", "rope_table", "run_block"]
+__all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
 
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -53,6 +51,10 @@ class LayerCall:
         rope: What the model passed as `position_embeddings`, or None.
         positions: `(B | 1, S)` int64, or None.
         cross: What the model passed of an encoder, or None.
+        given: All arguments but the hidden states by name, where the layer mixes tokens by a part of its own.
+        inputs: `(B, S, P)`, the layer's own input, or None.
+        offset: Added to the layer's place in the cache, for layers that run more than once.
+        shared: Where layers put keys and values for others, by the type of layer, or None.
     """
 
     hidden: Tensor
@@ -62,6 +64,10 @@ class LayerCall:
     rope: tuple[Tensor, Tensor] | None
     positions: Tensor | None
     cross: CrossCall | None = None
+    given: Mapping[str, Any] | None = None
+    inputs: Tensor | None = None
+    shared: Any = None
+    offset: int = 0
 
     @property
     def has_bool_mask(self) -> bool:
@@ -97,6 +103,13 @@ class LayerSignature:
         hidden = given.pop(self._hidden, None)
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(args) > len(self._order):
             return None
+        if spec.mixer is not None:
+            known = self._silent.union(_MASKS, _CACHES)
+            asked = any(_asks(value) for name, value in given.items() if name not in known)
+            return None if asked else LayerCall(hidden, None, None, None, None, None, given=given)
+        shared = given.pop("shared_kv_states", None)
+        inputs = given.pop("per_layer_input", None) if spec.inputs else None
+        offset = given.pop("cycle_offset", 0)
         mask = _pop_first(given, _MASKS)
         cache = _pop_first(given, _CACHES)
         bias = _pop_first(given, _BIASES)
@@ -128,7 +141,10 @@ class LayerSignature:
         if rope is not None and not (isinstance(rope, _TABLE_TYPES) and len(rope) == 2):
             return None
         table = None if rope is None else (rope[0], rope[1])
-        return LayerCall(hidden, mask, bias, cache, table, positions, cross)
+        if (spec.inputs and inputs is None) or (spec.sharing != "own" and shared is None):
+            return None
+        own: dict[str, Any] = {"inputs": inputs, "shared": shared, "offset": offset}
+        return LayerCall(hidden, mask, bias, cache, table, positions, cross, **own)
 
     def read_own(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, packed: bool) -> LayerCall | None:
         """Reduce a call of a layer that attends in a way of its own; `packed` states are `(S, C)`."""
@@ -173,27 +189,14 @@ def _shape_bias(bias: Any, batch: int, heads: int) -> Tensor | None:
     return bias[None] if bias.dim() == 3 and bias.shape[0] == heads else None
 
 
-def run_part(run: Callable[..., Any], share: Share | None, *args: Any, **kwargs: Any) -> Any:
-    """Run a fused layer on a call that was recorded of the whole one: its cache, which is changed, is cut."""
-    if share is not None:
-        for value in (*args, *kwargs.values()):
-            pair = (getattr(value, f"{kind}_attention_cache", None) for kind in ("self", "cross"))
-            for cache in (value, *pair):
-                _cut_cache(cache, share)
-    return run(*args, **kwargs)
-
-
-def _cut_cache(cache: Any, share: Share) -> None:
-    own = share.heads if share.whole.cache_repeated else share.kv_heads
-    for layer in getattr(cache, "layers", ()):
-        for part in ("keys", "values"):
-            kept = getattr(layer, part, None)
-            if isinstance(kept, Tensor) and kept.dim() == 4:
-                setattr(layer, part, kept[:, own.start : own.stop])
-
-
 def run_block(
-    block: Block, call: LayerCall, layer_index: int, table: Tensor | None, relative: Relative | None = None
+    block: Block,
+    call: LayerCall,
+    layer_index: int,
+    table: Tensor | None,
+    relative: Relative | None = None,
+    *,
+    mix: Mix | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a block on a padded batch, as its layer would have.
 
@@ -203,6 +206,7 @@ def run_block(
         layer_index: The layer's place in the cache.
         table: The layer's own `[sin | cos]` table by position, where the model passes none.
         relative: Makes the layer's bias by relative position, where it has one and is given none.
+        mix: What stands in attention's place, of `(B, S, C)`, if anything.
 
     Returns:
         `(B, S, C)`; then, where layers share a bias by relative position, that bias, and the one over the
@@ -210,21 +214,13 @@ def run_block(
     """
     spec = block.spec
     batch, length, width = call.hidden.shape
+    layer_index += call.offset
     biases: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
-        seen, before = 0, 0
-        if call.cache is not None:
-            seen = int(call.cache.get_seq_length(layer_index)) if call.mask is None and length > 1 else 0
-            before = _seen_before(call.cache, layer_index) if relative is not None else 0
-            if spec.cache_repeated:
-                k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
-            k, v = call.cache.update(k, v, layer_index)
-        if call.mask is None and spec.causal and spec.mask == "whole" and length > 1:
-            # No mask is transformers' way to say that causality is all there is; a static cache has room
-            # after that.
-            k, v = k[:, :, : seen + length], v[:, :, : seen + length]
+        before = 0 if relative is None or call.cache is None else _seen_before(call.cache, layer_index)
+        k, v = _keep(call, spec, k, v, layer_index)
         bias = call.bias
         if bias is None and relative is not None:
             bias = relative.make(q, k.shape[2], before)
@@ -234,21 +230,45 @@ def run_block(
             return _latent_scores(call, block, q, k, v).flatten(0, 1)
         hides_later = spec.causal and (relative is None or relative.causal)
         mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
-        sinks = block.mask.sinks
+        options = {"scale": spec.scale, "softcap": spec.softcap, "sinks": block.mask.sinks}
         causal = spec.causal and mask is None
-        out: Tensor = block.ops.attention.run(
-            q, k, v, mask=mask, causal=causal, scale=spec.scale, softcap=spec.softcap, sinks=sinks
-        )
+        out: Tensor = block.ops.attention.run(q, k, v, mask=mask, causal=causal, **options)
         return out.flatten(0, 1)
 
     rope = None if spec.rope is None else rope_table(spec.rope, call, table)
     across = None if call.cross is None else attend_across(block, call.cross, layer_index)
-    out = block(call.hidden.reshape(batch * length, width), rope, attend, across).view(batch, length, width)
+    x = call.hidden.reshape(batch * length, width)
+    packed = None if mix is None else (lambda y: mix(y.view(batch, length, width)).flatten(0, 1))
+    positions = None if spec.growth is None else positions_of(call, layer_index, padded=spec.growth.padded)
+    inputs = None if call.inputs is None else call.inputs.flatten(0, 1)
+    out = block(x, rope, attend, across, mix=packed, positions=positions, inputs=inputs)
+    out = out.view(batch, length, width)
     if spec.relative != "shared":
         return (out,)
     if call.cross is not None:
         biases.append(_cross_bias(call.cross, spec, out))
     return (out, *biases)
+
+
+def _keep(call: LayerCall, spec: BlockSpec, k: Tensor, v: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+    """All keys and values that the queries see, the new ones in the cache: the layer's own, or another's."""
+    length, seen = call.hidden.shape[1], 0
+    kind = None if spec.rope is None else spec.rope.layer_type
+    if spec.sharing == "borrows":
+        k, v = call.shared[kind]
+        seen = k.shape[2] - length
+    elif call.cache is not None:
+        seen = int(call.cache.get_seq_length(layer_index)) if call.mask is None and length > 1 else 0
+        if spec.cache_repeated:
+            k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
+        k, v = call.cache.update(k, v, layer_index)
+    if spec.sharing == "lends":
+        call.shared[kind] = k, v
+    if call.mask is None and spec.causal and spec.mask == "whole" and length > 1:
+        # No mask is transformers' way to say that causality is all there is; a static cache has room
+        # after that.
+        k, v = k[:, :, : seen + length], v[:, :, : seen + length]
+    return k, v
 
 
 def _seen_before(cache: Any, layer_index: int) -> Any:
@@ -329,28 +349,6 @@ def _full_mask(
     return mask + torch.zeros_like(visible, dtype=mask.dtype).masked_fill(
         ~visible, torch.finfo(mask.dtype).min
     )
-
-
-def rope_table(rope: Rope, call: LayerCall, table: Tensor | None) -> RopeTable:
-    """Cosines and sines of a call's rows, by what the model passed or by the layer's own `table`."""
-    batch, length, _ = call.hidden.shape
-    if table is not None:
-        positions = (
-            call.positions if call.positions is not None else torch.arange(length, device=table.device)[None]
-        )
-        sin, cos = table.to(call.hidden.device)[positions].chunk(2, dim=-1)
-    elif call.rope is not None:
-        cos, sin = (half_table(t, rope.table) for t in call.rope)
-    else:
-        raise AssertionError(
-            "a layer that rotates was called without a table; its injected class checks for that"
-        )
-    if cos.shape[-2] < length:
-        # A picture's first tokens have no place in it, and no angle.
-        before = (0, 0, length - cos.shape[-2], 0)
-        cos, sin = F.pad(cos, before, value=1.0), F.pad(sin, before)
-    cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))
-    return cos, sin
 
 
 def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Callable[..., Any] | None:

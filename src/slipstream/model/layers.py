@@ -41,6 +41,12 @@ class Found:
     reason: str
     wanted: bool = False
 
+    @property
+    def note(self) -> str:
+        """What stays the layer's own where it is fused; empty for nothing."""
+        mixer = None if self.spec is None else self.spec.mixer
+        return "" if mixer is None else f"{mixer} runs its own code"
+
 
 def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = None) -> list[Found]:
     """List the layers that repeat: members of the outermost module lists, and whatever else a family knows.

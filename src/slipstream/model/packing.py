@@ -13,6 +13,8 @@ from torch import nn
 
 from slipstream.errors import WeightError
 from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.inject import injected_state, is_injected
+from slipstream.model.intact import parts_of
 from slipstream.model.layers import Found
 from slipstream.model.packed import holds, pack
 from slipstream.ops.linear import Weight
@@ -64,17 +66,28 @@ def plan_packing(
     if settings.format.bits == 0:
         return plans
     for found in layers:
-        if verdicts[found.name].returns is None:
-            chosen = tuple(_choose(found, settings.plain_roles))
+        fused = verdicts[found.name].returns is not None
+        part = _mixer_of(found) if fused else ""
+        if part is not None:
+            chosen = tuple(_choose(found, settings.plain_roles, part))
             if chosen:
                 plans[found.name] = chosen
     return plans
 
 
-def _choose(found: Found, plain_roles: frozenset[Role]) -> Iterator[PackPlan]:
+def _mixer_of(found: Found) -> str | None:
+    """Path of the part of a fused layer that runs its own code, or None."""
+    mixer = None if found.family is None or found.spec is None else found.family.mixer_of(found.spec)
+    return None if mixer is None else mixer.part
+
+
+def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[PackPlan]:
+    """What is packed in a layer, or in one part of it."""
     roles = _roles(found)
     for path, module in found.layer.named_modules():
-        if not path or "forward" in vars(module) or not (_is_linear(module) or _is_conv1d(module)):
+        if not path or not path.startswith(part) or "forward" in vars(module):
+            continue
+        if not (_is_linear(module) or _is_conv1d(module)):
             continue
         full, leaf = f"{path}.weight", path.rpartition(".")[2]
         weight = module._parameters.get("weight")
@@ -86,7 +99,7 @@ def _choose(found: Found, plain_roles: frozenset[Role]) -> Iterator[PackPlan]:
             plain = bool(_ROUTER.search(leaf)) or (Role.QKV in plain_roles and bool(_QKV.match(leaf)))
         if not plain:
             yield PackPlan(path, "weight", transposed=_is_conv1d(module), linear=True)
-    for full, (role, transposed) in roles.items():
+    for full, (role, transposed) in ({} if part else roles).items():
         path, _, leaf = full.rpartition(".")
         tensor = found.layer.get_parameter(full)
         if path and tensor.dim() == 3 and role.is_quantizable and role not in plain_roles:
@@ -100,7 +113,7 @@ def _roles(found: Found) -> dict[str, tuple[Role, bool]]:
     try:
         source = ModuleSource(found.layer)
         plans: Mapping[Role, Plan] = plan_block(
-            source, found.family.recipes, found.spec, ignored=found.family.ignored
+            source, found.family.recipes, found.spec, ignored=found.family.ignores(found.spec)
         )
     except WeightError:
         return {}
@@ -147,6 +160,8 @@ def pack_layers(
             weight = _packed(full, module, plan, settings, (inputs or {}).get(full))
             run = bound.run if plan.linear else None
             pack(module, plan.name, replace(weight, bias=bias), transposed=plan.transposed, run=run)
+        if found.name in plans and is_injected(found.layer):
+            injected_state(found.layer).parts = parts_of(found.layer)
     return dict.fromkeys(plans, bound.name)
 
 

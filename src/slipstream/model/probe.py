@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -95,5 +96,9 @@ def _cache(root: nn.Module, *, crosses: bool) -> Any:
     config: Any = getattr(root, "config", None)
     if not getattr(config, "is_decoder", False) and not getattr(config, "use_cache", False):
         return None
+    home = sys.modules[type(root).__module__]
+    for kind in vars(home).values():
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind.__module__ == home.__name__:
+            return kind()  # a model with a cache of its own takes no other
     # The config of a pair counts the encoder's layers in some families, and the caches grow by themselves.
     return EncoderDecoderCache(DynamicCache(), DynamicCache()) if crosses else DynamicCache(config=config)

@@ -23,7 +23,7 @@ class LayerReport:
         format: Weight format, or the dtype's name for dense weights.
         bytes: Of its weights.
         max_error: Largest absolute error of the self-check; None where it did not run.
-        reason: Why the level is not higher; empty for "block".
+        reason: Why the level is not higher; for "block" what runs its own code within, if anything.
     """
 
     name: str

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["ACTIVATIONS", "KINDS", "OP", "activate"]
+__all__ = ["ACTIVATIONS", "KINDS", "LEARNED", "OP", "activate", "xielu"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -62,6 +62,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     }
 )
 """Activation by name. Names outside of this table make a family decline the layer."""
+
+LEARNED = frozenset({"xielu"})
+"""Activations with numbers of their own, which a layer learns."""
 
 KINDS: Mapping[str, int] = MappingProxyType(
     {
@@ -116,6 +119,29 @@ def activate(x: Tensor, *, name: str, gated: bool) -> Tensor:
         gate, up = gate.clamp(max=_OAI_LIMIT), up.clamp(-_OAI_LIMIT, _OAI_LIMIT)
         return (up + 1) * (gate * torch.sigmoid(gate * _OAI_ALPHA))
     return ACTIVATIONS[name](gate) * up
+
+
+def xielu(x: Tensor, learned: Tensor) -> Tensor:
+    """Apply xIELU, `a x^2 + b x` above zero and `(expm1(x) - x) c + b x` below.
+
+    Source: Huang and Schlag 2024 (arXiv 2411.13010), eq. 8, with `b = 0.5`, `a = softplus(learned[0])` and
+    `c = b + softplus(learned[1])`.
+
+    Args:
+        x: `(T, F)`.
+        learned: `(2,)`.
+
+    Returns:
+        `(T, F)` in the dtype of `x`.
+    """
+    above, below = F.softplus(learned).to(x.dtype)
+    grown = above * x * x + _XIELU_BETA * x
+    bounded = torch.expm1(x.clamp(max=_XIELU_EPS)) - x
+    return torch.where(x > 0, grown, bounded * (_XIELU_BETA + below) + _XIELU_BETA * x)
+
+
+_XIELU_BETA = 0.5
+_XIELU_EPS = -1e-6
 
 
 def _case(name: str, rows: int, width: int, *, gated: bool) -> Case:

@@ -47,13 +47,20 @@ def route(logits: Tensor, spec: MoE, choice: Tensor | None = None) -> tuple[Tens
     if spec.scoring == "topk_softmax":
         best, experts = logits.topk(spec.top_k, dim=-1)
         return best.softmax(-1), experts
+    if spec.scoring == "topk_sigmoid":
+        experts = (logits if choice is None else logits + choice).topk(spec.top_k, dim=-1).indices
+        return _weighted(logits.gather(-1, experts).sigmoid(), spec), experts
     scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
     by = scores if choice is None else scores + choice
     experts = _among_the_best_groups(by, spec).topk(spec.top_k, dim=-1).indices
-    weights = scores.gather(-1, experts)
+    return _weighted(scores.gather(-1, experts), spec), experts
+
+
+def _weighted(scores: Tensor, spec: MoE) -> Tensor:
+    """The chosen scores `(T, k)` as weights."""
     if spec.normalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.least_sum)
-    return weights * spec.factor, experts
+        scores = scores / (scores.sum(-1, keepdim=True) + spec.more_sum).clamp(min=spec.least_sum)
+    return scores * spec.factor
 
 
 def _among_the_best_groups(scores: Tensor, spec: MoE) -> Tensor:
@@ -119,10 +126,12 @@ def moe(
     for expert in chosen.unique().tolist():
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
         bias_in, bias_out = (w.bias if w.bias is None else w.bias[expert] for w in (experts_in, experts_out))
-        y = F.linear(x[tokens], experts_in.expert(expert), bias_in)
+        weight = weights[tokens, place, None]
+        entry = x[tokens] * weight.to(x.dtype) if spec.weighs_input else x[tokens]
+        y = F.linear(entry, experts_in.expert(expert), bias_in)
         y = activate(y, name=activation, gated=gated)
         y = F.linear(y, experts_out.expert(expert), bias_out)
-        out.index_add_(0, tokens, y.float() * weights[tokens, place, None])
+        out.index_add_(0, tokens, y.float() if spec.weighs_input else y.float() * weight)
     return out.to(x.dtype)
 
 
@@ -174,6 +183,11 @@ OP = Op(
             MoE(8, 3, "sigmoid", groups=4, top_groups=2, group_score="top2"),
             choice=True,
         ),
+        _case(
+            "best two by biased logits, sigmoid", 6, MoE(5, 2, "topk_sigmoid", normalize=True), choice=True
+        ),
+        _case("weights on what enters", 5, MoE(4, 2, "topk_sigmoid", weighs_input=True)),
+        _case("a sum with something more", 4, MoE(5, 2, "sigmoid", normalize=True, more_sum=0.5)),
         _case(
             "one of three groups, softmax", 5, MoE(6, 2, groups=3, factor=0.5, least_sum=0.25, normalize=True)
         ),

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
+from slipstream.spec import Rope
 
-__all__ = ["OP", "half_table", "rope"]
+__all__ = ["OP", "half_tables", "rope"]
 
 
-def half_table(table: Tensor, layout: Literal["halves", "pairs", "half"]) -> Tensor:
-    """Return each angle once, `(..., R / 2)`, from a table that repeats them as `spec.Rope.table` says."""
+def half_tables(cos: Tensor, sin: Tensor, spec: Rope) -> tuple[Tensor, Tensor]:
+    """Return each angle once, `(..., R / 2)`, from tables that repeat them as the spec says."""
+    cos, sin = (_half(table, spec.table) for table in (cos, sin))
+    return cos, -sin if spec.backwards else sin
+
+
+def _half(table: Tensor, layout: Literal["halves", "pairs", "half"]) -> Tensor:
     if layout == "half":
         return table
     return table[..., ::2] if layout == "pairs" else table[..., : table.shape[-1] // 2]

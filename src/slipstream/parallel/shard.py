@@ -106,7 +106,14 @@ class Share:
             return Slice(experts=experts) if role in (Role.EXPERTS_IN, Role.EXPERTS_OUT) else Slice()
         match role:
             case Role.QKV:
-                return Slice((q, _moved(kv, spec.q_dim), _moved(kv, spec.q_dim + spec.kv_dim)))
+                return Slice(
+                    (
+                        q,
+                        _moved(kv, spec.q_dim),
+                        _moved(kv, spec.q_dim + spec.kv_dim),
+                        *self._gates(spec, q),
+                    )
+                )
             case Role.CROSS_Q:
                 return Slice((q,))
             case Role.CROSS_KV:
@@ -136,6 +143,13 @@ class Share:
             case Role.K_NORM if rows == spec.kv_dim and rows != dim:
                 return Slice((kv,))
         return Slice()
+
+    def _gates(self, spec: BlockSpec, q: range) -> tuple[range, ...]:
+        """Its rows of the gate behind the attention, which come last."""
+        if spec.gate is None:
+            return ()
+        own = self.heads if spec.gate.per == "head" else q
+        return (_moved(own, spec.q_dim + 2 * spec.kv_dim),)
 
     def _halves(self, run: range, width: int) -> tuple[range, ...]:
         return (run, _moved(run, width)) if self.whole.gated else (run,)
@@ -172,6 +186,15 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
     if spec.own_attention:
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: attention in windows or blocks is not split; use one rank"
+        )
+    if spec.inner_norms and tp > 1:
+        raise UnsupportedError(
+            f"tensor_parallel.tp_size={tp}: a norm within a branch has no rank that sees all of what it "
+            "normalises; use one rank"
+        )
+    if tp > 1 and (spec.sharing != "own" or spec.values != "own"):
+        raise UnsupportedError(
+            f"tensor_parallel.tp_size={tp}: keys and values that layers share are not split; use one rank"
         )
     if tp > spec.heads:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -37,9 +37,26 @@ _NORMS = {
 _QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
 
 
+_UNKNOWN = (
+    "carry",
+    "gate",
+    "growth",
+    "inner_norms",
+    "inputs",
+    "mixer",
+    "sharing",
+    "value_norm",
+    "values",
+)
+"""What a spec may say that is not in the library."""
+
+
 def refuse_block(block: BlockLike) -> str | None:
     """Why the library cannot run a block, or None where it can."""
     spec = block.spec
+    for one in fields(spec):
+        if one.name in _UNKNOWN and getattr(spec, one.name) != one.default:
+            return f"{one.name}={getattr(spec, one.name)!r} is not in it"
     if spec.cross is not None or spec.relative is not None:
         return "attention across, and biases by relative position, are not in it"
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
@@ -53,7 +70,7 @@ def refuse_block(block: BlockLike) -> str | None:
     if spec.moe is not None and not spec.moe.is_plain:
         return "a router that scores by sigmoid, in groups, by a factor or in float32 is not in it"
     for role, vector in block.weights.vectors.items():
-        if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.ROUTER_BIAS):
+        if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.LAYER_SCALE, Role.ROUTER_BIAS, Role.ACTIVATION):
             return f"{role}: it is not in it"
         for tensor in (vector.weight, vector.bias):
             if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):

@@ -1,0 +1,177 @@
+"""What stands in a block's branches, in numbers: norms, angles, gates, latents, mixtures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Gate", "Growth", "Latent", "MoE", "Norm", "QKNorm", "Rope"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation over the hidden dimension.
+
+    Attributes:
+        kind: "rms" divides by the root mean square; "layer" also subtracts the mean.
+        eps: Added to the mean square (or variance) before the root.
+        offset: Added to the weight before it multiplies (1.0 where checkpoints store `weight - 1`).
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """A normalisation of queries and keys.
+
+    Attributes:
+        norm: Its kind, eps and offset.
+        over: "head" normalises each head by itself; the weight is `(D,)`, or `(H, D)` where heads have their
+            own. "all" normalises the whole projection, `(H * D,)`.
+        after_rope: It follows the rotary embedding, rather than comes before it.
+    """
+
+    norm: Norm
+    over: Literal["head", "all"] = "head"
+    after_rope: bool = False
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Which part of a head is rotated, and how the model's table of cosines is laid out.
+
+    The angles are never computed here: they come from the model's own rotary module (or table), so every
+    scaling rule that transformers has is right by construction.
+
+    Attributes:
+        dim: Leading dims of each head that are rotated; the others pass unchanged.
+        interleaved: Pairs are `(0, 1), (2, 3), ...` when true, `(0, dim/2), (1, dim/2 + 1), ...` when false.
+        table: How `cos` and `sin` repeat each angle: "halves" is `[a b ... a b ...]`, "pairs" is
+            `[a a b b ...]`, "half" has each angle once.
+        layer_type: Passed to the rotary module where it keeps a table per type of layer.
+        source: "module" asks the model's rotary module; "buffer" reads the attention's own `[sin | cos]`
+            table.
+        backwards: Pairs are turned by the negative of their angles.
+    """
+
+    dim: int
+    interleaved: bool = False
+    table: Literal["halves", "pairs", "half"] = "halves"
+    layer_type: str | None = None
+    source: Literal["module", "buffer"] = "module"
+    backwards: bool = False
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Queries are multiplied by `1 + slope * ln(1 + floor((position + offset) / period))`.
+
+    Source: Llama 4's `attn_scale` and `floor_scale`; Nakanishi 2025 (arXiv 2501.19399) for the idea.
+
+    Attributes:
+        slope: See above.
+        period: See above.
+        offset: See above.
+        padded: Positions are places in the cache, of which padding has some.
+    """
+
+    slope: float
+    period: float
+    offset: int = 0
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What multiplies the attention's answer, made of what entered it.
+
+    Attributes:
+        activation: Of the gate: "sigmoid" or "softplus", in float32.
+        per: One gate for each "channel" of a head, or one for each "head".
+    """
+
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    per: Literal["channel", "head"] = "channel"
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): what is cached is one short vector per token.
+
+    A head's dims are `plain_dim` unrotated ones, then `rope_dim` rotated ones, whose keys all heads share.
+
+    Attributes:
+        rank: Width of the latent that keys and values are projections of.
+        query_rank: Width of the one that queries are; None where they are projected at once.
+        plain_dim: See above.
+        rope_dim: See above.
+        value_dim: Width of a head's values.
+        norm: Of both latents.
+        query_scale: Multiplies queries.
+        latent_scale: Multiplies the normalised latent of keys and values.
+        interleaved: The rotated dims come as pairs, and leave as halves.
+    """
+
+    rank: int
+    query_rank: int | None
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    norm: Norm
+    interleaved: bool = False
+    query_scale: float = 1.0
+    latent_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class MoE:
+    """A mixture of experts in place of the plain feed-forward.
+
+    Attributes:
+        experts: Number of experts.
+        top_k: Experts that see each token.
+        scoring: "softmax_topk" takes the softmax over all experts, then the best; "topk_softmax" takes the
+            best logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811,
+            inference); "sigmoid" scores each expert by itself, then takes the best; "topk_sigmoid" takes the
+            best logits, then scores those.
+        normalize: Divide the chosen weights by their sum ("softmax_topk" and "sigmoid").
+        least_sum: What that sum is at least taken for.
+        more_sum: Added to that sum.
+        groups: Experts stand in this many groups of equal size; only those of `top_groups` of them are chosen
+            from ("softmax_topk" and "sigmoid").
+        top_groups: See `groups`.
+        group_score: What a group is chosen by: its best expert, or the sum of its best two.
+        factor: Multiplies the chosen weights, after all else.
+        exact: The router's logits are computed in float32.
+        jitter: Threshold of "sparsemixer".
+        shared: Width of the experts that see every token; 0 for none.
+        shared_gate: What the shared experts say is multiplied by the sigmoid of the role `SHARED_GATE`.
+        weighs_input: Weights multiply what enters an expert, rather than what leaves it.
+    """
+
+    experts: int
+    top_k: int
+    scoring: Literal["softmax_topk", "topk_softmax", "sparsemixer", "sigmoid", "topk_sigmoid"] = (
+        "softmax_topk"
+    )
+    normalize: bool = False
+    least_sum: float = 0.0
+    more_sum: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    factor: float = 1.0
+    exact: bool = False
+    jitter: float = 0.0
+    shared: int = 0
+    shared_gate: bool = False
+    weighs_input: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen among all by their logits, in the dtype of what enters, and no more."""
+        whole = self.top_groups >= self.groups and self.factor == 1.0 and not self.least_sum
+        return "sigmoid" not in self.scoring and whole and not self.exact and not self.weighs_input

@@ -1,0 +1,38 @@
+"""What multiplies queries, by their position, and the attention's answer, by a gate.
+
+Shapes: T packed tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.spec import Gate, Growth
+
+__all__ = ["growing", "growth", "opened"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def growth(spec: Growth, positions: Tensor) -> Tensor:
+    """What queries at positions `(T,)` are multiplied by, `(T,)` float32."""
+    steps = torch.floor((positions.float() + spec.offset) / spec.period)
+    return 1.0 + spec.slope * torch.log1p(steps)
+
+
+def growing(attend: Attend, spec: Growth, positions: Tensor) -> Attend:
+    """The same attention of queries that have grown."""
+    factors = growth(spec, positions)[:, None, None]
+    return lambda q, k, v: attend((q * factors).to(q.dtype), k, v)
+
+
+def opened(opening: Tensor, gate: Gate, attended: Tensor) -> Tensor:
+    """A gate's factors, `(T, H, D | 1)`, of its rows `(T, H * D | H)`."""
+    opening = opening.float()
+    factors = torch.sigmoid(opening) if gate.activation == "sigmoid" else F.softplus(opening)
+    by_head: Tensor = factors.to(attended.dtype).unflatten(-1, (attended.shape[1], -1))
+    return by_head

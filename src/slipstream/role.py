@@ -1,0 +1,98 @@
+"""What a tensor of a block is for: the word that families, weights, kernels and ranks share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["Role"]
+
+
+class Role(StrEnum):
+    """What a tensor is for; decides its canonical layout, how it is sharded, and whether it may be quantized.
+
+    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]`, and `[q | k | v | gate]` where a
+    gate stands behind the attention, those of `CROSS_KV` `[k | v]` and those of a gated `MLP_IN`
+    `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`.
+    `ATTN_SCALE` and `MLP_SCALE` multiply a branch, one number per channel, before it is added.
+    `ATTN_INNER_NORM` and `MLP_INNER_NORM` normalise what enters `ATTN_OUT` and `MLP_OUT`.
+    `ACTIVATION` has the numbers of an activation that is learned.
+    `INPUT_GATE`, `INPUT_OUT` and `INPUT_NORM` are the branch that reads an input of the layer's own;
+    `LAYER_SCALE` multiplies what leaves the layer.
+    `ROUTER_BIAS` is added to experts' scores for the choice among them, and to nothing else.
+    """
+
+    ATTN_NORM = "attn_norm"
+    QKV = "qkv"
+    Q_DOWN = "q_down"
+    Q_DOWN_NORM = "q_down_norm"
+    Q_UP = "q_up"
+    KV_DOWN = "kv_down"
+    KV_DOWN_NORM = "kv_down_norm"
+    KV_UP = "kv_up"
+    Q_NORM = "q_norm"
+    K_NORM = "k_norm"
+    SINKS = "sinks"
+    ATTN_GATE = "attn_gate"
+    ATTN_INNER_NORM = "attn_inner_norm"
+    ATTN_OUT = "attn_out"
+    ATTN_POST_NORM = "attn_post_norm"
+    ATTN_SCALE = "attn_scale"
+    CROSS_NORM = "cross_norm"
+    CROSS_Q = "cross_q"
+    CROSS_KV = "cross_kv"
+    CROSS_OUT = "cross_out"
+    MLP_NORM = "mlp_norm"
+    MLP_IN = "mlp_in"
+    ACTIVATION = "activation"
+    MLP_INNER_NORM = "mlp_inner_norm"
+    MLP_OUT = "mlp_out"
+    MLP_POST_NORM = "mlp_post_norm"
+    MLP_SCALE = "mlp_scale"
+    INPUT_GATE = "input_gate"
+    INPUT_OUT = "input_out"
+    INPUT_NORM = "input_norm"
+    LAYER_SCALE = "layer_scale"
+    ROUTER = "router"
+    ROUTER_BIAS = "router_bias"
+    EXPERTS_IN = "experts_in"
+    EXPERTS_OUT = "experts_out"
+    SHARED_IN = "shared_in"
+    SHARED_OUT = "shared_out"
+    SHARED_GATE = "shared_gate"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether rows are multiplied by the role; the others are norms and small vectors."""
+        return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE, Role.KV_UP, Role.ATTN_GATE)
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the role belongs to attention over an encoder's states."""
+        return self in (Role.CROSS_NORM, Role.CROSS_Q, Role.CROSS_KV, Role.CROSS_OUT)
+
+    @property
+    def is_quantizable(self) -> bool:
+        """Whether the role may be stored in a weight format; a router decides too much for its size."""
+        return self in _QUANTIZABLE
+
+
+_QUANTIZABLE = frozenset(
+    {
+        Role.QKV,
+        Role.Q_DOWN,
+        Role.Q_UP,
+        Role.KV_DOWN,
+        Role.ATTN_OUT,
+        Role.CROSS_Q,
+        Role.CROSS_KV,
+        Role.CROSS_OUT,
+        Role.MLP_IN,
+        Role.MLP_OUT,
+        Role.EXPERTS_IN,
+        Role.EXPERTS_OUT,
+        Role.SHARED_IN,
+        Role.SHARED_OUT,
+        Role.INPUT_GATE,
+        Role.INPUT_OUT,
+    }
+)
