@@ -17,7 +17,12 @@ NOT_PERMITTED = 77
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("ip") is None, reason="needs Linux and iproute2")
 def test_two_network_namespaces_generate_together() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=240, check=False, env=os.environ
+        [sys.executable, str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ,
     )
     if done.returncode == NOT_PERMITTED:
         pytest.skip(done.stderr.strip())

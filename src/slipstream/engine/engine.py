@@ -82,7 +82,7 @@ class InferenceEngine(Weights):
         self.module = model
         self.__class__ = _named_like(type(self), type(model))  # type: ignore[arg-type]
         if settings.save_mp_checkpoint_path is not None:
-            save_described(model, settings, Path(settings.save_mp_checkpoint_path))
+            save_described(model, settings, Path(settings.save_mp_checkpoint_path), built.mesh.replica)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the engine does not have are the model's."""

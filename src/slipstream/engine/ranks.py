@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
-from slipstream.errors import InjectionError
+from slipstream.errors import InjectionError, SlipstreamError, UnsupportedError, WeightError
 from slipstream.model.convert import move
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import Found
 from slipstream.model.outside import OutsidePlan, pack_outside
 from slipstream.model.report import OutsideReport
 from slipstream.model.vocabulary import split_vocabulary
-from slipstream.parallel import Mesh, open_mesh
+from slipstream.parallel import Axis, Mesh, open_mesh
 from slipstream.parallel.agree import agree_on_engine
 from slipstream.parallel.collectives import gather_objects
 
-__all__ = ["agree_on_layers", "join", "place", "split_or_pack"]
+__all__ = ["agree_on_layers", "first_writes", "join", "place", "refuse_on_ranks", "split_or_pack"]
 
 
 def join(model: nn.Module, config: InferenceConfig) -> Mesh:
@@ -27,10 +27,57 @@ def join(model: nn.Module, config: InferenceConfig) -> Mesh:
 
     Raises:
         ConfigError: Too few processes, or ranks that disagree.
+        UnsupportedError: What several ranks do not do.
     """
     mesh = open_mesh(config)
     agree_on_engine(model, config, mesh)
+    packs = config.weight_format or config.head_format or config.quant.embedding_format
+    if not mesh.is_alone and config.save_mp_checkpoint_path is not None and packs:
+        raise UnsupportedError(
+            f"save_mp_checkpoint_path={config.save_mp_checkpoint_path!r} of packed weights on "
+            f"{mesh.replica.size} ranks, each of which has a part of every plane; write them in one process "
+            "(`slipstream quantize`): the folder loads at any degree"
+        )
+    if not mesh.is_alone and config.zero.offload_param.device != "none":
+        raise UnsupportedError(
+            f"zero.offload_param.device={config.zero.offload_param.device!r} on {mesh.replica.size} ranks: "
+            "layers are streamed in one process alone; drop one of them"
+        )
     return mesh
+
+
+def refuse_on_ranks(replica: Axis, what: str) -> None:
+    """Refuse what one process does with a whole model.
+
+    Raises:
+        UnsupportedError: The model is on several ranks.
+    """
+    if replica.size > 1:
+        raise UnsupportedError(
+            f"{what} writes to whole tensors, and each of {replica.size} ranks has a part of them; make a "
+            "new engine, whose checkpoint has the new weights"
+        )
+
+
+def first_writes(replica: Axis, write: Callable[[], None]) -> None:
+    """Let the first rank write what all of them have put together; the others wait, and hear if it failed.
+
+    Raises:
+        SlipstreamError: What the first rank raised.
+    """
+    error: SlipstreamError | OSError | None = None
+    if replica.rank == 0:
+        try:
+            write()
+        except (SlipstreamError, OSError) as failure:
+            error = failure
+    told = None if error is None else str(error)
+    if replica.size > 1:
+        told = gather_objects(told, replica, "wrote a checkpoint")[0]
+    if error is not None:
+        raise error
+    if told is not None:
+        raise WeightError(f"rank {replica.ranks[0]} could not write: {told}")
 
 
 def place(model: nn.Module, device: Device, config: InferenceConfig, now: bool) -> None:

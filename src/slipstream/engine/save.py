@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
+from slipstream.engine.ranks import first_writes
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.parallel import ALONE, Axis
 from slipstream.weights.load import BlockWeights, restore_block
 from slipstream.weights.packed_folder import Matrix, write_packed_folder
 from slipstream.weights.recipe import scatter
@@ -125,25 +128,32 @@ def save_packed(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def save_described(model: nn.Module, config: InferenceConfig, folder: Path) -> None:
+def save_described(
+    model: nn.Module, config: InferenceConfig, folder: Path, replica: Axis = ALONE.replica
+) -> None:
     """Write what `save_mp_checkpoint_path` asks for: a folder that `checkpoint` and `init_inference` take.
 
     Packed weights are written as they are held (`save_packed`). Plain ones become a safetensors file beside
-    `ds_inference_config.json`, DeepSpeed's description of it, whose whole tensors load at any degree.
+    `ds_inference_config.json`, DeepSpeed's description of it, whose whole tensors load at any degree. On
+    several ranks all of them have to come here: the first one writes what they put together.
 
     Raises:
         ConfigError: The folder holds something.
         WeightError: It cannot be written.
     """
-    matrices, _ = held_tensors(model)
-    if matrices:
+    if replica.size == 1 and held_tensors(model)[0]:
         save_packed(model, config, folder)
         return
+    state = model.state_dict()
+    first_writes(replica, lambda: _write_described(model, state, folder))
+
+
+def _write_described(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already; remove it or name another folder")
     ties = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     names = set(ties.values()) | {name for name, _ in model.named_buffers()}
-    state = {name: tensor for name, tensor in model.state_dict().items() if name in names}
+    state = {name: tensor for name, tensor in tensors.items() if name in names}
     description = {
         "type": "ds_model",
         "version": 1.0,

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.engine.build import Built
+from slipstream.engine.ranks import first_writes, refuse_on_ranks
 from slipstream.engine.reload import reload
 from slipstream.engine.settings import format_named
 from slipstream.errors import UnsupportedError
@@ -27,6 +29,7 @@ class Weights(nn.Module):
 
     module: nn.Module
     _adapters: Adapters
+    _built: Built
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own names and values, as if nothing had been fused."""
@@ -56,6 +59,7 @@ class Weights(nn.Module):
             WeightError: A name too many or too few, another shape, NaN or infinity; nothing was written.
             ConfigError: Not a state dict.
         """
+        refuse_on_ranks(self._built.mesh.replica, "refresh_weights")
         active = self._adapters.active
         self._adapters.select(self.module, None)
         try:
@@ -83,6 +87,7 @@ class Weights(nn.Module):
             UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor.
             ConfigError: Tensors without a configuration.
         """
+        refuse_on_ranks(self._built.mesh.replica, "load_adapter")
         self._adapters.add(self.module, name, read_adapter(adapter, config))
 
     def set_adapter(self, name: str | None) -> None:
@@ -100,6 +105,8 @@ class Weights(nn.Module):
     def save_checkpoint(self, path: str | Path) -> None:
         """Write the model as a transformers folder, under its original names.
 
+        On several ranks every one of them has to call it; the first one writes, and needs memory for all.
+
         Args:
             path: A folder; made where it does not exist.
 
@@ -111,7 +118,9 @@ class Weights(nn.Module):
                 f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() "
                 "instead"
             )
-        self.module.save_pretrained(path, state_dict=self.module.state_dict())  # type: ignore[operator]
+        state = self.module.state_dict()
+        save: Any = self.module.save_pretrained
+        first_writes(self._built.mesh.replica, lambda: save(path, state_dict=state))
 
     def load_checkpoint(self, path: str | Path, tag: str | None = None, strict: bool = True) -> None:
         """Put a checkpoint's weights into the engine, in place; packed matrices are packed again.
@@ -125,4 +134,5 @@ class Weights(nn.Module):
             WeightError: The checkpoint is damaged or another model's; the engine is then as it was.
             UnsupportedError: A layer's parts were replaced since it was fused.
         """
+        refuse_on_ranks(self._built.mesh.replica, "load_checkpoint")
         reload(self.module, path, tag=tag, strict=strict)

@@ -1,0 +1,74 @@
+"""What ranks do in the tests of saving and loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import slipstream
+from slipstream.engine.save import save_packed
+from tests.parallel.jobs import group, split
+
+FUSED = {"replace_with_kernel_inject": True}
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=101, num_key_value_heads=2, pad_token_id=0, **sizes)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(engine: Any) -> torch.Tensor:
+    made: torch.Tensor = engine.generate(torch.arange(3, 12)[None], max_new_tokens=8, do_sample=False)
+    return made
+
+
+def save(place: str, size: int) -> None:
+    folder = Path(place)
+    described = str(folder / "described")
+    engine = split(tiny(), size, **FUSED, save_mp_checkpoint_path=described)
+    engine.save_checkpoint(folder / "checkpoint")
+    if dist.get_rank() == 0:
+        packed = slipstream.init_inference(tiny(), dtype=torch.float32, quant="int8", **FUSED)
+        save_packed(packed.module, packed.inference_config, folder / "packed")
+    dist.barrier(group(size))
+
+
+def load(place: str, size: int) -> dict[str, bool]:
+    folder = Path(place)
+    due = tokens(tiny())
+    parallel: dict[str, Any] = {"tensor_parallel": {"tp_group": group(size)}} if size > 1 else {}
+    given: dict[str, Any] = {"dtype": torch.float32, **FUSED}
+    packed = slipstream.init_inference(folder / "packed", **given)
+    with torch.device("meta"):
+        hollow = tiny()
+    description = str(folder / "described" / "ds_inference_config.json")
+    found = {
+        "checkpoint": tokens(slipstream.init_inference(folder / "checkpoint", **given, **parallel)),
+        "described": tokens(slipstream.init_inference(tiny(), checkpoint=description, **given, **parallel)),
+        "hollow": tokens(
+            slipstream.init_inference(hollow, checkpoint=str(folder / "checkpoint"), **given, **parallel)
+        ),
+    }
+    same = {name: torch.equal(made, due) for name, made in found.items()}
+    streamed = slipstream.init_inference(folder / "packed", **given, **parallel)
+    return same | {"packed": torch.equal(tokens(streamed), tokens(packed))}
+
+
+def refused(place: str, what: str) -> None:
+    if what == "packed":
+        split(tiny(), 2, **FUSED, quant="int8", save_mp_checkpoint_path=str(Path(place) / "packed"))
+    elif what == "zero":
+        split(tiny(), 2, **FUSED, zero={"offload_param": {"device": "nvme", "nvme_path": place}})
+    engine = split(tiny(), 2, **FUSED)
+    if what == "refresh_weights":
+        engine.refresh_weights(tiny())
+    elif what == "load_checkpoint":
+        engine.load_checkpoint(place)
+    engine.load_adapter({}, "one", {})
