@@ -30,7 +30,7 @@ class Result:
         level: The report's level; "-" where nothing was compared.
         error: Largest error of the logits on real positions, relative to their size where that is above one.
         tokens: "equal" greedy tokens, or why none were generated.
-        why: What keeps layers from level "block", or why nothing was compared.
+        why: What keeps layers from level "block", what stays their own at it, or why nothing was compared.
         fused: Layers that run as a block.
         layers: All layers.
         report: The engine's report, for a reader.
@@ -69,7 +69,7 @@ def sweep(model_type: str, kind: Kind) -> Result:
         report.level,
         _error(expected, got, inputs),
         _generate(original, engine, inputs),
-        why="; ".join(dict.fromkeys(layer.reason for layer in others))[:160],
+        why="; ".join(dict.fromkeys(layer.reason for layer in report.layers if layer.reason))[:160],
         fused=len(report.layers) - len(others),
         layers=len(report.layers),
         report=str(report),

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.families.common import LLAMA_RECIPES, llama_like, tiny
 from slipstream.families.deepseek import TINY_MIXTURE, TINY_RANKS, with_experts
 from slipstream.families.experts import CORRECTED
-from slipstream.families.family import Config, Family, OwnMixer
+from slipstream.families.family import Config, Family, OwnMixer, Tiny
 from slipstream.spec import BlockSpec
 
 _INDEXED = "latent attention over chosen tokens"
@@ -41,18 +41,48 @@ def _differential(config: Config, index: int) -> BlockSpec:
 _INDEX: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 6}
 
 
-def _family(name: str, prefix: str, spec: Any, mixer: str, config: str = "", **options: Any) -> Family:
+def _family(name: str, layer: str, spec: Any, mixer: str, *built: Tiny) -> Family:
     return Family(
         name=name,
-        layers=(f"{prefix}DecoderLayer",),
+        layers=(layer,),
         spec=spec,
         recipes=LLAMA_RECIPES if mixer == _DIFFERENTIAL else CORRECTED,
         mixers={mixer: OwnMixer("self_attn", _attend)},
-        tiny=(tiny(f"{prefix}ForCausalLM", config or f"{prefix}Config", **options),),
+        tiny=built,
     )
 
 
+_CHOOSING: dict[str, Any] = {**TINY_RANKS, **TINY_MIXTURE, **_INDEX}
+_NOTED: dict[str, Any] = {
+    **_CHOOSING,
+    "per_layer_config": {},
+    "head_dim": 24,
+    "sliding_window": 5,
+    "shared_experts_intermediate_size": 40,
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+
 FAMILIES = (
-    _family("deepseek_v32", "DeepseekV32", _indexed, _INDEXED, **TINY_RANKS, **TINY_MIXTURE, **_INDEX),
-    _family("diffllama", "DiffLlama", _differential, _DIFFERENTIAL),
+    _family(
+        "deepseek_v32",
+        "DeepseekV32DecoderLayer",
+        _indexed,
+        _INDEXED,
+        tiny("DeepseekV32ForCausalLM", "DeepseekV32Config", **_CHOOSING),
+    ),
+    _family(
+        "dots3_note_text",
+        "Dots3NoteTextDecoderLayer",
+        _noted,
+        _INDEXED,
+        tiny("Dots3NoteForCausalLM", "Dots3NoteTextConfig", **_NOTED),
+    ),
+    _family(
+        "diffllama",
+        "DiffLlamaDecoderLayer",
+        _differential,
+        _DIFFERENTIAL,
+        tiny("DiffLlamaForCausalLM", "DiffLlamaConfig"),
+    ),
 )
