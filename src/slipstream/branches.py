@@ -149,6 +149,7 @@ class MoE:
         jitter: Threshold of "sparsemixer".
         shared: Width of the experts that see every token; 0 for none.
         shared_gate: What the shared experts say is multiplied by the sigmoid of the role `SHARED_GATE`.
+        residual: The softmax of that role's two outputs weighs experts and shared experts (arXiv 2201.05596).
         weighs_input: Weights multiply what enters an expert, rather than what leaves it.
     """
 
@@ -168,10 +169,13 @@ class MoE:
     jitter: float = 0.0
     shared: int = 0
     shared_gate: bool = False
+    residual: bool = False
     weighs_input: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether experts are chosen among all by their logits, in the dtype of what enters, and no more."""
         whole = self.top_groups >= self.groups and self.factor == 1.0 and not self.least_sum
-        return "sigmoid" not in self.scoring and whole and not self.exact and not self.weighs_input
+        return (
+            "sigmoid" not in self.scoring and whole and not (self.exact or self.weighs_input or self.residual)
+        )

@@ -177,8 +177,8 @@ class BlockSpec:
         if self.moe.shared:
             shapes[Role.SHARED_IN] = (gate * self.moe.shared, self.hidden)
             shapes[Role.SHARED_OUT] = (self.hidden, self.moe.shared)
-            if self.moe.shared_gate:
-                shapes[Role.SHARED_GATE] = (1, self.hidden)
+            if self.moe.shared_gate or self.moe.residual:
+                shapes[Role.SHARED_GATE] = (2 if self.moe.residual else 1, self.hidden)
         return shapes
 
 

@@ -22,6 +22,8 @@ def place(value: Any) -> Any:
         return value.to(DEVICE)
     if isinstance(value, Weight):
         return value.apply(lambda tensor: tensor.to(DEVICE))
+    if isinstance(value, tuple):
+        return tuple(place(part) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
         tensors = {f.name: getattr(value, f.name) for f in fields(value)}
         return replace(value, **{n: t.to(DEVICE) for n, t in tensors.items() if isinstance(t, Tensor)})

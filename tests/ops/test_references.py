@@ -181,7 +181,7 @@ def _paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Any, *, 
 
 def _moe(
     x: Tensor,
-    router: Weight,
+    router: Weight | tuple[Tensor, Tensor],
     experts_in: Weight,
     experts_out: Weight,
     *,
@@ -192,9 +192,13 @@ def _moe(
 ) -> Tensor:
     out = torch.zeros_like(x)
     for t, row in enumerate(x):
-        logits = _linear(row[None], router)[0]
-        grouped = choice is not None or spec.groups > 1 or "sigmoid" in spec.scoring
-        chosen = _choose_grouped(logits, spec, choice) if grouped else _choose(logits, spec)
+        if isinstance(router, Weight):
+            logits = _linear(row[None], router)[0]
+            grouped = choice is not None or spec.groups > 1 or "sigmoid" in spec.scoring
+            chosen = _choose_grouped(logits, spec, choice) if grouped else _choose(logits, spec)
+        else:
+            pairs = zip(router[1][t].tolist(), router[0][t].tolist(), strict=True)
+            chosen = [(expert, weight) for expert, weight in pairs if expert >= 0]
         for expert, weight in chosen:
             entry, share = (row * weight, 1.0) if spec.weighs_input else (row, weight)
             first = Weight(

@@ -139,13 +139,21 @@ _PARALLEL = {
     "tensor_parallel.tp_group": _acts(
         "Layers are split over this group instead of one made for the engine; tp_size may be left out."
     ),
-    "moe": _unserved("Spreads whole experts over ranks."),
+    "moe": _acts("Spreads the experts of fused blocks over ranks; a model without any is refused."),
     "moe.enabled": _acts("False beside an ep_size above 1 is refused as a contradiction."),
-    "moe.ep_size": _unserved("Ranks that the experts are spread over."),
+    "moe.ep_size": _acts(
+        "Places that experts are spread over, as evenly as they go. With tp_size times this many processes, "
+        "or a multiple, each expert is split over tp_size ranks; with fewer, the ranks that split layers "
+        "spread experts as well. Ranks that only share experts may each have prompts of their own."
+    ),
     "moe.moe_experts": _warns("The number of experts is read from the model."),
     "moe.type": _warns("The model's own router and shared experts decide how experts are combined."),
-    "moe.ep_mp_group": _warns("An expert's own weights are split over the tensor-parallel group."),
-    "moe.ep_group": _unserved("Experts are spread over this group instead of one made for the engine."),
+    "moe.ep_mp_group": _acts(
+        "It must have the ranks that split an expert by the sizes and groups beside it, which decide."
+    ),
+    "moe.ep_group": _acts(
+        "Experts are spread over this group instead of one made for the engine; ep_size may be left out."
+    ),
 }
 
 _QUANT = {

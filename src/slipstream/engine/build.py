@@ -110,7 +110,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     watch(model if blocks else None, encoder)
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner = None if plan.frame is None else _runner(plan.frame, blocks, stack, frame_ops)
-    notes += prepare_road(runner, device, config)
+    notes += prepare_road(runner, device, config, mesh)
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
     report = summary(device, notes, plan.layers, plan.verdicts, blocks, plan.parts, settings, packed)

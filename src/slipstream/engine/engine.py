@@ -19,6 +19,7 @@ from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
 from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generate import Loop
+from slipstream.engine.ranks import taking_part
 from slipstream.engine.request import (
     Request,
     by_name,
@@ -37,7 +38,8 @@ from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.report import Report
-from slipstream.parallel.agree import agree_on_call, agree_on_tokens, share_random_state
+from slipstream.parallel import Axis
+from slipstream.parallel.agree import agree_on_tokens, share_random_state
 from slipstream.profile.times import Profile
 
 __all__ = ["InferenceEngine"]
@@ -75,7 +77,8 @@ class InferenceEngine(Weights):
         self.config = built.model_config
         self.inference_config = settings
         self._built = built
-        self._graphs = ForwardGraphs(model, built.device) if settings.enable_cuda_graph else None
+        captures = settings.enable_cuda_graph and built.mesh.ep.size == 1
+        self._graphs = ForwardGraphs(model, built.device) if captures else None
         self._profile: Profile | None = None
         self._adapters = Adapters(format_named)
         self.training = False
@@ -137,9 +140,9 @@ class InferenceEngine(Weights):
             RequestError: An input that cannot be run.
         """
         args, kwargs = self._here(args), self._here(kwargs)
-        check_inputs(self.module, args, kwargs)
-        self._agree("forward", {**{f"{place}": value for place, value in enumerate(args)}, **kwargs})
-        with torch.no_grad():
+        given = {**{f"{place}": value for place, value in enumerate(args)}, **kwargs}
+        with torch.no_grad(), taking_part(self._built.mesh, self.module, "forward", given):
+            check_inputs(self.module, args, kwargs)
             if self._graphs is None or self._profile is not None:
                 output = self.module(*args, **kwargs)
             else:
@@ -165,26 +168,23 @@ class InferenceEngine(Weights):
             if not hasattr(self.module, "_prepare_generation_config"):  # not transformers' own generate
                 return generate(*args, **kwargs)
             kwargs = by_name(self.module, args, kwargs)
-            self._agree("generate", {name: value for name, value in kwargs.items() if name != "streamer"})
-            replica = self._built.mesh.replica
-            share_random_state(replica, self._built.device.torch_device)
-            request = read_request(self.module, kwargs)
-            check_request(self.module, request, kwargs, self.inference_config)
-            runner = self._built.runner
-            if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
-                found = generate(**kwargs)
-                agree_on_tokens(_sequences(found), replica)
-                return found
-            decode = Loop(runner, kwargs.get("streamer"), replica).method()
-            return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})
+            given = {name: value for name, value in kwargs.items() if name != "streamer"}
+            with taking_part(self._built.mesh, self.module, "generate", given) as ranks:
+                return self._generate(kwargs, ranks)
 
-    def _agree(self, kind: str, values: dict[str, Any]) -> None:
-        """Refuse a call that the ranks of this model were not all given.
-
-        Raises:
-            RequestError: With the argument that differs, and the ranks.
-        """
-        agree_on_call(kind, values, self._built.mesh.replica)
+    def _generate(self, kwargs: dict[str, Any], ranks: Axis) -> Any:
+        """Generate on ranks that were all given this call."""
+        generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
+        share_random_state(ranks, self._built.device.torch_device)
+        request = read_request(self.module, kwargs)
+        check_request(self.module, request, kwargs, self.inference_config)
+        runner = self._built.runner
+        if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
+            found = generate(**kwargs)
+            agree_on_tokens(_sequences(found), ranks)
+            return found
+        decode = Loop(runner, kwargs.get("streamer"), ranks).method()
+        return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})
 
     def _why_not_the_engine_road(
         self, runner: Runner, request: Request, kwargs: dict[str, Any]

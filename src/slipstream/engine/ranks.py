@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
 from slipstream.errors import InjectionError, SlipstreamError, UnsupportedError, WeightError
+from slipstream.model.block import Block
 from slipstream.model.convert import move
 from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.layers import Found
 from slipstream.model.outside import OutsidePlan, pack_outside
 from slipstream.model.report import OutsideReport
 from slipstream.model.vocabulary import split_vocabulary
 from slipstream.parallel import Axis, Mesh, open_mesh
-from slipstream.parallel.agree import agree_on_engine
+from slipstream.parallel.agree import agree_on_call, agree_on_engine
 from slipstream.parallel.collectives import gather_objects
+from slipstream.parallel.experts import Host, apart
+from slipstream.spec import Role
 
-__all__ = ["agree_on_layers", "first_writes", "join", "place", "refuse_on_ranks", "split_or_pack"]
+__all__ = [
+    "agree_on_layers",
+    "first_writes",
+    "join",
+    "place",
+    "refuse_on_ranks",
+    "split_or_pack",
+    "taking_part",
+]
 
 
 def join(model: nn.Module, config: InferenceConfig) -> Mesh:
@@ -101,6 +115,21 @@ def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], me
             f"the ranks {list(mesh.replica.ranks)} do not fuse the same layers; give all of them one model, "
             "and machines of one kind"
         )
+    _refuse_whole_experts(layers, verdicts, mesh)
+
+
+def _refuse_whole_experts(layers: Sequence[Found], verdicts: Mapping[str, Verdict], mesh: Mesh) -> None:
+    """Refuse to spread experts where there are none, or where a layer would keep all of its own."""
+    if mesh.expert_places == 1:
+        return
+    mixed = [found for found in layers if found.spec is not None and found.spec.moe is not None]
+    kept = [found.name for found in mixed or layers if verdicts[found.name].returns is None]
+    if not mixed or kept:
+        reason = f"{kept[0]}: {verdicts[kept[0]].reason}" if kept else "no layer of this model has experts"
+        raise UnsupportedError(
+            f"moe.ep_size={mesh.expert_places} has nothing to spread, or not all of it ({reason}); only "
+            "experts of fused blocks are spread (replace_with_kernel_inject=True)"
+        )
 
 
 def split_or_pack(
@@ -112,8 +141,44 @@ def split_or_pack(
         Rows for the report, and notes.
     """
     mesh = settings.mesh
+    here = f"rank {mesh.replica.ranks[mesh.replica.rank]}"
+    spread = [f"{here}: {_place_of_experts(mesh)}"] if mesh.expert_places > 1 else []
     if mesh.tp.size == 1:
-        return tuple(pack_outside(model, plans, settings.filling)), []
+        return tuple(pack_outside(model, plans, settings.filling)), spread
     rows, notes = split_vocabulary(model, plans, settings.bind(None).linear, mesh.tp)
-    first = f"rank {mesh.replica.ranks[mesh.replica.rank]}: layers are split over {mesh.tp.size} ranks"
-    return tuple(rows), [f"{first} ({', '.join(map(str, mesh.tp.ranks))})", *notes]
+    first = f"{here}: layers are split over {mesh.tp.size} ranks ({', '.join(map(str, mesh.tp.ranks))})"
+    return tuple(rows), [first, *spread, *notes]
+
+
+def _place_of_experts(mesh: Mesh) -> str:
+    split = f", each split over {mesh.slices} ranks" if mesh.slices > 1 else ""
+    return (
+        f"experts are spread over {mesh.expert_places} places{split}, and this is number {mesh.expert_place}"
+    )
+
+
+@contextmanager
+def taking_part(mesh: Mesh, model: nn.Module, kind: str, values: Mapping[str, Any]) -> Iterator[Axis]:
+    """Within, a call runs that all ranks make, or that is this one's own where ranks only share experts.
+
+    Yields:
+        The ranks that run the same call, whose tokens and random numbers are the same.
+
+    Raises:
+        RequestError: Ranks that split layers were given different calls.
+    """
+    if agree_on_call(kind, values, mesh):
+        yield mesh.replica
+        return
+    with apart(mesh.ep, [(block, host) for block, host in _hosts(model)]):
+        yield mesh.tp
+
+
+def _hosts(model: nn.Module) -> Iterator[tuple[Block, Host]]:
+    """Layers whose experts are spread, in the model's order."""
+    for block in (injected_state(module).block for module in model.modules() if is_injected(module)):
+        if block.share is not None and block.share.spreads_experts:
+            weight = block.weights.matrices[Role.EXPERTS_OUT]
+            some = weight.planes[0]
+            dtype = some.dtype if weight.dtype is None else weight.dtype
+            yield block, Host(block.share, block.mix, block.spec.hidden, dtype, some.device)

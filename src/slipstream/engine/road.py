@@ -16,17 +16,19 @@ from slipstream.engine.runner import Runner
 from slipstream.model.block import Block
 from slipstream.model.cache import bytes_per_token
 from slipstream.ops.bind import Bound
+from slipstream.parallel import Mesh
 
 __all__ = ["prepare_road", "together"]
 
 
-def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig) -> list[str]:
+def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig, mesh: Mesh) -> list[str]:
     """Honour what the configuration asks of the engine road.
 
     Args:
         runner: The model over packed tokens, or None where transformers' own loops run; changed.
         device: Where it runs.
         config: The configuration.
+        mesh: The ranks that share the model.
 
     Returns:
         A note for the report on each wish.
@@ -35,7 +37,7 @@ def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig)
     if config.kv_cache_dtype is not None:
         notes.append(_keep_in_int8(runner, config.kv_cache_dtype))
     if config.enable_cuda_graph:
-        notes.append(_capture(runner, device, config.max_out_tokens))
+        notes.append(_capture(runner, device, config.max_out_tokens, mesh))
     return notes
 
 
@@ -51,8 +53,10 @@ def _keep_in_int8(runner: Runner | None, wish: str) -> str:
     return f"generate keeps keys and values in int8: {own} bytes per token, {plain} in {dense}"
 
 
-def _capture(runner: Runner | None, device: Device, tokens: int) -> str:
+def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> str:
     reason = device.no_graph() or ("" if runner is not None else "generate runs transformers' own loop")
+    if mesh.ep.size > 1:
+        reason = "ranks that share experts may run calls of their own, whose steps nobody knows beforehand"
     if runner is not None and listens(runner):
         reason = "the decoder listens to an encoder, whose states lie elsewhere in every generation"
     if runner is not None and not reason:

@@ -17,8 +17,10 @@ from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
 from slipstream.ops.linear import Weight
+from slipstream.ops.moe import Routed, chosen_by
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
+from slipstream.parallel.experts import spread_experts
 from slipstream.parallel.shard import Share
 from slipstream.spec import BlockSpec, Latent, Norm, Role
 from slipstream.weights.load import BlockWeights, Vector
@@ -318,24 +320,29 @@ class Block:
         spec = self.spec
         if spec.moe is None:
             return self._mlp(x, Role.MLP_IN, Role.MLP_OUT)
-        matrices = self.weights.matrices
-        choice = self.weights.vectors.get(Role.ROUTER_BIAS)
-        out: Tensor = self.ops.moe.run(
-            x,
-            matrices[Role.ROUTER],
-            matrices[Role.EXPERTS_IN],
-            matrices[Role.EXPERTS_OUT],
-            spec=spec.moe,
-            activation=spec.activation,
-            gated=spec.gated,
-            choice=None if choice is None else choice.weight,
-        )
+        router, vector = self.weights.matrices[Role.ROUTER], self.weights.vectors.get(Role.ROUTER_BIAS)
+        choice = None if vector is None else vector.weight
+        if self.share is not None and self.share.spreads_experts:
+            routed = chosen_by(x, router, spec.moe, choice)
+            out = spread_experts(self, self.share, self.mix, x, routed)
+        else:
+            out = self.mix(x, router, choice)
         if not spec.moe.shared:
             return out
         shared = self._mlp(x, Role.SHARED_IN, Role.SHARED_OUT)
+        if spec.moe.residual:
+            both = self._linear(Role.SHARED_GATE, x).softmax(-1)
+            return out * both[:, :1] + shared * both[:, 1:]
         if spec.moe.shared_gate:
             shared = shared * torch.sigmoid(self._linear(Role.SHARED_GATE, x))
         return out + shared
+
+    def mix(self, x: Tensor, router: Weight | Routed, choice: Tensor | None = None) -> Tensor:
+        """What the experts that this block has say of `(T, C)`, by a router or by a choice made before."""
+        experts = (self.weights.matrices[role] for role in (Role.EXPERTS_IN, Role.EXPERTS_OUT))
+        how = {"spec": self.spec.moe, "activation": self.spec.activation, "gated": self.spec.gated}
+        said: Tensor = self.ops.moe.run(x, router, *experts, **how, choice=choice)
+        return said
 
     def _mlp(self, x: Tensor, first: Role, second: Role) -> Tensor:
         y, learned = self._linear(first, x), self.weights.vectors.get(Role.ACTIVATION)

@@ -107,6 +107,11 @@ class Weight:
             return runs[0] if len(runs) == 1 else torch.cat(runs)
         return self.unpack(tuple(plane[index] for plane in self.planes), self.shape[1:], self.dtype)
 
+    def at(self, index: int) -> Weight:
+        """Return one expert's matrix with its bias, over the same memory."""
+        planes, bias = tuple(plane[index] for plane in self.planes), self.bias
+        return replace(self, shape=self.shape[1:], planes=planes, bias=None if bias is None else bias[index])
+
     def rows(self, index: Tensor) -> Tensor:
         """Return rows of a matrix, `(n, I)`, without unpacking the others.
 

@@ -16,7 +16,10 @@ from slipstream.ops.bind import Case, Op
 from slipstream.ops.linear import Weight
 from slipstream.spec import MoE
 
-__all__ = ["OP", "moe", "route", "router_logits"]
+__all__ = ["OP", "Routed", "chosen_by", "moe", "route", "router_logits"]
+
+Routed = tuple[Tensor, Tensor]
+"""A choice: weights `(T, k)` float32 and experts `(T, k)` int64."""
 
 
 def router_logits(x: Tensor, router: Weight, spec: MoE) -> Tensor:
@@ -93,9 +96,14 @@ def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     return torch.cat(weights, dim=-1).float(), torch.cat(experts, dim=-1)
 
 
+def chosen_by(x: Tensor, router: Weight | Routed, spec: MoE, choice: Tensor | None) -> Routed:
+    """The choice that a router makes, or that was made before."""
+    return router if isinstance(router, tuple) else route(router_logits(x, router, spec), spec, choice)
+
+
 def moe(
     x: Tensor,
-    router: Weight,
+    router: Weight | Routed,
     experts_in: Weight,
     experts_out: Weight,
     *,
@@ -110,7 +118,8 @@ def moe(
 
     Args:
         x: `(T, C)`.
-        router: `(E, C)`.
+        router: `(E, C)`; or the choice, where it was made before: the experts here may be some of all then,
+            numbered from 0, and -1 stands for one that is elsewhere and adds nothing.
         experts_in: `(E, 2F, C)`, rows `[gate | up]`, or `(E, F, C)` where not gated.
         experts_out: `(E, C, F)`.
         spec: Scoring, `top_k` and normalisation.
@@ -121,9 +130,9 @@ def moe(
     Returns:
         `(T, C)` in the dtype of `x`.
     """
-    weights, chosen = route(router_logits(x, router, spec), spec, choice)
+    weights, chosen = chosen_by(x, router, spec, choice)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in chosen.unique().tolist():
+    for expert in (e for e in chosen.unique().tolist() if e >= 0):
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
         bias_in, bias_out = (w.bias if w.bias is None else w.bias[expert] for w in (experts_in, experts_out))
         weight = weights[tokens, place, None]
@@ -136,7 +145,14 @@ def moe(
 
 
 def _case(
-    name: str, tokens: int, spec: MoE, *, activation: str = "silu", bias: bool = False, choice: bool = False
+    name: str,
+    tokens: int,
+    spec: MoE,
+    *,
+    activation: str = "silu",
+    bias: bool = False,
+    choice: bool = False,
+    routed: bool = False,
 ) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         hidden, width = 32, 24
@@ -146,9 +162,14 @@ def _case(
             b = torch.randn(*shape[:-1], generator=generator).to(dtype) if bias else None
             return Weight("plain", shape, (matrix.to(dtype),), lambda planes: planes[0], b)
 
+        def chosen() -> Routed:
+            scores = torch.rand(tokens, spec.experts + 1, generator=generator)
+            weights, experts = scores.topk(spec.top_k)
+            return weights, experts - 1  # each expert once at most, and some elsewhere
+
         return {
             "x": torch.randn(tokens, hidden, generator=generator).to(dtype),
-            "router": weight(spec.experts, hidden),
+            "router": chosen() if routed else weight(spec.experts, hidden),
             "experts_in": weight(spec.experts, 2 * width, hidden),
             "experts_out": weight(spec.experts, hidden, width),
             "spec": spec,
@@ -183,6 +204,8 @@ OP = Op(
             MoE(8, 3, "sigmoid", groups=4, top_groups=2, group_score="top2"),
             choice=True,
         ),
+        _case("chosen before, some elsewhere", 7, MoE(3, 2), bias=True, routed=True),
+        _case("chosen before, one expert", 5, MoE(1, 1), routed=True),
         _case(
             "best two by biased logits, sigmoid", 6, MoE(5, 2, "topk_sigmoid", normalize=True), choice=True
         ),

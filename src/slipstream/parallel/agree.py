@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from slipstream.parallel.mesh import Axis, Mesh
 __all__ = ["agree_on_call", "agree_on_engine", "agree_on_tokens", "any_of", "share_random_state"]
 
 _SAMPLE = 16
+_WHAT = "compared what they were asked for"
 
 
 def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> None:
@@ -35,16 +36,28 @@ def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> No
     _compare(own, mesh.replica, ConfigError, "give every rank the same configuration, model and weights")
 
 
-def agree_on_call(kind: str, values: Mapping[str, Any], axis: Axis) -> None:
+def agree_on_call(kind: str, values: Mapping[str, Any], mesh: Mesh) -> bool:
     """Compare the arguments of a call with the other ranks.
+
+    Returns:
+        Whether all ranks of the model run one call. Those that only share experts may each have a call of
+        their own; those that split layers may not.
 
     Raises:
         RequestError: With the argument, and the ranks that have another one.
     """
-    if axis.size > 1:
-        own = {f"the argument {name}": _text(value) for name, value in values.items()}
-        way_out = "ranks that share a model run each call together: broadcast its inputs first"
-        _compare({"the call": kind} | own, axis, RequestError, way_out)
+    if mesh.is_alone:
+        return True
+    own = {"the call": kind} | {f"the argument {name}": _text(value) for name, value in values.items()}
+    way_out = "ranks that split a model's layers run each call together: broadcast its inputs first"
+    size = mesh.tp.size
+    digests = gather_objects(_digest(own), mesh.replica, _WHAT)
+    teams = [set(digests[start : start + size]) for start in range(0, len(digests), size)]
+    if any(len(team) > 1 for team in teams):  # all ranks know, those of other teams as well
+        every: list[Mapping[str, str]] = gather_objects(own, mesh.replica, _WHAT)
+        for start in range(0, len(every), size):
+            _refuse(every[start : start + size], mesh.replica.ranks[start:], RequestError, way_out)
+    return len(set(digests)) == 1
 
 
 def agree_on_tokens(tokens: Tensor, axis: Axis) -> None:
@@ -97,15 +110,22 @@ def share_random_state(axis: Axis, device: torch.device) -> None:
 
 
 def _compare(own: Mapping[str, str], axis: Axis, error: type[Exception], way_out: str) -> None:
-    digest = hashlib.blake2b(repr(sorted(own.items())).encode(), digest_size=16).digest()
-    what = "compared what they were asked for"
-    if len(set(gather_objects(digest, axis, what))) == 1:
-        return
-    every: list[Mapping[str, str]] = gather_objects(own, axis, what)
+    if len(set(gather_objects(_digest(own), axis, _WHAT))) > 1:
+        _refuse(gather_objects(own, axis, _WHAT), axis.ranks, error, way_out)
+
+
+def _digest(own: Mapping[str, str]) -> bytes:
+    return hashlib.blake2b(repr(sorted(own.items())).encode(), digest_size=16).digest()
+
+
+def _refuse(
+    every: Sequence[Mapping[str, str]], ranks: Sequence[int], error: type[Exception], way_out: str
+) -> None:
+    """Say what some ranks have otherwise, if they have."""
     for name in dict.fromkeys(n for one in every for n in one):
         values = [one.get(name, "not there") for one in every]
         if len(set(values)) > 1:
-            listed = "; ".join(f"rank {rank}: {v}" for rank, v in zip(axis.ranks, values, strict=True))
+            listed = "; ".join(f"rank {rank}: {v}" for rank, v in zip(ranks, values, strict=False))
             raise error(f"the ranks that share a model disagree on {name} ({listed}); {way_out}")
 
 

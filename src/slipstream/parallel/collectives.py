@@ -111,7 +111,8 @@ def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
     values: list[Any] = [None] * axis.size
     with together(axis, what):
         dist.all_gather_object(values, value, group=axis.control)
-    return values
+    places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(axis.control))}
+    return [values[places[rank]] for rank in axis.ranks]
 
 
 def norm_across(

@@ -2,14 +2,17 @@
 
 The processes of a world are counted tensor-parallel rank first, then expert-parallel rank, then replica: with
 `tp_size=2` and `ep_size=2`, ranks 0 and 1 split layers, 0 and 2 spread experts, and 0 to 3 are one replica of
-the model; ranks 4 to 7 are the next one, which needs nothing of the first.
+the model; ranks 4 to 7 are the next one, which needs nothing of the first. Where there are fewer processes
+than `tp_size * ep_size`, the ranks that split layers spread experts as well: two processes with both sizes 2
+split attention, and each has half of the experts, whole.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -60,20 +63,50 @@ class Axis:
 class Mesh:
     """The ranks that share one model with this process.
 
+    Experts are spread over `ep.size * inner` places. A rank's is `ep.rank * inner + tp.rank % inner`, and
+    with the ranks of `tp` that have the same place it splits each of its experts.
+
     Attributes:
         tp: Those that split layers.
-        ep: Those that spread experts.
+        ep: Those at the same place of other `tp` axes, with which experts are spread.
         replica: All of them, expert-parallel rank by expert-parallel rank.
+        inner: Into how many parts the ranks of `tp` spread experts among themselves.
     """
 
     tp: Axis = Axis()
     ep: Axis = Axis()
     replica: Axis = Axis()
+    inner: int = 1
 
     @property
     def is_alone(self) -> bool:
         """Whether the model belongs to this process only."""
         return self.replica.size == 1
+
+    @property
+    def expert_places(self) -> int:
+        """How many ways experts are spread: `moe.ep_size`."""
+        return self.ep.size * self.inner
+
+    @property
+    def expert_place(self) -> int:
+        """Which of them is this rank's."""
+        return self.ep.rank * self.inner + self.tp.rank % self.inner
+
+    @property
+    def slices(self) -> int:
+        """How many ranks split an expert."""
+        return self.tp.size // self.inner
+
+    @property
+    def slice(self) -> int:
+        """Which part of each of its experts this rank has."""
+        return self.tp.rank // self.inner
+
+    def at(self, place: int) -> Mesh:
+        """The mesh as another rank of the replica sees it; only to be looked at."""
+        tp = replace(self.tp, rank=place % self.tp.size)
+        return replace(self, tp=tp, ep=replace(self.ep, rank=place // self.tp.size))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         """Itself."""
@@ -95,21 +128,44 @@ def open_mesh(config: InferenceConfig) -> Mesh:
     tensor, experts = config.tensor_parallel, config.moe
     given = _given_group(tensor.mpu, tensor.tp_group)
     if tensor.tp_size == 1 and experts.ep_size == 1 and given is None and experts.ep_group is None:
-        return ALONE
+        return _with_slices(ALONE, experts.ep_mp_group)
     _begin(config)
     if given is not None or experts.ep_group is not None:
         return _of_given(config, given)
     tp, ep, world = tensor.tp_size, experts.ep_size, dist.get_world_size()
-    if world % (tp * ep):
+    whole = tp * ep if world % (tp * ep) == 0 else math.lcm(tp, ep)
+    if world % whole:
         product = f"tensor_parallel.tp_size={tp}" + (f" times moe.ep_size={ep}" if ep > 1 else "")
         raise ConfigError(
             f"{product} does not divide the {world} processes that were started; start {tp * ep} or a "
             "multiple of it (torchrun --nproc-per-node)"
         )
-    blocks = [range(first, first + tp * ep) for first in range(0, world, tp * ep)]
-    rows = [tuple(block[start : start + tp]) for block in blocks for start in range(0, tp * ep, tp)]
+    blocks = [range(first, first + whole) for first in range(0, world, whole)]
+    rows = [tuple(block[start : start + tp]) for block in blocks for start in range(0, whole, tp)]
     columns = [tuple(block[start::tp]) for block in blocks for start in range(tp)]
-    return Mesh(_axis_of(rows), _axis_of(columns), _axis_of([tuple(block) for block in blocks]))
+    replicas = [tuple(block) for block in blocks]
+    mesh = Mesh(_axis_of(rows), _axis_of(columns), _axis_of(replicas), ep * tp // whole)
+    return _with_slices(mesh, experts.ep_mp_group)
+
+
+def _with_slices(mesh: Mesh, group: Any) -> Mesh:
+    """The mesh, held against the group that the user says splits each expert."""
+    if group is None:
+        return mesh
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"moe.ep_mp_group is a {type(group).__name__}; give a process group, or leave it out"
+        )
+    found = sorted(dist.get_process_group_ranks(group))
+    own = mesh.tp.rank % mesh.inner
+    mine = [rank for place, rank in enumerate(mesh.tp.ranks) if place % mesh.inner == own]
+    mine = [dist.get_rank()] if mesh.is_alone else mine
+    if found != sorted(mine):
+        raise ConfigError(
+            f"moe.ep_mp_group has the ranks {found}, and by tp_size={mesh.tp.size} and "
+            f"ep_size={mesh.expert_places} the ranks {sorted(mine)} split an expert; leave it out"
+        )
+    return mesh
 
 
 def _given_group(mpu: Any, group: Any) -> Any:
@@ -148,15 +204,34 @@ def _of_given(config: InferenceConfig, group: Any) -> Mesh:
     tensor_axis = _checked("tensor_parallel", "tp_size", tp, group)
     expert_axis = _checked("moe", "ep_size", ep, experts)
     if expert_axis.size == 1:
-        return Mesh(tensor_axis, expert_axis, tensor_axis)
+        return _with_slices(Mesh(tensor_axis, expert_axis, tensor_axis), config.moe.ep_mp_group)
     if tensor_axis.size == 1:
-        return Mesh(tensor_axis, expert_axis, expert_axis)
+        return _with_slices(Mesh(tensor_axis, expert_axis, expert_axis), config.moe.ep_mp_group)
+    if set(expert_axis.ranks) <= set(tensor_axis.ranks):
+        return _with_slices(_inside(tensor_axis, expert_axis), config.moe.ep_mp_group)
     rows: list[Any] = [None] * expert_axis.size
     dist.all_gather_object(rows, tensor_axis.ranks, group=expert_axis.control)
     ranks = tuple(rank for row in rows for rank in row)
-    place = expert_axis.rank * tensor_axis.size + tensor_axis.rank
-    group = dist.new_group(list(ranks), START_TIMEOUT, "gloo", None, True)
-    return Mesh(tensor_axis, expert_axis, Axis(ranks, place, group, group))
+    if len(set(ranks)) < len(ranks) or len({len(row) for row in rows}) > 1:
+        raise ConfigError(
+            f"moe.ep_group joins the ranks {list(expert_axis.ranks)}, of the tensor-parallel groups {rows}; "
+            "give each rank a group with one rank of several of them, or with ranks of its own alone"
+        )
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, ranks)  # all processes make the groups of all replicas
+    mesh = Mesh(tensor_axis, expert_axis, _axis_of(sorted(set(every))))
+    return _with_slices(mesh, config.moe.ep_mp_group)
+
+
+def _inside(tensor: Axis, experts: Axis) -> Mesh:
+    """A mesh whose tensor-parallel ranks spread experts among themselves."""
+    inner, first = experts.size, tensor.rank - tensor.rank % experts.size
+    if tensor.size % inner or tensor.ranks[first : first + inner] != experts.ranks:
+        raise ConfigError(
+            f"moe.ep_group has the ranks {list(experts.ranks)} of tensor_parallel.tp_group's "
+            f"{list(tensor.ranks)}; give each rank a run of them, all runs equally long and in their order"
+        )
+    return Mesh(tensor, Axis(experts.ranks[experts.rank : experts.rank + 1]), tensor, inner)
 
 
 def _checked(section: str, key: str, size: int, group: Any) -> Axis:

@@ -61,7 +61,7 @@ class Share:
         heads: Its query heads.
         kv_heads: Its kv heads.
         counts_keys: Of the ranks that have these kv heads it is the first.
-        ffn: Its part of the feed-forward, or of each of its experts.
+        ffn: Its part of the feed-forward, or of each of its experts where several ranks split them.
         shared: Its part of the shared experts.
         experts: Its experts.
         mesh: The ranks.
@@ -84,12 +84,19 @@ class Share:
         """The ranks that split the layer."""
         return self.mesh.tp
 
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether other ranks have experts that this one has not."""
+        return self.whole.moe is not None and self.mesh.expert_places > 1
+
+    def owner(self, expert: int) -> int:
+        """The place, of `mesh.expert_places`, of an expert."""
+        runs = spread(self.whole.moe.experts if self.whole.moe else 0, self.mesh.expert_places)
+        return next(place for place, run in enumerate(runs) if expert in run)
+
     def at(self, place: int) -> Share:
         """The share of another rank of the replica, which is only looked at."""
-        size = self.mesh.tp.size
-        tp = replace(self.mesh.tp, rank=place % size)
-        ep = replace(self.mesh.ep, rank=place // size)
-        return _share(self.whole, Mesh(tp, ep, self.mesh.replica), self.unit)
+        return _share(self.whole, self.mesh.at(place), self.unit)
 
     def slice(self, role: Role, rows: int, dims: int) -> Slice:
         """What the rank has of a role.
@@ -101,9 +108,10 @@ class Share:
         """
         first, dim, spec = self.tp.rank == 0, self.spec.head_dim, self.whole
         q, kv = _scaled(self.heads, dim), _scaled(self.kv_heads, dim)
-        experts = None if self.mesh.ep.size == 1 else self.experts
+        if role in (Role.EXPERTS_IN, Role.EXPERTS_OUT):
+            return self._of_experts(role)
         if self.tp.size == 1:
-            return Slice(experts=experts) if role in (Role.EXPERTS_IN, Role.EXPERTS_OUT) else Slice()
+            return Slice()
         match role:
             case Role.QKV:
                 return Slice(
@@ -124,10 +132,6 @@ class Share:
                 return Slice(self._halves(self.ffn, spec.ffn))
             case Role.MLP_OUT:
                 return Slice(columns=self.ffn, bias=first)
-            case Role.EXPERTS_IN:
-                return Slice(self._halves(self.ffn, spec.ffn), experts=experts)
-            case Role.EXPERTS_OUT:
-                return Slice(columns=self.ffn, experts=experts, bias=first)
             case Role.SHARED_IN:
                 return Slice(self._halves(self.shared, spec.moe.shared if spec.moe else 0))
             case Role.SHARED_OUT:
@@ -150,6 +154,15 @@ class Share:
             return ()
         own = self.heads if spec.gate.per == "head" else q
         return (_moved(own, spec.q_dim + 2 * spec.kv_dim),)
+
+    def _of_experts(self, role: Role) -> Slice:
+        """Whole experts, or a part of each of them, or both."""
+        experts = self.experts if self.mesh.expert_places > 1 else None
+        if self.mesh.slices == 1:
+            return Slice(experts=experts)
+        if role is Role.EXPERTS_IN:
+            return Slice(self._halves(self.ffn, self.whole.ffn), experts=experts)
+        return Slice(columns=self.ffn, experts=experts, bias=self.mesh.slice == 0)
 
     def _halves(self, run: range, width: int) -> tuple[range, ...]:
         return (run, _moved(run, width)) if self.whole.gated else (run,)
@@ -175,13 +188,13 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
         ConfigError: More ranks than heads, feed-forward units or experts.
         UnsupportedError: A block with latent attention, or with a family's own.
     """
-    experts = spec.moe.experts if spec.moe is not None else 0
-    if mesh.tp.size == 1 and (mesh.ep.size == 1 or not experts):
+    moe = spec.moe
+    tp, ep, slices = mesh.tp.size, mesh.expert_places, 1 if moe is None else mesh.slices
+    if tp == 1 and (ep == 1 or moe is None):
         return None
-    tp, ep = mesh.tp.size, mesh.ep.size
-    if spec.latent is not None:
+    if spec.latent is not None and tp > 1:
         raise UnsupportedError(
-            f"tensor_parallel.tp_size={tp}, moe.ep_size={ep}: latent attention is not split; use one rank"
+            f"tensor_parallel.tp_size={tp}: latent attention is not split; use moe.ep_size alone, or one rank"
         )
     if spec.own_attention:
         raise UnsupportedError(
@@ -201,15 +214,15 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
             f"tensor_parallel.tp_size={tp} is more than the {spec.heads} attention heads of a layer; use "
             f"{spec.heads} at most"
         )
-    narrow = min(spec.ffn, spec.moe.shared if spec.moe is not None and spec.moe.shared else spec.ffn)
-    if tp > narrow:
+    if slices > spec.ffn or (moe is None and tp > spec.ffn) or (moe is not None and 0 < moe.shared < tp):
+        narrow = min(spec.ffn, moe.shared) if moe is not None and moe.shared else spec.ffn
         raise ConfigError(
             f"tensor_parallel.tp_size={tp} is more than the {narrow} units of a layer's feed-forward; use "
             f"{narrow} at most"
         )
-    if experts and ep > experts:
+    if moe is not None and ep > moe.experts:
         raise ConfigError(
-            f"moe.ep_size={ep} is more than the {experts} experts of a layer; use {experts} at most"
+            f"moe.ep_size={ep} is more than the {moe.experts} experts of a layer; use {moe.experts} at most"
         )
     return _share(spec, mesh, max(group, 1))
 
@@ -234,11 +247,12 @@ def deal_heads(heads: int, kv_heads: int, parts: int, place: int) -> tuple[range
 def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
     tp, rank = mesh.tp.size, mesh.tp.rank
     heads, kv_heads, counts = deal_heads(spec.heads, spec.kv_heads, tp, rank)
-    ffn = spread(spec.ffn, tp, unit if spec.ffn >= unit * tp else 1)[rank]
     moe, shared, experts = spec.moe, range(0), range(0)
+    parts, part_of = (tp, rank) if moe is None else (mesh.slices, mesh.slice)
+    ffn = spread(spec.ffn, parts, unit if spec.ffn >= unit * parts else 1)[part_of]
     if moe is not None:
         shared = spread(moe.shared, tp, unit if moe.shared >= unit * tp else 1)[rank]
-        experts = spread(moe.experts, mesh.ep.size)[mesh.ep.rank]
+        experts = spread(moe.experts, mesh.expert_places)[mesh.expert_place]
         moe = replace(moe, shared=len(shared))
     part = replace(
         spec,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.parallel.collectives import broadcast
+from slipstream.parallel.experts import refuse_apart
 from slipstream.parallel.shard import Share
 from slipstream.spec import Role
 from slipstream.weights.load import BlockWeights, restore_block
@@ -43,7 +44,11 @@ def rejoined(
     Returns:
         Whole tensors by name. A bias that is added up once is the first rank's alone, and missing elsewhere:
         there the layer has kept its own.
+
+    Raises:
+        RequestError: The ranks run calls of their own.
     """
+    refuse_apart(share)
     if weights.lease is not None:
         with weights.lease:
             found = rejoined(replace(weights, lease=None), plans, share, like)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu import attention, linear, paged_attention
+from slipstream.kernels.cpu import attention, linear, moe, paged_attention
 from slipstream.ops.bind import Kernel
 
 __all__ = ["KERNELS"]
 
-KERNELS: tuple[Kernel, ...] = (*linear.KERNELS, *attention.KERNELS, *paged_attention.KERNELS)
+KERNELS: tuple[Kernel, ...] = (
+    *linear.KERNELS,
+    *moe.KERNELS,
+    *attention.KERNELS,
+    *paged_attention.KERNELS,
+)
 """Every kernel of the CPU, the best instruction set first."""

@@ -17,7 +17,7 @@ from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight, linear
 
-__all__ = ["KERNELS", "native_linear"]
+__all__ = ["KERNELS", "native_linear", "refuse_linear", "run_linear"]
 
 _MOST_ROWS = 1 << 20
 """Rows up to which torch's own product is slower: any number, measured with 1 to 512 rows of 576 to 5632."""
@@ -58,7 +58,8 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
     return out
 
 
-def _refuse(facts: Facts, *, isa: str) -> str | None:
+def refuse_linear(facts: Facts, *, isa: str) -> str | None:
+    """Why the library does not multiply in this dtype and format, or None where it does."""
     if facts.dtype not in DTYPES:
         return f"computes in float32, bfloat16 and float16, not {facts.dtype}"
     if facts.format not in FORMATS:
@@ -66,7 +67,8 @@ def _refuse(facts: Facts, *, isa: str) -> str | None:
     return refuse(isa)
 
 
-def _run(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
+def run_linear(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
+    """Return what `ops.linear.linear` does, by the library where that is faster."""
     packed = weight.format != "plain"
     beside_amx = x.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa != "amx"
     most_rows = _MOST_ROWS_BESIDE_AMX if beside_amx and weight.rounding is None else _MOST_ROWS
@@ -84,8 +86,8 @@ def _run(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
 
 
 def _kernel(isa: str) -> Kernel:
-    decide: Callable[[Facts], str | None] = functools.partial(_refuse, isa=isa)
-    return Kernel("linear", f"cpu-{isa}", "cpu", decide, functools.partial(_run, isa=isa))
+    decide: Callable[[Facts], str | None] = functools.partial(refuse_linear, isa=isa)
+    return Kernel("linear", f"cpu-{isa}", "cpu", decide, functools.partial(run_linear, isa=isa))
 
 
 KERNELS: tuple[Kernel, ...] = tuple(_kernel(isa) for isa in ISAS)

@@ -21,7 +21,7 @@ from slipstream.kernels.triton.target import refuse
 from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight
-from slipstream.ops.moe import moe, route, router_logits
+from slipstream.ops.moe import Routed, chosen_by, moe
 from slipstream.spec import MoE
 
 __all__ = ["KERNELS"]
@@ -31,15 +31,15 @@ def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
     """Sort pairs of token and expert by expert, and lay them out in tiles of one expert each.
 
     Args:
-        chosen: `(T, k)` int64.
+        chosen: `(T, k)` int64; what is below 0 or not below E is in no tile.
         experts: E.
 
     """
-    flat = chosen.flatten()
+    flat = torch.where((chosen >= 0) & (chosen < experts), chosen, experts).flatten()
     pairs, device = flat.shape[0], flat.device
     height = tile_rows(-(-pairs // experts))
-    tiles = min(pairs, experts) + pairs // height
-    counts = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(
+    tiles = min(pairs, experts + 1) + pairs // height
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=device).scatter_add_(
         0, flat, torch.ones_like(flat)
     )
     tiles_of = (counts + height - 1) // height
@@ -51,7 +51,7 @@ def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
     row_of[(ends - tiles_of)[expert] * height + within] = order.to(torch.int32)
     expert_of = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True)
     expert_of = torch.where(expert_of < experts, expert_of, -1)
-    return Pairs(row_of, expert_of.to(torch.int32), flat.to(torch.int32), height)
+    return Pairs(row_of, expert_of.to(torch.int32), flat.clamp(max=experts - 1).to(torch.int32), height)
 
 
 def _launch(
@@ -96,7 +96,7 @@ def _reads(weight: Weight) -> bool:
 
 def _run(
     x: Tensor,
-    router: Weight,
+    router: Weight | Routed,
     experts_in: Weight,
     experts_out: Weight,
     *,
@@ -105,15 +105,19 @@ def _run(
     gated: bool,
     choice: Tensor | None = None,
 ) -> Tensor:
-    if not (_reads(experts_in) and _reads(experts_out) and activation in KINDS and x.shape[0]):
+    weights, chosen = chosen_by(x, router, spec, choice)
+    reads = _reads(experts_in) and _reads(experts_out) and activation in KINDS
+    if not (reads and x.shape[0]) or spec.weighs_input:
         return moe(
-            x, router, experts_in, experts_out, spec=spec, activation=activation, gated=gated, choice=choice
+            x, (weights, chosen), experts_in, experts_out, spec=spec, activation=activation, gated=gated
         )
-    weights, chosen = route(router_logits(x, router, spec), spec, choice)
-    pairs = sort_pairs(chosen, spec.experts)
+    pairs = sort_pairs(chosen, experts_in.shape[0])
     y = _over_pairs(x, experts_in, chosen.shape[1], pairs, KINDS[activation], gated)
     y = _over_pairs(y, experts_out, 1, pairs, -1, False)
-    return (y.view(*chosen.shape, -1).float() * weights[..., None]).sum(1).to(x.dtype)
+    said = y.view(*chosen.shape, -1).float() * weights[..., None]
+    if isinstance(router, tuple):  # rows of pairs that are in no tile were never written
+        said = torch.where((chosen >= 0)[..., None], said, 0.0)
+    return said.sum(1).to(x.dtype)
 
 
 def _refuse(facts: Facts) -> str | None:

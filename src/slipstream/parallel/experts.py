@@ -1,0 +1,234 @@
+"""Experts on several ranks: each computes its own, on all tokens that chose them, and the parts are added up.
+
+Ranks that were given one call have the same tokens: each runs its experts on all of them, and one sum over
+the ranks is the answer. Ranks that were given calls of their own send tokens to where their experts are, and
+get sums back. For that they meet once for each layer with experts, all of them each time, though one call
+may have fewer steps than another: a rank whose call is over goes on answering until all are (`Meeting`).
+
+Source: Rajbhandari et al. 2022 (arXiv 2201.05596), section 5, for experts spread beside split layers.
+
+Shapes: T packed tokens, C hidden, k experts per token, D ranks that meet, N rows that a rank received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.errors import DeviceError, RequestError
+from slipstream.ops.moe import Routed
+from slipstream.parallel.collectives import all_sum, exchange, together
+from slipstream.parallel.mesh import Axis
+from slipstream.parallel.shard import Share, spread
+
+__all__ = ["Compute", "Host", "apart", "refuse_apart", "spread_experts"]
+
+Compute = Callable[[Tensor, Routed], Tensor]
+"""A rank's own experts: rows `(N, C)` and a choice among them, numbered from 0 or -1, to sums `(N, C)`."""
+
+_OVER = -1
+
+
+@dataclass(frozen=True)
+class Host:
+    """A layer whose experts are spread, as others meet it.
+
+    Attributes:
+        share: The rank's part of it.
+        compute: Its experts.
+        width: C.
+        dtype: Of the rows that are sent.
+        device: Where they are computed.
+    """
+
+    share: Share
+    compute: Compute
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Meeting:
+    """The ranks of one axis, each in a call of its own, and the layers that they meet in.
+
+    Each exchange begins with a line from every rank: which layer it is at, or that its call is over, and how
+    many rows it has for each of the others.
+    """
+
+    def __init__(self, axis: Axis, hosts: Sequence[tuple[object, Host]]) -> None:
+        """Begin.
+
+        Args:
+            axis: The ranks.
+            hosts: The layers with experts, in the model's order, each with what it is known by.
+        """
+        self._axis = axis
+        self._hosts = [host for _, host in hosts]
+        self._places = {id(key): place for place, (key, _) in enumerate(hosts)}
+        self._lost = False
+
+    def deal(self, key: object, x: Tensor, routed: Routed) -> Tensor:
+        """Run one layer's experts on this rank's tokens, and on those of the others.
+
+        Args:
+            key: What the layer is known by.
+            x: `(T, C)`.
+            routed: The choice among all experts.
+
+        Returns:
+            `(T, C)`: what the experts of this axis say of `x`.
+        """
+        place, (weights, chosen) = self._places[id(key)], routed
+        host = self._hosts[place]
+        owners = _owners(host.share, x.device)[chosen]
+        index = [(owners == rank).any(-1).nonzero()[:, 0] for rank in range(self._axis.size)]
+        order = torch.cat(index)
+        rows = _packed(x[order].to(host.dtype), weights[order], chosen[order])
+        lines = self._announce(place, [len(one) for one in index], x.device)
+        self._refuse_another_layer(lines, place)
+        received = self._swap(lines, place, rows, chosen.shape[1])
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return out.index_add_(0, order, received.float()).to(x.dtype)
+
+    def serve(self) -> None:
+        """Take part without tokens until the calls of all ranks are over."""
+        while not self._lost:
+            device = self._hosts[0].device
+            lines = self._announce(_OVER, [0] * self._axis.size, device)
+            place = max(line[0] for line in lines)
+            if place == _OVER:
+                return
+            self._refuse_another_layer(lines, place)
+            host = self._hosts[place]
+            width = host.share.whole.moe.top_k if host.share.whole.moe else 0
+            empty = torch.empty(0, _bytes_of(host, width), dtype=torch.uint8, device=host.device)
+            self._swap(lines, place, empty, width)
+
+    def _announce(self, place: int, counts: list[int], device: torch.device) -> list[list[int]]:
+        mine = torch.tensor([place, *counts], dtype=torch.int64, device=device)
+        lines = [torch.empty_like(mine) for _ in range(self._axis.size)]
+        try:
+            with together(self._axis, "met in a layer with experts"):
+                dist.all_gather(lines, mine, group=self._axis.group)
+        except DeviceError:
+            self._lost = True
+            raise
+        found: list[list[int]] = torch.stack(lines).tolist()
+        return found
+
+    def _refuse_another_layer(self, lines: list[list[int]], place: int) -> None:
+        odd = {self._axis.ranks[rank]: line[0] for rank, line in enumerate(lines)}
+        if any(other not in (place, _OVER) for other in odd.values()):
+            self._lost = True
+            raise DeviceError(
+                f"ranks with calls of their own meet in different layers with experts ({odd}): each call "
+                "must run all layers in order; give the ranks one call, or leave out what runs layers alone"
+            )
+
+    def _swap(self, lines: list[list[int]], place: int, rows: Tensor, top_k: int) -> Tensor:
+        """Send rows to experts, compute what came, return the answers to this rank's `(rows, C)`."""
+        host, axis = self._hosts[place], self._axis
+        send, receive = lines[axis.rank][1:], [line[1 + axis.rank] for line in lines]
+        try:
+            came = exchange(rows, axis, send, receive)
+            x, weights, chosen = _unpacked(came, host, top_k)
+            own = host.share.experts
+            mine = (chosen >= own.start) & (chosen < own.stop)
+            local = torch.where(mine, chosen - own.start, _OVER)
+            said = host.compute(x, (weights, local)) if len(x) else x
+            return exchange(said, axis, receive, send)
+        except DeviceError:
+            self._lost = True
+            raise
+
+
+def _owners(share: Share, device: torch.device) -> Tensor:
+    """Which rank of the axis has each expert, `(E,)`; -1 for those of ranks that split layers with it."""
+    mesh = share.mesh
+    runs = spread(share.whole.moe.experts if share.whole.moe else 0, mesh.expert_places)
+    own = mesh.expert_place % mesh.inner
+    ranks = [place // mesh.inner if place % mesh.inner == own else _OVER for place in range(len(runs))]
+    flat = [rank for rank, run in zip(ranks, runs, strict=True) for _ in run]
+    return torch.tensor(flat, dtype=torch.int64, device=device)
+
+
+def _bytes_of(host: Host, top_k: int) -> int:
+    return host.width * host.dtype.itemsize + top_k * 8
+
+
+def _packed(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Rows, weights and experts as bytes, so that one exchange carries all of them."""
+    parts = (x.contiguous(), weights.float().contiguous(), chosen.to(torch.int32).contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+
+
+def _unpacked(rows: Tensor, host: Host, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    widths = (host.width * host.dtype.itemsize, top_k * 4, top_k * 4)
+    x, weights, chosen = (part.contiguous() for part in rows.split(widths, dim=-1))
+    if not len(rows):
+        return rows.new_empty(0, host.width, dtype=host.dtype), rows.new_empty(0), rows.new_empty(0)
+    return x.view(host.dtype), weights.view(torch.float32), chosen.view(torch.int32).long()
+
+
+_meeting: ContextVar[Meeting | None] = ContextVar("slipstream_meeting", default=None)
+
+
+@contextmanager
+def apart(axis: Axis, hosts: Sequence[tuple[object, Host]]) -> Iterator[None]:
+    """Within, this rank runs a call of its own; at the end it serves the others until theirs are over.
+
+    A call that fails leaves the others theirs: its error is raised once they are over.
+    """
+    meeting = Meeting(axis, hosts)
+    token = _meeting.set(meeting)
+    try:
+        yield
+    except Exception:
+        meeting.serve()
+        raise
+    else:
+        meeting.serve()
+    finally:
+        _meeting.reset(token)
+
+
+def refuse_apart(share: Share) -> None:
+    """Refuse to put whole experts together while ranks run calls of their own.
+
+    Raises:
+        RequestError: Always, in such a call.
+    """
+    if share.mesh.ep.size > 1 and _meeting.get() is not None:
+        raise RequestError(
+            "this call needs a layer's original code (attention maps, router logits, or an argument that its "
+            f"block does not read), and its experts are on the ranks {list(share.mesh.replica.ranks)}, which "
+            "run calls of their own; give all of them this call"
+        )
+
+
+def spread_experts(key: object, share: Share, compute: Compute, x: Tensor, routed: Routed) -> Tensor:
+    """What all experts say of some tokens, as far as this rank's tensor-parallel place goes.
+
+    Args:
+        key: What the layer is known by, in a meeting.
+        share: Its part of it.
+        compute: Its experts.
+        x: `(T, C)`.
+        routed: The choice among all experts.
+
+    Returns:
+        `(T, C)`; where layers are split, a part of a sum over the ranks that split them.
+    """
+    weights, chosen = routed
+    mesh, own, meeting = share.mesh, share.experts, _meeting.get()
+    if mesh.ep.size == 1 or meeting is None:
+        mine = (chosen >= own.start) & (chosen < own.stop)
+        local = torch.where(mine, chosen - own.start, _OVER)
+        return all_sum(compute(x, (weights, local)), mesh.ep)
+    return meeting.deal(key, x, routed)
