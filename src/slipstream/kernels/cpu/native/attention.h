@@ -20,6 +20,7 @@ struct ItemRoom {
         top = scratch.part<float>(rows);
         slope = scratch.part<float>(rows);
         query = scratch.part<int32_t>(rows);
+        head = scratch.part<int32_t>(rows);
         total = scratch.part<float>(rows * Vec::kWidth);
         keys = scratch.part<float>(slots * kTileKeys);
         values = scratch.part<float>(kTileKeys * heads.width());
@@ -33,7 +34,7 @@ struct ItemRoom {
     float *q, *sums, *keys, *values; // slots: queries, packed keys and values; sums of weighted values
     float *top, *total;              // of each row: the highest score, the lanes of the weights' sum
     float* slope;                    // of each row, in units of ln 2
-    int32_t* query;                  // of each row: which of the item's queries; divisions are slow
+    int32_t *query, *head;           // of each row: which of the item's queries and heads; divisions are slow
     float *scores, *weights;         // of a strip
     float *k_scales, *v_scales, *bias;
     int64_t floats;
@@ -81,6 +82,7 @@ public:
     void merge(const float* partial) {
         const int64_t size = width_ + 2;
         const float* first = partial + (item_.partial - item_.part * rows_) * size;
+        number_rows();
         for (int64_t r = 0; r < rows_; ++r) {
             float top = kNothing, total = 0.0f;
             for (int64_t i = 0; i < item_.parts; ++i) {
@@ -101,30 +103,41 @@ public:
     }
 
 private:
-    int64_t head_of(int64_t row) const { return item_.kv * group_ + row / item_.count; }
-    int64_t token_of(int64_t row) const { return item_.token + row % item_.count; }
+    int64_t head_of(int64_t row) const { return item_.kv * group_ + room_.head[row]; }
+    int64_t token_of(int64_t row) const { return item_.token + room_.query[row]; }
     template <class V>
     int64_t place(const V& view, int64_t row) const {
         return item_.sequence * view.sequence + token_of(row) * view.token + head_of(row) * view.head;
     }
     float total_of(int64_t row) const { return Vec::load(room_.total + row * Vec::kWidth).sum(); }
 
+    void number_rows() {
+        for (int64_t r = 0, head = 0; r < rows_; ++head)
+            for (int64_t query = 0; query < item_.count; ++query, ++r) {
+                room_.query[r] = static_cast<int32_t>(query);
+                room_.head[r] = static_cast<int32_t>(head);
+            }
+    }
+
     void begin() {
         constexpr int64_t kElements = P::kDepth * Vec::kWidth;
         const int64_t used = ceil_div(a_.heads.dim, P::kDepth);
         clear(room_.keys + used * kTileKeys, (slots_ - used) * kTileKeys);
-        for (int64_t r = 0; r < rows_; ++r) {
-            with_dtype(a_.q.dtype, [&](auto* type) {
-                const auto* from = static_cast<decltype(type)>(const_cast<void*>(a_.q.data)) + place(a_.q, r);
+        number_rows();
+        with_dtype(a_.q.dtype, [&](auto* type) {
+            const auto* from = static_cast<decltype(type)>(const_cast<void*>(a_.q.data));
+            for (int64_t r = 0; r < rows_; ++r) {
+                const auto* at = from + place(a_.q, r);
+                float* slots = room_.q + r * slots_;
                 for (int64_t d = 0; d < a_.heads.dim; d += kElements) {
                     const int64_t count = least(a_.heads.dim - d, kElements);
-                    P::along(from + d, count)
-                        .store(room_.q + r * slots_ + d / P::kDepth, ceil_div(count, P::kDepth));
+                    P::along(at + d, count).store(slots + d / P::kDepth, ceil_div(count, P::kDepth));
                 }
-            });
-            for (int64_t slot = used; slot < slots_; ++slot)
-                room_.q[r * slots_ + slot] = 0.0f;
-            room_.query[r] = static_cast<int32_t>(r % item_.count);
+                for (int64_t slot = used; slot < slots_; ++slot)
+                    slots[slot] = 0.0f;
+            }
+        });
+        for (int64_t r = 0; r < rows_; ++r) {
             room_.slope[r] = a_.mask->alibi ? a_.mask->alibi[head_of(r)] * kLog2E : 0.0f;
             room_.top[r] = kNothing;
             float* total = room_.total + r * Vec::kWidth;
@@ -226,9 +239,27 @@ private:
         from = least(to, most(0, first_of(position) - key));
     }
 
+    // Whether all queries see all n keys, with nothing but their scale.
+    bool sees_all(int64_t n) const {
+        const Mask& mask = *a_.mask;
+        return n % P::kKeys == 0 && !a_.causal && !mask.window && !mask.alibi && !a_.bias && !a_.k_scales &&
+               mask.softcap == 0.0f && mask.scale > 0.0f;
+    }
+
     template <class T>
     void strip(int64_t row, int64_t count, int64_t key, int64_t n, const T* const* keys,
                const T* const* values) {
+        if (!few_ && sees_all(n)) {
+            P::template multiply<false>(room_.q + row * slots_, slots_, count, room_.keys, kTileKeys, slots_,
+                                        n, room_.scores, kTileKeys);
+            for (int64_t i = 0; i < count; ++i)
+                weigh_all<P>(room_.scores + i * kTileKeys, n, a_.mask->scale * kLog2E,
+                             room_.weights + i * kTileKeys, room_.top + row + i,
+                             room_.total + (row + i) * Vec::kWidth, room_.sums + (row + i) * width_, width_);
+            P::template multiply<true>(room_.weights, kTileKeys, count, room_.values, width_,
+                                       ceil_div(n, P::kDepth), width_, room_.sums + row * width_, width_);
+            return;
+        }
         int64_t low = n, high = 0, from, to;
         for (int64_t r = row; r < row + count; ++r) {
             range(r, key, n, from, to);
@@ -275,7 +306,7 @@ private:
         const float highest = plain ? scale * highest_of(scores, keys) : bend(b, scores, keys);
         float *total = room_.total + row * Vec::kWidth, *top = room_.top + row;
         if (highest > *top) {
-            const float factor = power(*top - highest);
+            const Vec factor = power<7>(Vec::set(*top - highest));
             *top = highest;
             scale_all(total, factor, Vec::kWidth);
             scale_all(room_.sums + row * width_, factor, width_);
@@ -301,7 +332,7 @@ private:
     }
 
     void write(int64_t row, float* sums, float total) {
-        scale_all(sums, total > 0.0f ? 1.0f / total : 0.0f, width_);
+        scale_all(sums, Vec::set(total > 0.0f ? 1.0f / total : 0.0f), width_);
         const int64_t at = place(a_.out, row);
         write_row(sums, const_cast<void*>(a_.out.data), a_.out.dtype, at, a_.heads.dim);
         if (a_.rounded)

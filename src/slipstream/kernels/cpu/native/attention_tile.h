@@ -288,9 +288,35 @@ inline void weigh(const Bend& b, const float* scores, float scale, const Seen& k
     sum.store(total);
 }
 
-inline void scale_all(float* x, float factor, int64_t width) {
+inline void scale_all(float* x, Vec factor, int64_t width) {
     for (int64_t j = 0; j < width; j += Vec::kWidth)
-        (Vec::load(x + j) * Vec::set(factor)).store(x + j);
+        (Vec::load(x + j) * factor).store(x + j);
+}
+
+// All of that for one row whose raw scores, a whole number of vectors, need nothing but a positive scale.
+template <class P>
+inline void weigh_all(const float* scores, int64_t n, float scale, float* weights, float* top, float* total,
+                      float* sums, int64_t width) {
+    Vec highest = Vec::load(scores);
+    for (int64_t j = Vec::kWidth; j < n; j += Vec::kWidth)
+        highest = max(Vec::load(scores + j), highest);
+    const float high = scale * highest.highest();
+    Vec sum = Vec::load(total);
+    if (high > *top) {
+        if (*top > kNothing) { // before the first keys there is nothing to scale
+            const Vec factor = power<7>(Vec::set(*top - high));
+            sum = sum * factor;
+            scale_all(sums, factor, width);
+        }
+        *top = high;
+    }
+    const Vec factor = Vec::set(scale), below = Vec::set(-*top);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const Vec p = power<P::kTerms>(fma(Vec::load(scores + j), factor, below));
+        sum = sum + p;
+        P::store(p, weights, j);
+    }
+    sum.store(total);
 }
 
 } // namespace

@@ -26,6 +26,7 @@ struct InRegisters {
 struct FloatWord : InRegisters {
     using Item = float;
     static constexpr bool kRounds = false; // rows are codes of a grid
+    static constexpr int32_t kStored = kFloat32;
     static constexpr int64_t kItems = 1;
     static Vec lanes(const Item* p) { return Vec::load(p); }
     static Vec spread(const Item* p) { return Vec::set(*p); }
@@ -38,6 +39,7 @@ struct FloatWord : InRegisters {
 struct Bf16Word : InRegisters {
     using Item = Bf16;
     static constexpr bool kRounds = false;
+    static constexpr int32_t kStored = kBfloat16;
     static constexpr int64_t kItems = 2;
     static Bf16Lanes lanes(const Item* p) { return Bf16Lanes::load(p); }
     static Bf16Lanes spread(const Item* p) { return Bf16Lanes::spread(p); }
@@ -51,6 +53,7 @@ struct Bf16Word : InRegisters {
 struct ByteWord : InRegisters {
     using Item = uint8_t;
     static constexpr bool kRounds = true;
+    static constexpr int32_t kStored = -1;
     static constexpr int64_t kItems = 4;
     static Codes lanes(const Item* p) { return Codes::load(p); }
     static Codes spread(const Item* p) { return Codes::spread(p); }
@@ -167,12 +170,14 @@ struct Pass {
     const Item* x;
     int64_t group, groups, words; // items of a group, and words to sum over
     bool first;                   // c is written, not added to
+    const float* start;           // what the sums of each row begin with, where that is not c
     float* c;
     int64_t stride;
     Ahead* ahead;
 };
 
-// c[r][s] = what it holds unless `first`, plus the products of R rows, from `row` on, with S groups.
+// c[r][s] = what it holds, or where `first` what the rows start with, plus the products of R rows, from `row`
+// on, with S groups.
 template <class U, int R, int S>
 inline void multiply_block(const Pass<typename U::Item>& p, int64_t row) {
     const typename U::Item *w = p.panel + row * p.pitch, *x = p.x;
@@ -180,7 +185,7 @@ inline void multiply_block(const Pass<typename U::Item>& p, int64_t row) {
     Vec sums[R][S];
     for (int r = 0; r < R; ++r)
         for (int s = 0; s < S; ++s)
-            sums[r][s] = p.first ? Vec::set(0) : Vec::load(c + r * p.stride + s * kGroup);
+            sums[r][s] = p.first ? Vec::set(p.start[row + r]) : Vec::load(c + r * p.stride + s * kGroup);
     for (int64_t k = 0; k < p.words; ++k) {
         decltype(U::lanes(x)) lanes[S];
         for (int s = 0; s < S; ++s)
@@ -265,7 +270,24 @@ template <class U>
 struct RowPanel {
     using Item = typename U::Item;
     struct Session {}; // nothing to be had for the time of a product
+    static constexpr bool kStarts = true;
     static int64_t pitch(int64_t deep) { return deep + line_items<U>(); }
+
+    // The same rows where they lie, and their distance in items; null where they have to be brought.
+    static const Item* here(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
+                            int64_t* pitch) {
+        if (U::kRounds || m.format != kPlain || m.dtype != U::kStored || rows % Vec::kBlockRows ||
+            n % line_items<U>())
+            return nullptr;
+        int64_t first = 0, i = 0;
+        while (i + 1 < m.num_runs && begin >= first + m.runs[i].rows)
+            first += m.runs[i++].rows;
+        const Run& run = m.runs[i];
+        if (run.transposed || begin + rows > first + run.rows)
+            return nullptr;
+        *pitch = run.stride;
+        return static_cast<const Item*>(run.data) + (begin - first) * run.stride + from;
+    }
 
     // `rows` rows of a matrix, and zeros up to a whole number of groups.
     static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,

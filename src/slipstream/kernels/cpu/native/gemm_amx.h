@@ -35,9 +35,12 @@ template <class U>
 struct TilePanel {
     using Item = typename U::Item;
     using Session = TileSession;
+    static constexpr bool kStarts = false;                                // sums begin as zeros
     static constexpr int64_t kBand = 16, kTile = kBand * line_items<U>(); // rows and items of a tile
     static constexpr int64_t kLines = 8;                                  // at a time: 16 KiB of two groups
     static int64_t pitch(int64_t deep) { return deep; }                   // a band has its rows side by side
+
+    static const Item* here(const Matrix&, int64_t, int64_t, int64_t, int64_t, int64_t*) { return nullptr; }
 
     static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,
                       int64_t pitch) {

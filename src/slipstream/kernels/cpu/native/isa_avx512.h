@@ -157,6 +157,11 @@ inline Vec power_of_two(Vec a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(shifted, 23))};
 }
 
+// 1 / x to 14 bits.
+inline Vec near_reciprocal(Vec x) {
+    return {_mm512_rcp14_ps(x.v)};
+}
+
 // p * 2^n
 inline Vec times_power_of_two(Vec p, Vec n) {
     return {_mm512_scalef_ps(p.v, n.v)};

@@ -130,11 +130,21 @@ private:
         const int64_t inputs = padded<U>(m_.inputs);
         Ahead ahead[2];
         look_ahead((task + ahead_by) % panels_ * width_, ceil_div(end - token, kStep), ahead);
+        alignas(64) float starts[2][U::kPanelRows] = {};
+        const bool settled = Panel::kStarts && !U::kRounds && !row_factors(m_); // by what sums start with
+        for (int64_t half = 0; settled && m_.bias && half < halves_; ++half)
+            read_row(m_.bias, m_.bias_dtype, begin + half * second_, starts[half], n);
         for (int64_t from = 0; from < inputs; from += deep_) {
             const int64_t deep = least(deep_, m_.inputs - from);
+            const Item* rows[2];
+            int64_t pitches[2] = {pitch_, pitch_};
             for (int64_t half = 0; half < halves_; ++half) {
-                Panel::bring(m_, begin + half * second_, n, from, deep, panel + half * width_ * pitch_,
-                             pitch_);
+                rows[half] = Panel::here(m_, begin + half * second_, n, from, deep, pitches + half);
+                if (!rows[half]) {
+                    rows[half] = panel + half * width_ * pitch_;
+                    Panel::bring(m_, begin + half * second_, n, from, deep, panel + half * width_ * pitch_,
+                                 pitch_);
+                }
                 if constexpr (U::kRounds)
                     this->sum_rows(begin + half * second_, n, from, deep, sums[half]);
             }
@@ -144,10 +154,10 @@ private:
                 float* at = stride_ == chunk_ ? c + t - token : c;
                 for (int64_t half = 0; half < halves_; ++half) {
                     float* part = at + half * width_ * stride_;
-                    Panel::multiply({panel + half * width_ * pitch_, pitch_, n,
-                                     packed + t * inputs + from * kGroup, inputs * kGroup, groups, words,
-                                     from == 0, part, stride_, ahead + half});
-                    if (from + deep_ < inputs)
+                    Panel::multiply({rows[half], pitches[half], n, packed + t * inputs + from * kGroup,
+                                     inputs * kGroup, groups, words, from == 0, starts[half], part, stride_,
+                                     ahead + half});
+                    if (from + deep_ < inputs || settled)
                         continue;
                     if constexpr (U::kRounds)
                         this->settle_codes(begin + half * second_, n,
@@ -229,6 +239,25 @@ inline void each_row(const Piece& p, F row) {
         for (int64_t i = 0; i < least(kGroup, p.tokens - t); ++i)
             row(p.token + t + i, p.turned + i * kMostPanelRows);
     }
+}
+
+// Writes a piece in the order of x: output j of token t to out[t * stride + j], both counted from 0.
+template <class T>
+inline void turn_piece(const Piece& p, T* out, int64_t stride) {
+    const int64_t squares = p.tokens / kGroup * kGroup, columns = p.outputs / kGroup * kGroup;
+    for (int64_t t = 0; t < squares; t += kGroup)
+        for (int64_t j = 0; j < columns; j += kGroup) {
+            Vec v[kGroup];
+            for (int64_t i = 0; i < kGroup; ++i)
+                v[i] = Vec::load(p.c + (j + i) * p.stride + t);
+            transpose(v);
+            for (int64_t i = 0; i < kGroup; ++i)
+                v[i].store(out + (p.token + t + i) * stride + p.begin + j);
+        }
+    if (squares == p.tokens && columns == p.outputs)
+        return;
+    each_row(
+        p, [&](int64_t t, const float* values) { copy_row(values, out + t * stride + p.begin, p.outputs); });
 }
 
 // Packs a piece as inputs of a matrix that `U` multiplies and that has as many inputs as the product outputs.

@@ -199,12 +199,8 @@ private:
     void project_packed(const char* packed, const Matrix& m, float* out, Team& team, float* own) {
         with_word(m, [&](auto unit) {
             const Product<decltype(unit)> product(m, m.outputs, 0, tokens_, team.size());
-            product.run(packed, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
-                each_row(piece, [&](int64_t t, const float* values) {
-                    std::memcpy(out + t * m.outputs + piece.begin, values,
-                                static_cast<size_t>(piece.outputs) * sizeof(float));
-                });
-            });
+            product.run(packed, team, reinterpret_cast<char*>(own),
+                        [&](const Piece& piece) { turn_piece(piece, out, m.outputs); });
         });
     }
 
@@ -303,10 +299,13 @@ private:
             pack_rows<U>(x, kFloat32, tokens_, *feed.in, packed_, team);
             const Product<U> product(*feed.in, feed.width, b.gated ? feed.width : 0, tokens_, team.size());
             product.run(packed_, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
+                // Rounding to codes has its own scales: only what becomes bfloat16 is rounded for sure.
+                const bool next_rounds = Vec::kBf16Dot && feed.out->dtype == kBfloat16 && !rounds;
                 for (int64_t j = 0; j < piece.outputs; ++j)
-                    activate_row(b.activation, piece.c + j * piece.stride,
-                                 piece.up ? piece.up + j * piece.stride : nullptr,
-                                 ceil_div(piece.tokens, kGroup) * kGroup);
+                    (next_rounds ? activate_rounded_row
+                                 : activate_row)(b.activation, piece.c + j * piece.stride,
+                                                 piece.up ? piece.up + j * piece.stride : nullptr,
+                                                 ceil_div(piece.tokens, kGroup) * kGroup);
                 with_word(*feed.out, [&](auto next) {
                     using N = decltype(next);
                     if constexpr (!N::kRounds)

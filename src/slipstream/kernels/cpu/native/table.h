@@ -20,6 +20,7 @@
 #endif
 #include "product.h"
 #include "attention_tile.h"
+#include "rounded_functions.h"
 #ifdef SLIPSTREAM_AMX
 #include "attention_amx.h"
 #endif
@@ -30,6 +31,7 @@
 #include "attention_calls.h"
 #include "experts.h"
 #include "stack.h"
+#include "sequences.h"
 #include "pack.h"
 #include "frame.h"
 // clang-format on
@@ -71,8 +73,8 @@ inline void linear_many(const LinearCall& call, const LinearScratch& scratch, Te
         pack_rows<U>(call.x, call.dtype, call.rows, m, scratch.packed, team);
         const Product<U> product(m, m.outputs, 0, call.rows, team.size());
         product.run(scratch.packed, team, scratch.own + scratch.own_bytes * rank, [&](const Piece& piece) {
-            each_row(piece, [&](int64_t token, const float* values) {
-                write_row(values, call.out, call.dtype, token * m.outputs + piece.begin, piece.outputs);
+            with_dtype(call.dtype, [&](auto* type) {
+                turn_piece(piece, static_cast<decltype(type)>(call.out), m.outputs);
             });
         });
     });
@@ -104,14 +106,6 @@ inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
         for (int64_t i = 0; i < call.rows; ++i)
             write_row(own + i * n, call.out, call.dtype, i * m.outputs + begin, n);
     });
-}
-
-inline int64_t stack_bytes(const StackCall& call, int threads) {
-    return Stack(call, nullptr, threads).bytes();
-}
-
-inline void stack(const StackCall& call, char* base, Team& team, int rank) {
-    Stack(call, base, team.size()).run(team, rank);
 }
 
 inline int64_t model_bytes(const ModelCall& call, int threads) {
