@@ -125,6 +125,27 @@ def test_sixteen_bits_are_as_near_to_float32_as_the_original(dtype: torch.dtype)
     assert errors[0] <= 1.5 * errors[1]
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "quick_gelu", "silu", "relu"])
+def test_many_rows_of_bfloat16_are_as_near_to_float32_as_the_original(activation: str) -> None:
+    # 96 rows: the matrices meet them in panels, the activation is rounded as it is packed, and every query
+    # sees whole vectors of keys.
+    original = make("bert", "BertModel", num_hidden_layers=3, gain=1.0, hidden_act=activation)
+    inputs = {"input_ids": prompt(3, 32)}
+    with torch.no_grad():
+        exact = copy.deepcopy(original).bfloat16().float()(**inputs).last_hidden_state
+        theirs = copy.deepcopy(original).bfloat16()(**inputs).last_hidden_state
+    ours = inject(original, dtype=torch.bfloat16)(**inputs).last_hidden_state
+    errors = [float((states.float() - exact).square().mean()) for states in (ours, theirs)]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+def test_more_tokens_than_run_at_a_time_are_the_originals(bert: Pair) -> None:
+    names = list(MASKS) * 30  # 750 real tokens or more
+    assert both(bert, padded(*names)) == [3]
+    decoder = pair("llama")
+    assert both(decoder, padded(*(["none", "right"] * 40)), use_cache=False) == [2]
+
+
 def test_packed_weights_run_together() -> None:
     original = make("bert", "BertModel", hidden_size=64, intermediate_size=128)
     engine = inject(original, quant="int8")

@@ -27,6 +27,7 @@
 #include "attention_few.h"
 #include "attention_plan.h"
 #include "attention_types.h"
+#include "attention_room.h"
 #include "attention.h"
 #include "attention_calls.h"
 #include "experts.h"
