@@ -324,3 +324,32 @@ def written(what: str) -> None:
         engine.refresh_weights(state)
     elif what == "load":
         engine.load_state_dict(state)
+
+
+def narrow_experts(size: int, units: int) -> dict[str, Any]:
+    """Experts whose units are too few, or too odd, for grouped products on each rank."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=units, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    return _beside(transformers.MixtralForCausalLM(config).eval(), size)
+
+
+def other_arguments(size: int) -> dict[str, Any]:
+    """A model that hands values to some of its layers, which are otherwise alike."""
+    from tests.architectures.tiny import tiny_model
+
+    return _beside(tiny_model("neomme", "masked").eval(), size)
+
+
+def _beside(original: Any, size: int) -> dict[str, Any]:
+    engine = split(copy.deepcopy(original), size)
+    ids, _, right = batch(60)
+    with torch.no_grad():
+        expected = original(input_ids=ids, attention_mask=right).logits
+        error = expected - engine(input_ids=ids, attention_mask=right).logits
+    rows = {row.name: row.how for row in engine.report().split}
+    return {"error": float(error.abs()[right.bool()].max()), "rows": rows}

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Literal
 
+import pytest
+import torch
+import transformers
+
+from slipstream.parallel.plan import Cut, Heads
+from slipstream.parallel.rehearse import Peers, rehearse
 from tests.families.sweep import VARIANTS, label
 from tests.parallel.pool import Failed, Pool, results
 from tests.parallel.test_families import TOLERANCE, named
@@ -151,3 +157,43 @@ def test_what_would_write_whole_tensors_into_parts_is_refused(pool: Pool, what: 
     for answer in pool.run(f"{JOBS}:written", what, ranks=2):
         assert isinstance(answer, Failed)
         assert match in answer.message
+
+
+@pytest.mark.parametrize("units", [8, 16])
+def test_experts_too_narrow_for_grouped_products_are_cut_all_the_same(pool: Pool, units: int) -> None:
+    row = results(pool.run(f"{JOBS}:narrow_experts", 3, units, ranks=3))[0]
+    assert row["error"] <= TOLERANCE
+    assert "each expert by units, added up" in row["rows"].values()
+
+
+@pytest.mark.skipif(not hasattr(transformers, "NeoMMEConfig"), reason="transformers is older than this model")
+def test_layers_that_are_called_with_other_arguments_have_plans_of_their_own(pool: Pool) -> None:
+    row = results(pool.run(f"{JOBS}:other_arguments", 3, ranks=3))[0]
+    assert row["error"] <= TOLERANCE
+    assert row["rows"]["model.layers.0.self_attn.q_proj"] != row["rows"]["model.layers.1.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(8, 2, 3), (6, 6, 4), (4, 1, 3), (12, 3, 5), (5, 5, 5)]
+)
+@pytest.mark.parametrize("layout", ["stacked", "grouped"])
+def test_parts_of_fused_projections_make_the_whole_again(
+    heads: int, kv_heads: int, size: int, layout: Literal["stacked", "grouped"]
+) -> None:
+    dim = 4
+    cut = Cut(0, Heads(heads, kv_heads, size).fused(dim, layout))
+    whole = torch.arange((heads + 2 * kv_heads) * dim * 3.0).view(-1, 3)
+    parts = [cut.of(whole, rank) for rank in range(size)]
+    assert [len(part) for part in parts] == cut.widths
+    assert torch.equal(cut.join(parts), whole)
+
+
+def test_a_rank_that_fails_in_a_rehearsal_ends_it_for_all() -> None:
+    def play(peers: Peers) -> torch.Tensor:
+        if peers.rank == 1:
+            raise ValueError("this rank has another shape")
+        return peers.sum(torch.ones(2))
+
+    with pytest.raises(ValueError, match="another shape"):
+        rehearse(3, play)
+    assert [float(x) for x in rehearse(3, lambda peers: peers.sum(torch.tensor(1.0)))] == [3.0] * 3

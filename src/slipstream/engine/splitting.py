@@ -107,11 +107,16 @@ def plan_splitting(
     whole = [found for found in layers if verdicts[found.name].returns is None]
     if mesh.is_alone or (layers and not whole):
         return Splitting((), {}, settings)
-    if not layers or mesh.tp.size == 1:
-        name, reason = (whole[0].name, verdicts[whole[0].name].reason) if whole else ("this model", "")
+    if not layers:
         raise UnsupportedError(
-            f"{len(mesh.replica.ranks)} ranks cannot share {name}: "
-            f"{reason or 'the model has no layers that repeat'}; use one process"
+            f"{len(mesh.replica.ranks)} ranks cannot share a {type(model).__name__}, which has no layers "
+            "that repeat; use one process"
+        )
+    if mesh.ep.size > 1:
+        raise UnsupportedError(
+            f"moe.ep_size={mesh.ep.size} spreads whole experts of fused blocks, and {whole[0].name} runs its "
+            f"own code ({verdicts[whole[0].name].reason}); use replace_with_kernel_inject=True, or "
+            "tensor_parallel.tp_size, which cuts every expert"
         )
     if settings.filling is not None:
         raise UnsupportedError(
@@ -124,7 +129,9 @@ def plan_splitting(
         target = target_of(config.injection_policy, type(found.layer))
         if target is not None and not isinstance(target, Family):
             named[found.name] = target
-    sizes = Sizes(mesh.tp.size, config.tensor_parallel.tp_grain_size, max(settings.format.group, 1))
+    align = 16 // settings.dtype.itemsize
+    grain, group = config.tensor_parallel.tp_grain_size, max(settings.format.group, 1)
+    sizes = Sizes(mesh.tp.size, grain, group, align)
     strict = settings.check == "error"
     plans = plan_layers(model, whole, sizes, reducing=named, strict=strict)
     mine = [(name, row.name, row.how) for name, plan in plans.items() for row in plan.rows]

@@ -104,13 +104,18 @@ def plan_layers(
     plans: dict[str, LayerPlan] = {}
     for root in sorted({members[0].root for members in kinds.values()}):
         of_root = [members for members in kinds.values() if members[0].root == root]
-        calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
+        calls, why = _record(model.get_submodule(root), [found for members in of_root for found in members])
         known = _plan_of(model, root)
         for members in of_root:
-            recorded = calls.get(members[0].name, [])
-            names = reducing.get(members[0].name, ())
-            plan = _plan(members, recorded, sizes, (names, known, why), strict=strict)
-            plans |= {found.name: plan for found in members}
+            fits: list[LayerPlan] = []
+            for found in members:
+                own = calls.get(found.name, [])
+                plan = next((plan for plan in fits if _fits(found, own, plan, sizes)), None)
+                if plan is None:
+                    names = reducing.get(found.name, ())
+                    plan = _plan(found, own, sizes, (names, known, why), strict=strict)
+                    fits.append(plan)
+                plans[found.name] = plan
     _check_shared(layers, plans)
     return plans
 
@@ -144,16 +149,27 @@ def _plan_of(model: nn.Module, root: str) -> tuple[str, ...]:
     return tuple(name.replace("*", "#") for name, style in plan.items() if style.startswith("rowwise"))
 
 
+def _fits(found: Found, calls: Sequence[RecordedCall], plan: LayerPlan, sizes: Sizes) -> bool:
+    """Whether another layer's plan is right for this one, which may be called with other arguments."""
+    if not calls or plan.max_error is None:
+        return not calls and plan.max_error is None
+    try:
+        Stage(_in_float32(found.layer), calls[:1]).error(plan.split, sizes.ranks)
+    except InjectionError as failure:
+        log.info("%s is not cut as a layer like it: %s", found.name, failure)
+        return False
+    return True
+
+
 def _plan(
-    members: Sequence[Found],
+    first: Found,
     calls: Sequence[RecordedCall],
     sizes: Sizes,
     known: tuple[Sequence[str], Sequence[str], str],
     *,
     strict: bool,
 ) -> LayerPlan:
-    """The plan for one kind, drawn up for its first layer and proved on its last as well."""
-    first, last = members[0], members[-1]
+    """The plan for one layer."""
     named, patterns, why = known
     if not calls:
         draft = _Draft()
@@ -168,14 +184,6 @@ def _plan(
     _refuse_unproved(first, named, paths, draft, reasons, strict=strict)
     _experts(stage, draft, sizes, reasons)
     proved, error = _with_rest(stage, flow, draft, sizes, reasons)
-    if last is not first and proved.split:
-        try:
-            Stage(_in_float32(last.layer), calls[:1]).error(proved.split, sizes.ranks)
-        except InjectionError as failure:
-            raise UnsupportedError(
-                f"{last.name} cannot be cut as {first.name} was, which is of its kind: {failure}; use "
-                "replace_with_kernel_inject=True, or one rank"
-            ) from failure
     return LayerPlan(proved.split, _rows(first.layer, proved, "", reasons), error)
 
 

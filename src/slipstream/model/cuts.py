@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -40,11 +40,13 @@ class Sizes:
         ranks: Number of parts.
         grain: Parts that heads do not decide end at multiples of this, where there are enough of them.
         group: As `grain`, of a weight format, for what is narrower than the grain.
+        align: Numbers in 16 bytes, at which grouped products want rows of experts to begin and end.
     """
 
     ranks: int
     grain: int
     group: int = 1
+    align: int = 1
 
     def even(self, total: int) -> tuple[Runs, ...]:
         """Runs as even as they go."""
@@ -343,13 +345,21 @@ def expert_splits(path: str, module: nn.Module, sizes: Sizes) -> Iterator[LayerS
         units = down.shape[1 if transposed else 2]
         if units < sizes.ranks:
             continue
-        runs = sizes.even(units)
+        unit = max(sizes.group, sizes.align)
+        aligned = replace(sizes, group=unit if units >= unit * sizes.ranks else sizes.group)
+        runs, config = aligned.even(units), _plainly(module, sizes) if units < unit * sizes.ranks else ()
         for layout, renames in itertools.product(("stacked", "paired"), (False, True)):
             split = _experts(module, matrices, downs[0], (runs, units, transposed, layout))
             if split is not None:
                 wanted = {units: Cut(-1, runs).widths, 2 * units: [2 * w for w in Cut(-1, runs).widths]}
                 numbers = _follow(module, wanted) if renames else ()
-                yield {path: ModuleSplit(split.cuts, split.once, "sum", numbers=numbers)}
+                yield {path: replace(split, numbers=numbers, config=config)}
+
+
+def _plainly(module: nn.Module, sizes: Sizes) -> tuple[Mapping[str, str], ...]:
+    """Lets transformers multiply by one expert after the other, where grouped products want wider rows."""
+    name = "_experts_implementation_internal"
+    return ({name: "eager"},) * sizes.ranks if name in _entries(vars(module).get("config")) else ()
 
 
 def _follow(module: nn.Module, wanted: Mapping[int, Sequence[int]]) -> tuple[Mapping[str, int], ...]:

@@ -49,7 +49,7 @@ class ModuleSplit:
     finish: Literal["keep", "sum", "gather", "across"] = "keep"
     places: Cut | None = None
     numbers: tuple[Mapping[str, int], ...] = ()
-    config: tuple[Mapping[str, int], ...] = ()
+    config: tuple[Mapping[str, int | str], ...] = ()
     heads: Cut | None = None
     arguments: Mapping[int | str, int] = field(default_factory=dict)
 
@@ -98,8 +98,8 @@ def cut_tensors(
             module.__dict__[name] = value
         if plan.config:
             changed = copy.copy(module.__dict__["config"])
-            for name, value in plan.config[rank].items():
-                setattr(changed, name, value)
+            for key, entry in plan.config[rank].items():
+                setattr(changed, key, entry)
             module.__dict__["config"] = changed
 
 
