@@ -180,7 +180,7 @@ def attention_splits(layer: nn.Module, branch: Branch, flow: Flow, sizes: Sizes)
         dim = width // heads
         if heads < sizes.ranks:
             continue
-        for kv_heads in _kv_counts(heads, dim, outs.values()):
+        for kv_heads in _kv_counts(heads, dim, list(outs.values())):
             dealt = Heads(heads, kv_heads, sizes.ranks)
             options = [list(_row_options(out, dim, dealt)) for out in outs.values()]
             for chosen in itertools.product(*options):
@@ -209,14 +209,11 @@ def _entries(config: Any) -> dict[str, Any]:
     return {} if config is None or not hasattr(config, "__dict__") else vars(config)
 
 
-def _kv_counts(heads: int, dim: int, outs: Iterator[int] | Any) -> list[int]:
+def _kv_counts(heads: int, dim: int, outs: Sequence[int]) -> list[int]:
     """How many kv heads the widths of the matrices allow."""
     found = []
-    outs = list(outs)
     for out in outs:
-        units, odd = divmod(out, dim)
-        if odd:
-            continue
+        units = 0 if out % dim else out // dim
         if units > heads:
             found += [(units - heads) // 2, units // 2] if len(outs) > 1 else [(units - heads) // 2]
         else:
