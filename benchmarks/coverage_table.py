@@ -9,8 +9,8 @@ from typing import Any
 __all__ = ["render", "summary"]
 
 _HEAD = (
-    "| type | as | level | layers fused | largest error | greedy tokens | what keeps the others |\n"
-    "|---|---|---|---:|---:|---|---|\n"
+    "| type | as | level | layers fused | largest error | greedy tokens | speed | what keeps the others |\n"
+    "|---|---|---|---:|---:|---|---:|---|\n"
 )
 
 
@@ -36,6 +36,7 @@ def _row(row: Mapping[str, Any]) -> str:
     error = f"{row['error']:.1e}" if compared else ""
     fused = f"{row['fused']} of {row['layers']}" if compared else ""
     cells: Sequence[str] = (
-        row["type"], row["as"], row["level"], fused, error, row["tokens"] if compared else "", row["why"]
+        row["type"], row["as"], row["level"], fused, error, row["tokens"] if compared else "",
+        f"{row['speed']:.2f}x" if row.get("speed") else "", row["why"]
     )  # fmt: skip
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"

@@ -1,4 +1,4 @@
-"""Prints what the engine makes of each type of language model: `python -m tests.architectures [TYPE ...]`."""
+"""Prints what the engine makes of each type of model: `python -m tests.architectures [TYPE | KIND ...]`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(chosen: list[str]) -> int:
     levels: Counter[str] = Counter()
     failures = []
     for model_type, kind in model_types():
-        if chosen and model_type not in chosen:
+        if chosen and model_type not in chosen and kind not in chosen:
             continue
         start = time.perf_counter()
         try:
@@ -31,18 +31,18 @@ def main(chosen: list[str]) -> int:
             failed = "" if result.error <= TOLERANCE else f"the logits are off by {result.error:.2g}"
             level, line = result.level, f"{result.error:.1e}  {result.tokens}"
             line = result.why if level == "-" else line
-            if chosen:
+            if model_type in chosen:
                 print(result.report)
         except Exception as error:
             level, line = "failed", ""
             failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            if chosen:
+            if model_type in chosen:
                 traceback.print_exc()
         levels[level] += 1
         if failed:
             failures.append(f"{model_type} ({kind}): {failed}")
         seconds = time.perf_counter() - start
-        print(f"{model_type:28} {kind:8} {level:7} {seconds:5.2f} s  {failed or line}", flush=True)
+        print(f"{model_type:28} {kind:10} {level:7} {seconds:5.2f} s  {failed or line}", flush=True)
     print(f"\ntransformers {transformers.__version__}, levels: {dict(sorted(levels.items()))}")
     print(f"{len(failures)} failures", *failures, sep="\n  ")
     return bool(failures)

@@ -25,7 +25,18 @@ _GEMMA4 = {
     "num_kv_shared_layers": 0,  # the shared layers are counted from the end of a stack that was cut
 }
 
+_WINDOWS = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
+
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "donut-swin": _WINDOWS,
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+    "t5/sequence": {"decoder_start_token_id": 0},
+    "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},
+    "siglip": {"text_config.projection_size": 64},
+    "siglip2": {"text_config.projection_size": 64},
+    "wav2vec2-bert/ctc": {"vocab_size": 128},  # None by default
+    "wav2vec2-conformer/ctc": {"vocab_size": 128},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
     },  # empty by default

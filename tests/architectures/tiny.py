@@ -17,19 +17,31 @@ from transformers.models.auto import modeling_auto as auto
 
 from tests.architectures.special import SPECIAL
 
-Kind = Literal["causal", "masked", "seq2seq"]
+Kind = Literal[
+    "causal", "masked", "seq2seq", "sequence", "image", "picture", "segment", "detect", "depth", "video",
+    "two towers", "sound", "ctc", "speech",
+]  # fmt: skip
 
-KINDS: Mapping[Kind, str] = {
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+_MAPPINGS: Mapping[Kind, tuple[str, str]] = {
+    "causal": ("CAUSAL_LM", "CausalLM"),
+    "masked": ("MASKED_LM", "MaskedLM"),
+    "seq2seq": ("SEQ_TO_SEQ_CAUSAL_LM", "Seq2SeqLM"),
+    "sequence": ("SEQUENCE_CLASSIFICATION", "SequenceClassification"),
+    "image": ("IMAGE_CLASSIFICATION", "ImageClassification"),
+    "picture": ("IMAGE", ""),
+    "segment": ("SEMANTIC_SEGMENTATION", "SemanticSegmentation"),
+    "detect": ("OBJECT_DETECTION", "ObjectDetection"),
+    "depth": ("DEPTH_ESTIMATION", "DepthEstimation"),
+    "video": ("VIDEO_CLASSIFICATION", "VideoClassification"),
+    "two towers": ("ZERO_SHOT_IMAGE_CLASSIFICATION", "ZeroShotImageClassification"),
+    "sound": ("AUDIO_CLASSIFICATION", "AudioClassification"),
+    "ctc": ("CTC", "CTC"),
+    "speech": ("SPEECH_SEQ_2_SEQ", "SpeechSeq2Seq"),
 }
+"""What a type is asked to be: its mapping in transformers, and the end of the class that builds it."""
 
-AUTO: Mapping[Kind, str] = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-}
+TEXT: frozenset[Kind] = frozenset({"causal", "masked", "seq2seq", "sequence"})
+"""Kinds that read nothing but tokens."""
 
 VOCABULARY = 128
 
@@ -63,31 +75,46 @@ _BOUNDS: tuple[tuple[str, int], ...] = (
 )
 _LAYERS = r"\w*_layers|n_layer|num_layers_per_stack|num_blocks"
 _LAYERS_KEPT = frozenset(
-    {"mlp_only_layers", "num_adapter_layers", "num_kv_shared_layers", "num_dense_layers"}
+    {
+        "mlp_only_layers",
+        "num_adapter_layers",
+        "num_kv_shared_layers",
+        "num_dense_layers",
+        "num_feat_extract_layers",
+    }
 )
+_STAGES = ("out_features", "out_indices", "stage_names")
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
 
 
 def model_types() -> list[tuple[str, Kind]]:
-    """Every type of language model that the installed transformers has, with what it is asked to be."""
-    return [(name, kind) for kind, mapping in KINDS.items() for name in sorted(getattr(auto, mapping))]
+    """Every type of model that the installed transformers has, with what it is asked to be."""
+    return [
+        (name, kind)
+        for kind, (mapping, _) in _MAPPINGS.items()
+        for name in sorted(getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"))
+        if kind != "picture" or name not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    ]
 
 
 def tiny_model(model_type: str, kind: Kind) -> Any:
     """A random model of a type, in float32 and eval mode."""
     config = tiny_config(model_type, kind)
     torch.manual_seed(0)
-    model: Any = getattr(transformers, AUTO[kind]).from_config(config, dtype=torch.float32)
+    suffix = _MAPPINGS[kind][1]
+    auto_class = getattr(transformers, f"AutoModelFor{suffix}" if suffix else "AutoModel")
+    model: Any = auto_class.from_config(config, dtype=torch.float32)
     for (
         parameter
     ) in model.parameters():  # some are left empty, and zeros and ones hide what is done with them
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and parameter.dim():
             parameter.data = 0.3 * torch.randn_like(parameter) / max(1, parameter.shape[-1]) ** 0.25 + (
                 parameter.dim() == 1 and parameter.numel() > 1
             )
     if (
         getattr(config, "is_encoder_decoder", False)
+        and hasattr(model, "generation_config")
         and model.generation_config.decoder_start_token_id is None
     ):
         model.generation_config.decoder_start_token_id = 1  # checkpoints have one, and defaults lack it
@@ -111,7 +138,7 @@ def tiny_config(model_type: str, kind: Kind) -> Any:
 
 def _shrink(fields: dict[str, Any]) -> None:
     """Shrink a config's dictionary, and those inside of it, in place."""
-    for name in ("transformers_version", "architectures", "id2label", "label2id", "dtype"):
+    for name in ("transformers_version", "architectures", "id2label", "label2id", "dtype", *_STAGES):
         fields.pop(name, None)
     total = next((fields[name] for name in _COUNTS if isinstance(fields.get(name), int)), 0)
     chosen = _chosen_layers(fields, total)

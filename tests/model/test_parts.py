@@ -313,3 +313,49 @@ def test_a_model_that_fails_on_tokens_is_left_at_a_lower_level() -> None:
     assert row.level == "module"
     assert "pixels are needed" in row.reason
     torch.testing.assert_close(engine(input_ids=ids, pixels=1).last_hidden_state, expected)
+
+
+class EitherLayerNorm(nn.LayerNorm):
+    """Its channels are the last axis, or the second one."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__(WIDTH)
+        self.data_format = "channels_first" if first else "channels_last"
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.data_format == "channels_last":
+            return super().forward(features)
+        return super().forward(features.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class TwoFormats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = EitherLayerNorm(first=False), EitherLayerNorm(first=True)
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.first(self.last(x)))  # type: ignore[no-any-return]
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([TwoFormats()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)  # type: ignore[no-any-return]
+
+
+def test_norms_of_one_class_that_are_set_otherwise_are_proven_apart() -> None:
+    torch.manual_seed(0)
+    holder = Holder().eval()
+    for parameter in holder.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    # As many rows and columns as channels: what is wrong has the right shape.
+    x = torch.randn(1, WIDTH, WIDTH, WIDTH)
+    with torch.no_grad():
+        expected = holder(x)
+        engine = slipstream.init_inference(holder, dtype=torch.float32, replace_with_kernel_inject=True)
+        got = engine(x)
+    assert float((expected - got).abs().max()) < 1e-5

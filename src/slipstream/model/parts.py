@@ -102,7 +102,14 @@ def judge_parts(
                     continue
                 name = f"{found.name}.{path}"
                 kept = any(pattern.search(f"{name}.weight") for pattern in settings.keep)
-                key = (type(module), _shape(module), _eps(module), _has_bias(module), kept)
+                key = (
+                    type(module),
+                    _shape(module),
+                    _eps(module),
+                    _has_bias(module),
+                    _settings_of(module),
+                    kept,
+                )
                 if key not in kinds:
                     kinds[key] = _prove(module, bound, settings, name)
                 kind = kinds[key]
@@ -183,6 +190,12 @@ def _eps(module: nn.Module) -> float | None:
     """The module's eps, by the names that norms give it."""
     values = (getattr(module, name, None) for name in _EPS)
     return next((value for value in values if isinstance(value, float)), None)
+
+
+def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What tells modules of one class and shape apart: where ConvNeXt's norms find their channels."""
+    plain = ((name, value) for name, value in vars(module).items() if isinstance(value, str | int | float))
+    return tuple(sorted((name, value) for name, value in plain if name != "training"))
 
 
 def _has_bias(module: nn.Module) -> bool:
