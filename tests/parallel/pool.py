@@ -31,34 +31,49 @@ class Pool:
     """
 
     def __init__(self, place: Path, world: int = WORLD) -> None:
+        self._place, self._world, self._starts = place, world, 0
+        self._start()
+
+    def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.parallel.jobs"])  # imported once, for all ranks
         self._pipes: list[Connection] = []
-        self.ranks = []
-        for rank in range(world):
+        self.ranks: list[Any] = []
+        self._starts += 1
+        place = f"{self._place}.{self._starts}"
+        for rank in range(self._world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, str(place), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._world, place, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self.ranks.append(process)
 
     def run(self, job: str, *args: Any, ranks: int | None = None, patience: float = PATIENCE) -> list[Any]:
-        """Run `module:function(*args)` on the first ranks; what each returned, or raised."""
+        """Run `module:function(*args)` on the first ranks; what each returned, or raised.
+
+        Ranks of which one does not answer are replaced: the others wait for it, and would answer the next job
+        with what they say of this one.
+        """
         pipes = self._pipes[:ranks]
         for pipe in pipes:
             pipe.send((job, args))
         answers = []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(patience):
-                raise TimeoutError(f"rank {rank} did not answer {job} within {patience:.0f} s")
+                said = [str(one.recv()) for one in pipes if one.poll()]
+                self.close(0)
+                self._start()
+                raise TimeoutError(
+                    f"rank {rank} did not answer {job} within {patience:.0f} s; others: {said}"
+                )
             answers.append(pipe.recv())
         return answers
 
-    def close(self) -> None:
+    def close(self, patience: float = 5.0) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self.ranks:
-            process.join(5)
+            process.join(patience)
             if process.is_alive():
                 process.kill()
 
@@ -78,7 +93,7 @@ def _serve(rank: int, world: int, place: str, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=world)
-    GROUPS.update({size: dist.new_group(list(range(size))) for size in (2, 3, 4)})
+    GROUPS.update({size: dist.new_group(list(range(size))) for size in (2, 3, 4) if size <= world})
     while True:
         try:
             job, args = pipe.recv()

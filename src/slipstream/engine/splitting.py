@@ -100,7 +100,7 @@ def plan_splitting(
     """Decide about every layer that is not fused; the model is only read.
 
     Raises:
-        UnsupportedError: Nothing can be split.
+        UnsupportedError: Nothing can be split, or layers share keys and values.
         InjectionError: Ranks that come to different plans, or a policy that the model does not bear out.
     """
     mesh = settings.mesh
@@ -117,6 +117,12 @@ def plan_splitting(
             f"moe.ep_size={mesh.ep.size} spreads whole experts of fused blocks, and {whole[0].name} runs its "
             f"own code ({verdicts[whole[0].name].reason}); use replace_with_kernel_inject=True, or "
             "tensor_parallel.tp_size, which cuts every expert"
+        )
+    lenders = [found.name for found in whole if found.spec is not None and found.spec.sharing != "own"]
+    if lenders:
+        raise UnsupportedError(
+            f"tensor_parallel.tp_size={mesh.tp.size}: {lenders[0]} shares keys and values with other layers, "
+            "whose heads would have to be dealt alike; use one process"
         )
     if settings.filling is not None:
         raise UnsupportedError(

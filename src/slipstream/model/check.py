@@ -205,8 +205,11 @@ def _with_random_states(args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: 
 
 
 def run_part(run: Callable[..., Any], share: Share | None, *args: Any, **kwargs: Any) -> Any:
-    """Run a fused layer on a call that was recorded of the whole one: its cache, which is changed, is cut."""
-    if share is not None:
+    """Run a fused layer on a call that was recorded of the whole one: its cache, which is changed, is cut.
+
+    A mixer of the layer's own is whole on every rank, and so is what it keeps.
+    """
+    if share is not None and share.whole.mixer is None:
         for value in (*args, *kwargs.values()):
             pair = (getattr(value, f"{kind}_attention_cache", None) for kind in ("self", "cross"))
             for cache in (value, *pair):

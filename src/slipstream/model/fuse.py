@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import InjectionError, WeightError
+from slipstream.errors import InjectionError, UnsupportedError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.block import Block
 from slipstream.model.check import (
@@ -128,7 +128,9 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
     kinds: dict[tuple[Any, ...], list[Found]] = {}
     shared = _in_several(layers)
     for found in layers:
-        reason = found.reason or _declines(found, shared) or _misfits(found, settings)
+        reason = (
+            found.reason or _declines(found, shared) or _misfits(found, settings) or _unsplit(found, settings)
+        )
         if reason:
             verdicts[found.name] = Verdict(None, reason=reason)
         else:
@@ -210,6 +212,15 @@ def _misfits(found: Found, settings: Settings) -> str:
             f"{found.name} ({type(found.layer).__name__}, family {family.name}): {error}; "
             'injection_check="fallback" keeps such layers as they are'
         ) from error
+    return ""
+
+
+def _unsplit(found: Found, settings: Settings) -> str:
+    """Why ranks cannot share a layer's block; its own code they may."""
+    try:
+        share_of(_known(found)[1], settings.mesh, settings.format.group)
+    except UnsupportedError as error:
+        return str(error)
     return ""
 
 
