@@ -35,7 +35,7 @@ def named(name: str) -> int:
 
 
 KEEP_THEIR_CODE = (
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),  # latent attention
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),  # latent attention
     *("bailing_hybrid", "kimi_linear"),  # the same, in some of their layers
     "bitnet",  # a norm within each branch
     *("grids", "longt5", "swin"),  # attention of the family's own
