@@ -17,7 +17,7 @@ from slipstream.kernels.cpu.attention import NativeAttention
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
-from slipstream.kernels.cpu.moe import native_experts
+from slipstream.kernels.cpu.moe import NativeExperts
 from slipstream.kernels.cpu.paged_attention import native_paged_attention
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Facts, Kernel
@@ -26,7 +26,7 @@ from slipstream.ops.linear import Weight
 NATIVE: dict[str, Callable[..., Tensor]] = {
     "attention": lambda library, **given: NativeAttention(library)(**given),
     "linear": native_linear,
-    "moe": lambda library, **given: native_experts(library.isa)(**given),
+    "moe": lambda library, **given: NativeExperts(library.isa)(**given),
     "paged_attention": native_paged_attention,
 }
 """What each kernel calls where it does not leave the work to torch."""

@@ -60,11 +60,12 @@ MODEL_ERRORS = (
 )
 """What a stranger's code may raise when it is run on input that it was not made for."""
 
-_ONE_STEP, _MOST_TOKENS = 3e-2, 3e-3
+_STEPS, _MOST_TOKENS = 5e-2, 3e-3
 """Where rows are rounded to 8 bits, the least that is allowed of a token, and of half of all tokens.
 Two right implementations differ in the last bit of a number, which may then be rounded one step apart; a
 step is 1/127 of a row's largest, a few hundredths of the output's size where that one outweighs its row.
-It happens to few tokens. Rows that should be rounded and are not, or in another way, show in all: by 2e-2."""
+It happens to few tokens, to some of them in more than one product: 0.033 was seen. Rows that should be
+rounded and are not, or in another way, show in all: by 2e-2."""
 
 _ROUNDS_AS_WELL = 1.5
 """What lower precision may cost, in errors of the original in it: the promise of the whole."""
@@ -319,7 +320,7 @@ def compare(
             f"{name}: on random input of size 1 the original itself answers NaN or infinity, in "
             f"{str(dtype).removeprefix('torch.')}; use a wider dtype, or mend the weights and buffers"
         )
-    allowed = max(TOLERANCE[dtype], _ONE_STEP) if rounded else TOLERANCE[dtype]
+    allowed = max(TOLERANCE[dtype], _STEPS) if rounded else TOLERANCE[dtype]
     right = bool(shares.isfinite().all()) and float(worst) <= allowed
     if right and rounded:
         right = float(shares.median()) <= max(TOLERANCE[dtype], _MOST_TOKENS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,13 +20,21 @@ from slipstream.ops.linear import Weight
 from slipstream.ops.moe import Routed, chosen_by
 from slipstream.spec import MoE
 
-__all__ = ["KERNELS", "native_experts"]
+__all__ = ["KERNELS", "NativeExperts"]
 
 
-def native_experts(isa: str) -> Callable[..., Tensor]:
-    """`ops.moe.moe` whose products are the library's, where those are faster, for one instruction set."""
+@dataclass(frozen=True)
+class NativeExperts:
+    """`ops.moe.moe` whose products are the library's, where those are faster.
 
-    def run(
+    Attributes:
+        isa: The instruction set.
+    """
+
+    isa: str
+
+    def __call__(
+        self,
         x: Tensor,
         router: Weight | Routed,
         experts_in: Weight,
@@ -36,23 +45,22 @@ def native_experts(isa: str) -> Callable[..., Tensor]:
         gated: bool,
         choice: Tensor | None = None,
     ) -> Tensor:
+        """As `ops.moe.moe`."""
         weights, chosen = chosen_by(x, router, spec, choice)
         out = torch.zeros(x.shape, dtype=torch.float32)
         for expert in (e for e in chosen.unique().tolist() if e >= 0):
             tokens, place = (chosen == expert).nonzero(as_tuple=True)
             weight = weights[tokens, place, None]
             entry = x[tokens] * weight.to(x.dtype) if spec.weighs_input else x[tokens]
-            y = run_linear(entry, experts_in.at(expert), isa=isa)
-            y = run_linear(activate(y, name=activation, gated=gated), experts_out.at(expert), isa=isa)
+            y = run_linear(entry, experts_in.at(expert), isa=self.isa)
+            y = run_linear(activate(y, name=activation, gated=gated), experts_out.at(expert), isa=self.isa)
             out.index_add_(0, tokens, y.float() if spec.weighs_input else y.float() * weight)
         return out.to(x.dtype)
-
-    return run
 
 
 def _kernel(isa: str) -> Kernel:
     decide: Callable[[Facts], str | None] = functools.partial(refuse_linear, isa=isa)
-    return Kernel("moe", f"cpu-{isa}", "cpu", decide, native_experts(isa))
+    return Kernel("moe", f"cpu-{isa}", "cpu", decide, NativeExperts(isa))
 
 
 KERNELS: tuple[Kernel, ...] = tuple(_kernel(isa) for isa in ISAS)
