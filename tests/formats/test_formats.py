@@ -174,7 +174,7 @@ def test_experts_are_packed_as_each_by_itself(name: str) -> None:
         assert_same(fmt.pack(dense[index]), tuple(plane[index] for plane in planes))
     weight = fmt.weight(dense, None)
     assert weight.shape == (3, 10, 72)
-    assert torch.equal(weight.expert(2), weight.dense()[2])
+    assert torch.equal(weight.at(2).dense(), weight.dense()[2])
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -91,7 +91,7 @@ def test_one_expert_is_described_where_it_lies(name: str) -> None:
     call = LinearCall(x=x.data_ptr(), out=out.data_ptr(), rows=2, dtype=0, weight=matrix)
     library("baseline").run("linear", call)
     assert own.bias is not None
-    torch.testing.assert_close(out, x @ own.expert(1).t() + own.bias[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out, x @ own.at(1).dense().t() + own.bias[1], atol=1e-4, rtol=1e-4)
     assert "3 dimensions" in str(matrix_of(own))
 
 

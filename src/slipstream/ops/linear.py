@@ -100,13 +100,6 @@ class Weight:
             return self.unpack(self.planes, self.shape, self.dtype)
         return self.planes[0] if len(self.planes) == 1 else torch.cat(self.planes, dim=-2)
 
-    def expert(self, index: int) -> Tensor:
-        """Return the dense matrix of one expert, without unpacking the others."""
-        if self.dtype is None:
-            runs = [plane[index] for plane in self.planes]
-            return runs[0] if len(runs) == 1 else torch.cat(runs)
-        return self.unpack(tuple(plane[index] for plane in self.planes), self.shape[1:], self.dtype)
-
     def at(self, index: int) -> Weight:
         """Return one expert's matrix with its bias, over the same memory."""
         planes, bias = tuple(plane[index] for plane in self.planes), self.bias

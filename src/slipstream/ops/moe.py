@@ -5,6 +5,7 @@ Shapes: T packed tokens, C hidden, E experts, F feed-forward width of one expert
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from slipstream.ops.bind import Case, Op
 from slipstream.ops.linear import Weight
 from slipstream.spec import MoE
 
-__all__ = ["OP", "Routed", "chosen_by", "moe", "route", "router_logits"]
+__all__ = ["OP", "Routed", "chosen_by", "mix", "moe", "route", "router_logits"]
 
 Routed = tuple[Tensor, Tensor]
 """A choice: weights `(T, k)` float32 and experts `(T, k)` int64."""
@@ -130,18 +131,52 @@ def moe(
     Returns:
         `(T, C)` in the dtype of `x`.
     """
-    weights, chosen = chosen_by(x, router, spec, choice)
+    routed = chosen_by(x, router, spec, choice)
+    return mix(
+        x, routed, experts_in, experts_out, spec=spec, activation=activation, gated=gated, product=_linear
+    )
+
+
+def mix(
+    x: Tensor,
+    routed: Routed,
+    experts_in: Weight,
+    experts_out: Weight,
+    *,
+    spec: MoE,
+    activation: str,
+    gated: bool,
+    product: Callable[[Tensor, Weight], Tensor],
+) -> Tensor:
+    """`moe` once the choice is made: each expert runs on its tokens, and the answers are summed in float32.
+
+    Args:
+        x: `(T, C)`.
+        routed: The choice.
+        experts_in: As in `moe`.
+        experts_out: As in `moe`.
+        spec: Whether the weights are applied to what enters.
+        activation: A name that `activate` knows.
+        gated: Whether the experts' first matrix holds gate and up halves.
+        product: Multiplies rows `(n, I)` by one expert's matrix `(O, I)`, with its bias.
+
+    Returns:
+        `(T, C)` in the dtype of `x`.
+    """
+    weights, chosen = routed
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in (e for e in chosen.unique().tolist() if e >= 0):
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
-        bias_in, bias_out = (w.bias if w.bias is None else w.bias[expert] for w in (experts_in, experts_out))
         weight = weights[tokens, place, None]
         entry = x[tokens] * weight.to(x.dtype) if spec.weighs_input else x[tokens]
-        y = F.linear(entry, experts_in.expert(expert), bias_in)
-        y = activate(y, name=activation, gated=gated)
-        y = F.linear(y, experts_out.expert(expert), bias_out)
-        out.index_add_(0, tokens, y.float() if spec.weighs_input else y.float() * weight)
+        y = activate(product(entry, experts_in.at(expert)), name=activation, gated=gated)
+        y = product(y, experts_out.at(expert)).float()
+        out.index_add_(0, tokens, y if spec.weighs_input else y * weight)
     return out.to(x.dtype)
+
+
+def _linear(x: Tensor, weight: Weight) -> Tensor:
+    return F.linear(x, weight.dense(), weight.bias)
 
 
 def _case(

@@ -9,15 +9,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.library import ISAS
 from slipstream.kernels.cpu.linear import refuse_linear, run_linear
-from slipstream.ops.activation import activate
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight
-from slipstream.ops.moe import Routed, chosen_by
+from slipstream.ops.moe import Routed, chosen_by, mix
 from slipstream.spec import MoE
 
 __all__ = ["KERNELS", "NativeExperts"]
@@ -46,16 +44,11 @@ class NativeExperts:
         choice: Tensor | None = None,
     ) -> Tensor:
         """As `ops.moe.moe`."""
-        weights, chosen = chosen_by(x, router, spec, choice)
-        out = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in (e for e in chosen.unique().tolist() if e >= 0):
-            tokens, place = (chosen == expert).nonzero(as_tuple=True)
-            weight = weights[tokens, place, None]
-            entry = x[tokens] * weight.to(x.dtype) if spec.weighs_input else x[tokens]
-            y = run_linear(entry, experts_in.at(expert), isa=self.isa)
-            y = run_linear(activate(y, name=activation, gated=gated), experts_out.at(expert), isa=self.isa)
-            out.index_add_(0, tokens, y.float() if spec.weighs_input else y.float() * weight)
-        return out.to(x.dtype)
+        product = functools.partial(run_linear, isa=self.isa)
+        routed = chosen_by(x, router, spec, choice)
+        return mix(
+            x, routed, experts_in, experts_out, spec=spec, activation=activation, gated=gated, product=product
+        )
 
 
 def _kernel(isa: str) -> Kernel:
