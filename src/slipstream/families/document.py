@@ -1,4 +1,4 @@
-"""The table of families as markdown, made from the registry for the README."""
+"""The families as markdown, made from the registry: a table for the docs, names for the README."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from slipstream.families.family import Family
 
-__all__ = ["render"]
+__all__ = ["render", "summary"]
 
 
 def render(families: Iterable[Family]) -> str:
@@ -18,11 +18,27 @@ def render(families: Iterable[Family]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def summary(families: Iterable[Family]) -> str:
+    """The names of all families, by how their `generate` runs."""
+    kinds: dict[str, list[str]] = {_PACKED: [], _LOOP: [], _NONE: []}
+    for family in families:
+        kinds[_generation(family)].append(family.name)
+    titles = {
+        _PACKED: "Generate over a packed batch and a paged cache",
+        _LOOP: "Generate by transformers' loop over fused layers",
+        _NONE: "Encoders of texts, pictures and sound",
+    }
+    rows = (f"- {titles[kind]} ({len(names)}): {', '.join(sorted(names))}." for kind, names in kinds.items())
+    return "\n".join(rows) + "\n"
+
+
+_PACKED, _LOOP, _NONE = "packed batch, paged cache", "transformers' loop", "-"
+
 _GENERATORS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 
 
 def _generation(family: Family) -> str:
     if family.frame is not None:
-        return "packed batch, paged cache"
+        return _PACKED
     generates = any(kind in tiny.model for tiny in family.tiny for kind in _GENERATORS)
-    return "transformers' loop" if generates else "-"
+    return _LOOP if generates else _NONE
