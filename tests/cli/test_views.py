@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,13 @@ def test_verbose_says_what_was_built(run: Any, checkpoint: Path, caplog: pytest.
     assert "level block" not in caplog.text
     run("generate", "-m", checkpoint, "-n", 2, "--verbose", "w1")
     assert "level block" in caplog.text
+
+
+def test_the_package_runs_as_a_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["slipstream", "--version"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("slipstream", run_name="__main__")
+    assert left.value.code in (0, None)
+    assert slipstream.__version__ in capsys.readouterr().out

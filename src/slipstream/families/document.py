@@ -19,16 +19,13 @@ def render(families: Iterable[Family]) -> str:
 
 
 def summary(families: Iterable[Family]) -> str:
-    """The names of all families, by how their `generate` runs."""
+    """One row per way to generate, with the names of its families."""
     kinds: dict[str, list[str]] = {_PACKED: [], _LOOP: [], _NONE: []}
     for family in families:
         kinds[_generation(family)].append(family.name)
-    titles = {
-        _PACKED: "Generate over a packed batch and a paged cache",
-        _LOOP: "Generate by transformers' loop over fused layers",
-        _NONE: "Encoders of texts, pictures and sound",
-    }
-    rows = (f"- {titles[kind]} ({len(names)}): {', '.join(sorted(names))}." for kind, names in kinds.items())
+    rows = ["| generates | level | families |", "|---|---|---|"]
+    for kind, names in kinds.items():
+        rows.append(f"| {kind} | block | {len(names)}: {', '.join(sorted(names))} |")
     return "\n".join(rows) + "\n"
 
 
