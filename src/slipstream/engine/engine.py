@@ -34,6 +34,7 @@ from slipstream.engine.request import (
 from slipstream.engine.runner import Runner
 from slipstream.engine.save import save_described
 from slipstream.engine.settings import format_named
+from slipstream.engine.unwrap import unwrapped
 from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
@@ -52,7 +53,7 @@ class InferenceEngine(Weights):
     `engine.get_input_embeddings()`.
 
     Attributes:
-        module: The model that was handed in, with fused layers.
+        module: The model that was handed in, with fused layers; of one that peft wrapped, the model inside.
         config: The model's own config (with the overrides of the configuration), or None.
         inference_config: The engine's configuration.
     """
@@ -73,7 +74,9 @@ class InferenceEngine(Weights):
                 "model is an engine already; hand in a model that does not belong to an engine"
             )
         settings = InferenceConfig() if config is None else config
-        built = build(model, settings)
+        with unwrapped(model, settings) as own:
+            model = own.base
+            built = build(model, settings)
         self.config = built.model_config
         self.inference_config = settings
         self._built = built
@@ -84,6 +87,9 @@ class InferenceEngine(Weights):
         self.training = False
         self.module = model
         self.__class__ = _named_like(type(self), type(model))  # type: ignore[arg-type]
+        for name, adapter in own.adapters.items():
+            self._adapters.add(model, name, adapter)
+        self.set_adapter(own.active)
         if settings.save_mp_checkpoint_path is not None:
             save_described(model, settings, Path(settings.save_mp_checkpoint_path), built.mesh.replica)
 

@@ -87,6 +87,10 @@ class ForwardGraphs:
             static.copy_(given)
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, captured.replay())
 
+    def forget(self) -> None:
+        """Capture everything anew: the model computes something else from now on."""
+        self._captured.clear()
+
     def _is_plain(self, leaves: list[Any]) -> bool:
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
         if odd is not None:

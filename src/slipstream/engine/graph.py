@@ -86,7 +86,7 @@ class Graphs:
         self._taken = False
         self._cache: PagedCache | None = None
         self._captured: dict[tuple[int, int, bool], _Captured] = {}
-        self._places: tuple[int, ...] = ()
+        self._places: tuple[tuple[int, torch.Size], ...] = ()
         self.reason = device.no_graph() or ""
         if not self.reason and runner.frame.angles_share_a_length:
             self.reason = "the model's angles depend on the longest sequence, which is no tensor of the step"
@@ -157,7 +157,7 @@ class Graphs:
         self._taken = False
 
     def _forget_what_moved(self) -> None:
-        places = tuple(t.data_ptr() for t in self._static())
+        places = tuple((t.data_ptr(), t.shape) for t in self._static())
         if places != self._places:
             self._captured.clear()
             self._places = places
@@ -168,7 +168,8 @@ class Graphs:
         found: list[Tensor | None] = [frame.pos_table]
         weights = chain(frame.matrices().values(), *(b.weights.matrices.values() for b in runner.blocks))
         for weight in weights:
-            found += [*weight.planes, weight.bias]
+            beside = weight.beside
+            found += [*weight.planes, weight.bias, *(() if beside is None else (beside.a, beside.b))]
         for vector in chain(frame.norms().values(), *(b.weights.vectors.values() for b in runner.blocks)):
             found += [vector.weight, vector.bias]
         for block in runner.blocks:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from slipstream.engine.build import Built
+from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.ranks import first_writes, refuse_on_ranks
 from slipstream.engine.reload import reload
 from slipstream.engine.settings import format_named
-from slipstream.errors import UnsupportedError
+from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.refresh import refresh
 from slipstream.weights.lora import read_adapter
@@ -30,6 +32,7 @@ class Weights(nn.Module):
     module: nn.Module
     _adapters: Adapters
     _built: Built
+    _graphs: ForwardGraphs | None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own names and values, as if nothing had been fused."""
@@ -42,7 +45,8 @@ class Weights(nn.Module):
         Raises:
             UnsupportedError: A layer that is to be loaded runs a fused block, or holds packed weights.
         """
-        return self.module.load_state_dict(*args, **kwargs)
+        with self._without_adapters():
+            return self.module.load_state_dict(*args, **kwargs)
 
     def refresh_weights(self, state: Mapping[str, Tensor] | nn.Module) -> None:
         """Put new values into every weight, in the memory that it is in: graphs and kernels go on with them.
@@ -60,12 +64,24 @@ class Weights(nn.Module):
             ConfigError: Not a state dict.
         """
         refuse_on_ranks(self._built.mesh.replica, "refresh_weights")
-        active = self._adapters.active
-        self._adapters.select(self.module, None)
-        try:
+        with self._without_adapters():
             refresh(self.module, state, format_named)
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        """Within, no adapter is at work; afterwards those are that were, upon the weights of then."""
+        active, merged = self._adapters.active, self._adapters.merged
+        self._select(())
+        try:
+            yield
         finally:
-            self._adapters.select(self.module, active)
+            self._select(active, merged=merged)
+
+    def _select(self, names: Sequence[str], *, merged: bool = False) -> None:
+        """Put adapters to work; captured forwards know of those that were at work before."""
+        self._adapters.select(self.module, names, merged=merged)
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def load_adapter(
         self,
@@ -90,17 +106,62 @@ class Weights(nn.Module):
         refuse_on_ranks(self._built.mesh.replica, "load_adapter")
         self._adapters.add(self.module, name, read_adapter(adapter, config))
 
-    def set_adapter(self, name: str | None) -> None:
-        """Merge an adapter into the weights, in the place of the one that was merged; None takes it out.
+    def set_adapter(self, name: str | Sequence[str] | None) -> None:
+        """Put an adapter to work, or the sum of several, in the place of those that were; None for none.
 
-        The weights are changed where they lie, so graphs and kernels go on with them; what they were is kept,
-        a copy of the adapted matrices, and comes back to the bit.
+        It is kept apart: its product is added beside each matrix, which stays as it is, also where it is
+        packed. `merge_adapter` merges it. What an adapter replaces as a whole (`modules_to_save`, biases),
+        and what it adds to embeddings, to routers and to the projections of latents, is merged at once, and
+        comes back to the bit. `state_dict` has the weights without what is kept apart.
+
+        Raises:
+            ConfigError: No adapter has this name, or two of them replace one tensor; nothing has changed.
+            WeightError: A number is not finite in the engine's dtype; no adapter is at work then.
+        """
+        self._select(_names(name))
+
+    def merge_adapter(self, name: str | Sequence[str] | None = None) -> None:
+        """Merge adapters into the weights, in the place of those at work: the speed is the base model's.
+
+        The weights are changed where they lie, so graphs and kernels go on with them; packed matrices are
+        packed anew. What they were is kept, a copy of the adapted matrices, and comes back to the bit.
+
+        Args:
+            name: Of one, or of several; None for those that are at work.
+
+        Raises:
+            ConfigError: As for `set_adapter`, or none is named and none is at work.
+            UnsupportedError: A matrix is tied to another, which would change, too; nothing has changed.
+            WeightError: The sum is not finite in the engine's dtype; no adapter is at work then.
+        """
+        names = self._adapters.active if name is None else _names(name)
+        if not names:
+            raise ConfigError("no adapter is at work; name the one that is to be merged")
+        self._select(names, merged=True)
+
+    def unmerge_adapter(self) -> None:
+        """Take what was merged out again, to the bit; the adapters stay at work, kept apart."""
+        self._select(self._adapters.active)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Within, the engine answers without adapters."""
+        with self._without_adapters():
+            yield
+
+    def delete_adapter(self, name: str) -> None:
+        """Forget an adapter; where it is at work, the others stay there without it.
 
         Raises:
             ConfigError: No adapter has this name.
-            WeightError: The sum is not finite in the engine's dtype; no adapter is at work then.
         """
-        self._adapters.select(self.module, name)
+        self._adapters.drop(self.module, name)
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def active_adapters(self) -> list[str]:
+        """Names of the adapters at work."""
+        return list(self._adapters.active)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write the model as a transformers folder, under its original names.
@@ -135,4 +196,11 @@ class Weights(nn.Module):
             UnsupportedError: A layer's parts were replaced since it was fused.
         """
         refuse_on_ranks(self._built.mesh.replica, "load_checkpoint")
-        reload(self.module, path, tag=tag, strict=strict)
+        with self._without_adapters():
+            reload(self.module, path, tag=tag, strict=strict)
+
+
+def _names(name: str | Sequence[str] | None) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    return (name,) if isinstance(name, str) else tuple(name)

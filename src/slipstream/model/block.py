@@ -16,7 +16,7 @@ from slipstream.model.gate import growing, opened
 from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Weight, times
 from slipstream.ops.moe import Routed, chosen_by
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
@@ -242,7 +242,7 @@ class Block:
         weight = self.weights.matrices[role]
         # A matrix that is kept in float32 (T5's last one) answers in it, and the sums go on so.
         dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
-        return self.ops.linear.run(x if x.dtype == dtype else x.to(dtype), weight)  # type: ignore[no-any-return]
+        return times(self.ops.linear.run, x if x.dtype == dtype else x.to(dtype), weight)
 
     def _attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
         spec = self.spec

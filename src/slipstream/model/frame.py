@@ -18,7 +18,7 @@ from slipstream.model.block import Block, RopeTable
 from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
 from slipstream.ops.kv_cache import CachePart, write_cache
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Weight, times
 from slipstream.ops.rope import half_tables
 from slipstream.ops.step import Step
 from slipstream.spec import FrameSpec, Rope
@@ -174,7 +174,7 @@ class Frame:
         return logits
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        return self.ops.linear.run(x, weight_of(module))  # type: ignore[no-any-return]
+        return times(self.ops.linear.run, x, weight_of(module))
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
         vector = _vector_of(module)

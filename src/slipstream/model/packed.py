@@ -25,9 +25,21 @@ from slipstream.errors import UnsupportedError
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.ops.linear import Weight
 
-__all__ = ["holds", "is_packed", "looks_up_rows", "pack", "packed_bytes", "packed_matrices", "weight_of"]
+__all__ = [
+    "BESIDE",
+    "holds",
+    "is_packed",
+    "looks_up_rows",
+    "pack",
+    "packed_bytes",
+    "packed_matrices",
+    "weight_of",
+]
 
 _STATE = "_slipstream_packed"
+BESIDE = "_slipstream_beside"
+"""What a module carries whose product adapters add to: a `Beside`."""
+
 _OPEN = "_slipstream_unpacked"
 _ORIGINAL = "_slipstream_original"
 
@@ -120,12 +132,13 @@ def packed_matrices(module: nn.Module) -> dict[str, tuple[Weight, bool]]:
 
 def weight_of(module: nn.Module) -> Weight:
     """The matrix and bias of a linear or an embedding as the ops read them, packed or plain."""
+    beside = vars(module).get(BESIDE)
     if is_packed(module) and _held(module, "weight") is None:
         weight: Weight = vars(module)[_STATE].weights["weight"]
-        return weight
+        return weight if beside is None else replace(weight, beside=beside)
     matrix: Any = module.weight
     bias: Any = getattr(module, "bias", None)
-    return Weight("plain", tuple(matrix.shape), (matrix,), lambda planes: planes[0], bias)
+    return Weight("plain", tuple(matrix.shape), (matrix,), lambda planes: planes[0], bias, beside=beside)
 
 
 def looks_up_rows(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["OP", "Rounding", "Weight", "linear", "round_rows"]
+__all__ = ["OP", "Beside", "Rounding", "Weight", "linear", "round_rows", "times"]
 
 _LEAST = 2.0**-100
 """Rows that span less count as zeros: the reciprocal of their step would overflow."""
@@ -71,6 +71,29 @@ def round_rows(x: Tensor, rounding: Rounding) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A product of low rank that is added to a matrix, and kept apart from it: `x -> (x @ a.T) @ b.T`.
+
+    Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1; its scale is a factor of `b` already.
+
+    Attributes:
+        a: `(R, I)`, of one or of several adapters on top of each other.
+        b: `(O, R)`.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """What is added for rows `(..., I)`, `(..., O)` in their dtype."""
+        return F.linear(F.linear(x.to(self.a.dtype), self.a), self.b).to(x.dtype)
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> Beside:
+        """Return the same with `fn`, a move or a cast, applied to both."""
+        return Beside(fn(self.a), fn(self.b))
+
+
+@dataclass(frozen=True)
 class Weight:
     """A matrix (or a stack of them, one per expert) in a weight format, with its bias.
 
@@ -84,6 +107,8 @@ class Weight:
         bias: `(O,)` or `(experts, O)`, or None.
         dtype: That a packed matrix is unpacked to; None for plain, whose plane has its own.
         rounding: Of the rows that it multiplies; None for rows as they are.
+        beside: What adapters add to the product, which no implementation of the op knows of: `times` adds it.
+            It is no part of what the planes stand for.
     """
 
     format: str
@@ -93,6 +118,7 @@ class Weight:
     bias: Tensor | None = None
     dtype: torch.dtype | None = None
     rounding: Rounding | None = None
+    beside: Beside | None = None
 
     def dense(self) -> Tensor:
         """Return the dense tensor of `shape`: for "plain" the stored one itself, else a new one."""
@@ -131,11 +157,12 @@ class Weight:
         A cast leaves packed planes as they are and changes what they are unpacked to.
         """
         bias = None if self.bias is None else fn(self.bias)
+        beside = None if self.beside is None else self.beside.apply(fn)
         if self.dtype is None:
-            return replace(self, planes=tuple(fn(plane) for plane in self.planes), bias=bias)
+            return replace(self, planes=tuple(fn(plane) for plane in self.planes), bias=bias, beside=beside)
         planes = tuple(_moved(plane, fn) for plane in self.planes)
         dtype = fn(torch.empty(0, dtype=self.dtype, device=self.planes[0].device)).dtype
-        return replace(self, planes=planes, bias=bias, dtype=dtype)
+        return replace(self, planes=planes, bias=bias, dtype=dtype, beside=beside)
 
 
 def _moved(plane: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -165,6 +192,12 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     runs = weight.planes
     biases = [None] * len(runs) if weight.bias is None else weight.bias.split([len(rows) for rows in runs])
     return torch.cat([F.linear(x, rows, bias) for rows, bias in zip(runs, biases, strict=True)], dim=-1)
+
+
+def times(run: Callable[[Tensor, Weight], Tensor], x: Tensor, weight: Weight) -> Tensor:
+    """Return the product by an implementation of the op, with what adapters add to it."""
+    product = run(x, weight)
+    return product if weight.beside is None else product + weight.beside.of(x)
 
 
 def _case(

@@ -28,7 +28,7 @@ from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.weights.load import check_finite
 from slipstream.weights.slot import TensorSource
 
-__all__ = ["Adapter", "LowRank", "read_adapter"]
+__all__ = ["Adapter", "LowRank", "check_kind", "read_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -105,7 +105,7 @@ def read_adapter(
         raise ConfigError('tensors say nothing of their scale; give config={"r": ..., "lora_alpha": ...} too')
     else:
         tensors = dict(place)
-    _check_kind(config)
+    check_kind(config)
     return _sorted(tensors, config)
 
 
@@ -126,14 +126,21 @@ def _open(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def _check_kind(config: Mapping[str, Any]) -> None:
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Refuse, by what peft's configuration says, an adapter that is more than LoRA.
+
+    Raises:
+        UnsupportedError: With the way out.
+    """
     kind = config.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)) != "LORA":
         raise UnsupportedError(
             f"a {kind} adapter is not served, LORA is; merge it by peft and use refresh_weights"
         )
     asked = [
-        name for name, value in config.items() if name not in _HARMLESS and value not in (None, False, [], {})
+        name
+        for name, value in config.items()
+        if name not in _HARMLESS and value not in (None, False, [], {}, set(), ())
     ]
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         asked.append("init_lora_weights")  # it changed the base model's weights, which only peft repeats

@@ -62,6 +62,8 @@ def refuse_block(block: BlockLike) -> str | None:
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
         return f"the activation {spec.activation!r} is not in it"
     for role, weight in block.weights.matrices.items():
+        if weight.beside is not None:
+            return f"{role}: an adapter that is kept apart is not in it"
         matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
         if isinstance(matrix, str):
             return f"{role}: {matrix}"

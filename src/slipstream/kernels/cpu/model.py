@@ -54,6 +54,8 @@ def refuse_frame(frame: FrameLike) -> str | None:
     """Why the library cannot run what stands around the blocks, or None where it can."""
     matrices, table = frame.matrices(), frame.pos_table
     for name, weight in matrices.items():
+        if weight.beside is not None:
+            return f"{name}: an adapter that is kept apart is not in it"
         matrix = matrix_of(weight)
         if isinstance(matrix, str):
             return f"{name}: {matrix}"

@@ -77,6 +77,9 @@ def refuse_block(block: BlockLike) -> str | None:
     strange = [role for role in (*block.weights.matrices, *vectors) if role not in _ROLES]
     if strange:
         return f"the role {strange[0]} is not in it"
+    adapted = [role for role, weight in block.weights.matrices.items() if weight.beside is not None]
+    if adapted:
+        return f"{adapted[0]}: an adapter that is kept apart is not in it"
     if not spec.causal or spec.place != "pre" or spec.residual_from != "input":
         return "it normalises something else than what enters a branch"
     if spec.hidden > WIDEST or spec.head_dim > _WIDEST_HEAD:
