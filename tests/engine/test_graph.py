@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from slipstream.devices import NullDevice
-from tests.helpers.models import KINDS, left_padded, pair, prompt
+from tests.helpers.models import KINDS, inject, left_padded, make, pair, prompt
 
 GRAPHS: dict[str, Any] = {"enable_cuda_graph": True}
 GENERATORS = [
@@ -143,6 +143,59 @@ def test_a_weight_that_changed_is_captured_again(captures: list[Any]) -> None:
         model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().flip(0))
     assert torch.equal(both.engine.generate(ids, **GREEDY), both.original.generate(ids, **GREEDY))
     assert len(captures) == 2
+
+
+def test_new_weights_are_read_by_the_graphs_that_are_there(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    ids = prompt(1, 6)
+    both.engine.generate(ids, **GREEDY)
+    both.engine(ids, use_cache=False)
+    before = len(captures)
+    for seed in (1, 2):
+        other = make("llama", seed=seed)
+        both.engine.refresh_weights(other)
+        assert torch.equal(both.engine.generate(ids, **GREEDY), other.generate(ids, **GREEDY))
+        expected = other(ids, use_cache=False).logits
+        torch.testing.assert_close(both.engine(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
+    assert len(captures) == before == 2
+
+
+@pytest.mark.parametrize("packed", ["int8", "int4"])
+def test_new_packed_weights_are_read_by_the_graphs_that_are_there(packed: str, captures: list[Any]) -> None:
+    both = pair("llama", settings={**GRAPHS, "quant": packed})
+    other, ids = make("llama", seed=1), prompt(1, 6)
+    first = both.engine.generate(ids, **GREEDY)
+    before = len(captures)
+    both.engine.refresh_weights(other)
+    fresh = inject(other, quant=packed)
+    expected = fresh.generate(ids, **GREEDY)
+    assert not torch.equal(first, expected)
+    assert torch.equal(both.engine.generate(ids, **GREEDY), expected)
+    assert len(captures) == before == 1
+
+
+def test_steps_used_long_ago_make_room(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.engine.graph.MOST_GRAPHS", 3)
+    both = pair("llama", settings=GRAPHS)
+    for rows in (1, 2, 3, 1, 5, 9, 2):
+        ids = prompt(rows, 4)
+        expected = both.original.generate(ids, max_new_tokens=3, do_sample=False)
+        assert torch.equal(both.engine.generate(ids, max_new_tokens=3, do_sample=False), expected)
+    # Of one row twice in a row of uses, and of two anew once three others had come.
+    assert len(captures) == 6
+    assert len(both.engine._built.runner.whole._captured) == 3
+
+
+def test_logits_of_a_step_stay_when_the_next_one_runs(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    found = [
+        model.generate(prompt(1, 6), **options, return_dict_in_generate=True).logits
+        for model in (both.original, both.engine)
+    ]
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert captures
 
 
 def test_two_generations_at_once_do_not_share_a_cache(captures: list[Any]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.devices import NullDevice
 from slipstream.model.inputs import sample_inputs, vocabulary
 from slipstream.model.packed import is_packed, packed_bytes, packed_matrices
 from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
@@ -353,3 +355,27 @@ def _beside(original: Any, size: int) -> dict[str, Any]:
         error = expected - engine(input_ids=ids, attention_mask=right).logits
     rows = {row.name: row.how for row in engine.report().split}
     return {"error": float(error.abs()[right.bool()].max()), "rows": rows}
+
+
+def captured(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Captured decode steps and forwards on several ranks, beside the model."""
+    captures: list[Any] = []
+
+    class Counting(NullDevice):
+        def capture(self, run: Any, static: Any = None) -> Any:
+            captures.append(run)
+            return super().capture(run, static)
+
+    _, tiny = VARIANTS[index]
+    original = peaked_model(tiny)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr("slipstream.engine.build.choose", Counting)
+        engine = split(copy.deepcopy(original), size, enable_cuda_graph=True, **settings)
+        same, errors = [], []
+        for seed in range(2):
+            ids = torch.randint(5, 90, (2, 7), generator=torch.Generator().manual_seed(seed))
+            same.append(torch.equal(original.generate(ids, **options), engine.generate(ids, **options)))
+            expected = original(ids, use_cache=False).logits
+            errors.append(float((engine(ids, use_cache=False).logits - expected).abs().max()))
+    return {"same": same, "error": max(errors), "captures": len(captures), "text": str(engine.report())}

@@ -100,13 +100,23 @@ class Recorder(TorchDispatchMode):
     def replay(self) -> None:
         """Repeat every operation; each result goes where it went first."""
         for func, args, kwargs, results in self._calls:
-            for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
+            made = func(*args, **kwargs)
+            if func.namespace == "c10d":
+                # What ranks do together is begun by the operation, and waited for by whoever called it.
+                _wait(made)
+            for old, new in zip(results, _tensors(made), strict=True):
                 if _memory(old) != _memory(new):
                     old.copy_(new)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _wait(made: Any) -> None:
+    for leaf in tree_leaves(made):
+        if isinstance(leaf, torch.ScriptObject):
+            leaf.wait()  # type: ignore[attr-defined]
 
 
 def _memory(tensor: Tensor) -> int:

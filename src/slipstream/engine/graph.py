@@ -13,6 +13,7 @@ import copy
 import logging
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -29,12 +30,15 @@ from slipstream.ops.draw import Warp
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Step
 
-__all__ = ["LADDER", "Graphs"]
+__all__ = ["LADDER", "MOST_GRAPHS", "Graphs"]
 
 log = logging.getLogger(__name__)
 
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows of the captured steps."""
+
+MOST_GRAPHS = 32
+"""Captured steps that are kept; the one that was used longest ago goes first."""
 
 _MOST_AHEAD = 64
 """Steps between two looks of the host."""
@@ -85,7 +89,7 @@ class Graphs:
         self._lock = threading.Lock()
         self._taken = False
         self._cache: PagedCache | None = None
-        self._captured: dict[tuple[int, int, bool], _Captured] = {}
+        self._captured: OrderedDict[tuple[int, int, bool], _Captured] = OrderedDict()
         self._places: tuple[tuple[int, torch.Size], ...] = ()
         self.reason = device.no_graph() or ""
         if not self.reason and runner.frame.angles_share_a_length:
@@ -96,7 +100,7 @@ class Graphs:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
-        twin._lock, twin._taken, twin._cache, twin._captured = threading.Lock(), False, None, {}
+        twin._lock, twin._taken, twin._cache, twin._captured = threading.Lock(), False, None, OrderedDict()
         twin._runner = copy.deepcopy(self._runner, memo)
         return twin
 
@@ -138,7 +142,12 @@ class Graphs:
         size = next((size for size in LADDER if size >= rows), None)
         if size is None or self.reason:
             return None
-        return self._captured.get((size, width, draws)) or self._capture(size, width, draws=draws)
+        captured = self._captured.get((size, width, draws)) or self._capture(size, width, draws=draws)
+        if captured is not None:
+            self._captured.move_to_end((size, width, draws))
+            if len(self._captured) > MOST_GRAPHS:
+                self._captured.popitem(last=False)
+        return captured
 
     def _reserve(self, blocks: int) -> PagedCache:
         """The cache that stays, with at least this many blocks and one that rows of nobody write to."""
