@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.devices import NullDevice
-from tests.helpers.models import Pair, close, pair, prompt
+from tests.helpers.models import Pair, close, make, pair, prompt
 
 GRAPHS: dict[str, Any] = {"enable_cuda_graph": True}
 
@@ -71,10 +71,22 @@ def test_hooks_hear_what_they_would_hear(bert: Pair) -> None:
 
 def test_a_weight_that_was_replaced_is_captured_again(bert: Pair) -> None:
     ids = prompt(1, 6)
-    bert.engine(ids)
+    before = bert.engine(ids).logits
     for model in (bert.original, bert.engine.module):
-        model.cls.predictions.bias = torch.nn.Parameter(model.cls.predictions.bias.detach().flip(0))
+        norm = model.bert.embeddings.LayerNorm
+        norm.weight = torch.nn.Parameter(norm.weight.detach().flip(0))
+    assert not torch.allclose(bert.original(ids).logits, before, atol=0.1)
     close(bert.original(ids), bert.engine(ids))
+
+
+def test_new_weights_are_read_by_the_graphs_that_are_there(bert: Pair) -> None:
+    ids = prompt(1, 6)
+    bert.engine(ids)
+    graphs = list(bert.engine._graphs._captured.values())
+    other = make("bert", seed=1)
+    bert.engine.refresh_weights(other)
+    close(other(ids), bert.engine(ids))
+    assert list(bert.engine._graphs._captured.values()) == graphs
 
 
 def test_a_cache_in_the_outputs_is_left_to_the_model() -> None:

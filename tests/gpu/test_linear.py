@@ -8,6 +8,7 @@ import torch
 from slipstream.formats import FORMATS, VARIANTS, Format
 from slipstream.kernels.triton.linear import KERNELS
 from slipstream.ops.bind import Facts
+from slipstream.ops.linear import Weight
 from tests.gpu.place import place
 
 ALL = {**FORMATS, **VARIANTS}
@@ -42,6 +43,20 @@ def test_packed_weights_are_multiplied_as_they_are_stored(packed: Format, dtype:
         # Products are summed in float32; what is left is the rounding of the result, and of fp16 in
         # unpacking.
         assert float(error) <= (1e-5 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_lies_behind_a_matrix_is_not_read(rows: int) -> None:
+    """Another tensor may be there, or nothing: a number times zero is no zero where it is none."""
+    (kernel,) = KERNELS
+    memory = torch.full((7 * 77 + 64,), torch.nan)
+    matrix = (
+        memory[: 7 * 77].view(7, 77).copy_(torch.randn(7, 77, generator=torch.Generator().manual_seed(1)))
+    )
+    x = torch.cat([torch.randn(rows, 77), torch.full((2, 77), torch.nan)])
+    weight = Weight("plain", (7, 77), (matrix,), lambda *_: matrix)
+    got = kernel.run(place(x)[:rows], weight.apply(place)).cpu()
+    torch.testing.assert_close(got, x[:rows] @ matrix.T, atol=1e-4, rtol=1e-4)
 
 
 def test_what_the_kernel_does_not_read_is_left_to_the_reference() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from slipstream.formats import FORMATS, Format
 from slipstream.kernels.triton.moe import KERNELS, sort_pairs
+from slipstream.ops.linear import Weight
 from slipstream.ops.moe import moe
 from slipstream.spec import MoE
 from tests.gpu.place import place
@@ -41,3 +42,21 @@ def test_experts_in_each_format(packed: Format) -> None:
     expected = moe(x, router, first, second, **settings)
     got = kernel.run(place(x), place(router), place(first), place(second), **settings).cpu()
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_lies_behind_the_last_expert_is_not_read() -> None:
+    generator = torch.Generator().manual_seed(0)
+    (kernel,) = KERNELS
+
+    def last(*shape: int) -> Weight:
+        count = shape[0] * shape[1] * shape[2]
+        memory = torch.full((count + 4096,), torch.nan)
+        dense = memory[:count].view(shape).copy_(torch.randn(shape, generator=generator) / 8)
+        return Weight("plain", shape, (dense,), lambda *_: dense)
+
+    x, router = torch.randn(9, 35, generator=generator), last(1, 3, 35).at(0)
+    first, second = last(3, 42, 35), last(3, 35, 21)
+    settings = {"spec": MoE(3, 2, normalize=True), "activation": "silu", "gated": True}
+    expected = moe(x, router, first, second, **settings)
+    there = [weight.apply(place) for weight in (router, first, second)]
+    torch.testing.assert_close(kernel.run(place(x), *there, **settings).cpu(), expected, atol=1e-4, rtol=1e-4)
