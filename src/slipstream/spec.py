@@ -124,6 +124,16 @@ class BlockSpec:
         return self.kv_heads * self.head_dim
 
     @property
+    def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and width of the two things that a cache keeps of each token.
+
+        They are keys and values, or a latent and the one rotated key that all heads share.
+        """
+        if self.latent is None:
+            return (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
+        return (1, self.latent.rank), (1, self.latent.rope_dim)
+
+    @property
     def gate_dim(self) -> int:
         """Rows of the gate behind the attention; 0 for none."""
         width = self.head_dim if self.latent is None else self.latent.value_dim

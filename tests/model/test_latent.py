@@ -10,8 +10,10 @@ import torch
 import transformers
 
 import slipstream
-from slipstream.model.latent import absorbed, expanded
+from slipstream.model.cache import BLOCK_SIZE, bytes_per_token
+from slipstream.model.latent import absorbed, attend_paged, expanded
 from slipstream.ops.attention import attention
+from slipstream.ops.step import Step
 from slipstream.spec import Latent, Norm
 
 TOLERANCE = 1e-4
@@ -46,9 +48,9 @@ def _model() -> Any:
     return model
 
 
-def _injected(model: Any) -> Any:
+def _injected(model: Any, **settings: Any) -> Any:
     return slipstream.init_inference(
-        copy.deepcopy(model), dtype=torch.float32, replace_with_kernel_inject=True
+        copy.deepcopy(model), dtype=torch.float32, replace_with_kernel_inject=True, **settings
     )
 
 
@@ -114,3 +116,125 @@ def test_latent_projections_are_packed_but_the_one_that_is_absorbed() -> None:
     cosine = torch.nn.functional.cosine_similarity(expected.flatten(), got.flatten(), dim=0)
     assert float(cosine) > 0.99  # eight bits, two layers: a wrong matrix would be near zero
     assert engine.report().level == "block"
+
+
+@pytest.mark.parametrize("queries", [(1, 1, 1), (3, 1, 6)], ids=["decode", "mixed"])
+def test_pages_of_latents_are_attended_to_as_keys_and_values_would_be(queries: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lens, heads, size = (9, 17, 6), 3, 4
+    shorts = [torch.randn(length, 1, LATENT.rank, generator=generator) for length in lens]
+    keys = [torch.randn(length, 1, LATENT.rope_dim, generator=generator) for length in lens]
+    up = torch.randn(heads * (LATENT.plain_dim + LATENT.value_dim), LATENT.rank, generator=generator) / 5
+    q = torch.randn(sum(queries), heads, LATENT.plain_dim + LATENT.rope_dim, generator=generator)
+    pages = [-(-length // size) for length in lens]
+    order = torch.randperm(sum(pages) + 1, generator=generator).tolist()
+    table = torch.zeros(len(lens), max(pages), dtype=torch.int32)
+    caches = tuple(torch.full((len(order), size, 1, w), torch.nan) for w in (LATENT.rank, LATENT.rope_dim))
+    for row, (count, length) in enumerate(zip(pages, lens, strict=True)):
+        own = [order.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(own)
+        for cache, values in zip(caches, (shorts[row], keys[row]), strict=True):
+            cache[own] = (
+                cache[own].flatten(0, 1).index_copy(0, torch.arange(length), values).view_as(cache[own])
+            )
+    starts = torch.tensor([0, *queries]).cumsum(0)
+    nothing = torch.empty(0, dtype=torch.int64)
+    step = Step(
+        nothing,
+        nothing,
+        starts.int(),
+        torch.tensor(lens, dtype=torch.int32),
+        table,
+        nothing,
+        nothing,
+        max(queries),
+        max(lens),
+    )
+    got = attend_paged(q, (caches[0], caches[1]), step, up, latent=LATENT, scale=0.2)
+    for row, length in enumerate(lens):
+        rows = slice(int(starts[row]), int(starts[row + 1]))
+        wide = expanded(shorts[row].transpose(0, 1)[None], keys[row].transpose(0, 1)[None], up, LATENT)
+        assert wide[0].shape[2] == length
+        asked = q[rows].transpose(0, 1)[None]
+        expected = attention(asked, *wide, mask=None, causal=True, scale=0.2)[0]
+        torch.testing.assert_close(got[rows], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def _padded() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[2, :1] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}], ids=["float32", "int8"])
+def test_generate_keeps_latents_in_its_own_pages(settings: dict[str, Any]) -> None:
+    original = _model()
+    engine = _injected(original, **settings)
+    assert engine.why_compatible() is None
+    runner, made = engine._built.runner, []
+    runner.new_cache = lambda blocks: made.append(runner.make_cache(blocks)) or made[-1]
+    ids, mask = _padded()
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "eos_token_id": None}
+    expected, got = original.generate(ids, **options), engine.generate(ids, **options)
+    (cache,) = made
+    layers = original.config.num_hidden_layers
+    numbers = LATENT.rank + LATENT.rope_dim
+    formula = layers * (numbers + 2 * 4 if settings else numbers * 4)  # int8 has a scale for each of the two
+    assert cache.nbytes == cache.capacity * BLOCK_SIZE * formula
+    assert bytes_per_token([block.spec for block in runner.blocks], cache.layers[0][0].dtype) == formula
+    if settings:
+        first = zip(expected.logits[:4], got.logits[:4], strict=True)
+        assert max(float((a - b).abs().max()) for a, b in first) < 0.2  # each number is off by 1/254
+        return
+    assert torch.equal(expected.sequences, got.sequences)
+    for theirs, ours in zip(expected.logits, got.logits, strict=True):
+        assert float((theirs - ours).abs().max()) <= TOLERANCE
+    for theirs, ours in zip(expected.past_key_values.layers, got.past_key_values.layers, strict=True):
+        real = mask[0].bool()
+        for a, b in ((theirs.keys, ours.keys), (theirs.values, ours.values)):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a[0][:, :9][:, real], b[0][:, :9][:, real], atol=1e-4, rtol=1e-4)
+
+
+def test_sampling_over_latents_draws_the_original_s_tokens() -> None:
+    original = _model()
+    engine = _injected(original)
+    ids, mask = _padded()
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": True, "top_k": 20}
+    torch.manual_seed(5)
+    expected = original.generate(ids, **options)
+    torch.manual_seed(5)
+    assert torch.equal(engine.generate(ids, **options), expected)
+
+
+def test_minicpm3_divides_its_logits_on_the_engine_road_too() -> None:
+    if not hasattr(transformers, "MiniCPM3ForCausalLM"):
+        pytest.skip("this version of transformers has no MiniCPM3")
+    torch.manual_seed(0)
+    config = transformers.MiniCPM3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=24,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        dim_model_base=16,
+        scale_emb=3,
+    )
+    original = transformers.MiniCPM3ForCausalLM(config).eval()
+    engine = _injected(original)
+    assert engine.why_compatible() is None
+    ids = _padded()[0]
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected, got = original.generate(ids, **options), engine.generate(ids, **options)
+    for theirs, ours in zip(expected.logits, got.logits, strict=True):
+        assert float((theirs - ours).abs().max()) <= TOLERANCE

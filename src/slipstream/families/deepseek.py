@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, field, llama_like, tiny
+from slipstream.families.common import LLAMA_RECIPES, field, llama_frame, llama_like, tiny
 from slipstream.families.experts import CORRECTED, corrected_moe, is_sparse
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, Latent, Norm, Role, Rope
+from slipstream.spec import BlockSpec, FrameSpec, Latent, Norm, Role, Rope
 from slipstream.weights.recipe import First, Recipe, Take
 
 __all__ = ["TINY_MIXTURE", "TINY_RANKS", "latent_like", "latent_recipes", "with_experts"]
@@ -104,6 +104,11 @@ def _minicpm(config: Config, index: int) -> BlockSpec:
     return replace(spec, residual_scale=config.scale_depth / math.sqrt(config.num_hidden_layers))
 
 
+def _minicpm_frame(config: Config) -> FrameSpec:
+    scale = 1.0 / float(config.logits_scaling)
+    return llama_frame(config, embed_scale=float(config.scale_emb), logit_scale=scale)
+
+
 TINY_RANKS: dict[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
@@ -137,6 +142,7 @@ FAMILIES = (
         layers=("DeepseekV3DecoderLayer",),
         spec=_v3,
         recipes=latent_recipes(CORRECTED),
+        frame=llama_frame,
         tiny=(
             tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", **TINY_RANKS, **TINY_MIXTURE),
             tiny(
@@ -154,6 +160,7 @@ FAMILIES = (
         layers=("DeepseekV2DecoderLayer",),
         spec=_v2,
         recipes=latent_recipes(CORRECTED),
+        frame=llama_frame,
         tiny=(
             tiny(
                 "DeepseekV2ForCausalLM",
@@ -176,6 +183,7 @@ FAMILIES = (
         layers=("Glm4MoeLiteDecoderLayer",),
         spec=_v3,
         recipes=latent_recipes(CORRECTED),
+        frame=llama_frame,
         tiny=(tiny("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", **TINY_RANKS, **TINY_MIXTURE),),
     ),
     Family(
@@ -186,6 +194,7 @@ FAMILIES = (
             **latent_recipes(CORRECTED),
             Role.MLP_POST_NORM: Take("mlp.post_mlp_layernorm"),
         },
+        frame=llama_frame,
         tiny=(tiny("AXK1ForCausalLM", "AXK1Config", **TINY_RANKS, **TINY_MIXTURE),),
     ),
     Family(
@@ -193,6 +202,7 @@ FAMILIES = (
         layers=("YoutuDecoderLayer",),
         spec=_v3_dense,
         recipes=latent_recipes(LLAMA_RECIPES),
+        frame=llama_frame,
         tiny=(tiny("YoutuForCausalLM", "YoutuConfig", **TINY_RANKS),),
     ),
     Family(
@@ -200,6 +210,7 @@ FAMILIES = (
         layers=("MiniCPM3DecoderLayer",),
         spec=_minicpm,
         recipes=latent_recipes(LLAMA_RECIPES),
+        frame=_minicpm_frame,
         tiny=(tiny("MiniCPM3ForCausalLM", "MiniCPM3Config", dim_model_base=64, **TINY_RANKS),),
     ),
 )

@@ -28,7 +28,7 @@ class PagedCache:
 
     Attributes:
         layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s where the
-            cache was asked for in int8.
+            cache was asked for in int8. Of latent attention (`BlockSpec.cached`) a latent and one key.
         capacity: Number of blocks.
     """
 
@@ -40,10 +40,11 @@ class PagedCache:
         Raises:
             DeviceError: The device has no room for them.
         """
-        shapes = [(blocks, BLOCK_SIZE, spec.kv_heads, spec.head_dim) for spec in specs]
+        room = (blocks, BLOCK_SIZE)
         try:
             self.layers: list[tuple[CachePart, CachePart]] = [
-                (_part(s, dtype, device), _part(s, dtype, device)) for s in shapes
+                (_part((*room, *first), dtype, device), _part((*room, *second), dtype, device))
+                for first, second in (spec.cached for spec in specs)
             ]
         except RuntimeError as error:
             size = blocks * BLOCK_SIZE * bytes_per_token(specs, dtype) / 2**30
@@ -85,7 +86,8 @@ class PagedCache:
 def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:
     """Bytes that one token takes in a cache of these layers."""
     scales = 4 if dtype == torch.int8 else 0
-    return sum(2 * (dtype.itemsize * spec.kv_dim + scales * spec.kv_heads) for spec in specs)
+    kept = (part for spec in specs for part in spec.cached)
+    return sum(heads * (dtype.itemsize * width + scales) for heads, width in kept)
 
 
 def _part(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:

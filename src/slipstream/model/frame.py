@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.model.block import Block, RopeTable
+from slipstream.model.latent import attend_paged
 from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
 from slipstream.ops.kv_cache import CachePart, write_cache
 from slipstream.ops.linear import Weight, times
-from slipstream.ops.rope import half_tables
+from slipstream.ops.rope import both_tables, half_tables
 from slipstream.ops.step import Step
-from slipstream.spec import FrameSpec, Rope
+from slipstream.spec import FrameSpec, Role, Rope
 from slipstream.weights.load import Vector
 
 __all__ = ["Frame", "run_stack"]
@@ -199,7 +200,7 @@ class Frame:
             else:
                 extra = {"layer_type": rope.layer_type} if self._by_type else {}
                 probe = torch.empty(1, dtype=torch.float32, device=positions.device)
-                cos, sin = self.rotary(probe, positions[None], **extra)
+                cos, sin = both_tables(self.rotary(probe, positions[None], **extra))
                 cos, sin = half_tables(cos[0], sin[0], rope)
             tables[rope] = (cos, sin)
         return tables
@@ -263,7 +264,7 @@ def run_stack(
         blocks: The layers in order.
         x: `(T, C)`.
         step: Lengths, slots and block table.
-        caches: `(k, v)` of each layer; updated in place.
+        caches: `(k, v)` of each layer, of latent attention `(latents, keys)`; updated in place.
         tables: From `Frame.angles`.
 
     Returns:
@@ -280,6 +281,10 @@ def run_stack(
             v_cache: CachePart = v_cache,
         ) -> Tensor:
             write_cache(k, v, k_cache, v_cache, step.slots)
+            if (latent := block.spec.latent) is not None:
+                up = block.weights.matrices[Role.KV_UP].dense().to(q.dtype)
+                scale = block.spec.scale
+                return attend_paged(q, (k_cache, v_cache), step, up, latent=latent, scale=scale)
             return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]
 
         table = None if block.spec.rope is None else tables[block.spec.rope]

@@ -14,7 +14,7 @@ from slipstream.model.check import TOLERANCE, left_as_it_was
 from slipstream.model.frame import Frame
 from slipstream.model.fuse import Verdict
 from slipstream.model.layers import Found
-from slipstream.ops.rope import half_tables
+from slipstream.ops.rope import both_tables, half_tables
 
 __all__ = ["check_frame"]
 
@@ -53,7 +53,7 @@ def check_frame(
     for found, (_, passed) in zip(layers, seen, strict=True):
         if found.spec is None or found.spec.rope is None or passed is None:
             continue
-        halves = half_tables(passed[0], passed[1], found.spec.rope)
+        halves = half_tables(*both_tables(passed), found.spec.rope)
         for ours, theirs in zip(tables[found.spec.rope], halves, strict=True):
             _agree(f"the rotary table of {found.name}", theirs[0], ours)
 

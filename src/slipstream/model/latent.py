@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.attention import attention
+from slipstream.ops.kv_cache import CachePart, read_cache
+from slipstream.ops.step import Step
 from slipstream.spec import Latent
 
-__all__ = ["absorbed", "expanded", "queries_and_latents"]
+__all__ = ["absorbed", "attend_paged", "expanded", "queries_and_latents"]
 
 Project = Callable[[str, Tensor], Tensor]
 """A linear or a norm of the block by what it is called in `queries_and_latents`."""
@@ -88,9 +90,71 @@ def absorbed(
     """
     by_head = up.unflatten(0, (-1, latent.plain_dim + latent.value_dim))
     up_keys, up_values = by_head.split((latent.plain_dim, latent.value_dim), dim=1)
-    plain, turned = q.split((latent.plain_dim, latent.rope_dim), dim=-1)
-    asked = torch.cat((plain @ up_keys, turned), dim=-1)
-    kept = torch.cat((short, key), dim=-1)
-    out = attention(asked, kept, short, mask=mask, causal=False, scale=scale)
-    values: Tensor = out.transpose(1, 2) @ up_values.mT
-    return values.transpose(1, 2)
+    plain, turned = q[:, :, 0].split((latent.plain_dim, latent.rope_dim), dim=-1)
+    # By heads, not by sequences: each head's matrix is read once, whatever the batch.
+    asked = torch.cat(((plain.transpose(0, 1) @ up_keys).transpose(0, 1), turned), dim=-1)
+    kept = torch.cat((short[:, 0], key[:, 0]), dim=-1)
+    scores = (asked @ kept.mT).float() * scale
+    if mask is not None:
+        seen = mask[:, 0] if mask.shape[1] == 1 else mask[:, :, 0]
+        least = torch.finfo(torch.float32).min
+        scores = scores.masked_fill(~seen, least) if seen.dtype == torch.bool else scores + seen
+    out = scores.softmax(-1).to(q.dtype) @ short[:, 0]
+    values: Tensor = (out.transpose(0, 1) @ up_values.mT).transpose(0, 1)
+    return values[:, None]
+
+
+def attend_paged(
+    q: Tensor,
+    caches: tuple[CachePart, CachePart],
+    step: Step,
+    up: Tensor,
+    *,
+    latent: Latent,
+    scale: float,
+) -> Tensor:
+    """Causal attention of packed queries over pages of latents: what `paged_attention` is for keys and values.
+
+    Sequences with one query absorb the projections; the others expand their latents for this call.
+
+    Args:
+        q: `(T, H, D)`.
+        caches: Latents `(P, Z, 1, R)` and shared keys `(P, Z, 1, rope_dim)`, this step's written already; slots
+            that no step has written may hold anything, NaN among it.
+        step: Lengths and block table.
+        up: `(H * (plain_dim + value_dim), R)`.
+        latent: The widths.
+        scale: Multiplies the scores.
+
+    Returns:
+        `(T, H, V)` in the dtype of `q`.
+    """
+    size = caches[0].shape[1]
+    if step.max_query_len == 1:
+        pages = step.block_table[:, : -(-step.max_kv_len // size)].long()
+        keys = torch.arange(step.max_kv_len, device=q.device)
+        visible = keys < step.kv_lens[:, None]
+        # A NaN beyond a sequence's end would survive a weight of zero.
+        short, key = (
+            read_cache(part, pages, q.dtype)
+            .flatten(1, 2)[:, : step.max_kv_len, 0]
+            .masked_fill(~visible[..., None], 0)[:, None]
+            for part in caches
+        )
+        mask = visible[:, None, None]
+        return absorbed(q[:, :, None], short, key, up, latent=latent, mask=mask, scale=scale)[:, 0]
+    starts, lens = step.query_starts.tolist(), step.kv_lens.tolist()
+    out = q.new_empty(*q.shape[:2], latent.value_dim)
+    for row, length in enumerate(lens):
+        tokens = slice(starts[row], starts[row + 1])
+        pages = step.block_table[row, : -(-length // size)].long()
+        short, key = (
+            read_cache(part, pages, q.dtype).flatten(0, 1)[:length].transpose(0, 1)[None] for part in caches
+        )
+        asked = q[tokens].transpose(0, 1)[None]
+        if asked.shape[2] == 1:
+            out[tokens] = absorbed(asked, short, key, up, latent=latent, mask=None, scale=scale)[0]
+        else:
+            wide = expanded(short, key, up, latent)
+            out[tokens] = attention(asked, *wide, mask=None, causal=True, scale=scale)[0]
+    return out

@@ -13,7 +13,15 @@ from torch import Tensor
 from slipstream.ops.bind import Case, Op
 from slipstream.spec import Rope
 
-__all__ = ["OP", "half_tables", "rope"]
+__all__ = ["OP", "both_tables", "half_tables", "rope"]
+
+
+def both_tables(angles: Any) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines as a model's rotary module gives them: two tensors, or one of `cos + i sin`."""
+    if isinstance(angles, Tensor) and angles.is_complex():
+        return angles.real, angles.imag
+    cos, sin = angles
+    return cos, sin
 
 
 def half_tables(cos: Tensor, sin: Tensor, spec: Rope) -> tuple[Tensor, Tensor]:
