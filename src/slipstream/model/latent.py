@@ -113,13 +113,13 @@ def attend_paged(
     latent: Latent,
     scale: float,
 ) -> Tensor:
-    """Causal attention of packed queries over pages of latents: what `paged_attention` is for keys and values.
+    """Causal attention of packed queries over pages of latents, as `paged_attention` of keys and values.
 
     Sequences with one query absorb the projections; the others expand their latents for this call.
 
     Args:
         q: `(T, H, D)`.
-        caches: Latents `(P, Z, 1, R)` and shared keys `(P, Z, 1, rope_dim)`, this step's written already; slots
+        caches: Latents `(P, Z, 1, R)` and shared keys `(P, Z, 1, rope_dim)`, with those of this step; slots
             that no step has written may hold anything, NaN among it.
         step: Lengths and block table.
         up: `(H * (plain_dim + value_dim), R)`.

@@ -17,7 +17,7 @@ __all__ = ["OP", "both_tables", "half_tables", "rope"]
 
 
 def both_tables(angles: Any) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines as a model's rotary module gives them: two tensors, or one of `cos + i sin`."""
+    """Return cosines and sines of what a rotary module gives: two tensors, or one of `cos + i sin`."""
     if isinstance(angles, Tensor) and angles.is_complex():
         return angles.real, angles.imag
     cos, sin = angles
