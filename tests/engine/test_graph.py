@@ -149,15 +149,11 @@ def test_new_weights_are_read_by_the_graphs_that_are_there(captures: list[Any]) 
     both = pair("llama", settings=GRAPHS)
     ids = prompt(1, 6)
     both.engine.generate(ids, **GREEDY)
-    both.engine(ids, use_cache=False)
-    before = len(captures)
     for seed in (1, 2):
         other = make("llama", seed=seed)
         both.engine.refresh_weights(other)
         assert torch.equal(both.engine.generate(ids, **GREEDY), other.generate(ids, **GREEDY))
-        expected = other(ids, use_cache=False).logits
-        torch.testing.assert_close(both.engine(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
-    assert len(captures) == before == 2
+    assert len(captures) == 1
 
 
 @pytest.mark.parametrize("packed", ["int8", "int4"])
@@ -184,6 +180,16 @@ def test_steps_used_long_ago_make_room(captures: list[Any], monkeypatch: pytest.
     # Of one row twice in a row of uses, and of two anew once three others had come.
     assert len(captures) == 6
     assert len(both.engine._built.runner.whole._captured) == 3
+
+
+@pytest.mark.parametrize("before", [3, 6, 20])
+def test_rows_of_nobody_write_into_nobodys_block(before: int, captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    # Four short rows, then three whose blocks are among those that the fourth had.
+    for ids, new in ((prompt(4, before), 3), (prompt(3, 40), 30)):
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        assert torch.equal(both.engine.generate(ids, **options), both.original.generate(ids, **options))
+    assert len(captures) == 2
 
 
 def test_logits_of_a_step_stay_when_the_next_one_runs(captures: list[Any]) -> None:
