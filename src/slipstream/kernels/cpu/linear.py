@@ -26,7 +26,8 @@ _MOST_ROWS_BESIDE_AMX = 16
 """The same in bfloat16 where torch multiplies by AMX, and the library is told not to."""
 
 _LEAST_BYTES = 1 << 16
-"""Below this a call costs more than it saves."""
+"""Below this a call costs more than it saves, but for packed matrices, which torch would unpack first: 8 us
+beside 13 to 180 for a matrix of 16 x 16."""
 
 
 def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
@@ -76,8 +77,7 @@ def run_linear(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
         x.dim() == 2
         and x.dtype in DTYPES
         and 0 < x.shape[0] <= most_rows
-        and (packed or weight.planes[0].dtype == x.dtype)
-        and weight.nbytes >= _LEAST_BYTES
+        and (packed or (weight.planes[0].dtype == x.dtype and weight.nbytes >= _LEAST_BYTES))
         and not isinstance(matrix_of(weight), str)
         and (library := load(isa)) is not None
     ):

@@ -23,49 +23,43 @@ inline int64_t operand_at(int64_t k) {
     return k / kOperandStep * (R * kOperandStep) + k % kOperandStep;
 }
 
-// sums[i] += x row i . the inputs in `w`, for R rows of x; parts of one row follow each other in its lanes.
-template <int R, int L, bool kRest>
-inline void few_dots(const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[L], Vec (&sums)[R]) {
+// sums[i] += x row i . the inputs in `w`, for R rows of x in N terms; parts of one row follow each other in
+// its lanes.
+template <int R, int L, int N>
+inline void few_dots(const Bf16* x, int64_t apart, const Bf16Lanes (&w)[L], Vec (&sums)[R]) {
 #pragma GCC unroll 8
-    for (int i = 0; i < R; ++i) {
-#pragma GCC unroll 4
-        for (int l = 0; l < L; ++l)
-            sums[i] = dot(sums[i], Bf16Lanes::load(high + i * kOperandStep + 32 * l), w[l]);
-        if constexpr (kRest) {
+    for (int i = 0; i < R; ++i)
+#pragma GCC unroll 3
+        for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
             for (int l = 0; l < L; ++l)
-                sums[i] = dot(sums[i], Bf16Lanes::load(rest + i * kOperandStep + 32 * l), w[l]);
-        }
-    }
+                sums[i] = dot(sums[i], Bf16Lanes::load(x + n * apart + i * kOperandStep + 32 * l), w[l]);
 }
 
 // The same for C rows of the matrix at once, which share what is loaded of x.
-template <int R, int C, int L, bool kRest>
-inline void few_tile(const Bf16* high, const Bf16* rest, const Bf16Lanes (&w)[C][L], Vec (&sums)[R][C]) {
+template <int R, int C, int L, int N>
+inline void few_tile(const Bf16* x, int64_t apart, const Bf16Lanes (&w)[C][L], Vec (&sums)[R][C]) {
 #pragma GCC unroll 8
     for (int i = 0; i < R; ++i)
 #pragma GCC unroll 4
-        for (int l = 0; l < L; ++l) {
-            const Bf16Lanes lanes = Bf16Lanes::load(high + i * kOperandStep + 32 * l);
-            for (int c = 0; c < C; ++c)
-                sums[i][c] = dot(sums[i][c], lanes, w[c][l]);
-            if constexpr (kRest) {
-                const Bf16Lanes more = Bf16Lanes::load(rest + i * kOperandStep + 32 * l);
+        for (int l = 0; l < L; ++l)
+#pragma GCC unroll 3
+            for (int n = 0; n < N; ++n) {
+                const Bf16Lanes lanes = Bf16Lanes::load(x + n * apart + i * kOperandStep + 32 * l);
                 for (int c = 0; c < C; ++c)
-                    sums[i][c] = dot(sums[i][c], more, w[c][l]);
+                    sums[i][c] = dot(sums[i][c], lanes, w[c][l]);
             }
-        }
 }
 
 // Formats with one multiplier per row.
-template <class F, int R, int C, bool kRest>
+template <class F, int R, int C, int N>
 inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
                       const Matrix& m, float* out, int64_t os) {
     Vec sums[R][C];
     for (int i = 0; i < R; ++i)
         for (int c = 0; c < C; ++c)
             sums[i][c] = Vec::set(0);
-    const Bf16 *high = x.high + r * x.stride, *rest = kRest ? x.rest + r * x.stride : nullptr;
+    const Bf16* terms = x.terms + r * x.stride;
     Bf16Lanes w[C][F::kLanes];
     int64_t k = 0;
     for (; k + F::kStep <= m.inputs; k += F::kStep) {
@@ -74,23 +68,21 @@ inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedR
             codes.load(rows[c], k, w[c]);
             F::template ask<kPackedAhead>(rows[c], k);
         }
-        const int64_t at = operand_at<R>(k);
-        few_tile<R, C, F::kLanes, kRest>(high + at, rest + at, w, sums);
+        few_tile<R, C, F::kLanes, N>(terms + operand_at<R>(k), x.apart, w, sums);
     }
     if (k < m.inputs) {
         for (int c = 0; c < C; ++c)
             codes.load(rows[c], k, m.inputs - k, w[c]);
-        const int64_t at = operand_at<R>(k);
-        few_tile<R, C, F::kLanes, kRest>(high + at, rest + at, w, sums);
+        few_tile<R, C, F::kLanes, N>(terms + operand_at<R>(k), x.apart, w, sums);
     }
     store_sums(sums, out, os);
 }
 
 // A single row of x: the rows of the matrix are read one after another, as they lie in memory.
-template <class F, int C, bool kRest>
+template <class F, int C, int N>
 inline void few_in_order(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
                          const Matrix& m, float* out) {
-    const Bf16 *high = x.high + r * x.stride, *rest = kRest ? x.rest + r * x.stride : nullptr;
+    const Bf16* terms = x.terms + r * x.stride;
     Vec sums[1][C];
     for (int c = 0; c < C; ++c) {
         Vec parts[F::kLanes]; // short chains of additions
@@ -98,11 +90,10 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
             part = Vec::set(0);
         const auto add = [&](int64_t k, const Bf16Lanes(&w)[F::kLanes]) {
 #pragma GCC unroll 4
-            for (int l = 0; l < F::kLanes; ++l) {
-                parts[l] = dot(parts[l], Bf16Lanes::load(high + k + 32 * l), w[l]);
-                if constexpr (kRest)
-                    parts[l] = dot(parts[l], Bf16Lanes::load(rest + k + 32 * l), w[l]);
-            }
+            for (int l = 0; l < F::kLanes; ++l)
+#pragma GCC unroll 3
+                for (int n = 0; n < N; ++n)
+                    parts[l] = dot(parts[l], Bf16Lanes::load(terms + n * x.apart + k + 32 * l), w[l]);
         };
         Bf16Lanes w[F::kLanes];
         int64_t k = 0;
@@ -123,12 +114,12 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
 }
 
 // int4: sixteen groups at a time, whose scales and minima become float32 together.
-template <class F, int R, int C, bool kRest>
+template <class F, int R, int C, int N>
 inline void few_grouped(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
                         const Matrix& m, float* out, int64_t os) {
     const GroupSpread spread(m.group);
     const int64_t groups = ceil_div(m.inputs, m.group), bytes = groups * m.group / 2;
-    const Bf16 *high = x.high + r * x.stride, *rest = kRest ? x.rest + r * x.stride : nullptr;
+    const Bf16* terms = x.terms + r * x.stride;
     Vec sums[C][R];
     for (int c = 0; c < C; ++c)
         for (int i = 0; i < R; ++i)
@@ -159,7 +150,7 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
                 Vec parts[R];
                 for (int i = 0; i < R; ++i)
                     parts[i] = Vec::set(0);
-                few_dots<R, F::kLanes, kRest>(high + 2 * R * b, rest + 2 * R * b, w, parts);
+                few_dots<R, F::kLanes, N>(terms + 2 * R * b, x.apart, w, parts);
                 for (int i = 0; i < R; ++i)
                     sums[c][i] = fma(parts[i], scale, sums[c][i]);
             }
@@ -174,7 +165,7 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
 }
 
 // out[i * os + c] = x row r + i . matrix row o + c for R rows and `columns` <= C rows of the matrix.
-template <class F, int R, int C, bool kRest>
+template <class F, int R, int C, int N>
 inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matrix& m, const PackedRows& all,
                         int64_t o, int64_t columns, float* out, int64_t os) {
     const auto at = [&](int64_t c) { return all.row(o + least(c, columns - 1)); };
@@ -183,11 +174,11 @@ inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matri
     const int64_t stride = columns == C ? os : C;
     const auto run = [&](const PackedRow(&w)[C]) {
         if constexpr (std::is_same<F, Int4Codes>::value)
-            few_grouped<F, R, C, kRest>(x, r, codes, w, m, to, stride);
+            few_grouped<F, R, C, N>(x, r, codes, w, m, to, stride);
         else if constexpr (R == 1)
-            few_in_order<F, C, kRest>(x, r, codes, w, m, to);
+            few_in_order<F, C, N>(x, r, codes, w, m, to);
         else
-            few_block<F, R, C, kRest>(x, r, codes, w, m, to, stride);
+            few_block<F, R, C, N>(x, r, codes, w, m, to, stride);
     };
     if constexpr (C == 4)
         run({at(0), at(1), at(2), at(3)});
@@ -198,7 +189,7 @@ inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matri
             std::memcpy(out + i * os, part + i * C, static_cast<size_t>(columns) * sizeof(float));
 }
 
-template <class F, bool kRest>
+template <class F, int N>
 inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t begin, int64_t end,
                      float* out, int64_t os) {
     const int64_t rows = x.rows.count;
@@ -210,14 +201,14 @@ inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t 
             float* to = out + r * os;
             if (b.rows == 8)
                 for (int64_t c = 0; c < columns; c += 2)
-                    few_columns<F, 8, 2, kRest>(x, r, codes, m, all, o + c, least(2, columns - c), to + c,
+                    few_columns<F, 8, 2, N>(x, r, codes, m, all, o + c, least(2, columns - c), to + c,
                                                 os);
             else if (b.rows == 4)
-                few_columns<F, 4, 4, kRest>(x, r, codes, m, all, o, columns, to, os);
+                few_columns<F, 4, 4, N>(x, r, codes, m, all, o, columns, to, os);
             else if (b.rows == 2)
-                few_columns<F, 2, 4, kRest>(x, r, codes, m, all, o, columns, to, os);
+                few_columns<F, 2, 4, N>(x, r, codes, m, all, o, columns, to, os);
             else
-                few_columns<F, 1, 4, kRest>(x, r, codes, m, all, o, columns, to, os);
+                few_columns<F, 1, 4, N>(x, r, codes, m, all, o, columns, to, os);
         }
     }
 }
@@ -227,10 +218,14 @@ inline void multiply_few(const Operand& x, const Matrix& m, int64_t begin, int64
                          int64_t os) {
     const auto run = [&](const auto& codes) {
         using F = typename std::decay<decltype(codes)>::type;
-        if (x.rest)
-            few_rows<F, true>(x, codes, m, begin, end, out, os);
-        else
-            few_rows<F, false>(x, codes, m, begin, end, out, os);
+        switch (operand_terms(m)) {
+        case 1:
+            return few_rows<F, 1>(x, codes, m, begin, end, out, os);
+        case 2:
+            return few_rows<F, 2>(x, codes, m, begin, end, out, os);
+        default:
+            return few_rows<F, kMostTerms>(x, codes, m, begin, end, out, os);
+        }
     };
     switch (m.format) {
     case kInt8:

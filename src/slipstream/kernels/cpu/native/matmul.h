@@ -248,7 +248,7 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
 #ifdef SLIPSTREAM_BF16_DOT
     if (x.codes)
         return multiply_codes(x, m, begin, end, out, os);
-    if (x.high)
+    if (x.terms)
         return multiply_few(x, m, begin, end, out, os);
 #endif
     constexpr int kPanel = 8;

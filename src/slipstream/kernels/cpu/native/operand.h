@@ -21,11 +21,12 @@ inline bool rounds(const Matrix& m, int64_t rows) {
 // they pass through its own caches once per matrix; all else is read from the rows themselves.
 struct Operand {
     Rows rows;
-    const Bf16* high =
-        nullptr; // rounded, zero beyond the inputs, int4's in the order of its codes; null: rows
-    const Bf16* rest = nullptr;  // what rounding left; null where the engine itself computes in bfloat16
-    const float* sums = nullptr; // over each group of int4
-    int64_t stride = 0, sums_stride = 0; // of a row; `high` and `rest` hold blocks of rows, see RowBlock
+    // Terms that add up to the rows, `apart` from each other, as many as operand_terms; each holds blocks of
+    // rows, see RowBlock, zero beyond the inputs, int4's in the order of its codes. Null: rows.
+    const Bf16* terms = nullptr;
+    int64_t apart = 0;
+    const float* sums = nullptr;         // over each group of int4
+    int64_t stride = 0, sums_stride = 0; // of a row
     const uint8_t* codes = nullptr; // of a matrix whose inputs are rounded, where the unit multiplies bytes
     const Grid* grids = nullptr;
 };
@@ -36,6 +37,7 @@ constexpr int64_t kManyRows = 48;
 // Rows that a packed matrix takes while it is read once; more are worth unpacking it for.
 constexpr int64_t kFewRows = kManyRows - 1;
 constexpr int64_t kOperandStep = 128; // operands end at a multiple of it
+constexpr int kMostTerms = 3;
 
 // Rows that meet a packed matrix together, 8, 4, 2 or 1 of them. Step by step of kOperandStep inputs they lie
 // side by side, so that one register points to all of them, and no two fall upon the same place in a cache.
@@ -49,6 +51,11 @@ struct RowBlock {
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.format != kPlain && !m.input_bits && rows <= kFewRows;
+}
+
+// Terms of bfloat16, eight bits each, that a row becomes: as many as hold its own bits.
+inline int operand_terms(const Matrix& m) {
+    return m.dtype == kBfloat16 ? 1 : (m.dtype == kFloat16 ? 2 : kMostTerms);
 }
 
 inline int64_t operand_stride(int64_t inputs) {
@@ -67,7 +74,8 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
     const int64_t rounded = rows * (operand_stride(inputs) * item + grids);
     if (!Vec::kBf16Dot || rows > kFewRows)
         return rounded;
-    return most(rounded, rows * (operand_stride(inputs) + operand_sums(inputs)) * 4);
+    const int64_t terms = kMostTerms * static_cast<int64_t>(sizeof(Bf16));
+    return most(rounded, rows * (operand_stride(inputs) * terms + operand_sums(inputs) * 4));
 }
 
 // Rows rounded to eight bits: as codes, or where the unit has no product of bytes as floats on their grids.
@@ -93,21 +101,21 @@ inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch)
 }
 
 #ifdef SLIPSTREAM_BF16_DOT
-// One row as high + rest, with `step` elements between its parts; the order of int4 where `interleaved`.
-inline void split_row(const float* x, int64_t n, bool interleaved, Bf16* high, Bf16* rest, int64_t step) {
-    alignas(64) Bf16 both[2][kOperandStep];
-    for (int64_t k = 0; k < n; k += kOperandStep, high += step) {
+// One row as a sum of terms that are `apart`, with `step` elements between the parts of each; the order of
+// int4 where `interleaved`.
+inline void split_row(const float* x, int64_t n, bool interleaved, int terms, Bf16* to, int64_t apart,
+                      int64_t step) {
+    alignas(64) Bf16 parts[kMostTerms][kOperandStep];
+    for (int64_t k = 0; k < n; k += kOperandStep, to += step) {
         for (int64_t j = 0; j < kOperandStep; j += Vec::kWidth) {
-            const int64_t count = most(0, least(n - k - j, Vec::kWidth));
-            const Vec full = Vec::load(x + k + j, count);
-            full.store(both[0] + j);
-            (full - Vec::load(both[0] + j)).store(both[1] + j);
+            Vec left = Vec::load(x + k + j, most(0, least(n - k - j, Vec::kWidth)));
+            for (int i = 0; i < terms; ++i) {
+                left.store(parts[i] + j);
+                left = left - Vec::load(parts[i] + j);
+            }
         }
-        interleaved ? interleave_nibbles(both[0], high) : copy_lanes(both[0], high);
-        if (rest) {
-            interleaved ? interleave_nibbles(both[1], rest) : copy_lanes(both[1], rest);
-            rest += step;
-        }
+        for (int i = 0; i < terms; ++i)
+            interleaved ? interleave_nibbles(parts[i], to + i * apart) : copy_lanes(parts[i], to + i * apart);
     }
 }
 
@@ -133,21 +141,21 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
     x.stride = operand_stride(m.inputs);
     x.sums_stride = operand_sums(m.inputs);
-    auto* high = reinterpret_cast<Bf16*>(scratch);
-    Bf16* rest = m.dtype == kBfloat16 ? nullptr : high + rows.count * x.stride;
-    float* sums = reinterpret_cast<float*>(scratch + rows.count * x.stride * 4);
+    x.apart = rows.count * x.stride;
+    const int terms = operand_terms(m);
+    auto* to = reinterpret_cast<Bf16*>(scratch);
+    auto* sums = reinterpret_cast<float*>(to + terms * x.apart);
     RowBlock block = RowBlock::at(0, rows.count);
     for (int64_t r = 0; r < rows.count; ++r) {
         if (r == block.first + block.rows)
             block = RowBlock::at(r, rows.count);
         const float* row = rows.full + r * rows.stride;
         const int64_t at = block.first * x.stride + (r - block.first) * kOperandStep;
-        split_row(row, m.inputs, int4, high + at, rest ? rest + at : nullptr, block.rows * kOperandStep);
+        split_row(row, m.inputs, int4, terms, to + at, x.apart, block.rows * kOperandStep);
         if (m.format == kInt4)
             sum_groups(row, m.inputs, m.group, sums + r * x.sums_stride, x.sums_stride);
     }
-    x.high = high;
-    x.rest = rest;
+    x.terms = to;
     x.sums = sums;
 #else
     (void)m;

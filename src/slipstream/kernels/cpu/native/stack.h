@@ -40,7 +40,7 @@ public:
         fed_ = scratch.part<float>(tokens_ * hidden);
         qkv_ = scratch.part<float>(tokens_ * qkv);
         joined_ = scratch.part<float>(tokens_ * joined);
-        if (tokens_ >= kManyRowsInTiles) {
+        if (tokens_ >= kFewestInPanels) {
             packed_ = scratch.part<char>(packed_bytes(tokens_, most(most(hidden, joined), rounded)));
             packed_inner_ = scratch.part<char>(packed_bytes(tokens_, inner));
         }
@@ -51,7 +51,7 @@ public:
             rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
             rounded_inner_ = scratch.part<Bf16>(tokens_ * inner);
         }
-        own_floats_ = tokens_ >= kManyRowsInTiles ? kProductBytes / 4 : 0;
+        own_floats_ = tokens_ >= kFewestInPanels ? kProductBytes / 4 : 0;
         own_floats_ = most(own_floats_, tokens_ < kManyRows ? tokens_ * 128 : 0);
         own_floats_ = ceil_div(own_floats_, 16) * 16;
         own_ = scratch.part<float>(own_floats_ * threads);
