@@ -67,8 +67,13 @@ def test_more_ranks_than_kv_heads_or_than_heads_divide_answer_as_one(
     hold(results(pool.run("tests.parallel.jobs:sweep", named(name), size, INJECTED, ranks=size)))
 
 
-@pytest.mark.parametrize("quant", ["int8", "fp8", "fp6"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gemma2", "qwen2_moe"])
+PACKED = [
+    *((name, "int8") for name in ("llama", "gpt2", "bloom", "gemma2", "qwen2_moe", "bert", "cohere2_moe")),
+    *((name, quant) for name in ("llama", "gpt2", "qwen2_moe") for quant in ("fp8", "fp6")),
+]
+
+
+@pytest.mark.parametrize(("name", "quant"), [case for case in PACKED if case[0] in map(label, VARIANTS)])
 def test_weights_with_a_scale_per_row_are_those_of_one_process(pool: Pool, name: str, quant: str) -> None:
     settings = {**INJECTED, "quant": quant}
     hold(results(pool.run("tests.parallel.jobs:sweep", named(name), 2, settings, ranks=2)))

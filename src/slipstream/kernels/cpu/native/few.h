@@ -201,8 +201,7 @@ inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t 
             float* to = out + r * os;
             if (b.rows == 8)
                 for (int64_t c = 0; c < columns; c += 2)
-                    few_columns<F, 8, 2, N>(x, r, codes, m, all, o + c, least(2, columns - c), to + c,
-                                                os);
+                    few_columns<F, 8, 2, N>(x, r, codes, m, all, o + c, least(2, columns - c), to + c, os);
             else if (b.rows == 4)
                 few_columns<F, 4, 4, N>(x, r, codes, m, all, o, columns, to, os);
             else if (b.rows == 2)
