@@ -241,6 +241,40 @@ def test_a_frame_that_is_no_longer_readable_is_left(llama: Sessions) -> None:
     assert llama.model.begin(llama.caches[1].layers, 96) is None
 
 
+def test_angles_are_made_once_and_again_when_what_they_are_made_of_changes(llama: Sessions) -> None:
+    """Generations share a table; frequencies or factors that were written to count from the next one on."""
+    frame: Any = llama.plain.frame
+    asked = 0
+    frequencies, own = frame.rotary.inv_freq, frame.rotary.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return own(*args, **kwargs)
+
+    def begin_and_agree() -> int:
+        nonlocal asked
+        llama.session = llama.begin()
+        asked = 0
+        assert llama.error(DECODE) <= TOLERANCE[torch.float32]
+        return asked - 1  # the parts ask once per step
+
+    kept = frequencies.clone()
+    try:
+        frame.rotary.forward = counted
+        begin_and_agree()
+        assert begin_and_agree() == 0
+        frequencies.data.mul_(0.5)
+        assert begin_and_agree() == 1
+        frame.rotary.attention_scaling = 0.7
+        assert begin_and_agree() == 1
+        assert begin_and_agree() == 0
+    finally:
+        frame.rotary.attention_scaling = 1.0
+        frequencies.data.copy_(kept)
+        del frame.rotary.forward
+
+
 def test_two_engines_in_two_threads_give_their_own_answers() -> None:
     variants = [next(v for v in VARIANTS if v[0].name == name) for name in ("llama", "gpt2")]
     engines = [accepted(variant, torch.float32) for variant in variants]

@@ -210,6 +210,11 @@ class Frame:
         made = [] if self.rotary is None else [*self.rotary.buffers(), *self.rotary.parameters()]
         return made if self._rope_table is None else [*made, self._layer_table()]
 
+    def angle_numbers(self) -> tuple[tuple[str, Any], ...]:
+        """The plain attributes of the rotary module, which may be a part of its formula."""
+        plain = () if self.rotary is None else vars(self.rotary).items()
+        return tuple((name, value) for name, value in plain if isinstance(value, int | float | str))
+
     def _layer_table(self) -> Tensor:
         if self._rope_table is None:
             raise AssertionError("the family names no table of angles")

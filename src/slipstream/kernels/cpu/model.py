@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,24 +15,22 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
+from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared, norm_of
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
-from slipstream.kernels.cpu.stack import Caches, NativeStack, Tables, serves_caches
+from slipstream.kernels.cpu.stack import Caches, NativeStack, serves_caches
 from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import VectorLike
 from slipstream.ops.linear import Weight
 from slipstream.ops.step import Step
-from slipstream.spec import FrameSpec, Rope
+from slipstream.spec import FrameSpec
 
 __all__ = ["NativeModel", "NativeSession", "bind_model", "refuse_frame"]
 
-_LEAST_ROWS = 1024
-"""Positions whose angles are made at once, where there are as many."""
 
-
-class FrameLike(Protocol):
+class FrameLike(AngleSource, Protocol):
     """What is needed of `model.frame.Frame`, which stands above this room."""
 
     spec: FrameSpec
@@ -40,14 +38,11 @@ class FrameLike(Protocol):
     @property
     def angles_share_a_length(self) -> bool: ...  # noqa: D102
     @property
-    def most_angles(self) -> int | None: ...  # noqa: D102
-    @property
     def embed_factor(self) -> float: ...  # noqa: D102
     @property
     def pos_table(self) -> Tensor | None: ...  # noqa: D102
     def matrices(self) -> Mapping[str, Weight]: ...  # noqa: D102
     def norms(self) -> Mapping[str, VectorLike]: ...  # noqa: D102
-    def angles(self, positions: Tensor, ropes: Sequence[Rope | None]) -> Tables: ...  # noqa: D102
 
 
 def refuse_frame(frame: FrameLike) -> str | None:
@@ -81,10 +76,12 @@ class NativeModel:
     Attributes:
         frame: What stands around the layers.
         stack: The layers.
+        angles: What the generations share.
     """
 
     frame: FrameLike
     stack: NativeStack
+    angles: KeptAngles = field(default_factory=KeptAngles, compare=False)
 
     def begin(self, caches: Caches, longest: int) -> NativeSession | None:
         """Prepare the steps of one generation, or return None where the library does not run them.
@@ -110,7 +107,7 @@ class NativeSession:
         """Describe everything that does not change from step to step."""
         frame, matrices, norms = model.frame, model.frame.matrices(), model.frame.norms()
         self._frame, self._stack, self._prepared, self._longest = frame, model.stack, prepared, longest
-        self._library, self._caches = model.stack.library, tuple(caches)
+        self._library, self._caches, self._kept_angles = model.stack.library, tuple(caches), model.angles
         described = {name: _matrix(weight) for name, weight in matrices.items()}
         head = described["head"]
         self._vocabulary = int(head.outputs)
@@ -236,20 +233,19 @@ class NativeSession:
         if not ropes:
             return True
         if self._frame.angles_share_a_length:
-            self._take(self._frame.angles(step.positions, ropes))
+            tables = self._frame.angles(step.positions, ropes)
+            self._take([tuple(t.float().contiguous() for t in tables[rope]) for rope in ropes])
             return more == 0
         if last > self._rows:
-            most = self._frame.most_angles or self._longest
-            rows = max(min(max(2 * last, _LEAST_ROWS), self._longest, most), last)
-            self._take(self._frame.angles(torch.arange(rows), ropes))
-            self._rows = rows
+            made, self._rows = self._kept_angles.of(self._frame, ropes, last, self._longest)
+            self._take(made)
         self._call.stack.positions = self._call.positions
         return True
 
-    def _take(self, tables: Tables) -> None:
-        self._angles = [tuple(t.float().contiguous() for t in tables[rope]) for rope in self._prepared.ropes]
-        self._tables = (abi.Table * len(self._angles))(
-            *(abi.Table(c.data_ptr(), s.data_ptr(), *c.shape) for c, s in self._angles)
+    def _take(self, angles: list[tuple[Tensor, ...]]) -> None:
+        self._angles = angles
+        self._tables = (abi.Table * len(angles))(
+            *(abi.Table(c.data_ptr(), s.data_ptr(), *c.shape) for c, s in angles)
         )
         self._call.stack.tables = self._tables
 

@@ -204,27 +204,44 @@ private:
         from = least(to, most(0, first_of(position) - key));
     }
 
-    // Whether all queries see all n keys, with nothing but their scale.
-    bool sees_all(int64_t n) const {
+    // Whether the rows of a strip see keys from `key` on, up to an end of their own, with nothing but a
+    // scale.
+    bool sees_plainly(int64_t row, int64_t count, int64_t key) const {
         const Mask& mask = *a_.mask;
-        return n % P::kKeys == 0 && !a_.causal && !mask.window && !mask.alibi && !a_.bias && !a_.k_scales &&
-               mask.softcap == 0.0f && mask.scale > 0.0f;
+        if (mask.alibi || a_.bias || a_.k_scales || mask.softcap != 0.0f || !(mask.scale > 0.0f))
+            return false;
+        if (!mask.window)
+            return true;
+        const bool one_head = room_.head[row] == room_.head[row + count - 1];
+        return first_of(item_.position + (one_head ? room_.query[row + count - 1] : item_.count - 1)) <= key;
+    }
+
+    // A strip that sees plainly.
+    void plain_strip(int64_t row, int64_t count, int64_t key, int64_t n) {
+        int64_t ends[kMostStripRows], high = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t position = item_.position + room_.query[row + i];
+            ends[i] = most(0, least(n, end_of(position) - key));
+            high = most(high, ends[i]);
+        }
+        if (!high)
+            return;
+        const int64_t width = ceil_div(high, P::kKeys) * P::kKeys;
+        P::template multiply<false>(room_.q + row * slots_, slots_, count, room_.keys, kTileKeys, slots_,
+                                    width, room_.scores, kTileKeys);
+        for (int64_t i = 0; i < count; ++i)
+            weigh_plain<P>(room_.scores + i * kTileKeys, ends[i], width, a_.mask->scale * kLog2E,
+                           room_.weights + i * kTileKeys, room_.top + row + i,
+                           room_.total + (row + i) * Vec::kWidth, room_.sums + (row + i) * width_, width_);
+        P::template multiply<true>(room_.weights, kTileKeys, count, room_.values, width_,
+                                   ceil_div(high, P::kDepth), width_, room_.sums + row * width_, width_);
     }
 
     template <class T>
     void strip(int64_t row, int64_t count, int64_t key, int64_t n, const T* const* keys,
                const T* const* values) {
-        if (!few_ && sees_all(n)) {
-            P::template multiply<false>(room_.q + row * slots_, slots_, count, room_.keys, kTileKeys, slots_,
-                                        n, room_.scores, kTileKeys);
-            for (int64_t i = 0; i < count; ++i)
-                weigh_all<P>(room_.scores + i * kTileKeys, n, a_.mask->scale * kLog2E,
-                             room_.weights + i * kTileKeys, room_.top + row + i,
-                             room_.total + (row + i) * Vec::kWidth, room_.sums + (row + i) * width_, width_);
-            P::template multiply<true>(room_.weights, kTileKeys, count, room_.values, width_,
-                                       ceil_div(n, P::kDepth), width_, room_.sums + row * width_, width_);
-            return;
-        }
+        if (!few_ && sees_plainly(row, count, key))
+            return plain_strip(row, count, key, n);
         int64_t low = n, high = 0, from, to;
         for (int64_t r = row; r < row + count; ++r) {
             range(r, key, n, from, to);
@@ -320,37 +337,6 @@ private:
     const bool few_;                          // rows meet keys and values where they lie
     int64_t at_[kTileKeys], next_[kTileKeys]; // where this tile's keys lie, and the next one's
 };
-
-// Scratch for attention: of one shape, or the most of several.
-struct AttentionRoom {
-    // Counts what calls of this shape need.
-    void include(const Spans& spans, const Heads& heads, int threads) {
-        const PlanBounds bounds(spans, heads, threads);
-        num_items = most(num_items, bounds.items);
-        num_partial = most(num_partial, bounds.partial_rows * (heads.width() + 2));
-        own_floats =
-            most(own_floats, ItemRoom(heads, most(heads.dim, kMostPadding), kMostStripRows, nullptr).floats);
-    }
-    void reserve(Scratch& scratch, int threads) {
-        plan = scratch.part<Plan>(1);
-        items = scratch.part<Item>(num_items);
-        done = scratch.part<int32_t>(num_items);
-        partial = scratch.part<float>(num_partial);
-        own = scratch.part<float>(own_floats * threads);
-    }
-    int64_t num_items = 0, num_partial = 0, own_floats = 0;
-    Plan* plan = nullptr;
-    Item* items = nullptr;
-    int32_t* done = nullptr; // parts of an item that are, by its `join`; zeros between calls
-    float *partial = nullptr, *own = nullptr;
-};
-
-// Shares a call out; by one thread, before a meeting. What it decides holds for all calls of the same spans
-// and heads.
-inline void make_plan(const Spans& spans, const Heads& heads, const Team& team, const AttentionRoom& room) {
-    *room.plan = Planner(spans, heads, team.size(), room.items).plan();
-    std::memset(room.done, 0, static_cast<size_t>(room.plan->count) * sizeof(int32_t));
-}
 
 template <class P>
 inline void attend_with(const Attention& a, Team& team, int rank, const AttentionRoom& room) {

@@ -1,4 +1,4 @@
-// The scratch of attention that belongs to one thread.
+// The scratch of attention: of one thread, and of a call.
 #pragma once
 
 namespace slipstream {
@@ -38,6 +38,37 @@ struct ItemRoom {
     float *k_scales, *v_scales, *bias;
     int64_t floats;
 };
+
+// Scratch for attention: of one shape, or the most of several.
+struct AttentionRoom {
+    // Counts what calls of this shape need.
+    void include(const Spans& spans, const Heads& heads, int threads) {
+        const PlanBounds bounds(spans, heads, threads);
+        num_items = most(num_items, bounds.items);
+        num_partial = most(num_partial, bounds.partial_rows * (heads.width() + 2));
+        own_floats =
+            most(own_floats, ItemRoom(heads, most(heads.dim, kMostPadding), kMostStripRows, nullptr).floats);
+    }
+    void reserve(Scratch& scratch, int threads) {
+        plan = scratch.part<Plan>(1);
+        items = scratch.part<Item>(num_items);
+        done = scratch.part<int32_t>(num_items);
+        partial = scratch.part<float>(num_partial);
+        own = scratch.part<float>(own_floats * threads);
+    }
+    int64_t num_items = 0, num_partial = 0, own_floats = 0;
+    Plan* plan = nullptr;
+    Item* items = nullptr;
+    int32_t* done = nullptr; // parts of an item that are, by its `join`; zeros between calls
+    float *partial = nullptr, *own = nullptr;
+};
+
+// Shares a call out; by one thread, before a meeting. What it decides holds for all calls of the same spans
+// and heads.
+inline void make_plan(const Spans& spans, const Heads& heads, const Team& team, const AttentionRoom& room) {
+    *room.plan = Planner(spans, heads, team.size(), room.items).plan();
+    std::memset(room.done, 0, static_cast<size_t>(room.plan->count) * sizeof(int32_t));
+}
 
 } // namespace
 } // namespace slipstream

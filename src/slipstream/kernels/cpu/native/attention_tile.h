@@ -293,10 +293,21 @@ inline void scale_all(float* x, Vec factor, int64_t width) {
         (Vec::load(x + j) * factor).store(x + j);
 }
 
-// All of that for one row whose raw scores, a whole number of vectors, need nothing but a positive scale.
+// All of that for one row whose raw scores need nothing but a positive scale; it sees the first `end` of n
+// keys, a whole number of vectors, of which the others weigh nothing.
 template <class P>
-inline void weigh_all(const float* scores, int64_t n, float scale, float* weights, float* top, float* total,
-                      float* sums, int64_t width) {
+inline void weigh_plain(float* scores, int64_t end, int64_t n, float scale, float* weights, float* top,
+                        float* total, float* sums, int64_t width) {
+    const int64_t whole = end / Vec::kWidth * Vec::kWidth;
+    if (whole < n) {
+        for (int64_t j = whole; j < n; j += Vec::kWidth)
+            within(Vec::load(scores + j), j, 0, end, Vec::set(kHidden)).store(scores + j);
+        if (end == 0) {
+            for (int64_t j = 0; j < n; j += Vec::kWidth)
+                P::store(Vec::set(0), weights, j);
+            return;
+        }
+    }
     Vec highest = Vec::load(scores);
     for (int64_t j = Vec::kWidth; j < n; j += Vec::kWidth)
         highest = max(Vec::load(scores + j), highest);
@@ -311,10 +322,17 @@ inline void weigh_all(const float* scores, int64_t n, float scale, float* weight
         *top = high;
     }
     const Vec factor = Vec::set(scale), below = Vec::set(-*top);
-    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+    int64_t j = 0;
+    for (; j < whole; j += Vec::kWidth) {
         const Vec p = power<P::kTerms>(fma(Vec::load(scores + j), factor, below));
         sum = sum + p;
         P::store(p, weights, j);
+    }
+    for (; j < n; j += Vec::kWidth) {
+        const Vec p = power<P::kTerms>(fma(Vec::load(scores + j), factor, below));
+        const Vec seen = within(p, j, 0, end, Vec::set(0));
+        sum = sum + seen;
+        P::store(seen, weights, j);
     }
     sum.store(total);
 }

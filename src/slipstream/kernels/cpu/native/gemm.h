@@ -21,6 +21,9 @@ struct InRegisters {
     static constexpr int64_t kPanelRows = 64;             // in two halves where gate and up go together
     static constexpr int64_t kPanelBytes = 768 << 10;     // deeper panels are summed in several passes
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
+    // What sums are while they are added to, and in memory.
+    static Vec sum_of(Vec stored) { return stored; }
+    static Vec stored(Vec sum) { return sum; }
 };
 
 struct FloatWord : InRegisters {
@@ -57,7 +60,9 @@ struct ByteWord : InRegisters {
     static constexpr int64_t kItems = 4;
     static Codes lanes(const Item* p) { return Codes::load(p); }
     static Codes spread(const Item* p) { return Codes::spread(p); }
-    static Vec add(Vec sum, Codes x, Codes w) { return dot(sum, x, w); }
+    static CodeSums sum_of(Vec stored) { return CodeSums::of(stored); }
+    static Vec stored(CodeSums sum) { return sum.bits(); }
+    static CodeSums add(CodeSums sum, Codes x, Codes w) { return dot(sum, x, w); }
 };
 #else
 using Bf16Word = FloatWord;
@@ -177,28 +182,32 @@ struct Pass {
 };
 
 // c[r][s] = what it holds, or where `first` what the rows start with, plus the products of R rows, from `row`
-// on, with S groups.
+// on, with S groups. A function of its own: within its callers the compiler runs out of registers, and the
+// innermost loop then waits for memory (a third of its rate was lost that way).
 template <class U, int R, int S>
-inline void multiply_block(const Pass<typename U::Item>& p, int64_t row) {
-    const typename U::Item *w = p.panel + row * p.pitch, *x = p.x;
+[[gnu::noinline]] void multiply_block(const Pass<typename U::Item>& p, int64_t row) {
+    using Item = typename U::Item;
+    const Item *w = p.panel + row * p.pitch, *x = p.x;
+    const int64_t pitch = p.pitch, group = p.group, words = p.words;
     float* c = p.c + row * p.stride;
-    Vec sums[R][S];
+    decltype(U::sum_of(Vec())) sums[R][S];
     for (int r = 0; r < R; ++r)
         for (int s = 0; s < S; ++s)
-            sums[r][s] = p.first ? Vec::set(p.start[row + r]) : Vec::load(c + r * p.stride + s * kGroup);
-    for (int64_t k = 0; k < p.words; ++k) {
+            sums[r][s] =
+                U::sum_of(p.first ? Vec::set(p.start[row + r]) : Vec::load(c + r * p.stride + s * kGroup));
+    for (int64_t k = 0; k < words; ++k, x += line_items<U>(), w += U::kItems) {
         decltype(U::lanes(x)) lanes[S];
         for (int s = 0; s < S; ++s)
-            lanes[s] = U::lanes(x + s * p.group + k * line_items<U>());
+            lanes[s] = U::lanes(x + s * group);
         for (int r = 0; r < R; ++r) {
-            const auto weight = U::spread(w + r * p.pitch + k * U::kItems);
+            const auto weight = U::spread(w + r * pitch);
             for (int s = 0; s < S; ++s)
                 sums[r][s] = U::add(sums[r][s], lanes[s], weight);
         }
     }
     for (int r = 0; r < R; ++r)
         for (int s = 0; s < S; ++s)
-            sums[r][s].store(c + r * p.stride + s * kGroup);
+            U::stored(sums[r][s]).store(c + r * p.stride + s * kGroup);
 }
 
 // Inputs [from, from + n) of row `row` on of a run of `T`, into `rows` rows of a panel.
@@ -276,8 +285,13 @@ struct RowPanel {
     // The same rows where they lie, and their distance in items; null where they have to be brought.
     static const Item* here(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
                             int64_t* pitch) {
-        if (U::kRounds || m.format != kPlain || m.dtype != U::kStored || rows % Vec::kBlockRows ||
-            n % line_items<U>())
+        if (rows % Vec::kBlockRows || n % line_items<U>())
+            return nullptr;
+        if constexpr (U::kRounds) {
+            *pitch = m.inputs;
+            return PackedRows(m).row(begin).codes + from;
+        }
+        if (m.format != kPlain || m.dtype != U::kStored)
             return nullptr;
         int64_t first = 0, i = 0;
         while (i + 1 < m.num_runs && begin >= first + m.runs[i].rows)

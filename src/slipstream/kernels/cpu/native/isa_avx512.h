@@ -247,6 +247,16 @@ struct Codes {
 inline Vec dot(Vec sum, Codes x, Codes w) {
     return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), x.v, w.v))};
 }
+// Such sums of int32, of the type that the instruction has: gcc 12 copies others to the stack in every step.
+struct CodeSums {
+    typedef int32_t Lanes __attribute__((vector_size(64)));
+    Lanes v;
+    static CodeSums of(Vec x) { return {(Lanes)x.v}; }
+    Vec bits() const { return {(__m512)v}; }
+};
+inline CodeSums dot(CodeSums sum, Codes x, Codes w) {
+    return {(CodeSums::Lanes)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
+}
 // sum - a * b of integers, in float32.
 inline Vec less_product(Vec sum, Vec a, Vec b) {
     const __m512i product = _mm512_mullo_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));

@@ -97,10 +97,13 @@ public:
         : m_(m), outputs_(outputs), second_(second), tokens_(tokens), halves_(second ? 2 : 1) {
         const int64_t wanted = 6 * static_cast<int64_t>(threads), inputs = padded<U>(m.inputs);
         const int64_t groups = ceil_div(tokens, kGroup), most_groups = kTokensAtOnce / kStep * U::kGroups;
-        const int64_t chunks = ceil_div(groups, most_groups);
+        int64_t chunks = ceil_div(groups, most_groups);
         width_ = U::kPanelRows / halves_;
         while (width_ > kGroup && ceil_div(outputs, width_) * chunks < wanted)
             width_ /= 2;
+        // A thread with one task more than the others keeps them waiting: shorter chunks even that out.
+        if (threads > 1 && ceil_div(outputs, width_) * chunks % threads && groups >= 8 * U::kGroups)
+            chunks *= 2;
         const int64_t passes = ceil_div(inputs, kDeepest);
         deep_ = ceil_div(ceil_div(inputs, passes), kDecoded) * kDecoded;
         pitch_ = Panel::pitch(deep_);

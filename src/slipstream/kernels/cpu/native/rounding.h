@@ -16,14 +16,22 @@ struct Grid {
 template <class T>
 inline Grid grid_of(const T* x, int64_t n, bool with_zero) {
     constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: rows of less count as zeros
-    Vec low = Vec::set(0), high = Vec::set(0), odd = Vec::set(0);
-    for (int64_t j = 0; j < n; j += Vec::kWidth) {
-        const Vec v = Vec::load(x + j, least(n - j, Vec::kWidth));
-        low = min(v, low);
-        high = max(v, high);
+    Vec lows[2] = {Vec::set(0), Vec::set(0)}, highs[2] = {Vec::set(0), Vec::set(0)};
+    Vec odd = Vec::set(0);
+    const auto look = [&](Vec v, int i) {
+        lows[i] = min(v, lows[i]);
+        highs[i] = max(v, highs[i]);
         odd = fma(v, Vec::set(0), odd);
+    };
+    int64_t j = 0;
+    for (; j + 2 * Vec::kWidth <= n; j += 2 * Vec::kWidth) {
+        look(Vec::load(x + j), 0);
+        look(Vec::load(x + j + Vec::kWidth), 1);
     }
-    const float top = high.highest(), bottom = (Vec::set(0) - low).highest();
+    for (; j < n; j += Vec::kWidth)
+        look(Vec::load(x + j, least(n - j, Vec::kWidth)), 0);
+    const float top = max(highs[0], highs[1]).highest();
+    const float bottom = (Vec::set(0) - min(lows[0], lows[1])).highest();
     const float steps = with_zero ? 255.0f : 127.0f;
     const float range = with_zero ? top + bottom : (top > bottom ? top : bottom);
     const float times = range >= kLeast ? steps / range : 0.0f;

@@ -26,38 +26,41 @@ inline void write_row(const float* from, void* to, int32_t dtype, int64_t offset
     with_dtype(dtype, [&](auto* type) { copy_row(from, static_cast<decltype(type)>(to) + offset, n); });
 }
 
+// The sum of f(v) over a row, in chains that do not wait for each other; the rest counts as zeros.
+template <class F>
+inline float sum_over(const float* x, int64_t n, F add) {
+    Vec sums[4] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};
+    int64_t j = 0;
+    for (; j + 4 * Vec::kWidth <= n; j += 4 * Vec::kWidth)
+        for (int i = 0; i < 4; ++i)
+            sums[i] = add(sums[i], Vec::load(x + j + i * Vec::kWidth));
+    for (; j + Vec::kWidth <= n; j += Vec::kWidth)
+        sums[0] = add(sums[0], Vec::load(x + j));
+    float total = ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum();
+    if (j < n) {
+        alignas(64) float last[Vec::kWidth] = {}, sum[Vec::kWidth];
+        std::memcpy(last, x + j, static_cast<size_t>(n - j) * sizeof(float));
+        add(Vec::set(0), Vec::load(last)).store(sum);
+        for (int64_t i = 0; i < n - j; ++i)
+            total += sum[i];
+    }
+    return total;
+}
+
 inline float sum_of(const float* x, int64_t n) {
-    Vec sum = Vec::set(0);
-    for (int64_t j = 0; j < n; j += Vec::kWidth)
-        sum = sum + Vec::load(x + j, least(n - j, Vec::kWidth));
-    return sum.sum();
+    return sum_over(x, n, [](Vec sum, Vec v) { return sum + v; });
 }
 
 // Sum of squares around a mean.
 inline float squares_of(const float* x, float mean, int64_t n) {
-    Vec sum = Vec::set(0);
-    int64_t j = 0;
-    for (; j + Vec::kWidth <= n; j += Vec::kWidth) {
-        const Vec d = Vec::load(x + j) - Vec::set(mean);
-        sum = fma(d, d, sum);
-    }
-    float total = sum.sum();
-    for (; j < n; ++j)
-        total += (x[j] - mean) * (x[j] - mean);
-    return total;
-}
-
-// x[j] = x[j] * (w[j] + offset), or plus b[j].
-inline void scale_row(float* x, const void* w, int32_t dtype, int64_t at, float offset, int64_t n) {
-    with_dtype(dtype, [&](auto* type) {
-        const auto* weight = static_cast<decltype(type)>(const_cast<void*>(w)) + at;
-        for (int64_t j = 0; j < n; j += Vec::kWidth) {
-            const int64_t count = least(n - j, Vec::kWidth);
-            (Vec::load(x + j, count) * (Vec::load(weight + j, count) + Vec::set(offset))).store(x + j, count);
-        }
+    const Vec middle = Vec::set(mean);
+    return sum_over(x, n, [&](Vec sum, Vec v) {
+        const Vec d = v - middle;
+        return fma(d, d, sum);
     });
 }
 
+// x[j] = x[j] + b[j].
 inline void shift_row(float* x, const void* b, int32_t dtype, int64_t at, int64_t n) {
     with_dtype(dtype, [&](auto* type) {
         const auto* bias = static_cast<decltype(type)>(const_cast<void*>(b)) + at;
@@ -77,12 +80,24 @@ inline void norm_row(const float* x, float* out, int64_t n, const Norm& norm, in
     }
     const float mean = norm.kind == kLayer ? sum_of(x, n) / static_cast<float>(n) : 0.0f;
     const float factor = 1.0f / std::sqrt(squares_of(x, mean, n) / static_cast<float>(n) + norm.eps);
-    for (int64_t j = 0; j < n; j += Vec::kWidth) {
-        const int64_t count = least(n - j, Vec::kWidth);
-        ((Vec::load(x + j, count) - Vec::set(mean)) * Vec::set(factor)).store(out + j, count);
-    }
-    if (norm.weight)
-        scale_row(out, norm.weight, norm.weight_dtype, at, norm.offset, n);
+    const Vec middle = Vec::set(mean), times = Vec::set(factor), offset = Vec::set(norm.offset);
+    const auto over = [&](auto f) {
+        int64_t j = 0;
+        for (; j + Vec::kWidth <= n; j += Vec::kWidth)
+            f(Vec::load(x + j), j, std::true_type()).store(out + j);
+        if (j < n)
+            f(Vec::load(x + j, n - j), j, std::false_type()).store(out + j, n - j);
+    };
+    if (!norm.weight)
+        over([&](Vec v, int64_t, auto) { return (v - middle) * times; });
+    else
+        with_dtype(norm.weight_dtype, [&](auto* type) {
+            const auto* weight = static_cast<decltype(type)>(const_cast<void*>(norm.weight)) + at;
+            over([&](Vec v, int64_t j, auto whole) {
+                const Vec w = whole.value ? Vec::load(weight + j) : Vec::load(weight + j, n - j);
+                return (v - middle) * times * (w + offset);
+            });
+        });
     if (norm.bias)
         shift_row(out, norm.bias, norm.bias_dtype, at, n);
 }
