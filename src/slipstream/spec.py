@@ -63,6 +63,9 @@ class BlockSpec:
         inner_norms: What enters `ATTN_OUT` and `MLP_OUT` is normalised.
         mixer: What stands in attention's place and stays a part of the layer, which runs its own code and
             keeps its state where it always did: "a state space", "a convolution", ...; None for attention.
+        course: Which of its family's courses says how the layer's branches follow each other
+            (`Family.courses`); None for the block's own.
+        branches: What the block has of the two.
         cross: Width of an encoder's states that the layer attends to, between its own attention and its
             feed-forward, with as many heads; None where it attends to itself alone.
         relative: A learned bias by relative position is added to the scores of the layer's own attention.
@@ -108,6 +111,8 @@ class BlockSpec:
     growth: Growth | None = None
     inner_norms: bool = False
     mixer: str | None = None
+    course: str | None = None
+    branches: Literal["both", "attention", "feed_forward", "neither"] = "both"
     cross: int | None = None
     relative: Literal["shared", "own"] | None = None
     own_attention: bool = False
@@ -147,7 +152,7 @@ class BlockSpec:
 
     def _attention_shapes(self) -> dict[Role, tuple[int, ...]]:
         latent = self.latent
-        if self.mixer is not None:
+        if self.mixer is not None or self.branches not in ("both", "attention"):
             return {}
         if latent is None:
             return {Role.QKV: (sum(self.qkv_rows), self.hidden), Role.ATTN_OUT: (self.hidden, self.q_dim)}
@@ -175,6 +180,8 @@ class BlockSpec:
             shapes[Role.CROSS_Q] = (self.q_dim, self.hidden)
             shapes[Role.CROSS_KV] = (2 * self.kv_dim, self.cross)
             shapes[Role.CROSS_OUT] = (self.hidden, self.q_dim)
+        if self.branches not in ("both", "feed_forward"):
+            return shapes
         if self.moe is None:
             shapes |= {Role.MLP_IN: (gate * self.ffn, self.hidden), Role.MLP_OUT: (self.hidden, self.ffn)}
             return shapes

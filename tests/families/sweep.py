@@ -184,7 +184,7 @@ def _largest(expected: Tensor, got: Tensor) -> float:
 
 
 def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
-    return float((expected - got).abs()[mask.bool()].max())
+    return float((expected - got).abs()[..., mask.bool(), :].max())
 
 
 def _joined(original: nn.Module, engine: Any, ids: Tensor, masks: tuple[Tensor, ...]) -> tuple[float, str]:

@@ -194,11 +194,15 @@ class Ran:
 def blocks_that_run() -> Iterator[Ran]:
     """Record the blocks that forwards run within the context."""
     ran = Ran([], [])
-    one, several = Block.__call__, NativeStack.encode
+    one, several, followed = Block.__call__, NativeStack.encode, Block.follow
 
     def run_one(self: Block, *args: Any, **kwargs: Any) -> Tensor:
         ran.blocks.append(self)
         return one(self, *args, **kwargs)
+
+    def run_course(self: Block, course: Any) -> Any:
+        ran.blocks.append(self)
+        return followed(self, course)
 
     def run_several(self: NativeStack, blocks: Any, *args: Any) -> Tensor | None:
         out = several(self, blocks, *args)
@@ -209,6 +213,7 @@ def blocks_that_run() -> Iterator[Ran]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "__call__", run_one)
+        patch.setattr(Block, "follow", run_course)
         patch.setattr(NativeStack, "encode", run_several)
         yield ran
 

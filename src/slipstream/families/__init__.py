@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from slipstream.families.family import Family, OwnAttention, OwnBias, OwnMixer, Tiny
+from slipstream.families.family import Family, OwnAttention, OwnBias, OwnCourse, OwnMixer, Tiny
 
-__all__ = ["FAMILIES", "Family", "OwnAttention", "OwnBias", "OwnMixer", "Tiny", "find_family"]
+__all__ = ["FAMILIES", "Family", "OwnAttention", "OwnBias", "OwnCourse", "OwnMixer", "Tiny", "find_family"]
 
 
 def _collect() -> dict[str, Family]:

@@ -180,7 +180,8 @@ def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
         heads=config.num_attention_heads,
         kv_heads=int(field(config, "num_key_value_heads", default=config.num_attention_heads)),
         head_dim=dim,
-        ffn=int(field(config, "intermediate_size", default=0)),  # some classes have experts' widths only
+        # Some classes have experts' widths only, or one for each layer.
+        ffn=width if isinstance(width := field(config, "intermediate_size"), int) else 0,
         norm=Norm("rms", float(field(config, "rms_norm_eps", default=1e-6))),
         activation=str(field(config, "hidden_act", default="silu")),
         scale=dim**-0.5,

@@ -11,7 +11,17 @@ from torch import Tensor
 from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import Recipe
 
-__all__ = ["Config", "Family", "Heads", "OwnAttention", "OwnBias", "OwnMixer", "Tiny"]
+__all__ = [
+    "Branches",
+    "Config",
+    "Family",
+    "Heads",
+    "OwnAttention",
+    "OwnBias",
+    "OwnCourse",
+    "OwnMixer",
+    "Tiny",
+]
 
 Config = Any
 """A transformers `PretrainedConfig`: attributes only, never imported here."""
@@ -96,6 +106,63 @@ class OwnMixer:
     reads: frozenset[str] = frozenset()
 
 
+class Branches(Protocol):
+    """What a family's own course may ask of the block; rows are `(..., C)`."""
+
+    @property
+    def spec(self) -> BlockSpec:
+        """The block in numbers."""
+        ...
+
+    def norm(self, role: Role, x: Tensor) -> Tensor:
+        """A norm of the block, or `x` where it has none of this role."""
+        ...
+
+    def linear(self, role: Role, x: Tensor) -> Tensor:
+        """A matrix of the block, and its bias."""
+        ...
+
+    def attend(
+        self, x: Tensor, *, mask: Tensor | None = None, keys: float = 1.0, shared_as: Any = None
+    ) -> Tensor:
+        """The attention between its norms, of `(B, S, C)`.
+
+        Args:
+            x: Normalised.
+            mask: In place of the one that the layer was called with.
+            keys: Multiplies keys.
+            shared_as: The name of the layer's own, or of the borrowed, keys and values among those that are
+                shared; None for the type of the layer.
+        """
+        ...
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward, or the experts, between its norms."""
+        ...
+
+    def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of `(B, H, S, D)` over `(B, K, L, D)`: `(B, S, H * D)`; `mask` as torch takes it."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnCourse:
+    """How a layer's branches follow each other, where that is not the block's way, and what else it has.
+
+    Attributes:
+        run: Of the branches, the layer, its input `(B, S, C)` (or several of them, stacked) and the arguments
+            of its call by name: what the layer answers, and whatever tensors it returns beside.
+        parts: Paths of modules and parameters that stay the layer's own; a module's are its own affair.
+        reads: Names of arguments that only this code reads.
+        note: What of the layer runs its own code, for the report; empty for nothing to speak of.
+    """
+
+    run: Callable[[Branches, Any, Tensor, Mapping[str, Any]], Any]
+    parts: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
+    note: str = ""
+
+
 def _no_reason(config: Config) -> str | None:
     return None
 
@@ -125,6 +192,7 @@ class Family:
         measure: Numbers of a layer that its config and index do not give, of the layer itself and the config;
             then `spec` is not asked.
         mixers: What stands in attention's place in layers whose spec names a mixer, by that name.
+        courses: How branches follow each other in layers whose spec names a course, by that name.
     """
 
     name: str
@@ -143,6 +211,7 @@ class Family:
     attention: OwnAttention | None = None
     measure: Callable[[Any, Config], BlockSpec] | None = None
     mixers: Mapping[str, OwnMixer] = field(default_factory=dict)
+    courses: Mapping[str, OwnCourse] = field(default_factory=dict)
 
     def spec_of(self, layer: Any, config: Config, index: int) -> BlockSpec:
         """Numbers of layer `index`, which is of a class of the family."""
@@ -158,8 +227,22 @@ class Family:
 
     def ignores(self, spec: BlockSpec) -> tuple[str, ...]:
         """Patterns of parameters of a layer of these numbers that no role takes."""
-        mixer = self.mixer_of(spec)
-        return self.ignored if mixer is None else (*self.ignored, f"{mixer.part}.*")
+        own = self.own_parts(spec)
+        return (*self.ignored, *own, *(f"{part}.*" for part in own))
+
+    def course_of(self, spec: BlockSpec) -> OwnCourse | None:
+        """How the branches of a layer of these numbers follow each other, or None."""
+        return None if spec.course is None else self.courses[spec.course]
+
+    def own_parts(self, spec: BlockSpec) -> tuple[str, ...]:
+        """Paths of what stays the layer's own and runs its own code."""
+        mixer, course = self.mixer_of(spec), self.course_of(spec)
+        return (*(() if mixer is None else (mixer.part,)), *(() if course is None else course.parts))
+
+    def own_code(self, spec: BlockSpec) -> str:
+        """What of a fused layer of these numbers runs its own code, in words; empty for nothing."""
+        course = self.course_of(spec)
+        return spec.mixer or ("" if course is None else course.note)
 
     def why_not(self, layer: Any, config: Config, index: int) -> str | None:
         """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""

@@ -18,8 +18,15 @@ from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, QKNorm, Role, Rope
 from slipstream.weights.recipe import First, Stack, Take
 
+__all__ = ["QKV_SHARED", "sharing"]
 
-def _sharing(config: Config, index: int) -> Literal["own", "lends", "borrows"]:
+QKV_SHARED = First(
+    tuple(Stack(tuple(f"self_attn.{part}_proj" for part in parts)) for parts in ("qkv", "qk", "q"))
+)
+"""With values that are keys, and with keys and values that are another layer's."""
+
+
+def sharing(config: Config, index: int) -> Literal["own", "lends", "borrows"]:
     """The last layers borrow from the last one of their type before them."""
     kinds, first = config.layer_types, config.num_hidden_layers - config.num_kv_shared_layers
     if index >= first:
@@ -30,19 +37,19 @@ def _sharing(config: Config, index: int) -> Literal["own", "lends", "borrows"]:
 
 def _spec(config: Config, index: int) -> BlockSpec:
     kind, own = layer_type(config, index), config.per_layer_config[index]
-    norm, sharing = Norm("rms", config.rms_norm_eps), _sharing(config, index)
-    alike = config.attention_k_eq_v and kind != "sliding_attention" and sharing != "borrows"
+    norm, shares = Norm("rms", config.rms_norm_eps), sharing(config, index)
+    alike = config.attention_k_eq_v and kind != "sliding_attention" and shares != "borrows"
     return llama_like(
         own,
         index,
         head_dim=own.head_dim,
         kv_heads=own.num_key_value_heads,
-        ffn=config.intermediate_size * (2 if config.use_double_wide_mlp and sharing == "borrows" else 1),
+        ffn=config.intermediate_size * (2 if config.use_double_wide_mlp and shares == "borrows" else 1),
         activation=config.hidden_activation,
         qk_norm=QKNorm(norm),
-        value_norm=sharing != "borrows",
+        value_norm=shares != "borrows",
         values="keys" if alike else "own",
-        sharing=sharing,
+        sharing=shares,
         rope=Rope(own.head_dim, layer_type=kind),
         window=window(config, index),
         scale=1.0,
@@ -82,11 +89,7 @@ def _family(name: str, prefix: str, spec: Any) -> Family:
         recipes={
             **SANDWICH_RECIPES,
             **QK_NORMS,
-            Role.QKV: First(
-                tuple(
-                    Stack(tuple(f"self_attn.{part}_proj" for part in parts)) for parts in ("qkv", "qk", "q")
-                )
-            ),
+            Role.QKV: QKV_SHARED,
             Role.INPUT_GATE: Take("per_layer_input_gate"),
             Role.INPUT_OUT: Take("per_layer_projection"),
             Role.INPUT_NORM: Take("post_per_layer_input_norm"),

@@ -65,13 +65,6 @@ _NOTED: dict[str, Any] = {
 
 FAMILIES = (
     _family(
-        "deepseek_v32",
-        "DeepseekV32DecoderLayer",
-        _indexed,
-        _INDEXED,
-        tiny("DeepseekV32ForCausalLM", "DeepseekV32Config", **_CHOOSING),
-    ),
-    _family(
         "dots3_note_text",
         "Dots3NoteTextDecoderLayer",
         _noted,

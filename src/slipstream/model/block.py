@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import UnsupportedError
-from slipstream.model.gate import growing, opened
+from slipstream.model.gate import growing, in_range, opened
 from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
@@ -76,7 +77,7 @@ class Block:
         """Take the weights as they are; nothing is copied."""
         self.spec, self.weights, self.ops, self.share = spec, weights, ops, share
         sinks = weights.vectors.get(Role.SINKS)
-        device = next(iter(weights.matrices.values())).planes[0].device
+        device = weights.device
         self.mask = AttentionMask(
             scale=spec.scale,
             window=spec.window,
@@ -122,6 +123,11 @@ class Block:
         with self.weights.lease:
             return self._run(x, rope, attend, across, mix, inputs)
 
+    def follow(self, course: Callable[[], Any]) -> Any:
+        """Run the layer in a course of its family's own, with every tensor of the block there."""
+        with self.weights.held():
+            return course()
+
     def _run(
         self,
         x: Tensor,
@@ -133,64 +139,64 @@ class Block:
     ) -> Tensor:
         spec = self.spec
         if spec.place == "post":
-            attended = self._sum(self._attention(x, rope, attend))
-            x = self._norm(Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, attended))
+            attended = self.sum(self.attention(x, rope, attend))
+            x = self.norm(Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, attended))
             x = self._ask(x, across)
-            fed = self._scaled(Role.MLP_SCALE, self._sum(self.feed_forward(x)))
-            return self._end(self._norm(Role.MLP_NORM, x + fed))
-        normed = self._norm(Role.ATTN_NORM, x)
+            fed = self._scaled(Role.MLP_SCALE, self.sum(self.feed_forward(x)))
+            return self._end(self.norm(Role.MLP_NORM, x + fed))
+        normed = self.norm(Role.ATTN_NORM, x)
         residual = self._carried(normed if spec.residual_from == "norm" else x)
-        attended = self._attention(normed, rope, attend) if mix is None else mix(normed)
+        attended = self.attention(normed, rope, attend) if mix is None else mix(normed)
         if spec.parallel:
-            entry = self._norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
+            entry = self.norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
             return residual + self._both(attended, self.feed_forward(entry))
         # Every rank has the whole of a mixer, and runs it.
-        attended = self._norm(Role.ATTN_POST_NORM, self._sum(attended) if mix is None else attended)
+        attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended) if mix is None else attended)
         x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
-        normed = self._norm(Role.MLP_NORM, x)
+        normed = self.norm(Role.MLP_NORM, x)
         residual = self._carried(normed if spec.residual_from == "norm" else x)
-        fed = self._norm(Role.MLP_POST_NORM, self._sum(self.feed_forward(normed)))
+        fed = self.norm(Role.MLP_POST_NORM, self.sum(self.feed_forward(normed)))
         return self._end(self._weigh_in(residual + self._scaled(Role.MLP_SCALE, fed), inputs))
 
     def _weigh_in(self, x: Tensor, inputs: Tensor | None) -> Tensor:
         """The branch of the layer's own input, of which every rank has the whole."""
         if inputs is not None:
             gate = self.ops.activation.run(
-                self._linear(Role.INPUT_GATE, x), name=self.spec.activation, gated=False
+                self.linear(Role.INPUT_GATE, x), name=self.spec.activation, gated=False
             )
-            x = x + self._norm(Role.INPUT_NORM, self._linear(Role.INPUT_OUT, gate * inputs))
+            x = x + self.norm(Role.INPUT_NORM, self.linear(Role.INPUT_OUT, gate * inputs))
         scale = self.weights.vectors.get(Role.LAYER_SCALE)
         return x if scale is None or scale.weight is None else x * scale.weight
 
     def _carried(self, residual: Tensor) -> Tensor:
         return residual if self.spec.carry == 1.0 else residual * self.spec.carry
 
-    def _sum(self, branch: Tensor) -> Tensor:
+    def sum(self, branch: Tensor) -> Tensor:
         """What a branch says, out of what the ranks' parts of it say."""
         return branch if self.share is None else all_sum(branch, self.share.tp)
 
     def _both(self, attended: Tensor, fed: Tensor) -> Tensor:
         """The scaled sum of two branches, which travels as one where no norm stands in between."""
         if self.share is None or not _POST_NORMS.isdisjoint(self.weights.vectors):
-            attended = self._norm(Role.ATTN_POST_NORM, self._sum(attended))
-            fed = self._norm(Role.MLP_POST_NORM, self._sum(fed))
+            attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended))
+            fed = self.norm(Role.MLP_POST_NORM, self.sum(fed))
             return self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed)
         # Multipliers are linear: a rank scales its part.
-        return self._sum(self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed))
+        return self.sum(self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed))
 
     def _ask(self, x: Tensor, across: CrossAttend | None) -> Tensor:
         """The branch between the others."""
         if across is None:
             return x
         pre = self.spec.place == "pre"
-        asked = self._norm(Role.CROSS_NORM, x) if pre else x
-        q = self._linear(Role.CROSS_Q, asked).unflatten(-1, (-1, self.spec.head_dim))
-        x = x + self._sum(self._linear(Role.CROSS_OUT, across(q).flatten(1)))
-        return self._branch(x) if pre else self._norm(Role.CROSS_NORM, x)
+        asked = self.norm(Role.CROSS_NORM, x) if pre else x
+        q = self.linear(Role.CROSS_Q, asked).unflatten(-1, (-1, self.spec.head_dim))
+        x = x + self.sum(self.linear(Role.CROSS_OUT, across(q).flatten(1)))
+        return self._branch(x) if pre else self.norm(Role.CROSS_NORM, x)
 
     def entered(self, x: Tensor) -> Tensor:
         """What the layer's projections read of its input `(T, C)`."""
-        return x if self.spec.place == "post" else self._norm(Role.ATTN_NORM, x)
+        return x if self.spec.place == "post" else self.norm(Role.ATTN_NORM, x)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `(T, H, D)`, keys and values `(T, K, D)` of rows `(T, C)`, as they are projected."""
@@ -200,7 +206,7 @@ class Block:
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same, and the rows of the gate."""
         spec = self.spec
-        *parts, opening = self._linear(Role.QKV, x).split(spec.qkv_rows, dim=-1)
+        *parts, opening = self.linear(Role.QKV, x).split(spec.qkv_rows, dim=-1)
         q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
         if spec.value_norm:
             v = self.ops.norm.run(v if spec.values == "own" else k, None, None, spec=spec.norm)
@@ -216,14 +222,14 @@ class Block:
             `(N, K, D)` each, strided.
         """
         with self.weights.held():
-            k, v = self._linear(Role.CROSS_KV, states).chunk(2, dim=-1)
+            k, v = self.linear(Role.CROSS_KV, states).chunk(2, dim=-1)
         return k.unflatten(-1, (-1, self.spec.head_dim)), v.unflatten(-1, (-1, self.spec.head_dim))
 
     def _branch(self, x: Tensor) -> Tensor:
-        return _in_range(x) if self.spec.clamp == "branch" else x
+        return in_range(x) if self.spec.clamp == "branch" else x
 
     def _end(self, x: Tensor) -> Tensor:
-        return x if self.spec.clamp is None else _in_range(x)
+        return x if self.spec.clamp is None else in_range(x)
 
     def _scaled(self, role: Role, branch: Tensor) -> Tensor:
         """The branch times the block's one number, and the role's number per channel, where there are any."""
@@ -232,19 +238,22 @@ class Block:
         vector = self.weights.vectors.get(role)
         return branch if vector is None or vector.weight is None else branch * vector.weight
 
-    def _norm(self, role: Role, x: Tensor, norm: Norm | None = None) -> Tensor:
+    def norm(self, role: Role, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """A norm of rows `(..., C)`, or the rows where the block has none of this role."""
         vector = self.weights.vectors.get(role)
         if vector is None:
             return x
         return self.ops.norm.run(x, vector.weight, vector.bias, spec=norm or self.spec.norm)  # type: ignore[no-any-return]
 
-    def _linear(self, role: Role, x: Tensor) -> Tensor:
+    def linear(self, role: Role, x: Tensor) -> Tensor:
+        """A matrix of the block, and its bias, of rows `(T, in)`."""
         weight = self.weights.matrices[role]
         # A matrix that is kept in float32 (T5's last one) answers in it, and the sums go on so.
         dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
         return times(self.ops.linear.run, x if x.dtype == dtype else x.to(dtype), weight)
 
-    def _attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
+    def attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
+        """The first branch between its norms, `(T, C)` to `(T, C)`."""
         spec = self.spec
         if spec.latent is not None:
             return self._latent_attention(x, spec.latent, rope, attend)
@@ -266,7 +275,7 @@ class Block:
         """What the heads say `(T, H, D)`, through the gate `opening` where there is one, to `(T, C)`."""
         if self.spec.gate is not None:
             attended = attended * opened(opening, self.spec.gate, attended)
-        return self._linear(Role.ATTN_OUT, self._norm(Role.ATTN_INNER_NORM, attended.flatten(1)))
+        return self.linear(Role.ATTN_OUT, self.norm(Role.ATTN_INNER_NORM, attended.flatten(1)))
 
     def _qk_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         spec, share = self.spec.qk_norm, self.share
@@ -287,12 +296,12 @@ class Block:
 
         def project(name: str, y: Tensor) -> Tensor:
             if name == "norm":
-                return self._norm(Role.KV_DOWN_NORM, y, latent.norm)
+                return self.norm(Role.KV_DOWN_NORM, y, latent.norm)
             if name == "latents":
-                return self._linear(Role.KV_DOWN, y)
+                return self.linear(Role.KV_DOWN, y)
             if latent.query_rank is not None:
-                y = self._norm(Role.Q_DOWN_NORM, self._linear(Role.Q_DOWN, y), latent.norm)
-            return self._linear(Role.Q_UP, y)
+                y = self.norm(Role.Q_DOWN_NORM, self.linear(Role.Q_DOWN, y), latent.norm)
+            return self.linear(Role.Q_UP, y)
 
         def rotate(y: Tensor) -> Tensor:
             if self.spec.rope is None or rope is None:
@@ -301,7 +310,7 @@ class Block:
             return turned
 
         attended = attend(*queries_and_latents(x, latent, project, rotate))
-        return self._leave(attended, x if self.spec.gate is None else self._linear(Role.ATTN_GATE, x))
+        return self._leave(attended, x if self.spec.gate is None else self.linear(Role.ATTN_GATE, x))
 
     def _qk_norm(self, role: Role, x: Tensor) -> Tensor:
         """`(T, heads, D)`, normalised over the head or over all of them."""
@@ -309,7 +318,7 @@ class Block:
         if spec is None or vector is None:
             return x
         if spec.over == "all":
-            return self._norm(role, x.flatten(1), spec.norm).view(x.shape)
+            return self.norm(role, x.flatten(1), spec.norm).view(x.shape)
         weight = vector.weight
         if weight is not None and weight.numel() == x.shape[1] * x.shape[2]:
             weight = weight.view(x.shape[1:])
@@ -331,10 +340,10 @@ class Block:
             return out
         shared = self._mlp(x, Role.SHARED_IN, Role.SHARED_OUT)
         if spec.moe.residual:
-            both = self._linear(Role.SHARED_GATE, x).softmax(-1)
+            both = self.linear(Role.SHARED_GATE, x).softmax(-1)
             return out * both[:, :1] + shared * both[:, 1:]
         if spec.moe.shared_gate:
-            shared = shared * torch.sigmoid(self._linear(Role.SHARED_GATE, x))
+            shared = shared * torch.sigmoid(self.linear(Role.SHARED_GATE, x))
         return out + shared
 
     def mix(self, x: Tensor, router: Weight | Routed, choice: Tensor | None = None) -> Tensor:
@@ -345,12 +354,12 @@ class Block:
         return said
 
     def _mlp(self, x: Tensor, first: Role, second: Role) -> Tensor:
-        y, learned = self._linear(first, x), self.weights.vectors.get(Role.ACTIVATION)
+        y, learned = self.linear(first, x), self.weights.vectors.get(Role.ACTIVATION)
         if learned is not None and learned.weight is not None:
             y = xielu(y, learned.weight)
         else:
             y = self.ops.activation.run(y, name=self.spec.activation, gated=self.spec.gated)
-        return self._linear(second, self._norm(Role.MLP_INNER_NORM, y))
+        return self.linear(second, self.norm(Role.MLP_INNER_NORM, y))
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move or cast every tensor of the block, as `nn.Module._apply` does; what is streamed stays.
@@ -371,7 +380,7 @@ class Block:
         self.weights = replace(self.weights, matrices=matrices, vectors=vectors)
         sinks = self.weights.vectors.get(Role.SINKS)
         alibi = self.mask.alibi
-        device = next(iter(self.weights.matrices.values())).planes[0].device
+        device = self.weights.device
         self.mask = replace(
             self.mask,
             alibi=None if alibi is None else alibi.to(device),
@@ -387,12 +396,3 @@ def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
             f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
         )
     return weight if weight.bias is None else replace(weight, bias=fn(weight.bias))
-
-
-def _in_range(x: Tensor) -> Tensor:
-    """In float16, where a sum has left the dtype's range, everything brought back into it."""
-    if x.dtype != torch.float16:
-        return x
-    largest = torch.finfo(x.dtype).max
-    bound = torch.where(x.isfinite().all(), largest, largest - 1000)
-    return x.clamp(-bound, bound)

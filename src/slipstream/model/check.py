@@ -379,6 +379,6 @@ def _exactly(calls: Sequence[RecordedCall], run: Callable[..., Any], like: Tenso
 def real_rows(call: RecordedCall, output: Tensor) -> Tensor:
     """Rows that are not padding; the first of the first sequence are, in the padded prompt."""
     rows = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
-    if output.dim() == 3 and output.shape[1] == LENGTH:
-        rows[0, :PADDING] = False
+    if output.dim() in (3, 4) and output.shape[-2] == LENGTH:
+        rows[..., 0, :PADDING] = False
     return rows

@@ -29,9 +29,9 @@ from slipstream.model.convert import applies, convert
 from slipstream.model.filling import Filling
 from slipstream.model.inject import Injected, inject_layer, restore_layer
 from slipstream.model.intact import is_hooked
-from slipstream.model.layer_call import returns_of
 from slipstream.model.layers import Found
 from slipstream.model.offload import offload_block
+from slipstream.model.returns import returns_of
 from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS, LEARNED
@@ -242,7 +242,8 @@ def _check(
     _, spec = _known(found)
     if not calls:
         return Verdict(None, reason=f"the model cannot be run on random tokens to check the block{why}")
-    returns = returns_of(calls[0].output, biases=spec.relative == "shared", own=spec.own_attention)
+    own = spec.own_attention or spec.course is not None
+    returns = returns_of(calls[0].output, biases=spec.relative == "shared", own=own)
     if returns is None:
         return Verdict(None, reason=f"{type(found.layer).__name__} returns more than hidden states")
     if settings.check == "off":
@@ -362,6 +363,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         relative=None if spec.own_attention else family.relative,
         attention=family.attention if spec.own_attention else None,
         mixer=family.mixer_of(spec),
+        course=family.course_of(spec),
     )
 
 

@@ -1,4 +1,4 @@
-"""What multiplies queries, by their position, and the attention's answer, by a gate.
+"""A block's small arithmetic: what multiplies queries, by position, and the attention's answer, by a gate.
 
 Shapes: T packed tokens, H heads, D head dim.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.spec import Gate, Growth
 
-__all__ = ["growing", "growth", "opened"]
+__all__ = ["growing", "growth", "in_range", "opened"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -36,3 +36,12 @@ def opened(opening: Tensor, gate: Gate, attended: Tensor) -> Tensor:
     factors = torch.sigmoid(opening) if gate.activation == "sigmoid" else F.softplus(opening)
     by_head: Tensor = factors.to(attended.dtype).unflatten(-1, (attended.shape[1], -1))
     return by_head
+
+
+def in_range(x: Tensor) -> Tensor:
+    """In float16, where a sum has left the dtype's range, everything brought back into it."""
+    if x.dtype != torch.float16:
+        return x
+    largest = torch.finfo(x.dtype).max
+    bound = torch.where(x.isfinite().all(), largest, largest - 1000)
+    return x.clamp(-bound, bound)

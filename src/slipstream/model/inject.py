@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
-from slipstream.families import OwnAttention, OwnBias, OwnMixer
+from slipstream.families import OwnAttention, OwnBias, OwnCourse, OwnMixer
 from slipstream.model.angles import own_angles, rope_table
 from slipstream.model.block import Block
+from slipstream.model.course import run_course
 from slipstream.model.cross import relative_of
 from slipstream.model.defer import defer
 from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
@@ -67,6 +68,7 @@ class Injected:
         bias: Makes what the layer itself adds to the scores, of the layer and its call's arguments by name.
         attention: The layer's own, where its spec says so.
         mixer: What stands in attention's place, if anything.
+        course: How its branches follow each other, where its spec says so.
     """
 
     original: type[nn.Module]
@@ -85,12 +87,13 @@ class Injected:
     bias: OwnBias | None = None
     attention: OwnAttention | None = None
     mixer: OwnMixer | None = None
+    course: OwnCourse | None = None
 
     @property
     def reads(self) -> frozenset[str]:
         """Names of arguments that only a part of the layer reads."""
         return frozenset().union(
-            *(own.reads for own in (self.bias, self.attention, self.mixer) if own is not None)
+            *(own.reads for own in (self.bias, self.attention, self.mixer, self.course) if own is not None)
         )
 
 
@@ -150,6 +153,9 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             call = replace(call, rope=own_angles(self.get_submodule(state.rotary), call, state.index))
         if state.bias is not None:
             call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
+        if state.course is not None:
+            given = signature.name(args, kwargs)
+            return _run_course(self, state, state.course, call, given[signature.hidden], given)
         return state.returns(*_run(self, state, call, table))
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -220,6 +226,19 @@ def _run_own(
     given = signature.name(args, kwargs)
     hidden, *more = run_own(state.block, call.hidden, table, layer=layer, attention=own, given=given)
     return state.returns(hidden[0] if own.packed else hidden, *more)
+
+
+def _run_course(
+    layer: nn.Module,
+    state: Injected,
+    course: OwnCourse,
+    call: LayerCall,
+    hidden: Tensor,
+    given: Mapping[str, Any],
+) -> Any:
+    """The answer of a layer whose branches follow each other in its family's own way."""
+    own: dict[str, Any] = {"layer": layer, "course": course, "hidden": hidden, "given": given}
+    return state.returns(*run_course(state.block, call, state.index, **own))
 
 
 def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -6,7 +6,7 @@ Shapes: B batch, S sequence, C hidden, T = B * S packed tokens, H heads, K kv he
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from slipstream.model.angles import positions_of, rope_table
-from slipstream.model.block import Block, Mix
+from slipstream.model.block import Attend, Block, Mix
 from slipstream.model.cross import CrossCall, Relative, add_bias, attend_across, own_heads, read_cross, zeros
 from slipstream.model.latent import absorbed, expanded
 from slipstream.ops.attention import attention
 from slipstream.spec import BlockSpec, Role
 
-__all__ = ["LayerCall", "LayerSignature", "returns_of", "run_block"]
+__all__ = ["LayerCall", "LayerSignature", "attention_of", "run_block"]
 
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -54,7 +54,8 @@ class LayerCall:
         given: All arguments but the hidden states by name, where the layer mixes tokens by a part of its own.
         inputs: `(B, S, P)`, the layer's own input, or None.
         offset: Added to the layer's place in the cache, for layers that run more than once.
-        shared: Where layers put keys and values for others, by the type of layer, or None.
+        shared: Where layers put keys and values for others, or None.
+        shared_as: Under which name; None for the type of the layer.
     """
 
     hidden: Tensor
@@ -67,6 +68,7 @@ class LayerCall:
     given: Mapping[str, Any] | None = None
     inputs: Tensor | None = None
     shared: Any = None
+    shared_as: Any = None
     offset: int = 0
 
     @property
@@ -84,7 +86,7 @@ class LayerSignature:
         parameters = list(inspect.signature(inspect.unwrap(layer_class.forward)).parameters.values())[1:]  # type: ignore[attr-defined]
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._order = [p.name for p in parameters if p.kind in positional]
-        self._hidden = self._order[0] if self._order else ""
+        self.hidden = self._order[0] if self._order else ""
         self._silent = _SILENT | silent
 
     def name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +102,12 @@ class LayerSignature:
             spec: Of the layer's block.
         """
         given = self.name(args, kwargs)
-        hidden = given.pop(self._hidden, None)
+        hidden = given.pop(self.hidden, None)
+        if spec.course is not None and isinstance(hidden, Tensor) and hidden.dim() == 4:
+            hidden = hidden[0]  # of several streams, which are alike
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(args) > len(self._order):
             return None
-        if spec.mixer is not None:
+        if spec.mixer is not None or spec.branches in ("feed_forward", "neither"):
             known = self._silent.union(_MASKS, _CACHES)
             asked = any(_asks(value) for name, value in given.items() if name not in known)
             return None if asked else LayerCall(hidden, None, None, None, None, None, given=given)
@@ -149,7 +153,7 @@ class LayerSignature:
     def read_own(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, packed: bool) -> LayerCall | None:
         """Reduce a call of a layer that attends in a way of its own; `packed` states are `(S, C)`."""
         given = self.name(args, kwargs)
-        hidden, rope = given.pop(self._hidden, None), given.get("position_embeddings")
+        hidden, rope = given.pop(self.hidden, None), given.get("position_embeddings")
         if not isinstance(hidden, Tensor) or hidden.dim() != (2 if packed else 3):
             return None
         if len(args) > len(self._order) or any(
@@ -216,25 +220,7 @@ def run_block(
     batch, length, width = call.hidden.shape
     layer_index += call.offset
     biases: list[Tensor] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
-        before = 0 if relative is None or call.cache is None else _seen_before(call.cache, layer_index)
-        k, v = _keep(call, spec, k, v, layer_index)
-        bias = call.bias
-        if bias is None and relative is not None:
-            bias = relative.make(q, k.shape[2], before)
-        if bias is not None:
-            biases.append(bias)
-        if spec.latent is not None:
-            return _latent_scores(call, block, q, k, v).flatten(0, 1)
-        hides_later = spec.causal and (relative is None or relative.causal)
-        mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
-        options = {"scale": spec.scale, "softcap": spec.softcap, "sinks": block.mask.sinks}
-        causal = spec.causal and mask is None
-        out: Tensor = block.ops.attention.run(q, k, v, mask=mask, causal=causal, **options)
-        return out.flatten(0, 1)
-
+    attend = attention_of(block, call, layer_index, relative, biases)
     rope = None if spec.rope is None else rope_table(spec.rope, call, table)
     across = None if call.cross is None else attend_across(block, call.cross, layer_index)
     x = call.hidden.reshape(batch * length, width)
@@ -250,10 +236,43 @@ def run_block(
     return (out, *biases)
 
 
+def attention_of(
+    block: Block,
+    call: LayerCall,
+    layer_index: int,
+    relative: Relative | None = None,
+    biases: list[Tensor] | None = None,
+) -> Attend:
+    """A call's attention over a padded batch and its cache; biases that it makes are put into `biases`."""
+    spec = block.spec
+    batch, length, _ = call.hidden.shape
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
+        before = 0 if relative is None or call.cache is None else _seen_before(call.cache, layer_index)
+        k, v = _keep(call, spec, k, v, layer_index)
+        bias = call.bias
+        if bias is None and relative is not None:
+            bias = relative.make(q, k.shape[2], before)
+        if bias is not None and biases is not None:
+            biases.append(bias)
+        if spec.latent is not None:
+            return _latent_scores(call, block, q, k, v).flatten(0, 1)
+        hides_later = spec.causal and (relative is None or relative.causal)
+        mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
+        options = {"scale": spec.scale, "softcap": spec.softcap, "sinks": block.mask.sinks}
+        causal = spec.causal and mask is None
+        out: Tensor = block.ops.attention.run(q, k, v, mask=mask, causal=causal, **options)
+        return out.flatten(0, 1)
+
+    return attend
+
+
 def _keep(call: LayerCall, spec: BlockSpec, k: Tensor, v: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
     """All keys and values that the queries see, the new ones in the cache: the layer's own, or another's."""
     length, seen = call.hidden.shape[1], 0
     kind = None if spec.rope is None else spec.rope.layer_type
+    kind = kind if call.shared_as is None else call.shared_as
     if spec.sharing == "borrows":
         k, v = call.shared[kind]
         seen = k.shape[2] - length
@@ -349,48 +368,3 @@ def _full_mask(
     return mask + torch.zeros_like(visible, dtype=mask.dtype).masked_fill(
         ~visible, torch.finfo(mask.dtype).min
     )
-
-
-def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Callable[..., Any] | None:
-    """Learn from a layer's own answer how to answer for it.
-
-    Attention maps returned unasked become None: a forward that asks for them runs the original code.
-
-    Args:
-        output: What the original layer returned to a batch of more than one.
-        biases: The layer also returns biases by relative position, for the layers after it.
-        own: Whatever tensors it returns are its own attention's to make.
-
-    Returns:
-        A function from what `run_block` returns to the same kind of answer, or None where the answer holds
-        more than that.
-    """
-    if isinstance(output, Tensor):
-        return lambda hidden: hidden
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        kind, parts = type(output), list(output[1:])
-        tensors = [i for i, part in enumerate(parts) if isinstance(part, Tensor)]
-        places = [i for i in tensors if own or biases and _is_bias(parts[i], output[0])]
-        rest = [None if i in places or _is_map(part, output[0]) else part for i, part in enumerate(parts)]
-        if not all(part is None or isinstance(part, tuple) and not part for part in rest):
-            return None
-
-        def answer(hidden: Tensor, *made: Tensor) -> Any:
-            filled = list(rest)
-            for place, bias in zip(places, made, strict=False):
-                filled[place] = bias
-            return kind((hidden, *filled))
-
-        return answer
-    return None
-
-
-def _is_bias(part: Any, hidden: Tensor) -> bool:
-    """Whether a part of an answer is a bias upon the scores, `(1, H, S, L)`."""
-    shape = part.shape if isinstance(part, Tensor) and part.dim() == 4 else (0, 0, 0)
-    return (shape[0], shape[2]) == (1, hidden.shape[1])
-
-
-def _is_map(part: Any, hidden: Tensor) -> bool:
-    """Whether a part of an answer is the attention of `(B, S, C)`, `(B, H, S, L)`."""
-    return isinstance(part, Tensor) and part.dim() == 4 and (part.shape[0], part.shape[2]) == hidden.shape[:2]

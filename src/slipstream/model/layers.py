@@ -44,8 +44,8 @@ class Found:
     @property
     def note(self) -> str:
         """What stays the layer's own where it is fused; empty for nothing."""
-        mixer = None if self.spec is None else self.spec.mixer
-        return "" if mixer is None else f"{mixer} runs its own code"
+        own = "" if self.spec is None or self.family is None else self.family.own_code(self.spec)
+        return f"{own} runs its own code" if own else ""
 
 
 def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = None) -> list[Found]:

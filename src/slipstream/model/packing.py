@@ -67,25 +67,26 @@ def plan_packing(
         return plans
     for found in layers:
         fused = verdicts[found.name].returns is not None
-        part = _mixer_of(found) if fused else ""
-        if part is not None:
-            chosen = tuple(_choose(found, settings.plain_roles, part))
-            if chosen:
-                plans[found.name] = chosen
+        chosen = tuple(
+            plan for part in _parts(found, fused) for plan in _choose(found, settings.plain_roles, part)
+        )
+        if chosen:
+            plans[found.name] = chosen
     return plans
 
 
-def _mixer_of(found: Found) -> str | None:
-    """Path of the part of a fused layer that runs its own code, or None."""
-    mixer = None if found.family is None or found.spec is None else found.family.mixer_of(found.spec)
-    return None if mixer is None else mixer.part
+def _parts(found: Found, fused: bool) -> tuple[str, ...]:
+    """Paths of the parts of a layer that run their own code; "" is all of it."""
+    if not fused:
+        return ("",)
+    return () if found.family is None or found.spec is None else found.family.own_parts(found.spec)
 
 
 def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[PackPlan]:
     """What is packed in a layer, or in one part of it."""
     roles = _roles(found)
     for path, module in found.layer.named_modules():
-        if not path or not path.startswith(part) or "forward" in vars(module):
+        if not path or not f"{path}.".startswith(f"{part}." if part else "") or "forward" in vars(module):
             continue
         if not (_is_linear(module) or _is_conv1d(module)):
             continue

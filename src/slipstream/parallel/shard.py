@@ -200,6 +200,11 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: attention in windows or blocks is not split; use one rank"
         )
+    if spec.course is not None and tp > 1:
+        raise UnsupportedError(
+            f"tensor_parallel.tp_size={tp}: a layer whose branches have a course of their own is not split; "
+            "use one rank"
+        )
     if spec.inner_norms and tp > 1:
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: a norm within a branch has no rank that sees all of what it "

@@ -56,6 +56,14 @@ class BlockWeights:
     vectors: Mapping[Role, Vector]
     lease: AbstractContextManager[None] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        matrix = next(iter(self.matrices.values()), None)
+        if matrix is not None:
+            return matrix.planes[0].device
+        return next(t.device for v in self.vectors.values() for t in (v.weight, v.bias) if t is not None)
+
     def held(self) -> AbstractContextManager[None]:
         """Within, every tensor has its values."""
         return nullcontext() if self.lease is None else self.lease
@@ -97,7 +105,8 @@ def plan_block(
         if (role.is_matrix and role not in wanted) or (role.is_cross and spec.cross is None):
             continue
         plan = recipe.plan(source, spec)
-        if plan is not None:
+        # A part that runs its own code keeps its norms, though a role has their names.
+        if plan is not None and not any(fnmatchcase(n, one) for n in plan.names for one in ignored):
             plans[role] = plan
     missing = [role for role in wanted if role not in plans]
     if missing:

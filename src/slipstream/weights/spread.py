@@ -54,7 +54,7 @@ def rejoined(
             found = rejoined(replace(weights, lease=None), plans, share, like)
             return {name: tensor.clone() for name, tensor in found.items()}
     axis = share.mesh.replica
-    device = next(iter(weights.matrices.values())).planes[0].device
+    device = weights.device
     cuts = [cut_plans(plans, share.at(place), like) for place in range(axis.size)]
     own = cuts[axis.rank]
     whole = {role for role in plans if own[role].slice.is_whole}

@@ -38,7 +38,9 @@ _QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
 
 
 _UNKNOWN = (
+    "branches",
     "carry",
+    "course",
     "gate",
     "growth",
     "inner_norms",

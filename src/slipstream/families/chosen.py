@@ -1,0 +1,228 @@
+"""Attention over chosen tokens: a small part of each layer's own says which ones its queries meet.
+
+DeepSeek-V3.2 and GLM-5 choose tokens of latent attention, MiniMax-M3 blocks of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.families.common import LLAMA_RECIPES, QK_NORMS, llama_like, rope, tiny
+from slipstream.families.deepseek import (
+    TINY_MIXTURE,
+    TINY_RANKS,
+    latent_like,
+    latent_recipes,
+    with_experts,
+)
+from slipstream.families.experts import CORRECTED, SHARED
+from slipstream.families.family import Branches, Config, Family, OwnCourse
+from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role, Rope
+from slipstream.weights.recipe import Take
+
+_CHOSEN = "the choice of tokens"
+_OWN = "latent attention over chosen tokens"
+_BLOCKS = "the choice of blocks of tokens"
+_PLAIN = "padding and all"
+_PASSED = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "prev_topk_indices")
+
+
+def _latent(config: Config, index: int) -> BlockSpec:
+    angles = Rope(config.qk_rope_head_dim)
+    spec = latent_like(config, index, rope=angles, interleaved=True, course=_CHOSEN)
+    return with_experts(config, index, spec)
+
+
+def _measure(layer: Any, config: Config) -> BlockSpec:
+    """Where transformers caches keys and values of every head (before 5.23), attention stays the layer's."""
+    attention = layer.self_attn
+    if _caches_latents(type(attention)):
+        return _latent(config, attention.layer_idx)
+    spec = llama_like(config, attention.layer_idx, rope=None, branches="feed_forward", course=_OWN)
+    return with_experts(config, attention.layer_idx, spec)
+
+
+def _caches_latents(attention: type) -> bool:
+    """Whether the cache is read before latents are expanded: nothing but the class's code says so."""
+    code = inspect.unwrap(attention.forward).__code__  # type: ignore[attr-defined]
+    used = [name for name in code.co_names if name in ("update", "expand_kv")]
+    return used == ["update", "expand_kv"]
+
+
+def _attend_chosen(
+    heads: Branches, layer: Any, normed: Tensor, given: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What chosen tokens say, and which they are `(B, S, k)`."""
+    mask, indexer = given["attention_mask"], layer.self_attn.indexer
+    chosen = given.get("prev_topk_indices")
+    if indexer is not None:
+        short = heads.norm(Role.Q_DOWN_NORM, heads.linear(Role.Q_DOWN, normed))
+        told = (given["position_embeddings"], mask[:, 0], given.get("position_ids"))
+        chosen = indexer(normed, short, *told, past_key_values=given.get("past_key_values"))
+    if chosen is None:
+        raise ValueError("a layer that chooses no tokens of its own was called without another's choice")
+    left_out = torch.ones_like(mask[:, 0].expand(len(normed), -1, -1), dtype=torch.bool)
+    left_out = left_out.scatter(-1, chosen.long(), False)[:, None]
+    shown = mask & ~left_out if mask.dtype == torch.bool else mask.masked_fill(left_out, _least(normed))
+    return heads.attend(normed, mask=shown), chosen
+
+
+def _least(x: Tensor) -> float:
+    return torch.finfo(x.dtype).min
+
+
+def _choose(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    heard, _ = _attend_chosen(heads, layer, heads.norm(Role.ATTN_NORM, x), given)
+    x = x + heard
+    return x + heads.feed(heads.norm(Role.MLP_NORM, x))
+
+
+def _choose_and_tell(
+    heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    heard, chosen = _attend_chosen(heads, layer, heads.norm(Role.ATTN_NORM, x), given)
+    x = x + heard
+    return x + heads.feed(heads.norm(Role.MLP_NORM, x)), chosen
+
+
+def _hear(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """A layer whose whole attention is its own."""
+    heard, _, *chosen = layer.self_attn(hidden_states=heads.norm(Role.ATTN_NORM, x), **_passed(given))
+    x = x + heard
+    return x + heads.feed(heads.norm(Role.MLP_NORM, x)), *chosen
+
+
+def _passed(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in _PASSED if name in given}
+
+
+def _minimax(config: Config, index: int) -> BlockSpec:
+    norm = Norm("rms", config.rms_norm_eps, offset=1.0)
+    sparse = config.mlp_layer_types[index] == "sparse"
+    spec = llama_like(
+        config,
+        index,
+        norm=norm,
+        qk_norm=QKNorm(norm),
+        activation="swiglu_oai",
+        rope=rope(config),
+        ffn=config.intermediate_size if sparse else config.dense_intermediate_size,
+        course=_BLOCKS if config.layer_types[index] == "minimax_m3_sparse" else _PLAIN,
+    )
+    if not sparse:
+        return spec
+    moe = MoE(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        scoring="sigmoid",
+        normalize=True,
+        factor=float(config.routed_scaling_factor),
+        shared=config.shared_intermediate_size,
+    )
+    return replace(spec, moe=moe)
+
+
+def _follow(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """The block's own way, padding and all: the other layers look at padding when they choose."""
+    x = x + heads.attend(heads.norm(Role.ATTN_NORM, x))
+    return x + heads.feed(heads.norm(Role.MLP_NORM, x))
+
+
+def _choose_blocks(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    normed, cache = heads.norm(Role.ATTN_NORM, x), given.get("past_key_values")
+    attention, mask, positions = layer.self_attn, given.get("attention_mask"), given.get("position_ids")
+    indexer, length = attention.indexer, x.shape[1]
+    seen = 0 if cache is None else int(cache.get_seq_length(attention.layer_idx))
+    if positions is None:
+        positions = torch.arange(seen, seen + length, device=x.device)
+    positions = (positions if positions.ndim > 1 else positions[None]).expand(len(x), -1)
+    chosen = indexer(normed, given["position_embeddings"], cache, positions)
+    keys = seen + length if mask is None else mask.shape[-1]
+    shown = indexer.build_block_mask(chosen, mask, keys, x.dtype, x.device, positions)
+    x = x + heads.attend(normed, mask=shown)
+    return x + heads.feed(heads.norm(Role.MLP_NORM, x))
+
+
+def _refuse_minimax(config: Config) -> str | None:
+    if (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0):
+        return f"its gate is sharpened by {config.swiglu_alpha} and bounded by {config.swiglu_limit}"
+    return None
+
+
+_INDEX: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 6}
+_CHOOSING: dict[str, Any] = {**TINY_RANKS, **TINY_MIXTURE, **_INDEX}
+_PARTS = ("self_attn.indexer",)
+_READS = frozenset({"prev_topk_indices"})
+_WHOLE = {_OWN: OwnCourse(_hear, ("self_attn",), _READS, _OWN)}
+
+FAMILIES = (
+    Family(
+        name="deepseek_v32",
+        layers=("DeepseekV32DecoderLayer",),
+        spec=_latent,
+        recipes=latent_recipes(CORRECTED),
+        courses={_CHOSEN: OwnCourse(_choose, _PARTS, note=_CHOSEN), **_WHOLE},
+        measure=_measure,
+        tiny=(tiny("DeepseekV32ForCausalLM", "DeepseekV32Config", **_CHOOSING),),
+    ),
+    Family(
+        name="glm_moe_dsa",
+        layers=("GlmMoeDsaDecoderLayer",),
+        spec=_latent,
+        recipes=latent_recipes(CORRECTED),
+        courses={_CHOSEN: OwnCourse(_choose_and_tell, _PARTS, _READS, _CHOSEN), **_WHOLE},
+        measure=_measure,
+        tiny=(
+            tiny("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **_CHOOSING),
+            tiny(
+                "GlmMoeDsaForCausalLM",
+                "GlmMoeDsaConfig",
+                label="choices shared",
+                indexer_types=["full", "shared", "full"],
+                **_CHOOSING,
+            ),
+        ),
+    ),
+    Family(
+        name="minimax_m3_vl_text",
+        layers=("MiniMaxM3VLDecoderLayer",),
+        spec=_minimax,
+        recipes={
+            **LLAMA_RECIPES,
+            **QK_NORMS,
+            **SHARED,
+            Role.MLP_IN: Take("mlp.gate_up_proj"),
+            Role.ROUTER: Take("mlp.gate"),
+            Role.ROUTER_BIAS: Take("mlp.gate.e_score_correction_bias"),
+            Role.EXPERTS_IN: Take("mlp.experts.gate_up_proj"),
+            Role.EXPERTS_OUT: Take("mlp.experts.down_proj"),
+            Role.SHARED_IN: Take("mlp.shared_experts.gate_up_proj"),
+        },
+        courses={_BLOCKS: OwnCourse(_choose_blocks, _PARTS, note=_BLOCKS), _PLAIN: OwnCourse(_follow)},
+        refuse=_refuse_minimax,
+        tiny=(
+            tiny(
+                "MiniMaxM3VLForCausalLM",
+                "MiniMaxM3VLTextConfig",
+                head_dim=16,
+                rotary_dim=8,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                dense_intermediate_size=80,
+                shared_intermediate_size=40,
+                index_n_heads=2,
+                index_head_dim=16,
+                index_block_size=3,
+                index_topk_blocks=2,
+                layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+                mlp_layer_types=["dense", "sparse", "dense"],
+            ),
+        ),
+    ),
+)

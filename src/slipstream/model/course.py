@@ -1,0 +1,98 @@
+"""Runs a block whose family says itself how the layer's branches follow each other.
+
+Shapes: B batch, S rows, C hidden, H heads, K kv heads, D head dim, L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.families import OwnCourse
+from slipstream.model.angles import rope_table
+from slipstream.model.block import Block, RopeTable
+from slipstream.model.layer_call import LayerCall, attention_of
+from slipstream.spec import BlockSpec, Norm, Role
+
+__all__ = ["run_course"]
+
+_LATENT_NORMS = (Role.Q_DOWN_NORM, Role.KV_DOWN_NORM)
+_HEAD_NORMS = (Role.Q_NORM, Role.K_NORM)
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """`families.Branches`, of a block and one call of its layer."""
+
+    block: Block
+    call: LayerCall
+    index: int
+    rope: RopeTable | None
+
+    @property
+    def spec(self) -> BlockSpec:
+        return self.block.spec
+
+    def norm(self, role: Role, x: Tensor) -> Tensor:
+        return self.block.norm(role, x.flatten(0, -2), self._norm_of(role)).view(x.shape)
+
+    def _norm_of(self, role: Role) -> Norm | None:
+        spec = self.block.spec
+        if spec.latent is not None and role in _LATENT_NORMS:
+            return spec.latent.norm
+        return spec.qk_norm.norm if spec.qk_norm is not None and role in _HEAD_NORMS else None
+
+    def linear(self, role: Role, x: Tensor) -> Tensor:
+        return self.block.linear(role, x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    def attend(
+        self, x: Tensor, *, mask: Tensor | None = None, keys: float = 1.0, shared_as: Any = None
+    ) -> Tensor:
+        call = replace(self.call, mask=self.call.mask if mask is None else mask, shared_as=shared_as)
+        heard = attention_of(self.block, call, self.index)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return heard(q, k if keys == 1.0 else k * keys, v)
+
+        return self.block.attention(x.flatten(0, 1), self.rope, attend).view(*x.shape[:-1], -1)
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.block.feed_forward(x.flatten(0, -2)).view(x.shape)
+
+    def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        options = {"scale": self.block.spec.scale, "softcap": None, "sinks": None}
+        heard: Tensor = self.block.ops.attention.run(q, k, v, mask=mask, causal=False, **options)
+        return heard.flatten(2)
+
+
+def run_course(
+    block: Block,
+    call: LayerCall,
+    index: int,
+    *,
+    layer: nn.Module,
+    course: OwnCourse,
+    hidden: Tensor,
+    given: Mapping[str, Any],
+) -> tuple[Tensor, ...]:
+    """Run a block as its layer would have.
+
+    Args:
+        block: The fused layer.
+        call: What the model passed.
+        index: The layer's place in the cache.
+        layer: Has the parts that stay its own.
+        course: The family's.
+        hidden: `(B, S, C)`, or several of them, stacked.
+        given: The arguments of the call by name.
+
+    Returns:
+        Of the shape of `hidden`, then what the layer returns beside it.
+    """
+    rope = None if block.spec.rope is None else rope_table(block.spec.rope, call, None)
+    heads = _Branches(block, call, index, rope)
+    answer = block.follow(lambda: course.run(heads, layer, hidden, given))
+    return answer if isinstance(answer, tuple) else (answer,)
