@@ -27,6 +27,8 @@ VARIANTS = [
 """Every tiny model of every registered family that the installed transformers has; the newest has all."""
 
 LENGTH, NEW_TOKENS = 12, 8
+_SILENT = "MllamaVisionModel"
+"""Answers with its layers' states as a part of its last ones."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.
                 got = engine(**given, output_hidden_states=True)
                 error = _largest(expected[0], got[0])
                 worst, single = (max(worst, error), single) if given is drawn else (worst, max(single, error))
-                pairs = list(zip(expected.hidden_states, got.hidden_states, strict=True))
-                assert len(pairs) > 1
+                pairs = list(zip(expected.hidden_states or (), got.hidden_states or (), strict=True))
+                assert len(pairs) > 1 or type(original).__name__ == _SILENT
                 states = max([states, *(_largest(a, b) / max(float(a.abs().max()), 1.0) for a, b in pairs)])
                 torch.manual_seed(1)
                 alone = original(**given)[0]

@@ -217,3 +217,46 @@ def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> No
     assert {layer.level for layer in of_text} == {"block"}, str(engine.report())
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(original.generate(**given, **options), engine.generate(**given, **options))
+
+
+def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees() -> None:
+    text = {**_TEXT, "num_hidden_layers": 3, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    tower = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
+        "attention_heads": 4, "image_size": 16, "patch_size": 8, "max_num_tiles": 2,
+        "intermediate_layers_indices": [0, 1], "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        "vision_output_dim": 96,
+    }  # fmt: skip
+    config = transformers.MllamaConfig(text_config=text, vision_config=tower, image_token_index=100)
+    original = _grown(config, "MllamaForConditionalGeneration")
+    with torch.no_grad():
+        for name, parameter in original.named_parameters():
+            if "gate" in name and parameter.numel() == 1:
+                parameter.fill_(0.7)
+    engine = _injected(original)
+    assert engine.report().level == "block", str(engine.report())
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 100, (2, 7), generator=generator)
+    ids[0, 2] = ids[1, 0] = 100
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    seen = torch.zeros(2, 7, 1, 2, dtype=torch.long)
+    seen[0, 2:] = 1
+    seen[1, :, :, 0] = 1
+    given = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "pixel_values": torch.randn(2, 1, 2, 3, 16, 16, generator=generator),
+        "aspect_ratio_ids": torch.tensor([[2], [1]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 1]], [[1, 0]]]),
+        "cross_attention_mask": seen,
+    }
+    with torch.no_grad():
+        expected, got = original(**given).logits, engine(**given).logits
+        _agree(expected[mask.bool()], got[mask.bool()])
+        bare = {name: given[name] for name in ("input_ids", "attention_mask")}
+        assert not torch.allclose(got[mask.bool()], engine(**bare).logits[mask.bool()], atol=1e-2)
+    for more in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}):
+        tokens = original.generate(**given, max_new_tokens=8, **more)
+        assert torch.equal(tokens, engine.generate(**given, max_new_tokens=8, **more))

@@ -155,12 +155,14 @@ class OwnCourse:
         parts: Paths of modules and parameters that stay the layer's own; a module's are its own affair.
         reads: Names of arguments that only this code reads.
         note: What of the layer runs its own code, for the report; empty for nothing to speak of.
+        needs: Names of arguments without which the original's code runs.
     """
 
     run: Callable[[Branches, Any, Tensor, Mapping[str, Any]], Any]
     parts: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
     note: str = ""
+    needs: frozenset[str] = frozenset()
 
 
 def _no_reason(config: Config) -> str | None:

@@ -24,14 +24,9 @@ _LLAMA3 = {
 }
 _LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 
-_NO_PICTURES: dict[str, Any] = {
-    "cross_attention_layers": [],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
-
 FAMILY = Family(
     name="llama",
-    layers=("LlamaDecoderLayer", "Emu3DecoderLayer", "MllamaSelfAttentionDecoderLayer"),
+    layers=("LlamaDecoderLayer", "Emu3DecoderLayer"),
     spec=llama_like,
     recipes=LLAMA_RECIPES,
     frame=llama_frame,
@@ -45,6 +40,5 @@ FAMILY = Family(
         _tiny("longrope", **_rope("longrope", factor=8.0, original_max_position_embeddings=4, **_LONG)),
         _tiny("llama3 rope", **_rope("llama3", **_LLAMA3)),
         tiny("Emu3ForCausalLM", "Emu3TextConfig", label="of Emu3"),
-        tiny("MllamaForCausalLM", "MllamaTextConfig", label="of Llama 3.2 Vision", **_NO_PICTURES),
     ),
 )

@@ -200,9 +200,10 @@ def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str
 
 def _with_random_states(args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> Any:
     """The arguments with other hidden states: those of an embedding may be too small to show an error."""
-    given = args[0] if args else kwargs["hidden_states"]
+    name = "hidden_states" if "hidden_states" in kwargs else "hidden_state"
+    given = args[0] if args else kwargs[name]
     hidden = torch.randn(given.shape, generator=torch.Generator().manual_seed(seed)).to(given)
-    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {name: hidden})
 
 
 def run_part(run: Callable[..., Any], share: Share | None, *args: Any, **kwargs: Any) -> Any:

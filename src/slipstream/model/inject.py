@@ -154,8 +154,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         if state.bias is not None:
             call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
         if state.course is not None:
-            given = signature.name(args, kwargs)
-            return _run_course(self, state, state.course, call, given[signature.hidden], given)
+            return _run_course(self, state, state.course, call, signature, args, kwargs)
         return state.returns(*_run(self, state, call, table))
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -233,12 +232,16 @@ def _run_course(
     state: Injected,
     course: OwnCourse,
     call: LayerCall,
-    hidden: Tensor,
-    given: Mapping[str, Any],
+    signature: LayerSignature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """The answer of a layer whose branches follow each other in its family's own way."""
-    own: dict[str, Any] = {"layer": layer, "course": course, "hidden": hidden, "given": given}
-    return state.returns(*run_course(state.block, call, state.index, **own))
+    given = signature.name(args, kwargs)
+    if any(given.get(name) is None for name in course.needs):
+        return original_forward(layer, *args, **kwargs)
+    own: dict[str, Any] = {"layer": layer, "course": course, "hidden": given[signature.hidden]}
+    return state.returns(*run_course(state.block, call, state.index, **own, given=given))
 
 
 def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -75,9 +75,23 @@ def _pictures(config: Any, accepts: Mapping[str, Any], generator: torch.Generato
     if "spatial_shapes" in accepts:
         return [_patches(config, channels, generator)]
     height, width = _pair(_value(config, "image_size") or 4 * _pair(_value(config, "patch_size") or 16)[0])
+    if "aspect_ratio_mask" in accepts:
+        return [_tiles(config, (channels, height, width), generator)]
     frames = _number(config, "num_frames") if _value(config, "tubelet_size") is not None else None
     shape = (*(() if frames is None else (frames,)), channels, height, width)
     return [{"pixel_values": torch.randn(_BATCH, *shape, generator=generator)}]
+
+
+def _tiles(config: Any, shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
+    """Pictures cut into tiles, of which the second has one only (Llama 3.2 Vision)."""
+    tiles = _number(config, "max_num_tiles") or 1
+    mask = torch.ones(_BATCH, 1, tiles, dtype=torch.long)
+    mask[1, :, 1:] = 0
+    return {
+        "pixel_values": torch.randn(_BATCH, 1, tiles, *shape, generator=generator),
+        "aspect_ratio_mask": mask,
+        "aspect_ratio_ids": torch.tensor([[2], [1]]),
+    }
 
 
 def _patches(config: Any, channels: int, generator: torch.Generator) -> Inputs:

@@ -91,7 +91,10 @@ class LayerSignature:
 
     def name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, `args` without `self`."""
-        return dict(zip(self._order, args, strict=False), **kwargs)
+        named = dict(zip(self._order, args, strict=False), **kwargs)
+        if "hidden_state" in named and self.hidden == "hidden_states":
+            named[self.hidden] = named.pop("hidden_state")  # as transformers' decorators let a caller say
+        return named
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: BlockSpec) -> LayerCall | None:
         """Reduce a call, or return None where it asks for something that a block does not do.

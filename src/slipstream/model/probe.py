@@ -58,6 +58,9 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
     if width is None:
         width = next((w for f in layers if f.spec is None for w in _widths_heard(f.layer)), None)
     takes = inspect.signature(root.forward).parameters
+    if width is not None and "cross_attention_states" in takes:
+        _add_picture(runs, width, generator, next(root.parameters()))
+        width = None
     if width is not None and "encoder_hidden_states" in takes:
         _add_states(runs, width, "encoder_attention_mask" in takes, generator, next(root.parameters()))
     if "past_key_values" in takes:
@@ -88,6 +91,21 @@ def _add_states(
         run["encoder_hidden_states"] = states
         if masked:
             run["encoder_attention_mask"] = seen
+
+
+def _add_picture(
+    runs: Sequence[dict[str, Any]], width: int, generator: torch.Generator, like: Tensor
+) -> None:
+    """Let each run look at a picture, of which the second row sees a part, and the first token nothing."""
+    states = torch.randn(BATCH, _STATES, width, generator=generator).to(like)
+    for run in runs:
+        length = run["input_ids"].shape[1]
+        mask, looks = states.new_zeros(BATCH, 1, length, _STATES), states.new_ones(BATCH, 1, length, 1)
+        mask[1, ..., PADDING:] = torch.finfo(states.dtype).min
+        looks[:, :, 0] = float(length == 1)
+        run |= {"cross_attention_mask": mask, "full_text_row_masked_out_mask": looks}
+        if length > 1:  # the next token finds the picture in the cache
+            run["cross_attention_states"] = states
 
 
 def _cache(root: nn.Module, *, crosses: bool) -> Any:
