@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, Launch, refuse
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, refuse
 from slipstream.ops.activation import KINDS, activate
 from slipstream.ops.bind import Kernel
 
@@ -80,14 +81,19 @@ def _activate_rows(x, out, width, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK
 _LAUNCH = Launch({"BLOCK": 1024}, warps=4)
 
 
+def _bucket(gated: bool) -> Bucket:
+    return Bucket("activation", "gated" if gated else "plain", {"BLOCK": (512, 1024, 2048, 4096)})
+
+
 def _launch(x: Tensor, kind: int, gated: bool) -> Tensor:
     x = x.contiguous()
     width = x.shape[-1] // (2 if gated else 1)
     out = x.new_empty(*x.shape[:-1], width)
     rows = out.numel() // max(width, 1)
     if rows:
-        grid = (rows, triton.cdiv(width, _LAUNCH.sizes["BLOCK"]))
-        _activate_rows[grid](x, out, width, KIND=kind, GATED=gated, **_LAUNCH.options())
+        launch = launched(_bucket(gated), _LAUNCH, generation(x.device))
+        grid = (rows, triton.cdiv(width, launch.sizes["BLOCK"]))
+        _activate_rows[grid](x, out, width, KIND=kind, GATED=gated, **launch.options())
     return out
 
 
@@ -119,6 +125,7 @@ BUILDS = (
         frozenset({"width"}),
         registers=40,
         wide_loads=2,
+        bucket=_bucket(True),
     ),
     Build(
         "activation, gelu",
@@ -128,5 +135,6 @@ BUILDS = (
         frozenset({"width"}),
         registers=48,
         wide_loads=1,
+        bucket=_bucket(False),
     ),
 )

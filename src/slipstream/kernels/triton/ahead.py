@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Build
 
 __all__ = ["TARGETS", "Compiled", "compile_ahead", "faults"]
@@ -63,8 +64,10 @@ def compile_ahead(build: Build, target: str) -> Compiled:
         build: What to compile.
         target: A key of `TARGETS`.
     """
-    names = build.kernel.arg_names
-    constants = {**{n: v for n, v in build.types.items() if not isinstance(v, str)}, **build.launch.sizes}
+    names, launch = build.kernel.arg_names, build.launch
+    if build.bucket is not None and target.startswith("sm_"):
+        launch = launched(build.bucket, launch, int(target.removeprefix("sm_")))
+    constants = {**{n: v for n, v in build.types.items() if not isinstance(v, str)}, **launch.sizes}
     signature = {n: "constexpr" if n in constants else build.types[n] for n in names}
     aligned = [n for n in names if signature[n].startswith("*") or n in build.divisible]
     source = ASTSource(
@@ -73,8 +76,8 @@ def compile_ahead(build: Build, target: str) -> Compiled:
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
-    stages = min(build.launch.stages, 2) if target.startswith("gfx") else build.launch.stages
-    options = {"num_warps": build.launch.warps, "num_stages": stages}
+    stages = min(launch.stages, 2) if target.startswith("gfx") else launch.stages
+    options = {"num_warps": launch.warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     read = _read_amd if target.startswith("gfx") else _read_nvidia
     return read(build, target, compiled)

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.target import Launch
+from slipstream.kernels.triton.target import Bucket, Launch
 from slipstream.ops.kv_cache import CachePart, Int8Cache
 
-__all__ = ["LOG2E", "attend_tile", "bent", "decode_launch", "join_splits", "parts_of"]
+__all__ = ["LOG2E", "attend_tile", "bent", "decode_form", "join_splits", "parts_of"]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -106,14 +106,16 @@ def join_splits(part, weight, row, real, DIM: tl.constexpr, SPLITS: tl.constexpr
     return sums / tl.where(total > 0, total, 1.0)[:, None]
 
 
-def decode_launch(group: int, dim: int, itemsize: int) -> Launch:
+def decode_form(kernel: str, group: int, dim: int, itemsize: int, int8: bool) -> tuple[Bucket, Launch]:
     """Sizes for one query of a group of heads: a matrix unit wants at least 16 rows and 16 dims."""
     dims, rows = max(int(triton.next_power_of_2(dim)), 16), max(int(triton.next_power_of_2(group)), 16)
     keys = 64 if dims <= 128 and rows <= 64 else 32
     if itemsize > 2:  # products in float32 use no matrix unit, and larger tiles spill
         keys = 16
     sizes = {"GROUP": rows, "KEYS": keys, "DIMS": dims}
-    return Launch(sizes, warps=8 if rows * dims > 8192 else 4, stages=3 if itemsize <= 2 else 1)
+    launch = Launch(sizes, warps=8 if rows * dims > 8192 else 4, stages=3 if itemsize <= 2 else 1)
+    shape = f"{rows} x {dims}{', int8' if int8 else ''}{', float32' if itemsize > 2 else ''}"
+    return Bucket(kernel, shape, {"KEYS": (16, 32, 64, 128)}, warps=(2, 4, 8), stages=(1, 2, 3, 4)), launch
 
 
 def parts_of(cache: CachePart) -> tuple[Tensor, Tensor]:

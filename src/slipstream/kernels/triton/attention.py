@@ -22,14 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tile, decode_launch, parts_of
+from slipstream.kernels.triton.attending import LOG2E, attend_tile, decode_form, parts_of
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, Launch, generation, processors, refuse
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, processors, refuse
 from slipstream.ops.bind import Kernel
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import AttentionMask, Step
 
-__all__ = ["BUILDS", "KERNELS"]
+__all__ = ["BUILDS", "KERNELS", "build_of"]
 
 _MOST_SPLITS = 32
 
@@ -141,7 +142,9 @@ def _join(part, weight, out, DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.c
     tl.store(out + row * DIM + dim, joined.to(out.dtype.element_ty), mask=dim < DIM)
 
 
-def _launch_of(group: int, dim: int, queries: int, generation: int, itemsize: int = 2) -> Launch:
+def _form(
+    group: int, dim: int, queries: int, generation: int, *, itemsize: int = 2, int8: bool = False
+) -> tuple[Bucket, Launch]:
     """Sizes for rows of some queries and a group of heads.
 
     A matrix unit wants at least 16 rows and 16 dims, that of sm_90 64 rows; the older one has fewer registers
@@ -149,20 +152,26 @@ def _launch_of(group: int, dim: int, queries: int, generation: int, itemsize: in
     """
     dims, padded = max(triton.next_power_of_2(dim), 16), triton.next_power_of_2(group)
     if queries == 1:
-        launch = decode_launch(group, dim, itemsize)
-        return replace(launch, sizes={**launch.sizes, "QUERIES": 1})
+        bucket, launch = decode_form("paged attention, decode", group, dim, itemsize, int8)
+        return bucket, replace(launch, sizes={**launch.sizes, "QUERIES": 1})
     wide = dims > 128
     keys = 64 if dims < 128 or (dims == 128 and generation >= 90) else 32
     # A single query per tile would be taken for a decode step, whose tiles are numbered otherwise.
     if itemsize > 2:
         sizes = {"QUERIES": max(16 // padded, 2), "GROUP": padded, "KEYS": 16, "DIMS": dims}
-        return Launch(sizes, warps=8 if padded > 8 else 4)
+        return _bucket(padded, dims, "float32", int8), Launch(sizes, warps=8 if padded > 8 else 4)
     rows = max(64 // padded, 2) * padded
     sizes = {"QUERIES": rows // padded, "GROUP": padded, "KEYS": 32 if rows > 128 else keys, "DIMS": dims}
     # With two stages, heads of 64 spill on sm_80.
-    return Launch(
-        sizes, warps=8 if wide or rows > 64 else 4, stages=3 if dims <= 64 and generation < 90 else 2
-    )
+    stages = 3 if dims <= 64 and generation < 90 else 2
+    return _bucket(padded, dims, "", int8), Launch(sizes, warps=8 if wide or rows > 64 else 4, stages=stages)
+
+
+def _bucket(group: int, dims: int, dtype: str, int8: bool) -> Bucket:
+    shape = ", ".join([f"{group} x {dims}", *(["int8"] if int8 else []), *([dtype] if dtype else [])])
+    queries = tuple(n // group for n in (16, 32, 64, 128, 256) if n // group >= 2)
+    choices = {"QUERIES": queries, "KEYS": (16, 32, 64, 128)}
+    return Bucket("paged attention, prefill", shape, choices, warps=(4, 8), stages=(1, 2, 3, 4))
 
 
 def _splits(programs: int, device: torch.device) -> int:
@@ -186,7 +195,9 @@ def _launch(
     (_, size, kv_heads, _), sequences = caches[0].shape, kv_lens.shape[0]
     q = q.contiguous()
     out = torch.empty_like(q)
-    launch = _launch_of(heads // kv_heads, dim, max_query_len, generation(q.device), q.element_size())
+    number, int8 = generation(q.device), caches[0].dtype == torch.int8
+    form = _form(heads // kv_heads, dim, max_query_len, number, itemsize=q.element_size(), int8=int8)
+    launch = launched(*form, number)
     tiles = sequences if max_query_len == 1 else tokens // launch.sizes["QUERIES"] + sequences
     splits = _splits(tiles * kv_heads, q.device)
     rows = tokens * heads
@@ -207,7 +218,7 @@ def _launch(
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=softcap > 0,
         HAS_WINDOW=window > 0,
-        INT8=caches[0].dtype == torch.int8,
+        INT8=int8,
         SPLITS=splits,
         **launch.options(),
     )
@@ -242,9 +253,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = (Kernel("paged_attention", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), _run),)
 
 
-def _build(
+def build_of(
     name: str, heads: int, kv_heads: int, dim: int, queries: int, splits: int, *, int8: bool = False
 ) -> list[Build]:
+    """The form for some heads, for each generation: `queries` of a sequence, keys in some `splits`."""
     types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
     types |= dict.fromkeys(("k_cache", "v_cache"), "*i8") if int8 else {}
     types |= dict.fromkeys(("part", "weight", "alibi", "sinks", "k_scales", "v_scales"), "*fp32")
@@ -252,28 +264,25 @@ def _build(
     types |= {"scale": "fp32", "softcap": "fp32", "window": "i32", "sequences": "i32", "table_width": "i32"}
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "SIZE": 32, "SPLITS": splits, "INT8": int8}
     constants |= dict.fromkeys(("HAS_ALIBI", "HAS_SINKS", "HAS_SOFTCAP", "HAS_WINDOW"), False)
-    return [
-        Build(
-            f"paged attention, {name}, sm_{number}",
-            _attend,
-            types | constants,
-            _launch_of(heads // kv_heads, dim, queries, number),
-            wide_loads=2,
-            needs=("HMMA",) if queries == 1 or number < 90 else ("HGMMA",),
-            targets=(f"sm_{number}", "gfx942") if number == 90 else (f"sm_{number}",),
-        )
-        for number in (80, 90)
-    ]
+    builds = []
+    for number in (80, 90):
+        bucket, launch = _form(heads // kv_heads, dim, queries, number, int8=int8)
+        needs = ("HMMA",) if queries == 1 or number < 90 else ("HGMMA",)
+        targets = (f"sm_{number}", "gfx942") if number == 90 else (f"sm_{number}",)
+        what = f"paged attention, {name}, sm_{number}"
+        form = Build(what, _attend, types | constants, launch, wide_loads=2, needs=needs, targets=targets)
+        builds.append(replace(form, bucket=bucket))
+    return builds
 
 
 BUILDS = (
-    *_build("decode, 32/8 heads of 128", 32, 8, 128, 1, 16),
-    *_build("decode, 32/4 heads of 64", 32, 4, 64, 1, 16),
-    *_build("decode, 32/8 heads of 128, int8", 32, 8, 128, 1, 16, int8=True),
-    *_build("prefill, 32/8 heads of 128", 32, 8, 128, 512, 1),
-    *_build("prefill, 32/8 heads of 128, int8", 32, 8, 128, 512, 1, int8=True),
-    *_build("prefill, 12/12 heads of 64", 12, 12, 64, 512, 1),
-    *_build("prefill, 8/4 heads of 256", 8, 4, 256, 512, 1),
+    *build_of("decode, 32/8 heads of 128", 32, 8, 128, 1, 16),
+    *build_of("decode, 32/4 heads of 64", 32, 4, 64, 1, 16),
+    *build_of("decode, 32/8 heads of 128, int8", 32, 8, 128, 1, 16, int8=True),
+    *build_of("prefill, 32/8 heads of 128", 32, 8, 128, 512, 1),
+    *build_of("prefill, 32/8 heads of 128, int8", 32, 8, 128, 512, 1, int8=True),
+    *build_of("prefill, 12/12 heads of 64", 12, 12, 64, 512, 1),
+    *build_of("prefill, 8/4 heads of 256", 8, 4, 256, 512, 1),
     Build(
         "paged attention, join, 128",
         _join,

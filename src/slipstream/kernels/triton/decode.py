@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FORMATS", "PARTS", "RESCALE", "codes_at", "decoded", "group_at", "kind_of"]
+__all__ = ["FORMATS", "PARTS", "RESCALE", "codes_at", "decoded", "group_at", "kind_of", "name_of"]
 
 FORMATS = {"plain": 0, "int8": 1, "fp8": 2, "int4": 3, "int4-sym": 4, "fp6": 5, "fp6-e3m2": 6}
 """Formats by the number that kernels know them by; those of int4 in groups of 64 and 128 share int4's."""
@@ -106,6 +106,11 @@ def group_at(second, third, row, run, runs, there, BLOCKS: tl.constexpr, FORMAT:
     if FORMAT == 3:
         minimum = tl.load(third + group, mask=there, other=0.0).to(tl.float32)
     return scale, minimum
+
+
+def name_of(kind: int) -> str:
+    """What a number of `FORMATS` stands for."""
+    return next(name for name, number in FORMATS.items() if number == kind)
 
 
 def kind_of(name: str) -> tuple[int, int] | None:

@@ -21,14 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tile, bent, decode_launch, join_splits, parts_of
+from slipstream.kernels.triton.attending import LOG2E, attend_tile, bent, decode_form, join_splits, parts_of
 from slipstream.kernels.triton.heads import head_rows, kept
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, processors
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Build, generation, processors
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import AttentionMask, Step
 
-__all__ = ["BUILDS", "Heads", "attend_one"]
+__all__ = ["BUILDS", "Heads", "attend_one", "build_of"]
 
 _MOST_SPLITS = 32
 
@@ -192,7 +193,9 @@ def _launch(
     kv_lens, block_table, slots = step
     heads, kv_heads, dim, interleaved, norm, window = sizes
     tokens = qkv.shape[0]
-    launch = decode_launch(heads // kv_heads, dim, qkv.element_size())
+    int8 = caches[0].dtype == torch.int8
+    form = decode_form("decode step", heads // kv_heads, dim, qkv.element_size(), int8)
+    launch = launched(*form, generation(qkv.device))
     splits = _splits(tokens * kv_heads, qkv.device)
     out = qkv.new_empty(tokens, heads * dim)
     part = qkv.new_empty((tokens * heads, splits, dim) if splits > 1 else 0, dtype=torch.float32)
@@ -217,7 +220,7 @@ def _launch(
         HAS_SINKS=sinks is not None,
         HAS_SOFTCAP=numbers[1] > 0,
         HAS_WINDOW=window > 0,
-        INT8=caches[0].dtype == torch.int8,
+        INT8=int8,
         SPLITS=splits,
         **launch.options(),
     )
@@ -268,9 +271,10 @@ def attend_one(
     )
 
 
-def _build(
+def build_of(
     heads: int, kv_heads: int, dim: int, *, int8: bool = False, norm: bool = False, all_of_it: bool = False
 ) -> Build:
+    """The form for some heads, with norms of queries and keys, or with every option that there is."""
     types = dict.fromkeys(("qkv", "q_gain", "k_gain", "out"), "*bf16")
     types |= dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else "*bf16")
     types |= dict.fromkeys(
@@ -286,20 +290,22 @@ def _build(
         "Q_NORM": int(norm),
         "K_NORM": int(norm),
     }
+    bucket, launch = decode_form("decode step", heads // kv_heads, dim, 2, int8)
     return Build(
         f"attention of a decode step, {heads}/{kv_heads} heads of {dim}"
         f"{', int8' if int8 else ''}{', q/k norm' if norm else ''}{', every option' if all_of_it else ''}",
         _attend_one,
         types | constants,
-        decode_launch(heads // kv_heads, dim, 2),
+        launch,
         wide_loads=2,
         needs=("HMMA",),
+        bucket=bucket,
     )
 
 
 BUILDS = (
-    _build(32, 8, 128),
-    _build(32, 8, 128, int8=True),
-    _build(32, 8, 64, norm=True),
-    _build(12, 12, 96, all_of_it=True),
+    build_of(32, 8, 128),
+    build_of(32, 8, 128, int8=True),
+    build_of(32, 8, 64, norm=True),
+    build_of(12, 12, 96, all_of_it=True),
 )

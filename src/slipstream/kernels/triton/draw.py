@@ -20,7 +20,8 @@ from torch import Tensor
 
 from slipstream.kernels.triton.attending import LOG2E
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, Launch, interpreted, refuse
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, interpreted, refuse
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.sample import sample
 
@@ -201,13 +202,16 @@ _DRAW = Launch({"KEPT": 2048, "BLOCK": 4096}, warps=8)
 _SMALL = Launch({"KEPT": 64, "BLOCK": 128})
 """Where kernels are interpreted: a vocabulary of hundreds takes the ways of a large one."""
 _BEST = Launch({"BLOCK": 8192}, warps=16)
+_DRAW_BUCKET = Bucket("draw", "any", {"BLOCK": (2048, 4096, 8192)}, warps=(4, 8, 16))
+_BEST_BUCKET = Bucket("best", "any", {"BLOCK": (4096, 8192, 16384)}, warps=(8, 16, 32))
 
 
 def _launch_draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
     rows, vocabulary = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     if rows:
-        launch = _SMALL if interpreted() else _DRAW
+        rule = _SMALL if interpreted() else _DRAW
+        launch = launched(_DRAW_BUCKET, rule, generation(scores.device))
         few = scores.new_empty(rows, launch.sizes["KEPT"])
         _draw_row[(rows,)](
             scores.contiguous(), noise.contiguous(), numbers, few, out, vocabulary, **launch.options()
@@ -219,7 +223,8 @@ def _launch_best(scores: Tensor) -> Tensor:
     rows, vocabulary = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     if rows:
-        _best_of_row[(rows,)](scores.contiguous(), out, vocabulary, **_BEST.options())
+        launch = launched(_BEST_BUCKET, _BEST, generation(scores.device))
+        _best_of_row[(rows,)](scores.contiguous(), out, vocabulary, **launch.options())
     return out
 
 
@@ -262,6 +267,7 @@ BUILDS = (
         _DRAW,
         frozenset({"vocabulary"}),
         wide_loads=4,
+        bucket=_DRAW_BUCKET,
     ),
     Build(
         "sample, the best of a vocabulary",
@@ -270,5 +276,6 @@ BUILDS = (
         _BEST,
         frozenset({"vocabulary"}),
         wide_loads=1,
+        bucket=_BEST_BUCKET,
     ),
 )

@@ -22,10 +22,20 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.activation import apply, gate
-from slipstream.kernels.triton.decode import FORMATS, PARTS, RESCALE, codes_at, decoded, group_at, kind_of
-from slipstream.kernels.triton.target import Build, Launch, interpreted
+from slipstream.kernels.triton.decode import (
+    FORMATS,
+    PARTS,
+    RESCALE,
+    codes_at,
+    decoded,
+    group_at,
+    kind_of,
+    name_of,
+)
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, interpreted
 
-__all__ = ["BUILDS", "FEW_ROWS", "Around", "Matrix", "planes_of", "times_few"]
+__all__ = ["BUILDS", "FEW_ROWS", "Around", "Matrix", "build_of", "planes_of", "times_few"]
 
 FEW_ROWS = 4
 """Rows up to which a program can keep all of them beside the weights that it decodes."""
@@ -218,7 +228,7 @@ def planes_of(planes: list[Tensor], kind: int) -> tuple[Tensor, Tensor, Tensor, 
     return codes, second, planes[2] if kind == 3 else codes, codes if kind == 0 else planes[-1]
 
 
-def _launch_of(kind: int, itemsize: int, rows: int, around: Around) -> Launch:
+def _form(kind: int, itemsize: int, rows: int, around: Around, outputs_of_all: int) -> tuple[Bucket, Launch]:
     """Outputs and runs of bytes per program: the more rows of x, the fewer outputs fit into registers."""
     width = 16 // itemsize if kind == 0 else 16
     padded = int(triton.next_power_of_2(rows))
@@ -230,7 +240,17 @@ def _launch_of(kind: int, itemsize: int, rows: int, around: Around) -> Launch:
     if around.norm and (kind >= 5 or (kind >= 3 and padded > 2)):
         runs //= 2
     sizes = {"ROWS": padded, "OUTPUTS": outputs, "RUNS": runs, "WIDTH": width}
-    return Launch(sizes, warps=4, stages=3 if kind < 5 else 2)
+    launch = Launch(sizes, warps=4, stages=3 if kind < 5 else 2)
+    return _bucket(name_of(kind), itemsize, padded, around, outputs_of_all), launch
+
+
+def _bucket(name: str, itemsize: int, rows: int, around: Around, outputs: int) -> Bucket:
+    shape = f"{name}{', float32' if itemsize > 2 else ''}, {rows} row{'s' if rows > 1 else ''}"
+    shape += ("", ", norm", ", layer norm")[around.norm] + (", gate" if around.gated else "")
+    # Of a narrow matrix programs are few, and each had better be small.
+    shape += ", up to 4096 outputs" if outputs <= 4096 else ""
+    choices = {"OUTPUTS": (2, 4, 8) if around.gated else (1, 2, 4, 8), "RUNS": (32, 64, 128, 256)}
+    return Bucket("few rows", shape, choices, stages=(1, 2, 3, 4))
 
 
 def times_few(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
@@ -247,7 +267,8 @@ def times_few(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
     rows, inputs = x.shape
     kind, outputs, codes = matrix.kind, matrix.outputs, matrix.planes[0]
     out = x.new_empty(rows, outputs // 2 if around.gated else outputs)
-    launch = _launch_of(kind, codes.element_size(), rows, around)
+    form = _form(kind, x.element_size(), rows, around, outputs)
+    launch = launched(*form, generation(x.device))
     width = launch.sizes["WIDTH"]
     stride = codes.stride(0) if kind == 0 else codes.shape[-1] // (2 if kind >= 5 else 1)
     optional = (matrix.bias, around.gain, around.shift, around.residual)
@@ -274,7 +295,8 @@ def times_few(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
     return out
 
 
-def _build(name: str, rows: int, around: str = "") -> Build:
+def build_of(name: str, rows: int, around: str = "", *, narrow: bool = False) -> Build:
+    """The form for a format and some rows; `around` is text that names what stands around the matrix."""
     kind, blocks = kind_of(name) or (0, 1)
     gated, norm = "gate" in around, 2 if "layer" in around else int("norm" in around)
     vectors = ("x", "bias", "gain", "shift", "residual", "out")
@@ -295,22 +317,24 @@ def _build(name: str, rows: int, around: str = "") -> Build:
         "ACTIVATION": 3 if gated else 0 if "gelu" in around else -1,
         "GATED": gated,
     }
+    form = _form(kind, 2, rows, Around(norm=norm, gated=gated), 4096 if narrow else 1 << 14)
     return Build(
         f"linear, {name}, {rows} row{'s' if rows > 1 else ''}{around and ', '}{around}",
         _few_rows,
         types | constants,
-        _launch_of(kind, 2, rows, Around(norm=norm, gated=gated)),
+        form[1],
         frozenset({"inputs", "outputs", "runs", "stride"}),
         wide_loads=2,
+        bucket=form[0],
     )
 
 
 BUILDS = (
-    *(_build(name, rows) for name in FORMATS if name != "int4-sym" for rows in (1, 4)),
-    _build("plain", 1, "norm"),
-    _build("plain", 1, "residual"),
-    _build("plain", 4, "layer norm, bias and gelu"),
-    *(_build(name, 1, "norm and gate") for name in ("plain", "int8", "int4", "fp6")),
-    _build("plain", 4, "norm and gate"),
-    _build("int4", 4, "norm and gate"),
+    *(build_of(name, rows) for name in FORMATS if name != "int4-sym" for rows in (1, 4)),
+    build_of("plain", 1, "norm"),
+    build_of("plain", 1, "residual"),
+    build_of("plain", 4, "layer norm, bias and gelu"),
+    *(build_of(name, 1, "norm and gate") for name in ("plain", "int8", "int4", "fp6")),
+    build_of("plain", 4, "norm and gate"),
+    build_of("int4", 4, "norm and gate"),
 )

@@ -24,13 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.activation import apply, gate
-from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at
+from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at, name_of
 from slipstream.kernels.triton.few_rows import Around, Matrix, planes_of
-from slipstream.kernels.triton.target import Build, Launch, processors
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, processors
 
-__all__ = ["BUILDS", "Pairs", "tile_rows", "times_matrix"]
+__all__ = ["BUILDS", "Pairs", "build_of", "tile_rows", "times_matrix"]
 
 _LAUNCH = Launch({"BLOCK": 1024}, warps=4)
+_BUCKET = Bucket("sum of splits", "any", {"BLOCK": (256, 512, 1024, 2048)})
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,17 @@ def tile_rows(rows: int) -> int:
     return min(max(int(triton.next_power_of_2(rows)), 16), 64)
 
 
-def _launch_of(kind: int, itemsize: int, rows: int) -> Launch:
+def _form(kind: int, itemsize: int, rows: int, experts: bool) -> tuple[Bucket, Launch]:
     width = 16 // itemsize if kind == 0 else 16
     # 64 inputs of a field at a time.
     sizes = {"ROWS": rows, "OUTPUTS": 64, "RUNS": 64 // width, "WIDTH": width}
     # What is decoded lies in registers: with four warps 64 rows spill on sm_80.
-    return Launch(sizes, warps=8 if kind >= 3 and rows >= 64 else 4, stages=4 if kind < 3 else 3)
+    launch = Launch(sizes, warps=8 if kind >= 3 and rows >= 64 else 4, stages=4 if kind < 3 else 3)
+    shape = (
+        f"{name_of(kind)}{', float32' if itemsize > 2 else ''}, {rows} rows{', experts' if experts else ''}"
+    )
+    choices = {"OUTPUTS": (32, 64, 128), "RUNS": (32 // width, 64 // width, 128 // width)}
+    return Bucket("matmul", shape, choices, warps=(4, 8), stages=(2, 3, 4, 5)), launch
 
 
 def _splits(tiles: int, runs: int, each: int, device: torch.device) -> int:
@@ -194,7 +201,8 @@ def times_matrix(
     rows = x.shape[0] if pairs is None else pairs.expert_of_pair.shape[0]
     height = tile_rows(rows) if pairs is None else pairs.height
     tiles = triton.cdiv(rows, height) if pairs is None else pairs.expert_of.shape[0]
-    launch = _launch_of(kind, codes.element_size(), height)
+    number = generation(x.device)
+    launch = launched(*_form(kind, x.element_size(), height, pairs is not None), number)
     width, step = launch.sizes["WIDTH"], launch.sizes["RUNS"]
     stride = codes.stride(-2) if kind == 0 else codes.shape[-1] // (2 if kind >= 5 else 1)
     runs = -(-inputs // width) if kind <= 2 else stride // width
@@ -228,7 +236,8 @@ def _joined(
     out = part.new_empty(rows, width, dtype=dtype)
     optional = (bias, expert_of_row, around.residual)
     # Of a grid only the first side may be longer than 65535, which pairs of token and expert can be.
-    _sum_splits[(rows, triton.cdiv(width, _LAUNCH.sizes["BLOCK"]))](
+    launch = launched(_BUCKET, _LAUNCH, generation(part.device))
+    _sum_splits[(rows, triton.cdiv(width, launch.sizes["BLOCK"]))](
         part,
         *(part if tensor is None else tensor for tensor in optional),
         out,
@@ -239,12 +248,13 @@ def _joined(
         ACTIVATION=around.activation,
         GATED=around.gated,
         SPLITS=splits,
-        **_LAUNCH.options(),
+        **launch.options(),
     )
     return out
 
 
-def _build(name: str, kind: int, rows: int, *, experts: bool = False) -> Build:
+def build_of(name: str, kind: int, rows: int, *, experts: bool = False) -> Build:
+    """The form for a format, by name and number, and tiles of some rows."""
     types = {
         "x": "*bf16",
         "codes": "*bf16" if kind == 0 else "*u8",
@@ -253,13 +263,15 @@ def _build(name: str, kind: int, rows: int, *, experts: bool = False) -> Build:
     types |= {"third": "*fp16", "multiplier": "*fp32", "part": "*fp32", "row_of": "*i32", "expert_of": "*i32"}
     types |= dict.fromkeys(("rows", "inputs", "outputs", "runs", "stride", "share"), "i32")
     constants = {"FORMAT": kind, "PARTS": PARTS[kind], "BLOCKS": 1, "RESCALE": RESCALE[kind]}
+    bucket, launch = _form(kind, 2, rows, experts)
     return Build(
         f"matmul, {name}, {rows} rows{', experts' if experts else ''}",
         _some_rows,
         types | constants | {"EXPERTS": experts, "EACH": 2},
-        _launch_of(kind, 2, rows),
+        launch,
         frozenset({"inputs", "outputs", "runs", "stride", "share"}),
         wide_loads=2,
+        bucket=bucket,
     )
 
 
@@ -286,14 +298,15 @@ BUILDS = (
         _LAUNCH,
         frozenset({"rows", "outputs"}),
         wide_loads=1,
+        bucket=_BUCKET,
     ),
-    _build("plain", 0, 16),
-    _build("plain", 0, 64),
-    _build("plain", 0, 16, experts=True),
-    _build("int8", 1, 16),
-    _build("fp8", 2, 16),
-    _build("int4", 3, 16),
-    _build("int4", 3, 64),
-    _build("int4", 3, 16, experts=True),
-    _build("fp6", 5, 16),
+    build_of("plain", 0, 16),
+    build_of("plain", 0, 64),
+    build_of("plain", 0, 16, experts=True),
+    build_of("int8", 1, 16),
+    build_of("fp8", 2, 16),
+    build_of("int4", 3, 16),
+    build_of("int4", 3, 64),
+    build_of("int4", 3, 16, experts=True),
+    build_of("fp6", 5, 16),
 )

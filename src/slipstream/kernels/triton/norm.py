@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, Launch, refuse
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, refuse
 from slipstream.ops.bind import Kernel
 from slipstream.ops.norm import norm
 from slipstream.spec import Norm
 
-__all__ = ["BUILDS", "KERNELS", "WIDEST", "norm_onto", "run_norm"]
+__all__ = ["BUILDS", "KERNELS", "WIDEST", "build_of", "norm_onto", "run_norm"]
 
 WIDEST = 1 << 15
 """A wider row does not fit into the registers of one program."""
@@ -48,10 +49,11 @@ def _norm_rows(
     tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch_of(width: int) -> Launch:
+def _form(width: int) -> tuple[Bucket, Launch]:
     block = triton.next_power_of_2(width)
     # 16 bytes per thread and load, up to what one program may have.
-    return Launch({"BLOCK": block}, warps=min(max(block // 256, 1), 16))
+    launch = Launch({"BLOCK": block}, warps=min(max(block // 256, 1), 16))
+    return Bucket("norm", str(block), {}, warps=(1, 2, 4, 8, 16)), launch
 
 
 def _launch(
@@ -82,7 +84,7 @@ def _launch(
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
-            **_launch_of(width).options(),
+            **launched(*_form(width), generation(x.device)).options(),
         )
     return out
 
@@ -130,7 +132,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = (Kernel("norm", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), run_norm),)
 
 
-def _build(width: int, layer: bool) -> Build:
+def build_of(width: int, layer: bool) -> Build:
+    """The form for rows of a width."""
     types = {
         "x": "*bf16",
         "weight": "*bf16",
@@ -148,15 +151,17 @@ def _build(width: int, layer: bool) -> Build:
         "HAS_RESIDUAL": layer,
     }
     name = f"norm, {'layer' if layer else 'rms'}, {width}"
+    bucket, launch = _form(width)
     return Build(
         name,
         _norm_rows,
         types,
-        _launch_of(width),
+        launch,
         frozenset({"width"}),
         registers=64,
         wide_loads=1,
+        bucket=bucket,
     )
 
 
-BUILDS = (_build(2048, False), _build(4096, False), _build(4096, True))
+BUILDS = (build_of(2048, False), build_of(4096, False), build_of(4096, True))

@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, Launch, refuse
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, refuse
 from slipstream.ops.bind import Kernel
 
-__all__ = ["BUILDS", "KERNELS"]
+__all__ = ["BUILDS", "KERNELS", "build_of"]
 
 
 # The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
@@ -50,9 +51,10 @@ def _rotate(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch_of(heads: int, dim: int) -> Launch:
-    dims = triton.next_power_of_2(dim)
-    return Launch({"HEADS": min(triton.next_power_of_2(heads), max(2048 // dims, 1)), "DIMS": dims}, warps=4)
+def _form(heads: int, dim: int) -> tuple[Bucket, Launch]:
+    dims, padded = triton.next_power_of_2(dim), triton.next_power_of_2(heads)
+    launch = Launch({"HEADS": min(padded, max(2048 // dims, 1)), "DIMS": dims}, warps=4)
+    return Bucket("rope", f"{padded} x {dims}", {"HEADS": (1, 2, 4, 8, 16, 32)}), launch
 
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -62,7 +64,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        launch = _launch_of(heads, dim)
+        launch = launched(*_form(heads, dim), generation(x.device))
         _rotate[(tokens, triton.cdiv(heads, launch.sizes["HEADS"]))](
             x,
             cos.contiguous(),
@@ -94,17 +96,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = (Kernel("rope", "triton", "cuda", functools.partial(refuse, dtypes=_DTYPES), _run),)
 
 
-def _build(heads: int, dim: int, half: int, interleaved: bool) -> Build:
+def build_of(heads: int, dim: int, half: int, interleaved: bool) -> Build:
+    """The form for some heads, of which `2 * half` dims are turned."""
     types = {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "out": "*bf16", "heads": "i32", "stride": "i32"}
+    bucket, launch = _form(heads, dim)
     return Build(
         f"rope, {heads} heads of {dim}, {'pairs' if interleaved else 'halves'}",
         _rotate,
         {**types, "DIM": dim, "HALF": half, "INTERLEAVED": interleaved},
-        _launch_of(heads, dim),
+        launch,
         frozenset({"stride"}),
         registers=128,
         wide_loads=1,
+        bucket=bucket,
     )
 
 
-BUILDS = (_build(32, 128, 64, False), _build(8, 64, 32, False), _build(16, 64, 32, True))
+BUILDS = (build_of(32, 128, 64, False), build_of(8, 64, 32, False), build_of(16, 64, 32, True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import triton
 
 from slipstream.ops.bind import Facts
 
-__all__ = ["Build", "Launch", "generation", "interpreted", "processors", "refuse"]
+__all__ = ["Bucket", "Build", "Launch", "generation", "interpreted", "processors", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,25 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Shapes of one kernel that are launched alike.
+
+    Attributes:
+        kernel: The first key into a table.
+        shape: The second: what of the shapes decides, as text ("int4, 1 row, norm").
+        choices: Values that a tuner may try for each of the kernel's sizes.
+        warps: Numbers of warps that it may try.
+        stages: Depths of the pipeline that it may try.
+    """
+
+    kernel: str
+    shape: str
+    choices: Mapping[str, tuple[int, ...]] = field(compare=False)
+    warps: tuple[int, ...] = (1, 2, 4, 8)
+    stages: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True)
 class Build:
     """One form of a kernel, to be compiled ahead of time on a machine without a GPU.
 
@@ -48,6 +67,7 @@ class Build:
         wide_loads: Least number of 128-bit loads.
         needs: Instructions that must be in NVIDIA's machine code.
         targets: Names of what it is compiled for.
+        bucket: Whose entry in a generation's table replaces `launch`, where there is one.
     """
 
     name: str
@@ -59,6 +79,7 @@ class Build:
     wide_loads: int = 0
     needs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")
+    bucket: Bucket | None = None
 
 
 def interpreted() -> bool:

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at, kind_of
+from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at, kind_of, name_of
 from slipstream.kernels.triton.few_rows import Matrix, planes_of
 from slipstream.kernels.triton.register import operator
-from slipstream.kernels.triton.target import Build, Launch
+from slipstream.kernels.triton.tables import launched
+from slipstream.kernels.triton.target import Bucket, Build, Launch, generation
 
-__all__ = ["BUILDS", "unpacked"]
+__all__ = ["BUILDS", "build_of", "unpacked"]
 
 
 @triton.jit
@@ -46,13 +47,16 @@ def _unpack(
         tl.store(place, (weights * whole).to(out.dtype.element_ty), mask=there[:, :, None] & (at < inputs))
 
 
-def _launch_of(kind: int) -> Launch:
-    return Launch({"OUTPUTS": 4, "RUNS": 64 if kind < 5 else 32, "WIDTH": 16}, warps=4)
+def _form(kind: int) -> tuple[Bucket, Launch]:
+    choices = {"OUTPUTS": (1, 2, 4, 8), "RUNS": (16, 32, 64, 128)}
+    launch = Launch({"OUTPUTS": 4, "RUNS": 64 if kind < 5 else 32, "WIDTH": 16}, warps=4)
+    return Bucket("unpack", name_of(kind), choices), launch
 
 
 def _launch(planes: list[Tensor], kind: int, blocks: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     outputs, inputs = shape
-    launch, codes = _launch_of(kind), planes[0]
+    codes = planes[0]
+    launch = launched(*_form(kind), generation(codes.device))
     out = torch.empty(outputs, inputs, dtype=dtype, device=codes.device)
     stride = codes.shape[-1] // (2 if kind >= 5 else 1)
     runs = -(-inputs // 16) if kind <= 2 else stride // 16
@@ -83,14 +87,18 @@ def unpacked(matrix: Matrix, inputs: int, dtype: torch.dtype) -> Tensor:
     return _unpacked(matrix.planes, matrix.kind, matrix.blocks, shape, dtype)  # type: ignore[no-any-return]
 
 
-def _build(name: str) -> Build:
+def build_of(name: str) -> Build:
+    """The form for a format."""
     kind, blocks = kind_of(name) or (0, 1)
     types = {"codes": "*u8", "second": "*u8" if kind >= 5 else "*fp16", "third": "*fp16"}
     types |= {"multiplier": "*fp32", "out": "*bf16"}
     types |= dict.fromkeys(("inputs", "outputs", "runs", "stride"), "i32")
     constants = {"FORMAT": kind, "PARTS": PARTS[kind], "BLOCKS": blocks, "RESCALE": RESCALE[kind]}
     divisible = frozenset({"inputs", "outputs", "runs", "stride"})
-    return Build(f"unpack, {name}", _unpack, types | constants, _launch_of(kind), divisible, wide_loads=1)
+    bucket, launch = _form(kind)
+    return Build(
+        f"unpack, {name}", _unpack, types | constants, launch, divisible, wide_loads=1, bucket=bucket
+    )
 
 
-BUILDS = tuple(_build(name) for name in ("int8", "fp8", "int4", "fp6"))
+BUILDS = tuple(build_of(name) for name in ("int8", "fp8", "int4", "fp6"))

@@ -1,0 +1,141 @@
+"""Chooses how the GPU's kernels are launched, and writes the tables that the package ships.
+
+    scripts/tune_kernels [--only WORD] [--minutes N] [--out FOLDER]   on a GPU: times what compiles
+    scripts/tune_kernels --ahead [--generation 80|90]                 anywhere: what compiles within bounds
+
+Rows are written as they are found; a run that ends early leaves the other buckets as they were. `--only` asks
+for the buckets whose kernel or shape has a word ("few rows", int4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Kernels are compiled here, never interpreted; Triton looks at this when it is imported.
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+
+from benchmarks.tune_subjects import subjects
+from benchmarks.tuning import Found, Subject, chosen, held, write
+from slipstream.kernels.triton.ahead import compile_ahead, faults
+from slipstream.kernels.triton.tables import FOLDER, launched, trial
+from slipstream.kernels.triton.target import Launch, generation
+
+KNOWN = (80, 90)
+"""Generations whose forms can be compiled ahead of time."""
+
+
+def bounds(subject: Subject, target: str) -> Callable[[Launch], str]:
+    """What says which bound a launch of a subject breaks."""
+
+    def broken(launch: Launch) -> str:
+        form = dataclasses.replace(subject.build, launch=launch, bucket=None)
+        try:
+            return "; ".join(faults(compile_ahead(form, target)))
+        except Exception as error:  # noqa: BLE001 - whatever a compiler refuses is no candidate
+            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+
+    return broken
+
+
+class GpuClock:
+    """Times a subject's call on the GPU, each time with weights that no cache has any more."""
+
+    def __init__(self, subject: Subject, rule: Launch) -> None:
+        """Prepare the call, and keep what it returns as it is launched now."""
+        self._bucket, self._run = subject.bucket, subject.prepare()
+        self._sweep = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+        with trial(self._bucket, rule):
+            self._right = self._run().clone()
+
+    def __call__(self, launch: Launch) -> float | None:
+        """Median microseconds of some calls; None where it fails, or says something else."""
+        try:
+            with trial(self._bucket, launch):
+                got = self._run()
+                if not self._agrees(got):
+                    return None
+                return statistics.median(self._once() for _ in range(15))
+        except Exception as error:  # noqa: BLE001 - a launch that the driver refuses is no candidate
+            print(f"    {held(launch)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
+            return None
+
+    def _agrees(self, got: Any) -> bool:
+        if not self._right.is_floating_point():
+            return torch.equal(got, self._right)
+        most = self._right.abs().max().clamp(min=1e-6)
+        return float((got.float() - self._right.float()).abs().max() / most) < 2e-2
+
+    def _once(self) -> float:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._sweep.zero_()  # takes longer than the host needs to launch the call
+        before.record()
+        self._run()
+        after.record()
+        after.synchronize()
+        return 1e3 * before.elapsed_time(after)
+
+
+def tuned(numbers: tuple[int, ...], given: argparse.Namespace) -> Iterator[tuple[int, Subject, Found]]:
+    """What is found for each subject, in order."""
+    start = time.monotonic()
+    for number in numbers:
+        for subject in subjects(number):
+            name = f"{subject.bucket.kernel}, {subject.bucket.shape}"
+            if not all(word in name for word in given.only or ()):
+                continue
+            if time.monotonic() - start > 60 * given.minutes:
+                print("the minutes are over; what was not asked stays as it was")
+                return
+            rule = subject.build.launch
+            clock = None if given.ahead else GpuClock(subject, rule)
+            standing = rule if given.ahead else launched(subject.bucket, rule, number)
+            yield number, subject, chosen(subject.bucket, standing, bounds(subject, f"sm_{number}"), clock)
+
+
+def main(given: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="scripts/tune_kernels", description=__doc__.partition("\n")[0])
+    parser.add_argument("--ahead", action="store_true", help="compile only; needs no GPU")
+    parser.add_argument("--generation", type=int, action="append", choices=KNOWN, help="with --ahead; all")
+    parser.add_argument("--only", action="append", metavar="WORD", help="buckets that have it in their name")
+    parser.add_argument("--minutes", type=float, default=1e6, help="no bucket begins later than this")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the tables")
+    arguments = parser.parse_args(given)
+    if not arguments.ahead and not torch.cuda.is_available():
+        print("tune_kernels: torch sees no GPU here; --ahead chooses by what compiles")
+        return 2
+    numbers = tuple(arguments.generation or KNOWN)
+    said = {"triton": triton.__version__}
+    if not arguments.ahead:
+        numbers = (generation(torch.device("cuda", torch.cuda.current_device())),)
+        said["on"] = torch.cuda.get_device_name()
+    if numbers[0] not in KNOWN:
+        print(f"tune_kernels: generation {numbers[0]} is not one of {KNOWN}; its kernels run by their rules")
+        return 2
+    without = 0
+    for number, subject, found in tuned(numbers, arguments):
+        write(arguments.out, number, {subject.bucket: found}, **said)
+        launch = "nothing holds to its bounds" if found.launch is None else held(found.launch)
+        took = "" if found.microseconds is None else f"{found.microseconds:.1f} us, "
+        changed = "" if found.launch in (None, subject.build.launch) else "  changed"
+        counts = f"{took}{found.asked} asked, {len(found.refused)} refused{changed}"
+        print(
+            f"sm_{number} {subject.bucket.kernel}, {subject.bucket.shape}: {launch}  ({counts})", flush=True
+        )
+        without += found.launch is None
+    return 1 if without else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""What `scripts/tune_kernels` tunes: buckets of shapes that served models have, each with a form and a call.
+
+Shapes are those of Llama 3 (1B, 8B), Qwen 2.5 and Gemma 2. Calls are made on the current GPU, in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.tuning import Subject
+from slipstream.formats import FORMATS as PACKED
+from slipstream.kernels.triton import (
+    activation,
+    attention,
+    decode_attention,
+    draw,
+    few_rows,
+    linear,
+    matmul,
+    moe,
+    norm,
+    rope,
+    unpack,
+)
+from slipstream.kernels.triton.decode import FORMATS
+from slipstream.kernels.triton.few_rows import Around, Matrix
+from slipstream.ops.activation import KINDS
+from slipstream.ops.draw import Warp
+from slipstream.ops.kv_cache import CachePart, Int8Cache
+from slipstream.ops.linear import Weight
+from slipstream.ops.step import AttentionMask, Step
+from slipstream.spec import Norm
+
+__all__ = ["subjects"]
+
+Call = Callable[[], Any]
+NAMES = ("plain", "int8", "fp8", "int4", "fp6")
+HEADS = ((32, 8, 128), (32, 8, 64), (28, 4, 128), (14, 2, 64), (8, 4, 256), (32, 32, 128), (12, 12, 64))
+_LENGTH, _PAGE = 1024, 32
+
+DEVICE = "cuda"
+"""Where calls are made; tests make them elsewhere."""
+
+
+def subjects(generation: int) -> Iterator[Subject]:
+    """Every bucket, with the form that a generation compiles.
+
+    Args:
+        generation: 80 or 90.
+    """
+    yield from _rows()
+    yield from _few_rows()
+    yield from _matmul()
+    yield from _attention(generation)
+    yield from (
+        Subject(draw.BUILDS[0], _drawn),
+        Subject(draw.BUILDS[1], lambda: _bound(draw.KERNELS[1].run, _random(1, 128256).float(), greedy=True)),
+    )
+
+
+def _bound(run: Callable[..., Any], *given: Any, **named: Any) -> Call:
+    return lambda: run(*given, **named)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
+
+
+def _matrix(name: str, outputs: int, inputs: int, experts: int = 0) -> Weight:
+    shape = (*((experts,) if experts else ()), outputs, inputs)
+    dense = _random(*shape) / inputs**0.5
+    if name == "plain":
+        return Weight("plain", shape, (dense,), lambda *_: dense)
+    return PACKED[name].weight(dense, None)
+
+
+def _rows() -> Iterator[Subject]:
+    """What reads and writes each element once."""
+    for width in (1024, 2048, 4096, 8192):
+        spec = Norm(kind="rms", eps=1e-5)
+        yield Subject(
+            norm.build_of(width, layer=False),
+            lambda w=width, s=spec: _bound(norm.run_norm, _random(64, w), _random(w), None, spec=s),  # type: ignore[misc]
+        )
+    for build, gated, width in ((activation.BUILDS[0], True, 28672), (activation.BUILDS[1], False, 16384)):
+        yield Subject(
+            build,
+            lambda g=gated, w=width: _bound(activation.activation, _random(512, w), name="silu", gated=g),  # type: ignore[misc]
+        )
+    for heads, dim in ((32, 128), (8, 128), (32, 64), (8, 64)):
+        yield Subject(rope.build_of(heads, dim, dim // 2, False), lambda h=heads, d=dim: _rotated(h, d))  # type: ignore[misc]
+    for name in NAMES[1:]:
+        yield Subject(unpack.build_of(name), lambda n=name: _unpacked(n))  # type: ignore[misc]
+
+
+def _rotated(heads: int, dim: int) -> Call:
+    angles = torch.rand(2048, dim // 2, device=DEVICE)
+    run = rope.KERNELS[0].run
+    return _bound(run, _random(2048, heads, dim), angles.cos(), angles.sin(), interleaved=False)
+
+
+def _unpacked(name: str) -> Call:
+    matrix = linear.matrix_of(_matrix(name, 14336, 4096))
+    return _bound(unpack.unpacked, matrix, 4096, torch.bfloat16)
+
+
+def _few_rows() -> Iterator[Subject]:
+    for name in NAMES:
+        for rows in (1, 2, 4):
+            for around, outputs in (("", 4096), ("", 6144), ("norm", 6144), ("norm and gate", 28672)):
+                yield Subject(
+                    few_rows.build_of(name, rows, around, narrow=outputs <= 4096),
+                    lambda n=name, r=rows, a=around, o=outputs: _times(n, r, a, o),  # type: ignore[misc]
+                )
+
+
+def _times(name: str, rows: int, words: str, outputs: int) -> Call:
+    matrix, gated = linear.matrix_of(_matrix(name, outputs, 4096)), "gate" in words
+    around = Around()
+    if "norm" in words:
+        kind = KINDS["silu"] if gated else -1
+        around = Around(1, 1e-5, 0.0, _random(4096), activation=kind, gated=gated)
+    return _bound(few_rows.times_few, _random(rows, 4096), matrix, around)
+
+
+def _matmul() -> Iterator[Subject]:
+    for name in NAMES:
+        for rows in (16, 32, 64):
+            yield Subject(
+                matmul.build_of(name, FORMATS[name], rows),
+                lambda n=name, r=rows: _bound(  # type: ignore[misc]
+                    matmul.times_matrix, _random(r, 4096), linear.matrix_of(_matrix(n, 6144, 4096)), Around()
+                ),
+            )
+    for name in ("plain", "int8", "int4"):
+        for rows in (16, 64):
+            yield Subject(
+                matmul.build_of(name, FORMATS[name], rows, experts=True),
+                lambda n=name, r=rows: _experts(n, r),  # type: ignore[misc]
+            )
+    yield Subject(matmul.BUILDS[0], lambda: _times_many(16))
+
+
+def _times_many(rows: int) -> Call:
+    matrix = linear.matrix_of(_matrix("int8", 28672, 4096))
+    around = Around(activation=KINDS["silu"], gated=True)
+    return _bound(matmul.times_matrix, _random(rows, 4096), matrix, around)
+
+
+def _experts(name: str, rows: int) -> Call:
+    weight = _matrix(name, 4096, 2048, experts=8)
+    chosen = torch.arange(8 * rows, device=DEVICE).remainder(8).view(-1, 2)
+    pairs = moe.sort_pairs(chosen, 8)
+    matrix = Matrix(list(weight.planes), None, FORMATS[name], 1, 4096)
+    return _bound(matmul.times_matrix, _random(len(chosen), 2048), matrix, Around(), pairs=pairs, each=2)
+
+
+def _attention(generation: int) -> Iterator[Subject]:
+    at = (80, 90).index(generation)
+    for heads, kv_heads, dim in HEADS:
+        for int8 in (False, True):
+            shape, own = (heads, kv_heads, dim), {"int8": int8}
+            yield Subject(
+                decode_attention.build_of(*shape, **own),
+                lambda s=shape, i=int8: _step(s, i),  # type: ignore[misc]
+            )
+            for what, queries, splits in (("decode", 1, 16), ("prefill", 2048, 1)):
+                yield Subject(
+                    attention.build_of(what, *shape, queries, splits, **own)[at],
+                    lambda s=shape, i=int8, q=queries: _attended(s, i, q),  # type: ignore[misc]
+                )
+
+
+def _cache(kv_heads: int, dim: int, length: int, int8: bool) -> tuple[CachePart, CachePart]:
+    shape = (length // _PAGE + 1, _PAGE, kv_heads, dim)
+    if not int8:
+        return _random(*shape), _random(*shape)
+
+    def part() -> Int8Cache:
+        codes = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
+        return Int8Cache(codes, torch.rand(shape[:3], device=DEVICE) / 64)
+
+    return part(), part()
+
+
+def _steps(queries: int, length: int) -> Step:
+    """One sequence of some length whose last tokens are new."""
+    count = {"dtype": torch.int32, "device": DEVICE}
+    new = torch.arange(length - queries, length, device=DEVICE)
+    return Step(
+        token_ids=torch.zeros_like(new),
+        positions=new,
+        query_starts=torch.tensor([0, queries], **count),  # type: ignore[arg-type]
+        kv_lens=torch.tensor([length], **count),  # type: ignore[arg-type]
+        block_table=torch.arange(1, length // _PAGE + 1, **count)[None],  # type: ignore[call-overload]
+        slots=new + _PAGE,
+        logit_rows=new[-1:] * 0,
+        max_query_len=queries,
+        max_kv_len=length,
+    )
+
+
+def _attended(shape: tuple[int, int, int], int8: bool, queries: int) -> Call:
+    heads, kv_heads, dim = shape
+    length = max(_LENGTH, queries)
+    caches, mask = _cache(kv_heads, dim, length, int8), AttentionMask(dim**-0.5)
+    run = attention.KERNELS[0].run
+    return _bound(run, _random(queries, heads, dim), *caches, _steps(queries, length), mask=mask)
+
+
+def _step(shape: tuple[int, int, int], int8: bool) -> Call:
+    heads, kv_heads, dim = shape
+    angles = torch.rand(1, dim // 2, device=DEVICE)
+    how = decode_attention.Heads(heads, kv_heads, dim, rope=(angles.cos(), angles.sin()))
+    qkv, caches = _random(1, (heads + 2 * kv_heads) * dim), _cache(kv_heads, dim, _LENGTH, int8)
+    step, mask = _steps(1, _LENGTH), AttentionMask(dim**-0.5)
+    arrived = torch.zeros(kv_heads, dtype=torch.int32, device=DEVICE)
+
+    def run() -> Tensor:
+        arrived.zero_()
+        return decode_attention.attend_one(qkv, how, caches, step, mask, arrived)
+
+    return run
+
+
+def _drawn() -> Call:
+    scores = 3 * torch.randn(8, 128256, device=DEVICE)
+    numbers = Warp(0.8, top_k=50, top_p=0.95).numbers(128256, scores.device)
+    return _bound(draw.KERNELS[0].run, scores, torch.empty_like(scores).exponential_(), numbers)
