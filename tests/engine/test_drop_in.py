@@ -342,3 +342,30 @@ def test_the_callers_configuration_is_left_alone() -> None:
     before = copy.deepcopy(settings)
     slipstream.init_inference(make("llama"), config=settings)
     assert settings == before
+
+
+CONFIGURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "router logits": ("mixtral", {"output_router_logits": True}),
+    "hidden states": ("llama", {"output_hidden_states": True}),
+    "tuples": ("bloom", {"return_dict": False}),
+    "no cache": ("gpt2", {"use_cache": False}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_what_the_config_asks_for_is_answered(name: str) -> None:
+    kind, asked = CONFIGURED[name]
+    original = make(kind)
+    for field, value in asked.items():
+        setattr(original.config, field, value)
+    engine = inject(original)
+    ids, mask = left_padded()
+    with torch.no_grad():
+        expected, got = original(ids, attention_mask=mask), engine(ids, attention_mask=mask)
+    if isinstance(expected, dict):  # caches are compared by what is generated upon them
+        expected, got = ({k: v for k, v in a.items() if k != "past_key_values"} for a in (expected, got))
+    close(expected, got, mask=mask)
+    if name == "router logits":
+        original.config.output_router_logits = False  # transformers cannot generate while it sums them up
+    both = [model.generate(ids, attention_mask=mask, **GREEDY) for model in (original, engine)]
+    assert torch.equal(*both)

@@ -26,6 +26,11 @@ def _either(*names: str) -> First:
     return First(tuple(Take(f"mlp.experts.{name}", transposed=True) for name in names))
 
 
+def _refuse(config: Config) -> str | None:
+    # The shared experts obey it; the others are written with silu.
+    return None if config.hidden_act == "silu" else f"hidden_act {config.hidden_act!r} beside experts of silu"
+
+
 _TINY: dict[str, Any] = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2}
 
 FAMILY = Family(
@@ -40,5 +45,6 @@ FAMILY = Family(
         Role.EXPERTS_OUT: _either("down_proj", "fc2"),
     },
     frame=llama_frame,
+    refuse=_refuse,
     tiny=(tiny("AriaTextForCausalLM", "AriaTextConfig", **_TINY),),
 )

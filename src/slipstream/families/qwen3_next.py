@@ -41,7 +41,8 @@ def _next(config: Config, index: int) -> BlockSpec:
 
 _TINY: dict[str, Any] = {
     "head_dim": 24,
-    "linear_key_head_dim": 16,
+    # Keys are divided by their length: those of fewer dims may be short, which enlarges what was rounded.
+    "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.check import TOLERANCE, left_as_it_was
+from slipstream.model.check import MODEL_ERRORS, TOLERANCE, left_as_it_was
 from slipstream.model.frame import Frame
 from slipstream.model.fuse import Verdict
 from slipstream.model.layers import Found
@@ -44,7 +45,7 @@ def check_frame(
     positions = torch.arange(_LENGTH, device=device)
     seen: list[tuple[Tensor, Any]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
-        logits = model(**_given(ids, layers), use_cache=False).logits[0]
+        logits = _logits(model, _given(ids, layers))[0]
         entered = frame.enter(ids[0], positions)
         left = frame.leave(entered)
         tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
@@ -56,6 +57,20 @@ def check_frame(
         halves = half_tables(*both_tables(passed), found.spec.rope)
         for ours, theirs in zip(tables[found.spec.rope], halves, strict=True):
             _agree(f"the rotary table of {found.name}", theirs[0], ours)
+
+
+def _logits(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
+    """What a model answers whose layers pass their input on; no router runs in them that it could sum up."""
+    routed = "output_router_logits"
+    asks = {routed: False} if routed in inspect.signature(model.forward).parameters else {}
+    try:
+        answer = model(**given, **asks, use_cache=False)
+    except MODEL_ERRORS as failure:
+        raise InjectionError(
+            f"the model cannot run without what its layers do ({type(failure).__name__}: "
+            f"{str(failure).partition(chr(10))[0]})"
+        ) from failure
+    return answer[0] if isinstance(answer, tuple) else answer.logits  # type: ignore[no-any-return]
 
 
 def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
