@@ -5,12 +5,8 @@
 #include <thread>
 
 #ifdef __linux__
-#include <climits>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace slipstream {
@@ -20,9 +16,6 @@ namespace {
 constexpr int kIdleSpins = 500;
 // Within a job the others are at work; after this the processor is offered to whoever keeps them from it.
 constexpr int kMeetSpins = 4000;
-// After so many offers the thread sleeps: a processor that idles is given the threads that wait for one,
-// where one that is offered again and again is not.
-constexpr int kMeetYields = 32;
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -30,44 +23,6 @@ inline void pause() {
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");
 #endif
-}
-
-// Sleeps until `wake` is called, unless `at` has another value by now; may return at any time.
-inline void sleep_while(std::atomic<unsigned>& at, unsigned value) {
-#ifdef __linux__
-    static_assert(sizeof(at) == 4, "what the kernel looks at");
-    syscall(SYS_futex, &at, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-#else
-    (void)at;
-    (void)value;
-    std::this_thread::yield();
-#endif
-}
-
-inline void wake(std::atomic<unsigned>& at) {
-#ifdef __linux__
-    syscall(SYS_futex, &at, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-#else
-    (void)at;
-#endif
-}
-
-// Waits while `at` is `value`; `asleep` counts those that have to be woken once it is not.
-inline void wait_while(std::atomic<unsigned>& at, unsigned value, std::atomic<int>& asleep) {
-    for (int i = 0; at.load(std::memory_order_acquire) == value; ++i) {
-        if (i < kMeetSpins) {
-            pause();
-        } else if (i < kMeetSpins + kMeetYields) {
-            std::this_thread::yield();
-        } else {
-            // In one order with the store and the look at `asleep` of whoever changes the value: one of the
-            // two sees the other.
-            asleep.fetch_add(1, std::memory_order_seq_cst);
-            if (at.load(std::memory_order_seq_cst) == value)
-                sleep_while(at, value);
-            asleep.fetch_sub(1, std::memory_order_relaxed);
-        }
-    }
 }
 
 int allowed_processors() {
@@ -99,14 +54,18 @@ public:
             std::lock_guard<std::mutex> lock(mutex_);
             job_ = {body, context, &team};
             wanted_ = helpers;
-            running_.store(static_cast<unsigned>(helpers), std::memory_order_relaxed);
+            running_.store(helpers, std::memory_order_relaxed);
             ticket_.fetch_add(1, std::memory_order_release);
         }
         if (helpers)
             wake_.notify_all();
         body(context, team, 0);
-        for (unsigned left; (left = running_.load(std::memory_order_acquire)) != 0;)
-            wait_while(running_, left, asleep_);
+        for (int i = 0; running_.load(std::memory_order_acquire) != 0; ++i) {
+            if (i < kMeetSpins)
+                pause();
+            else
+                std::this_thread::yield();
+        }
         return true;
     }
 
@@ -140,9 +99,7 @@ private:
             if (rank > wanted)
                 continue;
             job.body(job.context, *job.team, rank);
-            running_.fetch_sub(1, std::memory_order_seq_cst);
-            if (asleep_.load(std::memory_order_seq_cst))
-                wake(running_);
+            running_.fetch_sub(1, std::memory_order_release);
         }
     }
 
@@ -151,8 +108,7 @@ private:
     Job job_;
     int wanted_ = 0, workers_ = 0;
     std::atomic<unsigned> ticket_{0};
-    std::atomic<unsigned> running_{0};
-    std::atomic<int> asleep_{0}; // the caller, while it waits for its workers without a processor
+    std::atomic<int> running_{0};
 };
 
 std::atomic<Pool*> pool{nullptr};
@@ -218,12 +174,15 @@ void Team::meet() {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         arrived_.store(0, std::memory_order_relaxed);
         next_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_seq_cst);
-        if (asleep_.load(std::memory_order_seq_cst))
-            wake(phase_);
+        phase_.store(phase + 1, std::memory_order_release);
         return;
     }
-    wait_while(phase_, phase, asleep_);
+    for (int i = 0; phase_.load(std::memory_order_acquire) == phase; ++i) {
+        if (i < kMeetSpins)
+            pause();
+        else
+            std::this_thread::yield();
+    }
 }
 
 int team_size(int wish) {

@@ -38,7 +38,6 @@ private:
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<unsigned> phase_{0};
-    std::atomic<int> asleep_{0}; // threads that wait for the next phase without a processor
 };
 
 using Body = void (*)(void* context, Team& team, int rank);
