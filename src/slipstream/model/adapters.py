@@ -92,6 +92,8 @@ class Adapters:
             WeightError: A sum or a factor is not finite in the engine's dtype; no adapter is at work then.
         """
         self._check_known(names)
+        if not (names or self.active):
+            return
         adapters = [self._known[name] for name in dict.fromkeys(names)]
         _check_apart(names, adapters)
         slots = find_slots(model, self._format_named)
