@@ -225,6 +225,8 @@ class LayerSource(Source):
         """Read nothing yet."""
         self._filling, self._head, self._dtype, self._keep = filling, found.name, dtype, tuple(keep)
         self._names = [name for name, _ in found.layer.named_parameters(remove_duplicate=False)]
+        floats = ((name, b) for name, b in found.layer.named_buffers() if b.is_floating_point())
+        self._buffers = dict(floats)
         self._last: tuple[str, Tensor] | None = None
 
     def names(self) -> Iterable[str]:
@@ -233,12 +235,21 @@ class LayerSource(Source):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape as stored."""
-        return self._filling.source.shape(f"{self._head}.{name}")
+        full = f"{self._head}.{name}"
+        if name in self._buffers and full not in self._filling.source:
+            return tuple(self._buffers[name].shape)
+        return self._filling.source.shape(full)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter has this path, or a buffer: a router's correction, the scale of a layer."""
+        return name in self._names or name in self._buffers
 
     def read(self, name: str) -> Tensor:
         """In the engine's dtype; a view of the source where that is its own."""
         if self._last is None or self._last[0] != name:
             full = f"{self._head}.{name}"
+            if name in self._buffers and full not in self._filling.source:
+                return self._buffers[name]
             tensor = self._filling.borrow(self._filling.source.read(full))
             if applies(full, tensor, self._dtype, self._keep):
                 tensor = tensor.to(self._dtype)
