@@ -4,7 +4,7 @@
 
 Parts: `kernels` (every case of every kernel), `engines` (formats, int8 caches and graphs of one model),
 `speed`, `families` (every architecture in float32). Each runs in a process of its own, for an error of the
-GPU ends all that a process could still ask it, and writes FOLDER/gpu_check_NAME.json as it goes. `--only`
+GPU ends all that a process could still ask it, and writes FOLDER/gpu_check_NAME_GPU.json as it goes. `--only`
 asks for rows whose name has a word (`--only linear`, `--only int4`), of `speed` for a model and a format
 (`--only 8b`, `--only 8b/int4`). Nothing is fetched, and nothing but torch, triton, transformers and this
 package's own dependencies is imported. Ends with 1 where something is wrong, with 2 where it could not be
@@ -258,10 +258,12 @@ def _apart(part: str, given: argparse.Namespace) -> bool:
 
 
 def _write(out: Path, part: str, machine: dict[str, Any], rows: list[dict[str, Any]], start: float) -> None:
+    from benchmarks.machine import of_gpu
+
     out.mkdir(parents=True, exist_ok=True)
     took = round(time.perf_counter() - start, 1)
     text = json.dumps({"part": part, **machine, "seconds": took, "rows": rows}, indent=1, default=str)
-    (out / f"gpu_check_{part}.json").write_text(text + "\n")
+    (out / f"gpu_check_{part}{of_gpu()}.json").write_text(text + "\n")
 
 
 def main(given: list[str] | None = None) -> int:

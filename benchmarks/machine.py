@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import transformers
 
 import slipstream
 
-__all__ = ["describe"]
+__all__ = ["describe", "of_gpu"]
 
 
 def describe() -> dict[str, Any]:
@@ -24,9 +26,26 @@ def describe() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "slipstream": slipstream.__version__,
         "torch": torch.__version__,
+        "triton": _triton(),
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def of_gpu() -> str:
+    """What files of this GPU's results end with, "_h200": each GPU has its own; empty without one."""
+    if not torch.cuda.is_available():
+        return ""
+    name = torch.cuda.get_device_name()
+    found = re.search(r"\b[A-Z]+\d+[A-Z]*\b", name.replace("NVIDIA", ""))
+    return "_" + (found[0] if found else re.sub(r"\W+", "-", name)).lower()
+
+
+def _triton() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

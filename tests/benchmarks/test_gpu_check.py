@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, machine
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there it is run as itself")
 
@@ -53,3 +53,21 @@ def test_only_the_rows_that_are_asked_for_are_asked_and_time_ends_a_part(tmp_pat
     assert gpu_check.main([*given, "--only", "float16", "--minutes", "0"]) == 0
     rows = json.loads((tmp_path / "gpu_check_kernels.json").read_text())["rows"]
     assert len(rows) == 2 and "float16" in rows[0]["row"] and "left out" in rows[1]["row"]
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("NVIDIA H200", "_h200"),
+        ("NVIDIA H100 80GB HBM3", "_h100"),
+        ("NVIDIA A100-SXM4-40GB", "_a100"),
+        ("NVIDIA GH200 480GB", "_gh200"),
+        ("NVIDIA L40S", "_l40s"),
+    ],
+)
+def test_each_gpu_has_result_files_of_its_own(
+    name: str, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert machine.of_gpu() == suffix
