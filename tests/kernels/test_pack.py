@@ -11,7 +11,7 @@ from slipstream.formats import FORMATS, VARIANTS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import PackCall
 from slipstream.kernels.cpu.library import ISAS, load
-from slipstream.kernels.cpu.pack import bind_pack, native_pack
+from slipstream.kernels.cpu.pack import bind_pack, bind_pack_into, native_pack
 from tests.formats.test_formats import KINDS, assert_same, matrix
 
 PACKED = {name: f for name, f in (FORMATS | VARIANTS).items() if name != "plain"}
@@ -84,3 +84,20 @@ def described(dense: Tensor, name: str):  # type: ignore[no-untyped-def]
     assert not isinstance(found, str)
     found.kept = weight  # type: ignore[attr-defined]
     return found
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_planes_that_are_there_are_written_to_row_by_row(name: str) -> None:
+    fmt = PACKED[name]
+    into = bind_pack_into(fmt)
+    dense = matrix("heavy tails", 40, 96)
+    expected = fmt.pack(dense)
+    planes = tuple(torch.full_like(plane.view(torch.uint8), 85).view(plane.dtype) for plane in expected)
+    if into is None:
+        pytest.skip(f"the library packs no {name}")
+    for rows in (slice(0, 24), slice(24, 40)):
+        assert into(dense[rows], tuple(plane[rows] for plane in planes))
+    assert_same(planes, expected)
+    assert not into(dense.double(), planes)
+    assert not into(dense[:5], planes)
+    assert bind_pack_into(FORMATS["plain"]) is None

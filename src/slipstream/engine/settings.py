@@ -16,7 +16,7 @@ from slipstream.engine.admit import compute_dtype
 from slipstream.errors import UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
-from slipstream.kernels import bind_pack, kernels_for
+from slipstream.kernels import bind_pack, bind_pack_into, kernels_for
 from slipstream.model.convert import kept_in_float32
 from slipstream.model.filling import Filling
 from slipstream.model.fuse import Settings
@@ -83,7 +83,7 @@ def format_named(name: str) -> Format:
 
 def _packing_fast(packed: Format) -> Format:
     """The same format, packed by the native library where there is one."""
-    return replace(packed, pack=bind_pack(packed))
+    return replace(packed, pack=bind_pack(packed), pack_into=bind_pack_into(packed))
 
 
 def settings_for(

@@ -36,6 +36,7 @@ class Format:
         planes: Of each plane but the last the dtype, and how many inputs one element of it serves.
         columns: The planes of a run of inputs out of those of all, with the row's own multiplier; None where
             a part is packed by itself, for its groups have scales of their own.
+        pack_into: Packs into planes that are there already, and says whether it did; None where nothing can.
         rounding: Of the rows that its matrices multiply; its suffix ends the name. Stacks of matrices, the
             experts', have none.
     """
@@ -51,6 +52,7 @@ class Format:
     planes: tuple[tuple[torch.dtype, int], ...] = ()
     columns: Callable[[tuple[Tensor, ...], range], tuple[Tensor, ...]] | None = None
     rounding: Rounding | None = None
+    pack_into: Callable[[Tensor, tuple[Tensor, ...]], bool] | None = None
 
     def layout(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each plane of a matrix `(..., O, I)` in a packed format."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -146,6 +146,10 @@ class Packed(_Held):
         _repack(self.weight, self.format, value.mT if self.transposed else value)
 
 
+_MOST_RUNS = 4
+"""Runs of rows up to which each is packed by itself: joining them first copies the matrix."""
+
+
 @dataclass(frozen=True)
 class Joined(_Held):
     """A tensor of a block whose rows lie in another order than the model's, or that is packed.
@@ -162,6 +166,16 @@ class Joined(_Held):
     paths: Mapping[str, str]
     format: Format | None
 
+    def _has_runs(self) -> bool:
+        """Whether the planes are a few runs of rows, which can be packed one after the other."""
+        rows = self.weight.shape[0]
+        return (
+            len(self.weight.shape) == 2
+            and len(self.pieces) <= _MOST_RUNS
+            and all(piece.name for piece in self.pieces)
+            and all(plane.shape[0] == rows for plane in self.weight.planes)
+        )
+
     def read(self) -> dict[str, Tensor]:
         """See `Slot.read`."""
         own = scatter(self.pieces, self.weight.dense())
@@ -171,7 +185,15 @@ class Joined(_Held):
         """See `Slot.write`."""
         source = TensorSource({name: values[path] for name, path in self.paths.items()})
         if self.format is not None:
-            _repack(self.weight, self.format, gather(source, self.pieces))
+            if not self._has_runs():
+                _repack(self.weight, self.format, gather(source, self.pieces))
+                return
+            start = 0
+            for piece in self.pieces:
+                planes = tuple(plane.narrow(0, start, piece.count) for plane in self.weight.planes)
+                rows = replace(self.weight, shape=(piece.count, self.weight.shape[1]), planes=planes)
+                _repack(rows, self.format, piece.of(source.read(piece.name)))
+                start += piece.count
             return
         (plane,) = self.weight.planes
         axis = -1 if plane.dim() == 1 or self.pieces[0].bias else -2
@@ -192,8 +214,10 @@ def _dtype(weight: Weight) -> torch.dtype:
 
 
 def _repack(weight: Weight, packed: Format, dense: Tensor) -> None:
-    fresh = packed.pack(dense.to(weight.planes[0].device, _dtype(weight)))
-    for plane, new in zip(weight.planes, fresh, strict=True):
+    dense = dense.to(weight.planes[0].device, _dtype(weight))
+    if packed.pack_into is not None and packed.pack_into(dense, weight.planes):
+        return
+    for plane, new in zip(weight.planes, packed.pack(dense), strict=True):
         plane.copy_(new)
 
 

@@ -16,7 +16,7 @@ from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.linear import Weight
 
-__all__ = ["bind_pack", "native_pack"]
+__all__ = ["bind_pack", "bind_pack_into", "native_pack"]
 
 Pack = Callable[[Tensor], tuple[Tensor, ...]]
 """From a dense tensor `(..., O, I)` to a format's planes."""
@@ -37,33 +37,66 @@ def bind_pack(packed: FormatLike) -> Pack:
 
     The latter also takes tensors that are elsewhere, or of other dtypes.
     """
-    isa = next((isa for isa in ISAS if refuse(isa) is None), None)
-    library = None if isa is None else load(isa)
-    if library is None or FORMATS.get(packed.name, 0) == 0:
+    library = _library(packed)
+    if library is None:
         return packed.pack
 
     def pack(dense: Tensor) -> tuple[Tensor, ...]:
-        if dense.device.type != "cpu" or dense.dtype not in DTYPES or dense.dim() < 2 or not dense.numel():
-            return packed.pack(dense)
-        return native_pack(packed, dense, library)
+        return native_pack(packed, dense, library) if _serves(dense) else packed.pack(dense)
 
     return pack
 
 
-def native_pack(packed: FormatLike, dense: Tensor, library: Library) -> tuple[Tensor, ...]:
+def bind_pack_into(packed: FormatLike) -> Callable[[Tensor, tuple[Tensor, ...]], bool] | None:
+    """What packs by the library into planes that are there, and says whether it did; None without a library.
+
+    New planes for a whole model would be new pages of memory, and a second copy.
+    """
+    library = _library(packed)
+    if library is None:
+        return None
+
+    def pack_into(dense: Tensor, planes: tuple[Tensor, ...]) -> bool:
+        layout = packed.layout(tuple(dense.shape))
+        same = len(layout) == len(planes) and all(
+            plane.shape == shape and plane.dtype == dtype and plane.is_contiguous()
+            for plane, (shape, dtype) in zip(planes, layout, strict=True)
+        )
+        if not (same and _serves(dense) and dense.dim() == 2 and planes[0].device.type == "cpu"):
+            return False
+        native_pack(packed, dense, library, planes)
+        return True
+
+    return pack_into
+
+
+def _library(packed: FormatLike) -> Library | None:
+    isa = next((isa for isa in ISAS if refuse(isa) is None), None)
+    return None if isa is None or FORMATS.get(packed.name, 0) == 0 else load(isa)
+
+
+def _serves(dense: Tensor) -> bool:
+    return dense.device.type == "cpu" and dense.dtype in DTYPES and dense.dim() > 1 and dense.numel() > 0
+
+
+def native_pack(
+    packed: FormatLike, dense: Tensor, library: Library, into: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
     """Pack by the library.
 
     Args:
         packed: A packed format.
         dense: `(..., O, I)` in float32, bfloat16 or float16, finite and not empty.
         library: For one instruction set.
+        into: Planes of a matrix `(O, I)` to be written to; None for new ones.
 
     Returns:
-        New planes, as the format's `pack`.
+        The planes, as the format's `pack`.
     """
     *lead, inputs = dense.shape
     rows = dense if dense.dim() == 2 and dense.stride(1) == 1 else dense.reshape(-1, inputs).contiguous()
-    planes = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in packed.layout(tuple(rows.shape)))
+    layout = packed.layout(tuple(rows.shape))
+    planes = into or tuple(torch.empty(shape, dtype=dtype) for shape, dtype in layout)
     unused: Callable[..., Tensor] = torch.empty
     matrix = matrix_of(Weight(packed.name, tuple(rows.shape), planes, unused, dtype=dense.dtype))
     if isinstance(matrix, str):
