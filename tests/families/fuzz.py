@@ -47,6 +47,8 @@ _CHOICES: tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...] = (
     (("logits_scaling", "logit_scale"), (0.3, 1.0, 2.5)),
 )
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size")
+_ANOTHER_MODEL = ("is_decoder", "is_encoder_decoder", "add_cross_attention", "is_causal", "return_dict")
+"""Switches that no call of `calls_of` goes with."""
 _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},
@@ -89,6 +91,8 @@ def mutate(options: dict[str, Any], config: Any, draw: random.Random) -> dict[st
     for name, value in known.items():
         if isinstance(value, bool) and name.endswith(("bias", "tie_word_embeddings")):
             put(name, (True, False))
+        elif isinstance(value, bool) and name not in _ANOTHER_MODEL:
+            put(name, (not value,), share=0.05)
     if "rope_parameters" in known and draw.random() < 0.3:
         changed["rope_parameters"] = {"rope_theta": 10000.0, **draw.choice(_ROPES)}
     return changed
@@ -141,7 +145,7 @@ def calls_of(config: Any, draw: random.Random, vocabulary: int) -> list[tuple[st
         def run(model: Any) -> Any:
             torch.manual_seed(3)
             out = model.generate(ids, attention_mask=left_alive, max_new_tokens=steps, **options)
-            return [out]
+            return [out if isinstance(out, Tensor) else out.sequences]
 
         return run
 
