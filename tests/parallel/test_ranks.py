@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import slipstream
+from tests.families.sweep import VARIANTS, label
 from tests.helpers.models import make
 from tests.parallel.pool import Failed, Pool, results
 from tests.parallel.test_families import INJECTED, TOLERANCE, named
@@ -23,6 +24,29 @@ def test_a_rank_holds_its_share_of_the_parameters(pool: Pool, name: str, size: i
         assert row["own"] <= 1.1 * fair + shared_keys + positions
         assert f"layers are split over {size} ranks" in row["text"]
     assert {row["text"].count("reference") > 0 for row in rows} == {True}
+
+
+SHARED_OUT = ("llama", "gpt2", "bloom", "gpt_oss", "qwen2_moe", "phi3", "bert", "vit", "clip", "t5", "whisper")
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED_OUT if name in map(label, VARIANTS)])
+def test_the_memory_of_a_rank_is_its_share_and_what_all_have(pool: Pool, name: str) -> None:
+    check_share(results(pool.run("tests.parallel.share_jobs:shares", named(name), 2, INJECTED, ranks=2)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_packed_memory_of_a_rank_is_its_share(pool: Pool, name: str, quant: str, size: int) -> None:
+    settings = {**INJECTED, "quant": quant}
+    check_share(results(pool.run("tests.parallel.share_jobs:shares", named(name), size, settings, ranks=size)))
+
+
+def check_share(rows: list[dict[str, int]]) -> None:
+    for row in rows:
+        everywhere = row["everywhere"]
+        assert row["own"] <= 1.1 * (row["whole"] - everywhere) / len(rows) + everywhere, rows
+    assert sum(row["own"] for row in rows) >= rows[0]["whole"]
 
 
 @pytest.mark.parametrize("size", [2, 3])
