@@ -145,9 +145,12 @@ inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t 
         for (int64_t b = 0; b < n; b += kPackedBlock) {
             const int64_t count = least(kPackedBlock, n - b);
             decode_block(m, row, group_shift, k + b, count, block);
-            for (int64_t j = 0; j < count; j += Vec::kWidth)
-                Vec::load(block + j, least(count - j, Vec::kWidth))
-                    .store(out + i * stride + b + j, least(count - j, Vec::kWidth));
+            To* to = out + i * stride + b;
+            int64_t j = 0;
+            for (; j + Vec::kWidth <= count; j += Vec::kWidth) // parts of a vector are slow but with AVX-512
+                Vec::load(block + j).store(to + j);
+            if (j < count)
+                Vec::load(block + j, count - j).store(to + j, count - j);
         }
     }
 }

@@ -253,6 +253,15 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
 #endif
     constexpr int kPanel = 8;
     const Rows& rows = x.rows;
+    if (m.format == kInt8 && !rows.rounded) { // codes are widened on their way to the registers
+        const auto* w = static_cast<const int8_t*>(m.planes[kCodes]) + begin * m.inputs;
+        if (rows.count == 1)
+            dots_in_order<Widened<int8_t>>(rows.full, w, m.inputs, end - begin, m.inputs, out);
+        else
+            dots<Widened<int8_t>>(rows.full, rows.stride, rows.count, w, m.inputs, end - begin, m.inputs, out,
+                                  os);
+        return;
+    }
     for (int64_t o = begin; o < end; o += kPanel, out += kPanel) {
         const int64_t columns = least(kPanel, end - o);
 #ifdef SLIPSTREAM_BF16_DOT
