@@ -28,6 +28,7 @@ from slipstream.kernels.triton import (
 )
 from slipstream.kernels.triton.decode import FORMATS
 from slipstream.kernels.triton.few_rows import Around, Matrix
+from slipstream.kernels.triton.target import Bucket
 from slipstream.ops.activation import KINDS
 from slipstream.ops.draw import Warp
 from slipstream.ops.kv_cache import CachePart, Int8Cache
@@ -47,11 +48,19 @@ DEVICE = "cuda"
 
 
 def subjects(generation: int) -> Iterator[Subject]:
-    """Every bucket, with the form that a generation compiles.
+    """Every bucket once, with the form that a generation compiles and the call of its first shape.
 
     Args:
         generation: 80 or 90.
     """
+    seen: set[Bucket] = set()
+    for subject in _all(generation):
+        if subject.bucket not in seen:
+            seen.add(subject.bucket)
+            yield subject
+
+
+def _all(generation: int) -> Iterator[Subject]:
     yield from _rows()
     yield from _few_rows()
     yield from _matmul()
