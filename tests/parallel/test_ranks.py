@@ -26,7 +26,7 @@ def test_a_rank_holds_its_share_of_the_parameters(pool: Pool, name: str, size: i
     assert {row["text"].count("reference") > 0 for row in rows} == {True}
 
 
-SHARED_OUT = ("llama", "gpt2", "bloom", "gpt_oss", "qwen2_moe", "phi3", "bert", "vit", "clip", "t5", "whisper")
+SHARED_OUT = ("llama", "gpt2", "bloom", "gpt_oss", "qwen2_moe", "phi3", "bert", "vit", "clip", "t5", "mpt")
 
 
 @pytest.mark.parametrize("name", [name for name in SHARED_OUT if name in map(label, VARIANTS)])
@@ -39,7 +39,9 @@ def test_the_memory_of_a_rank_is_its_share_and_what_all_have(pool: Pool, name: s
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_the_packed_memory_of_a_rank_is_its_share(pool: Pool, name: str, quant: str, size: int) -> None:
     settings = {**INJECTED, "quant": quant}
-    check_share(results(pool.run("tests.parallel.share_jobs:shares", named(name), size, settings, ranks=size)))
+    check_share(
+        results(pool.run("tests.parallel.share_jobs:shares", named(name), size, settings, ranks=size))
+    )
 
 
 def check_share(rows: list[dict[str, int]]) -> None:
