@@ -51,6 +51,7 @@ _HALF_READ = {
     "esm": ("head_dim",),
     "dinov2_with_registers": ("head_dim",),
     "gpt_neox_japanese": ("head_dim",),
+    "mllama": ("head_dim",),
     "modernbert": ("head_dim",),
     "modernbert-decoder": ("head_dim",),
     "olmoe": ("head_dim",),

@@ -26,6 +26,7 @@ APART = frozenset(
         "gpt_neo",
         "gptj",
         "markuplm",
+        "mllama_vision_model",
         "moshi",
         "mpnet",
         "mpt",

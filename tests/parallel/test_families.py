@@ -39,10 +39,12 @@ KEEP_THEIR_CODE = (
     *("bailing_hybrid", "kimi_linear"),  # the same, in some of their layers
     "bitnet",  # a norm within each branch
     *("grids", "longt5", "swin"),  # attention of the family's own
+    *("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),  # attention to chosen tokens
+    *("falcon_h1", "mllama_vision_model", "nemotron_h"),  # branches in an order of the family's own
 )
 """Families of which some layers are split as AutoTP splits what it does not know, and not as blocks."""
 
-SHARED = ("gemma4_text", "gemma4_unified_text")
+SHARED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Families that are refused, before anything is changed: their layers lend each other keys and values."""
 
 FIRST = {family.name: index for index, (family, _) in reversed(list(enumerate(VARIANTS)))}

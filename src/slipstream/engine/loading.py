@@ -16,6 +16,7 @@ from slipstream.model.filling import Filling
 from slipstream.model.layers import find_layers
 from slipstream.spec import Role
 from slipstream.weights.checkpoint import Slices, open_checkpoint
+from slipstream.weights.converted import converted
 from slipstream.weights.gguf_source import GgufSource
 from slipstream.weights.load import plan_block
 from slipstream.weights.match import Renamed, match, under_names_of
@@ -96,6 +97,8 @@ def matched(
         found = [under_names_of(list(rank.names()), shapes, prefix) for rank in slices.ranks]
         ranks = [Renamed(rank, places) for rank, places in zip(slices.ranks, found, strict=True)]
         whole = Merged(ranks, shapes, _fused(model, config), version=slices.version)
+    elif not set(shapes) <= set(under_names_of(list(whole.names()), shapes, prefix)):
+        whole = converted(whole, model, shapes)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return match(
         whole,

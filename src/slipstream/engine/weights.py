@@ -79,8 +79,9 @@ class Weights(nn.Module):
 
     def _select(self, names: Sequence[str], *, merged: bool = False) -> None:
         """Put adapters to work; captured forwards know of those that were at work before."""
+        others = bool(names or self._adapters.active)
         self._adapters.select(self.module, names, merged=merged)
-        if self._graphs is not None:
+        if others and self._graphs is not None:
             self._graphs.forget()
 
     def load_adapter(
