@@ -19,6 +19,18 @@ from slipstream.errors import UnsupportedError
 __all__ = ["CpuDevice"]
 
 
+
+def _peak() -> int:
+    """Most bytes that were resident."""
+    with contextlib.suppress(OSError):
+        # What getrusage says is at least the peak of the process that started this one.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in kilobytes on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 class CpuDevice(Device):
     """Synchronous, with the process's resident memory."""
 
@@ -34,14 +46,12 @@ class CpuDevice(Device):
 
     def memory(self) -> MemoryUse:
         """Resident memory; its peak is since `reset_peak` on Linux, elsewhere since the process started."""
-        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in kilobytes on Linux
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return MemoryUse(psutil.Process().memory_info().rss, peak, psutil.virtual_memory().total)
+        return MemoryUse(psutil.Process().memory_info().rss, _peak(), psutil.virtual_memory().total)
 
     def reset_peak(self) -> None:
         """Start a new peak, on Linux; elsewhere the system keeps one per process.
 
-        Source: https://docs.kernel.org/filesystems/proc.html, `clear_refs`: 5 resets what getrusage reports.
+        Source: https://docs.kernel.org/filesystems/proc.html, `clear_refs`: 5 resets `VmHWM`.
         """
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
