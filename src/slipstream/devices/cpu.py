@@ -19,7 +19,6 @@ from slipstream.errors import UnsupportedError
 __all__ = ["CpuDevice"]
 
 
-
 def _peak() -> int:
     """Most bytes that were resident."""
     with contextlib.suppress(OSError):
