@@ -1,11 +1,12 @@
 """What `init_inference` costs beside loading, in time and in memory, for a billion parameters.
 
-Every measurement is a fresh process; the checkpoint lies in the page cache, so no disk is measured. Three
-ways to get a model, because they differ in what there is to wait for:
+Every measurement is a fresh process; the checkpoint lies in the page cache, but where a way says otherwise.
+Ways to get a model differ in what there is to wait for:
 
     mapped      loaded in the dtype that it is stored in: transformers maps the file and reads nothing, so the
                 first pass over the weights, and the memory that it makes resident, fall to `init_inference`
     read        the same, with all weights read once before; `load_s` includes that
+    cold        the same, and the file lies on the disk alone, as when a model is loaded for the first time
     converted   loaded in another dtype than it is stored in: the weights are the process's own
 
 The model's class is imported before the clock starts. `pass_s` is one more pass over the loaded weights: what
@@ -15,6 +16,7 @@ The model's class is imported before the clock starts. `pass_s` is one more pass
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -42,7 +44,12 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
         with tempfile.TemporaryDirectory(prefix="slipstream-load-") as folder:
             make_llama(LLAMA_TINY if quick else LLAMA_1B, Path(folder), getattr(torch, stored))
             other = "bfloat16" if stored == "float32" else "float32"
-            for way, dtype in (("mapped", stored), ("read", stored), ("converted", other)):
+            for way, dtype in (
+                ("mapped", stored),
+                ("read", stored),
+                ("cold", stored),
+                ("converted", other),
+            ):
                 runs = [
                     _in_a_process(folder, dtype, way)
                     for _ in range(1 if quick else request.rounds or _REPEAT)
@@ -85,9 +92,11 @@ def _one(folder: str, dtype: str, way: str) -> dict[str, float]:
     from slipstream.devices import choose
 
     device = choose()
+    if way == "cold":
+        _forget_pages(Path(folder))
     start = time.perf_counter()
     model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    if way == "read":
+    if way in ("read", "cold"):
         _pass_over(model)
     loaded = time.perf_counter()
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -109,6 +118,14 @@ def _one(folder: str, dtype: str, way: str) -> dict[str, float]:
         "peak_bytes": memory.peak - before,
         "kept_bytes": memory.used - before,
     }
+
+
+def _forget_pages(folder: Path) -> None:
+    """Let the system's page cache go of the checkpoint's files."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _pass_over(model: torch.nn.Module) -> None:
