@@ -20,6 +20,7 @@ from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, We
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.hollow import hollow
 from slipstream.weights.checkpoint import open_checkpoint
+from slipstream.weights.converted import Converted
 from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
 
 __all__ = ["hollow_model", "init_inference", "open_model"]
@@ -81,8 +82,8 @@ def _from_place(
         # What transformers would rename, merge or unpack on the way, it loads itself.
         with suppress(SlipstreamError):
             model = hollow_model(folder, None)
-            matched(model, open_checkpoint(folder), settings)
-            return model, settings.model_copy(update={"checkpoint": str(folder)})
+            if not isinstance(matched(model, open_checkpoint(folder), settings).source, Converted):
+                return model, settings.model_copy(update={"checkpoint": str(folder)})
     return open_model(str(folder), "auto" if settings.dtype is torch.int8 else settings.dtype), settings
 
 
