@@ -194,6 +194,21 @@ def compare(expected: Any, got: Any) -> str:
     return ""
 
 
+def _rounds_no_more(original: nn.Module, run: Any, expected: Any, got: Any) -> bool:
+    """Whether answers are as near to the original's in float64 as its own in float32 are.
+
+    A model that runs its layers again and again enlarges what was rounded, with squared activations most.
+    """
+    exact = answers(copy.deepcopy(original).double(), run)
+    if isinstance(exact, Exception):
+        return False
+    ours, theirs = (
+        max(float((one - truth).abs().max()) for one, truth in zip(part, exact, strict=True))
+        for part in (got, expected)
+    )
+    return ours <= 1.5 * theirs
+
+
 def one(variant: tuple[Family, Tiny], seed: int) -> tuple[str, list[str]]:
     """Make, inject and call a mutated model; the level (or why there is no model), and what was wrong."""
     draw = random.Random(seed)
@@ -224,8 +239,9 @@ def one(variant: tuple[Family, Tiny], seed: int) -> tuple[str, list[str]]:
     for name, run in calls_of(original.config, draw, vocabulary):
         if name != "plain" and draw.random() < 0.5:
             continue
-        expected = answers(original, run)
-        if problem := compare(expected, answers(engine, run)):
+        expected, got = answers(original, run), answers(engine, run)
+        problem = compare(expected, got)
+        if problem and not (problem.startswith("off") and _rounds_no_more(original, run, expected, got)):
             wrong.append(f"{name}: {problem} {changed}")
     report = engine.report()
     if report.level != "block":
