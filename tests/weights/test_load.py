@@ -11,7 +11,8 @@ from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
 from slipstream.model.layers import find_layers
 from slipstream.spec import Role
-from slipstream.weights.load import check_finite, load_block, own_views, plan_block, restore_block
+from slipstream.weights.finite import check_finite
+from slipstream.weights.load import load_block, own_views, plan_block, restore_block
 from slipstream.weights.source import ModuleSource
 from tests.families.sweep import VARIANTS, label, peaked_model
 

@@ -30,7 +30,7 @@ from slipstream.model.packed import is_packed
 from slipstream.model.parts import is_swapped
 from slipstream.model.policy import check_policy
 from slipstream.model.split import is_split
-from slipstream.weights.load import check_finite, check_finite_tensor
+from slipstream.weights.finite import check_finite, check_finite_tensor
 from slipstream.weights.source import ModuleSource, Source
 
 __all__ = [

@@ -21,7 +21,7 @@ from slipstream.model.packed import is_packed, packed_matrices
 from slipstream.model.slots import refuse_streamed
 from slipstream.ops.linear import Weight
 from slipstream.weights.checkpoint import open_checkpoint
-from slipstream.weights.load import check_finite_tensor
+from slipstream.weights.finite import check_finite_tensor
 from slipstream.weights.match import Renamed
 from slipstream.weights.recipe import Piece, gather
 from slipstream.weights.source import Source

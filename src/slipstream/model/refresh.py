@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.formats import Format
 from slipstream.model.slots import find_slots, tensors_of
-from slipstream.weights.load import check_finite
+from slipstream.weights.finite import check_finite
 from slipstream.weights.slot import Own, Packed, Slot, TensorSource
 
 __all__ = ["apart_from", "check_values", "refresh"]

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
-from slipstream.weights.load import check_finite
+from slipstream.weights.finite import check_finite
 from slipstream.weights.slot import TensorSource
 
 __all__ = ["Adapter", "LowRank", "check_kind", "read_adapter"]

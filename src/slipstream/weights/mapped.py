@@ -1,0 +1,121 @@
+"""Tensors whose memory is a mapped file: where it lies, so that it can be read without becoming resident.
+
+A page of a mapping takes memory, and a fault, once it is touched. Whoever has to look at every value of a
+model that lies in files, and will not use it yet, reads the files instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["FileSpan", "MappedFiles"]
+
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)")
+_PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
+_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """Bytes of a file.
+
+    Attributes:
+        path: The file.
+        begin: The first byte.
+        end: One after the last.
+    """
+
+    path: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Region:
+    start: int
+    end: int
+    offset: int
+    path: str
+
+
+class MappedFiles:
+    """The files that this process has mapped, as they are now; none where the system does not tell.
+
+    Source: https://docs.kernel.org/filesystems/proc.html, `/proc/PID/maps`, and
+    https://docs.kernel.org/admin-guide/mm/pagemap.html.
+    """
+
+    def __init__(self) -> None:
+        self._regions: list[_Region] = []
+        with contextlib.suppress(OSError):
+            self._regions = sorted(_regions(), key=lambda region: region.start)
+        self._starts = [region.start for region in self._regions]
+
+    def absent(self, tensor: Tensor) -> FileSpan | None:
+        """Where the bytes of a tensor lie in a file of which few are in memory.
+
+        Args:
+            tensor: On any device, of any strides.
+
+        Returns:
+            The span; None where the tensor is not mapped from a file that is still there, was written to
+            since, or is resident.
+        """
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return None
+        begin = tensor.data_ptr()
+        end = begin + tensor.nbytes
+        index = bisect_right(self._starts, begin) - 1
+        if index < 0 or end > self._regions[index].end or begin == end:
+            return None
+        region = self._regions[index]
+        if not _is_untouched(begin, end):
+            return None
+        return FileSpan(region.path, begin - region.start + region.offset, end - region.start + region.offset)
+
+
+def _regions() -> Iterator[_Region]:
+    identities: dict[str, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = _LINE.fullmatch(line)
+        if found is None:
+            continue
+        start, end, offset = (int(number, 16) for number in found.group(1, 2, 3))
+        path = found.group(5)
+        if path not in identities:
+            identities[path] = os.stat(path).st_ino if os.path.exists(path) else -1
+        if identities[path] == int(found.group(4)):  # another file may have taken the name
+            yield _Region(start, end, offset, path)
+
+
+def _is_untouched(begin: int, end: int) -> bool:
+    """Whether the pages of an address range are as they are in the file, and most of them not in memory."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, last = begin // page, (end - 1) // page
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as table:
+            steps = range(first, last + 1, max(1, (last - first) // _SAMPLES))
+            few = [int(entry) for step in steps for entry in _entries(table.fileno(), step, 1)]
+            if sum(bool(entry & _PRESENT) for entry in few) * 2 > len(few):
+                return False
+            entries = _entries(table.fileno(), first, last - first + 1)
+    except OSError:
+        return False
+    present, swapped = (entries & np.uint64(flag) != 0 for flag in (_PRESENT, _SWAPPED))
+    of_file = entries & np.uint64(_OF_FILE) != 0
+    written = swapped | (present & ~of_file)
+    return bool(len(entries) == last - first + 1 and not written.any() and present.mean() < 0.5)
+
+
+def _entries(table: int, first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return np.frombuffer(os.pread(table, count * 8, first * 8), np.uint64)
