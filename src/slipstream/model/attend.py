@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slipstream.model.fuse import Settings
+from slipstream.model.namesake import namesake
 from slipstream.ops.bind import Bound
 
 __all__ = ["AttendPlan", "attends", "plan_attention", "swap_attention"]
@@ -130,10 +131,7 @@ def _attending_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)
 
     functools.update_wrapper(forward, original.forward)  # diffusers reads its signature
-    namespace = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    made = type(original.__name__, (original,), namespace)
-    made.__qualname__ = original.__qualname__
-    return made
+    return namesake(original, {"forward": forward})
 
 
 class _Attend(TorchFunctionMode):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from slipstream.errors import WeightError
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.intact import parts_of
+from slipstream.model.namesake import namesake
 from slipstream.model.packed import BESIDE, weight_of
 from slipstream.ops.linear import Beside, Weight
 from slipstream.spec import Role
@@ -193,13 +194,4 @@ def _adapted_class(original: type[nn.Module]) -> type[nn.Module]:
         self.__dict__[BESIDE] = vars(self)[BESIDE].apply(fn)
         return self
 
-    namespace: dict[str, Any] = {
-        "forward": forward,
-        "_apply": _apply,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-        _ORIGINAL: original,
-    }
-    made = type(original.__name__, (original,), namespace)
-    made.__qualname__ = original.__qualname__
-    return made
+    return namesake(original, {"forward": forward, "_apply": _apply, _ORIGINAL: original})

@@ -26,6 +26,7 @@ from slipstream.model.defer import defer
 from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
 from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
 from slipstream.model.links import Link, link, relink, restored
+from slipstream.model.namesake import namesake
 from slipstream.model.own import run_own
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
@@ -185,13 +186,8 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             "use save_checkpoint"
         )
 
-    # A subclass made by `type` runs `__init_subclass__` of transformers' layers, which wraps `forward` as
-    # for theirs.
-    own = {function.__name__: function for function in (forward, _apply, __deepcopy__, __reduce_ex__)}
-    namespace = {**own, "__module__": original.__module__, "__doc__": original.__doc__}
-    made = type(original.__name__, (original,), namespace)
-    made.__qualname__ = original.__qualname__
-    return made
+    methods = (forward, _apply, __deepcopy__, __reduce_ex__)
+    return namesake(original, {method.__name__: method for method in methods})
 
 
 def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | None) -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
 from slipstream.model.check import MODEL_ERRORS
+from slipstream.model.namesake import namesake
 from slipstream.ops.linear import Weight
 
 __all__ = [
@@ -206,17 +207,9 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
                 _release(self, name)
         return self
 
-    namespace: dict[str, Any] = {
-        "forward": forward,
-        "_apply": _apply,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-        _ORIGINAL: original,
-    }
-    for name in names:
-        namespace[name] = property(functools.partial(_dense, name=name))
-    made: Any = type(original.__name__, bases, namespace)
-    made.__qualname__ = original.__qualname__
+    own: dict[str, Any] = {"forward": forward, "_apply": _apply, _ORIGINAL: original}
+    own |= {name: property(functools.partial(_dense, name=name)) for name in names}
+    made: Any = namesake(original, own, bases=bases)
     kind: type[nn.Module] = made
     return kind
 

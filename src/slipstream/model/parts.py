@@ -32,6 +32,7 @@ from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import Found
+from slipstream.model.namesake import namesake
 from slipstream.model.packed import is_packed
 from slipstream.ops import norm
 from slipstream.ops.bind import Bound
@@ -147,10 +148,7 @@ def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
             return original.forward(self, *args, **kwargs)
         return self.__dict__[_STATE](self, args[0])
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    made = type(original.__name__, (original,), namespace)
-    made.__qualname__ = original.__qualname__
-    return made
+    return namesake(original, {"forward": forward})
 
 
 def _candidates(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
+from slipstream.model.namesake import namesake
 from slipstream.parallel.plan import Cut
 from slipstream.parallel.rehearse import Peers
 
@@ -146,10 +147,7 @@ def _split_class(original: type[nn.Module]) -> type[nn.Module]:
             return peers.join(output, plan.places)
         return output if plan.heads is None else _all_heads(plan.heads, peers, output, given)
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    made = type(original.__name__, (original,), namespace)
-    made.__qualname__ = original.__qualname__
-    return made
+    return namesake(original, {"forward": forward})
 
 
 def _own_heads(

@@ -1,0 +1,28 @@
+"""Subclasses that bear the name of the class they change: a module gets other code and looks as it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["namesake"]
+
+
+def namesake(
+    original: type[nn.Module], own: Mapping[str, Any], *, bases: tuple[type[Any], ...] = ()
+) -> type[nn.Module]:
+    """A subclass that bears the original's name, module and docstring.
+
+    It is made by `type`, which runs `__init_subclass__`: transformers' layers wrap their `forward` there.
+
+    Args:
+        original: The class of a live module, whose `__class__` the subclass can become.
+        own: Attributes of the subclass: methods by name.
+        bases: What it derives from, where that is not the original alone.
+    """
+    namespace = {"__module__": original.__module__, "__doc__": original.__doc__, **own}
+    made: type[nn.Module] = type(original.__name__, bases or (original,), namespace)
+    made.__qualname__ = original.__qualname__
+    return made
