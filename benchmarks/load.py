@@ -4,7 +4,7 @@ Every measurement is a fresh process; the checkpoint lies in the page cache, but
 Ways to get a model differ in what there is to wait for:
 
     mapped      loaded in the dtype that it is stored in: transformers maps the file and reads nothing, so the
-                first pass over the weights falls to `init_inference`, which reads the file and leaves it mapped
+                first pass over the weights falls to `init_inference`, and reads the file without mapping more
     read        the same, with all weights read once before; `load_s` includes that
     cold        the same, and the file lies on the disk alone, as when a model is loaded for the first time
     converted   loaded in another dtype than it is stored in: the weights are the process's own
