@@ -53,17 +53,17 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     pair = bool(getattr(original.config, "is_encoder_decoder", False))
     generates = getattr(original, "can_generate", lambda: False)() and hasattr(original, "generate")
     with torch.no_grad():
-        for given, rows in _inputs(original):
+        for given, rows in inputs_of(original):
             torch.manual_seed(1)  # some shuffle their patches
-            expected = _answer(reference(**given))
+            expected = answer_of(reference(**given))
             torch.manual_seed(1)
-            got = _answer(engine(**given))
+            got = answer_of(engine(**given))
             error = (expected - got).abs()
             # As in the sweep of one process, logits of pairs count relative to their size.
             size = max(float(expected.abs().max()), 1.0) if pair else 1.0
             errors.append(float((error if rows is None else error[rows.bool()]).max()) / size)
         if generates:
-            given = {n: t for n, t in _inputs(original)[0][0].items() if not n.startswith("decoder_")}
+            given = {n: t for n, t in inputs_of(original)[0][0].items() if not n.startswith("decoder_")}
             options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
             same = torch.equal(reference.generate(**given, **options), engine.generate(**given, **options))
             greedy = "identical" if same else "DIFFERENT"
@@ -76,7 +76,7 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _inputs(model: Any) -> list[tuple[dict[str, Tensor], Tensor | None]]:
+def inputs_of(model: Any) -> list[tuple[dict[str, Tensor], Tensor | None]]:
     """Inputs of a model by name, and which positions count."""
     pair = getattr(model.config, "is_encoder_decoder", False)
     samples = sample_inputs(model)
@@ -102,7 +102,7 @@ def _inputs(model: Any) -> list[tuple[dict[str, Tensor], Tensor | None]]:
     ]
 
 
-def _answer(output: Any) -> Tensor:
+def answer_of(output: Any) -> Tensor:
     """Logits, or what a model without a head says."""
     answer: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return answer

@@ -26,7 +26,10 @@ def test_a_rank_holds_its_share_of_the_parameters(pool: Pool, name: str, size: i
     assert {row["text"].count("reference") > 0 for row in rows} == {True}
 
 
-SHARED_OUT = ("llama", "gpt2", "bloom", "gpt_oss", "qwen2_moe", "phi3", "bert", "vit", "clip", "t5", "mpt")
+SHARED_OUT = (
+    *("llama", "gpt2", "bloom", "gpt_oss", "qwen2_moe", "phi3", "bert", "vit", "clip", "t5", "mpt"),
+    *("bamba state spaces", "recurrent_gemma", "lfm2 convolutions", "diffllama"),  # parts run their own code
+)
 
 
 @pytest.mark.parametrize("name", [name for name in SHARED_OUT if name in map(label, VARIANTS)])
@@ -57,7 +60,7 @@ def test_ranks_sample_the_same_tokens_whatever_their_random_state_was(pool: Pool
     assert all(row == rows[0] for row in rows)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gpt_oss", "phi3", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gpt_oss", "phi3", "cohere", "recurrent_gemma"])
 def test_a_state_dict_is_put_together_from_all_ranks(pool: Pool, name: str) -> None:
     assert results(pool.run(f"{JOBS}:state_dicts", named(name), 3, ranks=3)) == [0.0] * 3
 

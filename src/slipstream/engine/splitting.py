@@ -1,8 +1,9 @@
-"""Layers that run their own code on several ranks: planned with the others, cut, packed, then joined."""
+"""Layers, and parts of fused ones, that run their own code on several ranks: planned, cut, packed, joined."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -10,10 +11,13 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
-from slipstream.model.autotp import LayerPlan, plan_layers
+from slipstream.model.autotp import LayerPlan, plan_layers, record_layers
 from slipstream.model.cuts import Sizes
 from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.inject import injected_state, is_injected
+from slipstream.model.intact import parts_of
 from slipstream.model.layers import Found
+from slipstream.model.mixers import own_parts, plan_parts
 from slipstream.model.packing import PackPlan
 from slipstream.model.policy import target_of
 from slipstream.model.report import SplitReport
@@ -26,11 +30,11 @@ __all__ = ["Splitting", "plan_splitting"]
 
 @dataclass(frozen=True)
 class Splitting:
-    """What becomes of the layers that are not fused.
+    """What becomes of what is not fused.
 
     Attributes:
-        layers: Them.
-        plans: By layer name; layers without a plan are fused.
+        layers: Those that are not fused, or not all of them.
+        plans: By layer name; layers without a plan are fused as a whole.
         settings: Has the ranks, and the format.
     """
 
@@ -56,14 +60,33 @@ class Splitting:
                 inputs = matrix.dim() - (2 if plan.transposed else 1)
                 if cut is not None and cut.dim == inputs and self.settings.format.columns is not None:
                     while_packed[f"{plan.path}.{plan.name}"] = cut.runs[rank][0]
-            cut_tensors(found.layer, split, rank, whole=while_packed)
+            self._cut(found, split, rank, while_packed)
             runs |= {f"{found.name}.{name}": run for name, run in while_packed.items()}
         return runs
+
+    def _cut(self, found: Found, split: dict[str, ModuleSplit], rank: int, whole: Collection[str]) -> None:
+        """Cut one layer's tensors; of a checkpoint only the parts are read."""
+        filling = self.settings.filling
+        cut = [f"{path}.{name}" for path, own in split.items() for name in (*own.cuts, *own.once)]
+        read = {name: f"{found.name}.{name}" for name in cut if name not in whole}
+        if filling is not None:
+            filling.lay(read.values())
+        cut_tensors(found.layer, split, rank, whole=whole)
+        if filling is None:
+            return
+        for name, full in read.items():
+            path, _, leaf = name.rpartition(".")
+            part = found.layer.get_submodule(path)._parameters.get(leaf)
+            if part is not None:
+                part.data = self.settings.cast(full, part.data)
+        filling.source.release(full for full in read.values() if full in filling.source)
 
     def join(self) -> None:
         """Let the parts meet, once nothing changes their classes any more."""
         for found, split in self._splits():
             join_ranks(found.layer, split, Live(self.settings.mesh.tp))
+            if is_injected(found.layer):
+                injected_state(found.layer).parts = parts_of(found.layer)
 
     def _splits(self) -> list[tuple[Found, dict[str, ModuleSplit]]]:
         """Each layer's split, without modules that an earlier layer shares with it."""
@@ -105,14 +128,15 @@ def plan_splitting(
     """
     mesh = settings.mesh
     whole = [found for found in layers if verdicts[found.name].returns is None]
-    if mesh.is_alone or (layers and not whole):
+    if mesh.is_alone or (layers and not whole and mesh.tp.size == 1):
         return Splitting((), {}, settings)
+    mixed = [found for found in layers if verdicts[found.name].returns is not None and own_parts(found)]
     if not layers:
         raise UnsupportedError(
             f"{len(mesh.replica.ranks)} ranks cannot share a {type(model).__name__}, which has no layers "
             "that repeat; use one process"
         )
-    if mesh.ep.size > 1:
+    if mesh.ep.size > 1 and whole:
         raise UnsupportedError(
             f"moe.ep_size={mesh.ep.size} spreads whole experts of fused blocks, and {whole[0].name} runs its "
             f"own code ({verdicts[whole[0].name].reason}); use replace_with_kernel_inject=True, or "
@@ -124,12 +148,6 @@ def plan_splitting(
             f"tensor_parallel.tp_size={mesh.tp.size}: {lenders[0]} shares keys and values with other layers, "
             "whose heads would have to be dealt alike; use one process"
         )
-    if settings.filling is not None:
-        raise UnsupportedError(
-            f"{whole[0].name} runs its own code ({verdicts[whole[0].name].reason}), and such layers are "
-            "split from a model that has its weights; load them before init_inference and leave checkpoint "
-            "out, or use replace_with_kernel_inject=True"
-        )
     named: dict[str, Sequence[str]] = {}
     for found in whole:
         target = target_of(config.injection_policy, type(found.layer))
@@ -139,11 +157,14 @@ def plan_splitting(
     grain, group = config.tensor_parallel.tp_grain_size, max(settings.format.group, 1)
     sizes = Sizes(mesh.tp.size, grain, group, align)
     strict = settings.check == "error"
-    plans = plan_layers(model, whole, sizes, reducing=named, strict=strict)
+    with nullcontext() if settings.filling is None else settings.filling.lending(layers):
+        calls = record_layers(model, [*whole, *mixed])
+    plans = plan_layers(model, whole, sizes, calls, reducing=named, strict=strict, lent=settings.lent)
+    plans |= plan_parts(mixed, sizes, calls, settings.lent)
     mine = [(name, row.name, row.how) for name, plan in plans.items() for row in plan.rows]
     if any(other != mine for other in gather_objects(mine, mesh.replica, "compared how layers are split")):
         raise InjectionError(
             f"the ranks {list(mesh.replica.ranks)} would not split the layers alike; give all of them one "
             "model, and machines of one kind"
         )
-    return Splitting(whole, plans, settings)
+    return Splitting([*whole, *mixed], plans, settings)

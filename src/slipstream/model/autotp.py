@@ -13,7 +13,8 @@ import copy
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ from slipstream.model.rehearsal import Stage
 from slipstream.model.report import SplitReport
 from slipstream.model.split import LayerSplit, ModuleSplit
 
-__all__ = ["LayerPlan", "plan_layers"]
+__all__ = ["LayerPlan", "Recorded", "in_float32", "is_shared_out", "kind_of", "plan_layers", "record_layers"]
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +75,27 @@ class _Draft:
         self.how |= how
 
 
+Recorded = Mapping[str, tuple[dict[str, list[RecordedCall]], str]]
+"""By the layers' root: the calls of each layer by its name, and why there are none."""
+
+
+def record_layers(model: nn.Module, layers: Sequence[Found]) -> Recorded:
+    """The calls that a model in eval mode makes of some of its layers, which must have their values."""
+    of_root: dict[str, list[Found]] = {}
+    for found in layers:
+        of_root.setdefault(found.root, []).append(found)
+    return {root: _record(model.get_submodule(root), members) for root, members in of_root.items()}
+
+
 def plan_layers(
     model: nn.Module,
     layers: Sequence[Found],
     sizes: Sizes,
+    recorded: Recorded,
     *,
     reducing: Mapping[str, Sequence[str]],
     strict: bool,
+    lent: Callable[[Found], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> dict[str, LayerPlan]:
     """Decide how layers are cut; the model is only read.
 
@@ -88,8 +103,10 @@ def plan_layers(
         model: In eval mode.
         layers: Those that are not fused.
         sizes: Into how many parts.
+        recorded: From `record_layers`.
         reducing: By layer, the ends of the paths of linears that a user says end branches.
         strict: A linear that a user names and that ends no branch is an error.
+        lent: Within, a layer has its values.
 
     Returns:
         By layer name.
@@ -100,27 +117,28 @@ def plan_layers(
     """
     kinds: dict[tuple[Any, ...], list[Found]] = {}
     for found in layers:
-        kinds.setdefault(_kind(found), []).append(found)
+        kinds.setdefault(kind_of(found), []).append(found)
     plans: dict[str, LayerPlan] = {}
     for root in sorted({members[0].root for members in kinds.values()}):
         of_root = [members for members in kinds.values() if members[0].root == root]
-        calls, why = _record(model.get_submodule(root), [found for members in of_root for found in members])
+        calls, why = recorded[root]
         known = _plan_of(model, root)
         for members in of_root:
             fits: list[LayerPlan] = []
             for found in members:
                 own = calls.get(found.name, [])
-                plan = next((plan for plan in fits if _fits(found, own, plan, sizes)), None)
-                if plan is None:
-                    names = reducing.get(found.name, ())
-                    plan = _plan(found, own, sizes, (names, known, why), strict=strict)
-                    fits.append(plan)
+                with lent(found):
+                    plan = next((plan for plan in fits if _fits(found, own, plan, sizes)), None)
+                    if plan is None:
+                        names = reducing.get(found.name, ())
+                        plan = _plan(found, own, sizes, (names, known, why), strict=strict)
+                        fits.append(plan)
                 plans[found.name] = plan
     _check_shared(layers, plans)
     return plans
 
 
-def _kind(found: Found) -> tuple[Any, ...]:
+def kind_of(found: Found) -> tuple[Any, ...]:
     """What layers of one kind share: classes, shapes, and the numbers that may be counts of heads."""
     modules = tuple(
         (
@@ -154,7 +172,7 @@ def _fits(found: Found, calls: Sequence[RecordedCall], plan: LayerPlan, sizes: S
     if not calls or plan.max_error is None:
         return not calls and plan.max_error is None
     try:
-        Stage(_in_float32(found.layer), calls[:1]).error(plan.split, sizes.ranks)
+        Stage(in_float32(found.layer), calls[:1]).error(plan.split, sizes.ranks)
     except InjectionError as failure:
         log.info("%s is not cut as a layer like it: %s", found.name, failure)
         return False
@@ -176,7 +194,7 @@ def _plan(
         _gather_rest(first.layer, None, draft, sizes)
         reason = f"the model cannot be run on random input to see more: {why}"
         return LayerPlan(draft.split, _rows(first.layer, draft, reason), None)
-    stage = Stage(_in_float32(first.layer), calls)
+    stage = Stage(in_float32(first.layer), calls)
     flow = watch_flow(stage.layer, stage.given_calls())
     draft = _Draft()
     paths = [path for path in flow.reads if any(f".{path}".endswith(f".{n.lstrip('.')}") for n in named)]
@@ -187,7 +205,7 @@ def _plan(
     return LayerPlan(proved.split, _rows(first.layer, proved, "", reasons), error)
 
 
-def _in_float32(layer: nn.Module) -> nn.Module:
+def in_float32(layer: nn.Module) -> nn.Module:
     """The layer itself, or a copy: sums of parts have another order, which float32 tells from an error."""
     if all(t.dtype == torch.float32 for t in layer.parameters() if t.is_floating_point()):
         return layer
@@ -327,12 +345,17 @@ def _with_rest(
 def _gather_rest(layer: nn.Module, flow: Flow | None, draft: _Draft, sizes: Sizes) -> None:
     """Cut by rows what is a linear and not cut yet; with a flow, what was called in it."""
     for path, module in layer.named_modules():
-        if not path or path in draft.split or not is_matrix(module) or _ROUTER.search(path):
-            continue
-        weight = module.get_parameter("weight")
-        large = weight.numel() >= _SMALL and weight.shape[matrix_dims(module)[0]] >= sizes.ranks
-        if large and (flow is None or path in flow.reads):
+        if path not in draft.split and is_shared_out(path, module, flow, sizes):
             draft.add({path: gathered(module, sizes)}, {path: ("rows, joined", "any linear")})
+
+
+def is_shared_out(path: str, module: nn.Module, flow: Flow | None, sizes: Sizes) -> bool:
+    """Whether a module is a linear whose rows are worth a meeting; with a flow, whether it was called."""
+    if not path or not is_matrix(module) or _ROUTER.search(path):
+        return False
+    weight = module.get_parameter("weight")
+    large = weight.numel() >= _SMALL and weight.shape[matrix_dims(module)[0]] >= sizes.ranks
+    return large and (flow is None or path in flow.reads)
 
 
 def _rows(

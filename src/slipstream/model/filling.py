@@ -170,6 +170,14 @@ class Filling:
         if group is not None and self._is_original(group):
             self._put({group}, cast)
 
+    def lay(self, names: Iterable[str]) -> None:
+        """Give parameters their values for good, views of the source and as they are stored."""
+        self._put({self._group[name] for name in names if name in self._group and self.awaits(name)})
+
+    def awaits(self, name: str) -> bool:
+        """Whether nobody has filled a parameter yet."""
+        return self._is_original(self._group[name])
+
     def progress(self, layers: Sequence[Found]) -> Iterator[Found]:
         """The layers in order, with a bar on a terminal; the next one is read ahead."""
         for index, found in enumerate(tqdm(layers, desc="loading", unit="layer", disable=None, leave=False)):

@@ -169,8 +169,11 @@ def pack_layers(
 def _packed(
     full: str, module: nn.Module, plan: PackPlan, settings: Settings, inputs: range | None = None
 ) -> Weight:
-    if settings.filling is not None:
-        return settings.filling.packed(full, settings.format, settings.dtype, transposed=plan.transposed)
+    filling = settings.filling
+    if filling is not None and filling.awaits(full):  # or a rank's part of it is there
+        if inputs is None:
+            return filling.packed(full, settings.format, settings.dtype, transposed=plan.transposed)
+        filling.take(full, settings.cast)
     tensor = module.get_parameter(plan.name).detach()
     dense = tensor.mT if plan.transposed else tensor
     return (
