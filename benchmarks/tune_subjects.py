@@ -24,6 +24,7 @@ from slipstream.kernels.triton import (
     moe,
     norm,
     rope,
+    rope_cache,
     unpack,
 )
 from slipstream.kernels.triton.decode import FORMATS
@@ -102,6 +103,12 @@ def _rows() -> Iterator[Subject]:
         )
     for heads, dim in ((32, 128), (8, 128), (32, 64), (8, 64)):
         yield Subject(rope.build_of(heads, dim, dim // 2, False), lambda h=heads, d=dim: _rotated(h, d))  # type: ignore[misc]
+    for heads, kv_heads, dim in HEADS:
+        for int8 in (False, True):
+            yield Subject(
+                rope_cache.build_of(heads, dim, int8=int8),
+                lambda s=(heads, kv_heads, dim), i=int8: _kept(s, i),  # type: ignore[misc]
+            )
     for name in NAMES[1:]:
         yield Subject(unpack.build_of(name), lambda n=name: _unpacked(n))  # type: ignore[misc]
 
@@ -110,6 +117,15 @@ def _rotated(heads: int, dim: int) -> Call:
     angles = torch.rand(2048, dim // 2, device=DEVICE)
     run = rope.KERNELS[0].run
     return _bound(run, _random(2048, heads, dim), angles.cos(), angles.sin(), interleaved=False)
+
+
+def _kept(shape: tuple[int, int, int], int8: bool) -> Call:
+    heads, kv_heads, dim = shape
+    angles, caches = torch.rand(2048, dim // 2, device=DEVICE), _cache(kv_heads, dim, 2048, int8)
+    q, k, v = (_random(2048, count, dim) for count in (heads, kv_heads, kv_heads))
+    tables, slots = (angles.cos(), angles.sin()), torch.arange(2048, device=DEVICE)
+    run = rope_cache.KERNELS[0].run
+    return _bound(run, q, k, v, *caches, slots, tables=tables, interleaved=False)
 
 
 def _unpacked(name: str) -> Call:

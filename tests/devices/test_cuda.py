@@ -22,7 +22,8 @@ class Asked(list[str]):
         for name in ("Stream", "CUDAGraph", "graph", "stream", "device"):
             patch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
         patch.setattr(torch.cuda, "device_count", lambda: 2)
-        patch.setattr(torch.cuda, "current_stream", lambda *_: self._Named("main", self))
+        patch.setattr(torch.cuda, "current_stream", lambda *_: self._Named(self._current, self))
+        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "_current", stream.name))
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: self._numbered("pool"))
 
     def _numbered(self, what: str) -> str:
@@ -62,10 +63,12 @@ class Asked(list[str]):
             self._current,
             f"{graph.name} in {pool} by {stream.name}, {capture_error_mode}",
         )
-        yield
-        self._current = before
-        if self.fails:
-            raise RuntimeError("the end of a capture that failed")
+        try:
+            yield
+        finally:
+            if self.fails:  # as torch does: the stream that was current before stays away
+                raise RuntimeError("the end of a capture that failed")
+            self._current = before
 
     def run(self) -> str:
         """What is captured."""
@@ -108,6 +111,18 @@ def test_what_cannot_be_captured_is_told_in_the_words_of_what_failed_first(asked
     asked.fails = True
     with pytest.raises(DeviceError, match=r"\(operation not permitted when stream is capturing\)"):
         CudaDevice(0).capture(asked.run)
+
+
+def test_after_a_capture_that_failed_others_succeed_upon_the_stream_of_before(asked: Asked) -> None:
+    device = CudaDevice(0)
+    asked.fails = True
+    with pytest.raises(DeviceError):
+        device.capture(asked.run)
+    asked.fails = False
+    asked.clear()
+    device.capture(asked.run)
+    # Another pool: the one of the capture that failed is never given back.
+    assert "side waits for main" in asked and asked[-1].startswith("run: graph 4 in pool 3 by side")
 
 
 def test_a_gpu_that_is_not_there_is_named(asked: Asked) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from slipstream.devices import NullDevice
+from slipstream.model.cache import BLOCK_SIZE
 from tests.helpers.models import KINDS, inject, left_padded, make, pair, prompt
 
 GRAPHS: dict[str, Any] = {"enable_cuda_graph": True}
@@ -190,6 +192,24 @@ def test_rows_of_nobody_write_into_nobodys_block(before: int, captures: list[Any
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
         assert torch.equal(both.engine.generate(ids, **options), both.original.generate(ids, **options))
     assert len(captures) == 2
+
+
+def test_rows_of_nobody_forget_whose_blocks_they_had(captures: list[Any]) -> None:
+    """Steps that follow each other go on by the block table, also in the rows that nobody has."""
+    both = pair("llama", settings=GRAPHS)
+    options = {"max_new_tokens": 30, "do_sample": False}  # without processors, steps follow each other
+    both.engine.generate(prompt(4, 6), **options)
+    captured = both.engine._built.runner.whole._captured
+    ((key, one),) = ((key, one) for key, one in captured.items() if key[0] == 4)
+    places: list[int] = []
+
+    def checked() -> torch.Tensor:
+        places.append(int(one.step.slots[3]) // BLOCK_SIZE)
+        return one.replay()
+
+    captured[key] = replace(one, replay=checked)
+    both.engine.generate(prompt(3, 6), **options)
+    assert len(places) > 20 and set(places) == {one.scratch}
 
 
 def test_logits_of_a_step_stay_when_the_next_one_runs(captures: list[Any]) -> None:

@@ -24,6 +24,7 @@ from slipstream.ops import OPS
 from slipstream.ops.draw import Warp
 from slipstream.ops.linear import Weight
 from tests.gpu.place import place
+from tests.gpu.test_draw import edge
 from tests.gpu.test_stack import filled, made, step_of
 
 PACKAGE = "slipstream.kernels.triton"
@@ -59,19 +60,32 @@ def of_format(name: str, rows: int, inputs: int = 200) -> Check:
     return check
 
 
-def of_draw(name: str) -> Check:
-    """Which tokens of one row may be drawn: noise that favours a token draws it, unless it may not be."""
+def of_edge(scores: Tensor, warp: Warp) -> Check:
+    """Which tokens beside the edge of what may be drawn may be."""
+    return lambda module, patch: edge(next(k for k in module.KERNELS if k.op == "draw"), scores, warp)
+
+
+def _random(count: int) -> Tensor:
+    return 3 * torch.randn(count, generator=torch.Generator().manual_seed(3))
+
+
+def _tail(count: int) -> Tensor:
+    """A hundred likely tokens, and many that each are too little beside them for a sum in bfloat16."""
+    scores = 0.05 * torch.rand(count, generator=torch.Generator().manual_seed(3))
+    scores[128:] -= 6.4
+    return scores
+
+
+def of_keeping(case: str) -> Check:
+    """What a case of `rope_cache` returns, and what it writes."""
 
     def check(module: Any, patch: pytest.MonkeyPatch) -> float:
-        make = next(c for c in OPS["draw"].cases if c.name == name).make
-        given = make(torch.Generator().manual_seed(3), torch.float32)
-        best = given["scores"][0].topk(72).indices.sort().values
-        given["scores"] = given["scores"][:1, best].expand(72, -1).contiguous()
-        given["numbers"] = Warp(2.5, top_k=50, top_p=0.98, min_p=0.001).numbers(72, given["scores"].device)
-        given["noise"] = torch.ones(72, 72).fill_diagonal_(1e-30)
-        kernel = next(k for k in module.KERNELS if k.op == "draw")
-        got = kernel.run(**{n: place(v) for n, v in given.items()}).cpu()
-        return float((got != OPS["draw"].reference(**given)).sum())
+        make = next(c for c in OPS["rope_cache"].cases if c.name == case).make
+        ours, theirs = (make(torch.Generator().manual_seed(3), torch.float32) for _ in range(2))
+        got = module.KERNELS[0].run(**{n: place(v) for n, v in ours.items()})
+        errors = [off(got, OPS["rope_cache"].reference(**theirs))]
+        errors += [off(ours[name], theirs[name]) for name in OPS["rope_cache"].writes]
+        return max(errors)
 
     return check
 
@@ -237,7 +251,35 @@ FAULTS = (
         ("draw",),
         "x, tl.full([KEPT], 1.0, tl.float32), low, top, most)",
         "x, tl.full([KEPT], 1.0, tl.float32), low, top, most + 1)",
-        of_draw("fifty, nucleus and floor"),
+        of_edge(_random(400), Warp(2.5, top_k=50, top_p=0.98, min_p=0.001)),
+    ),
+    Fault(
+        "draw: chances summed in bfloat16",
+        ("draw",),
+        "chances += tl.where(above, tl.exp2((x - top) * scale), 0.0)",
+        "chances = (chances + tl.where(above, tl.exp2((x - top) * scale), 0.0)).to(tl.bfloat16) * 1.0",
+        of_edge(_tail(1024), Warp(1.0, top_p=0.994)),
+    ),
+    Fault(
+        "rope and cache: another token's slot",
+        ("rope_cache",),
+        "tl.load(slots + token) * kv_heads + head",
+        "tl.load(slots) * kv_heads + head",
+        of_keeping("halves, whole head"),
+    ),
+    Fault(
+        "rope and cache: mask missing",
+        ("rope_cache",),
+        "inside = head < kv_heads",
+        "inside = head >= 0",
+        of_keeping("halves, whole head"),
+    ),
+    Fault(
+        "rope and cache: keys in bfloat16",
+        ("heads", "rope_cache"),
+        "x = x.to(like).to(tl.float32)",
+        "x = x.to(tl.bfloat16).to(tl.float32)",
+        of_keeping("pairs, heads of a prime number"),
     ),
     Fault(
         "decode: value's offset",

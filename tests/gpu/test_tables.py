@@ -123,6 +123,7 @@ CASES = {
     "norm": "rms, prime width",
     "activation": "silu, gated, 2 x 64",
     "rope": "halves, whole head",
+    "rope_cache": "halves, whole head",
     "paged_attention": "prefill, ragged",
     "linear": "one row",
     "draw": "fifty, nucleus and floor",
@@ -139,7 +140,7 @@ def test_other_sizes_say_the_same(kernel: Kernel, monkeypatch: pytest.MonkeyPatc
         asked[bucket.kernel] = bucket
         return Launch({**rule.sizes, **{name: min(v) for name, v in bucket.choices.items()}}, rule.warps)
 
-    for module in ("norm", "activation", "rope", "attention", "few_rows", "matmul", "draw"):
+    for module in ("norm", "activation", "rope", "rope_cache", "attention", "few_rows", "matmul", "draw"):
         monkeypatch.setattr(f"slipstream.kernels.triton.{module}.launched", least)
     case = next(c for c in OPS[kernel.op].cases if c.name == CASES[kernel.op])
     arguments = case.make(torch.Generator().manual_seed(3), torch.float32)

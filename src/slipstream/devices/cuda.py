@@ -111,12 +111,12 @@ class CudaDevice(Device):
         with torch.cuda.device(self._device):
             if self._side is None:
                 self._side, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
-            side, graph = self._side, torch.cuda.CUDAGraph()
-            side.wait_stream(torch.cuda.current_stream())
+            side, graph, before = self._side, torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            side.wait_stream(before)
             with torch.cuda.stream(side):
                 for _ in range(3):
                     run()
-            torch.cuda.current_stream().wait_stream(side)
+            before.wait_stream(side)
             try:
                 # What other threads do on the GPU meanwhile is theirs: they may allocate.
                 mode: dict[str, Any] = {
@@ -127,6 +127,10 @@ class CudaDevice(Device):
                 with torch.cuda.graph(graph, **mode):
                     outputs = run()
             except RuntimeError as error:
+                # A capture that breaks off leaves its stream the current one, and its pool of memory marked
+                # as being recorded to, so that no later capture could share it.
+                torch.cuda.set_stream(before)
+                self._side = self._pool = None
                 raise DeviceError(
                     f"the step cannot be captured ({_first(error)}); leave enable_cuda_graph at False"
                 ) from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import UnsupportedError
-from slipstream.model.gate import growing, in_range, opened
+from slipstream.model.gate import Turning, growing, in_range, opened
 from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
@@ -266,6 +266,8 @@ class Block:
         if spec.rope is not None:
             if rope is None:
                 raise AssertionError("a block with a rotary embedding was run without its table")
+            if isinstance(attend, Turning) and not after_rope:
+                return self._leave(attend.turned(q, k, v, rope), opening)
             q, k = (self.ops.rope.run(t, *rope, interleaved=spec.rope.interleaved) for t in (q, k))
         if after_rope:
             q, k = self._qk_norms(q, k)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.model.block import Block, RopeTable
+from slipstream.model.gate import Turning
 from slipstream.model.latent import attend_paged
 from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
@@ -275,23 +276,25 @@ def run_stack(
     Returns:
         `(T, C)`, what leaves the last layer.
     """
-    for block, (k_cache, v_cache) in zip(blocks, caches, strict=True):
+    for block, pair in zip(blocks, caches, strict=True):
 
         def attend(
             q: Tensor,
             k: Tensor,
             v: Tensor,
+            angles: RopeTable | None,
             block: Block = block,
-            k_cache: CachePart = k_cache,
-            v_cache: CachePart = v_cache,
+            caches: tuple[CachePart, CachePart] = pair,
         ) -> Tensor:
-            write_cache(k, v, k_cache, v_cache, step.slots)
-            if (latent := block.spec.latent) is not None:
+            ops, spec = block.ops, block.spec
+            if (latent := spec.latent) is not None:
+                write_cache(k, v, *caches, step.slots)
                 up = block.weights.matrices[Role.KV_UP].dense().to(q.dtype)
-                scale = block.spec.scale
-                return attend_paged(q, (k_cache, v_cache), step, up, latent=latent, scale=scale)
-            return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]
+                return attend_paged(q, caches, step, up, latent=latent, scale=spec.scale)
+            pairs = spec.rope is not None and spec.rope.interleaved
+            q = ops.rope_cache.run(q, k, v, *caches, step.slots, tables=angles, interleaved=pairs)
+            return ops.paged_attention.run(q, *caches, step, mask=block.mask)  # type: ignore[no-any-return]
 
         table = None if block.spec.rope is None else tables[block.spec.rope]
-        x = block(x, table, attend, positions=step.positions)
+        x = block(x, table, Turning(attend), positions=step.positions)
     return x

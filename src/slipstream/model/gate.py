@@ -6,6 +6,7 @@ Shapes: T packed tokens, H heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,24 @@ from torch import Tensor
 
 from slipstream.spec import Gate, Growth
 
-__all__ = ["growing", "growth", "in_range", "opened"]
+__all__ = ["Turning", "growing", "growth", "in_range", "opened"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Turning:
+    """A road's attention that can rotate queries and keys itself, on their way into its cache.
+
+    Attributes:
+        turned: The attention of q, k and v as they are projected, and the table that turns q and k.
+    """
+
+    turned: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with queries and keys that have been turned."""
+        return self.turned(q, k, v, None)
 
 
 def growth(spec: Growth, positions: Tensor) -> Tensor:

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from slipstream.ops import activation, attention, draw, linear, moe, norm, paged_attention, rope, sample
+from slipstream.ops import (
+    activation,
+    attention,
+    draw,
+    linear,
+    moe,
+    norm,
+    paged_attention,
+    rope,
+    rope_cache,
+    sample,
+)
 from slipstream.ops.bind import Bound, Facts, Kernel, Op, bind
 
 __all__ = ["OPS", "Ops", "bind_ops"]
 
 OPS: dict[str, Op] = {
     module.OP.name: module.OP
-    for module in (activation, attention, draw, linear, moe, norm, paged_attention, rope, sample)
+    for module in (activation, attention, draw, linear, moe, norm, paged_attention, rope, rope_cache, sample)
 }
 """Every op by name."""
 
@@ -29,6 +40,7 @@ class Ops:
     norm: Bound
     paged_attention: Bound
     rope: Bound
+    rope_cache: Bound
     sample: Bound
 
     def names(self) -> dict[str, str]:

@@ -39,11 +39,13 @@ class Op:
         name: The op's file.
         reference: The definition, in plain torch, right on every device.
         cases: What each kernel is compared on.
+        writes: Arguments that it updates in place, which are compared as well.
     """
 
     name: str
     reference: Callable[..., Any]
     cases: tuple[Case, ...]
+    writes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from slipstream.kernels.triton import (
     moe,
     norm,
     rope,
+    rope_cache,
     unpack,
 )
 from slipstream.kernels.triton.target import Build
@@ -25,8 +26,8 @@ from slipstream.ops.bind import Kernel
 
 __all__ = ["BUILDS", "KERNELS"]
 
-_MODULES = (activation, attention, draw, linear, moe, norm, rope)
-_COMPILED = (activation, attention, decode_attention, draw, few_rows, matmul, norm, rope, unpack)
+_MODULES = (activation, attention, draw, linear, moe, norm, rope, rope_cache)
+_COMPILED = (activation, attention, decode_attention, draw, few_rows, matmul, norm, rope, rope_cache, unpack)
 
 KERNELS: tuple[Kernel, ...] = tuple(kernel for module in _MODULES for kernel in module.KERNELS)
 """Every kernel of the GPU, in order of preference."""

@@ -101,9 +101,10 @@ def _attend_one(
         qkv, HEADS + KV_HEADS + new, new >= 0, new, k_gain, cos, sin, angle_step, eps, offset, clip,
         DIM, 0, False, 0, HAS_CLIP, DIMS,
     )  # fmt: skip
-    place = tl.load(slots + sequence) * KV_HEADS + kv_head
-    key = kept(key, k_cache, k_scales, place, split == 0, like, DIM, INT8)
-    value = kept(value, v_cache, v_scales, place, split == 0, like, DIM, INT8)
+    place = tl.load(slots + sequence) * KV_HEADS + new
+    writes = (new >= 0) & (split == 0)
+    key = kept(key, k_cache, k_scales, place, writes, like, DIM, INT8)
+    value = kept(value, v_cache, v_scales, place, writes, like, DIM, INT8)
     top, total, sums = _begun(
         rows, key, value, sinks, head, inside, scale, softcap, split == 0, HAS_SINKS, HAS_SOFTCAP
     )

@@ -78,19 +78,15 @@ def _between(low, high):
 
 
 @triton.jit
-def _narrowed(
-    scores, vocabulary, low, high, top, scale, most, wanted, count,
-    ANY: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Move `low` up while at least `most` scores, or `wanted` of the chances, are at or above it.
+def _narrowed(scores, vocabulary, low, high, top, scale, most, wanted, count, until, BLOCK: tl.constexpr):
+    """Move `low` up while `most` scores, and `wanted` of the chances, are at or above it.
 
-    With ANY, either is enough, and at `KEPT` scores it is over; else both must be there.
+    It is over early where at most `until` scores are left.
     """
-    while (low < high) & (count > KEPT):
+    while (low < high) & (count > until):
         pivot = _between(low, high)
         found, chances, least, below = _beside(scores, vocabulary, pivot, top, scale, BLOCK)
-        many, likely = found >= most, chances >= wanted
-        enough = many | likely if ANY else many & likely
+        enough = (found >= most) & (chances >= wanted)
         low = tl.where(enough, least, low)
         count = tl.where(enough, found, count)
         high = tl.where(enough, high, below)
@@ -129,33 +125,31 @@ def _narrowed_of(x, weight, low, high, wanted):
 
 @triton.jit
 def _bound(scores, few, vocabulary, scale, most, rest, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """The least score that remains after the best `most` and the nucleus, and the best of all."""
+    """The least score that remains after the best `most` and the nucleus, and the best of all.
+
+    The nucleus is a share of what the best `most` have, so these come first.
+    """
     low, top, count = _extent(scores, vocabulary, BLOCK)
-    if (most < vocabulary) | (rest >= 0):
-        every, total, least, below = _beside(scores, vocabulary, low, top, scale, BLOCK)
-        share = 1.0 - tl.maximum(rest, 0.0)
-        # Without a nucleus no share of the chances is enough.
-        wanted = tl.where(rest >= 0, total * share, float("inf"))
-        low, count = _narrowed(
-            scores, vocabulary, low, top, top, scale, most, wanted, count, True, KEPT, BLOCK
-        )
+    share = 1.0 - tl.maximum(rest, 0.0)
+    nucleus = rest >= 0
+    if most < vocabulary:
+        until = tl.where(most <= KEPT, KEPT, 0)
+        low, count = _narrowed(scores, vocabulary, low, top, top, scale, most, 0.0, count, until, BLOCK)
         if count <= KEPT:
             x = _gathered(scores, few, low, vocabulary, KEPT, BLOCK)
-            chances = tl.exp2((x - top) * scale)
             low = _narrowed_of(x, tl.full([KEPT], 1.0, tl.float32), low, top, most)
-            left = tl.sum(tl.where(x >= low, chances, 0.0), 0)
-            if rest >= 0:
-                low = _narrowed_of(x, chances, low, top, left * share)
-        else:
-            low, count = _narrowed(
-                scores, vocabulary, low, top, top, scale, most, 0.0, count, False, 0, BLOCK
-            )
-            if rest >= 0:
-                every, left, least, below = _beside(scores, vocabulary, low, top, scale, BLOCK)
-                left = left * share
-                low, count = _narrowed(
-                    scores, vocabulary, low, top, top, scale, 0.0, left, count, False, 0, BLOCK
-                )
+            if nucleus:
+                chances = tl.exp2((x - top) * scale)
+                wanted = tl.sum(tl.where(x >= low, chances, 0.0), 0) * share
+                low = _narrowed_of(x, chances, low, top, wanted)
+            nucleus = rest > 1.0  # which it never is: the nucleus is known
+    if nucleus:
+        found, left, least, below = _beside(scores, vocabulary, low, top, scale, BLOCK)
+        wanted = left * share
+        low, count = _narrowed(scores, vocabulary, low, top, top, scale, 0.0, wanted, found, KEPT, BLOCK)
+        if count <= KEPT:
+            x = _gathered(scores, few, low, vocabulary, KEPT, BLOCK)
+            low = _narrowed_of(x, tl.exp2((x - top) * scale), low, top, wanted)
     return low, top
 
 

@@ -61,21 +61,22 @@ def head_rows(
 
 @triton.jit
 def kept(x, cache, scales, place, writes, like, DIM: tl.constexpr, INT8: tl.constexpr):
-    """A new row `(1, D)` as the cache keeps it, float32; written to it where `writes`.
+    """New rows `(R, D)` as the cache keeps them, float32; written to their places `(R,)` where `writes`.
 
-    It is rounded to `like`, the layer's dtype, first.
+    They are rounded to `like`, the layer's dtype, first.
     """
     dim = tl.arange(0, x.shape[1])[None, :]
-    inside = (dim < DIM) & writes
+    inside = (dim < DIM) & writes[:, None]
+    row = place[:, None] * DIM
     x = x.to(like).to(tl.float32)
     if INT8:
         scale = tl.max(tl.abs(x), 1) / 127.0
         codes = x / tl.maximum(scale, 1.1754943508222875e-38)[:, None]
         codes = (codes + 12582912.0) - 12582912.0  # to the nearest integer, even ones first
-        tl.store(scales + place + tl.arange(0, 1), scale, mask=(scale >= 0) & writes)
-        tl.store(cache + place * DIM + dim, codes.to(tl.int8), mask=inside)
+        tl.store(scales + place, scale, mask=writes)
+        tl.store(cache + row + dim, codes.to(tl.int8), mask=inside)
         x = codes * scale[:, None]
     else:
-        tl.store(cache + place * DIM + dim, x.to(cache.dtype.element_ty), mask=inside)
+        tl.store(cache + row + dim, x.to(cache.dtype.element_ty), mask=inside)
         x = x.to(cache.dtype.element_ty).to(tl.float32)
     return x
