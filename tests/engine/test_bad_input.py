@@ -465,6 +465,24 @@ INPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "a mask that is too long": (
         {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(2, 5)}, r"\(2, 5\).*\(2, 4\)",
     ),
+    "a mask of integers with 4 dims": (
+        {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.ones(2, 1, 4, 4).long()}, r"int64.*bool",
+    ),
+    "ids with a fraction": ({"input_ids": torch.full((2, 4), 5.0)}, "float32.*int64"),
+    "ids that are bytes": ({"input_ids": torch.full((2, 4), 5, dtype=torch.uint8)}, "uint8.*int64"),
+    "ids without a batch": ({"input_ids": torch.full((4,), 5)}, r"\(4,\) have no batch"),
+    "ids in a list": ({"input_ids": [[5, 6]]}, "is a list; give a tensor"),
+    "embeddings of no token": ({"inputs_embeds": torch.ones(2, 0, 32)}, "prompt is empty"),
+    "embeddings of no row": ({"inputs_embeds": torch.ones(0, 4, 32)}, "batch is empty"),
+    "embeddings with a mask of another length": (
+        {"inputs_embeds": torch.ones(2, 4, 32), "attention_mask": torch.ones(2, 3)}, r"\(2, 3\).*\(2, 4\)",
+    ),
+    "too few positions": (
+        {"input_ids": torch.full((2, 4), 5), "position_ids": torch.arange(3)[None]}, r"\(1, 3\).*\(2, 4\)",
+    ),
+    "positions of another batch": (
+        {"input_ids": torch.full((2, 4), 5), "position_ids": torch.arange(4).repeat(3, 1)}, r"\(3, 4\)",
+    ),
 }  # fmt: skip
 
 
@@ -488,13 +506,13 @@ def test_positional_and_renamed_inputs_are_checked_too(engine: slipstream.Infere
         engine(torch.tensor([[5, 6]]), torch.ones(1, 3))
 
 
-def test_inputs_that_the_model_itself_refuses_raise_what_it_raises(
+def test_inputs_that_contradict_each_other_raise_what_the_model_raises(
     engine: slipstream.InferenceEngine,
 ) -> None:
     for inputs in ({}, {"input_ids": prompt(), "inputs_embeds": torch.zeros(3, 9, 32)}):
         with pytest.raises(ValueError, match="input_ids"):
             engine(**inputs)
-    with pytest.raises(TypeError):
+    with pytest.raises(slipstream.RequestError, match="str"):
         engine(input_ids="hello")
 
 

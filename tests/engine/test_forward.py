@@ -281,6 +281,17 @@ def test_position_ids_are_honoured(llama: Pair) -> None:
     both(llama, input_ids=prompt(), position_ids=torch.arange(9).flip(0)[None])
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_one_position_for_all_tokens_is_honoured(causal: Pair, use_cache: bool) -> None:
+    both(causal, input_ids=prompt(), position_ids=torch.tensor([[3]]), use_cache=use_cache)
+
+
+def test_negative_positions_are_not_counted_from_the_end(pairs: dict[str, Pair]) -> None:
+    for model in (of("gptj", pairs).original, of("gptj", pairs).engine):
+        with pytest.raises((RuntimeError, IndexError), match="out of"):
+            model(input_ids=prompt(), position_ids=torch.arange(9)[None] - 3)
+
+
 def test_labels_give_the_loss(models: Pair) -> None:
     expected, got = both(models, input_ids=prompt(), labels=prompt())
     assert got.loss.dim() == 0 and not got.loss.requires_grad

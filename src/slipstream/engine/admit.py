@@ -199,44 +199,85 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """Refuse inputs that cannot be run.
 
     Raises:
-        RequestError: An empty batch or prompt, ids outside of the vocabulary, a mask of another shape.
+        RequestError: An empty batch or prompt, ids of another type or outside of the vocabulary, a mask or
+            positions of another shape.
     """
     given = (
         dict(zip(inspect.signature(model.forward).parameters, args, strict=False), **kwargs)
         if args
         else kwargs
     )
-    ids = given.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        return
-    batch, length = ids.shape
-    if batch == 0 or length == 0:
-        what = "batch" if batch == 0 else "prompt"
-        raise RequestError(
-            f"input_ids of shape {tuple(ids.shape)}: the {what} is empty; give at least one token"
-        )
     vocabulary = _vocabulary(model)
-    if vocabulary is not None:
-        low, high = int(ids.min()), int(ids.max())
+    name, dims = ("inputs_embeds", 3) if given.get("input_ids") is None else ("input_ids", 2)
+    tokens = given.get(name)
+    if name == "input_ids" and vocabulary is not None:
+        check_ids_type(tokens)
+    elif vocabulary is None and name == "inputs_embeds":
+        return
+    if not isinstance(tokens, Tensor) or tokens.dim() != dims or tokens.is_floating_point() != (dims == 3):
+        return
+    what, batch, length = f"{name} of shape {tuple(tokens.shape)}", *tokens.shape[:2]
+    if batch == 0 or length == 0:
+        empty = "batch" if batch == 0 else "prompt"
+        raise RequestError(f"{what}: the {empty} is empty; give at least one token")
+    if vocabulary is not None and name == "input_ids":
+        low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocabulary:
             raise RequestError(
                 f"input_ids hold {low if low < 0 else high}, and the vocabulary has ids 0 to "
                 f"{vocabulary - 1}; use the model's own tokenizer"
             )
+    _check_mask(given, what, batch, length)
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 2:
+        rows, columns = positions.shape
+        if rows not in (1, batch) or columns not in (1, length):
+            raise RequestError(
+                f"position_ids have shape {(rows, columns)} for {what}; they must be ({batch}, {length}) or "
+                f"(1, {length})"
+            )
+
+
+def check_ids_type(ids: Any) -> None:
+    """Refuse what is no tensor of token ids.
+
+    Raises:
+        RequestError: Another object, numbers with a fraction, or a single row without a batch.
+    """
+    way_out = "give a tensor of int64 of shape (batch, tokens)"
+    if not isinstance(ids, Tensor):
+        raise RequestError(f"input_ids is a {type(ids).__name__}; {way_out}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise RequestError(f"input_ids are {ids.dtype}, and ids are int64 or int32; {way_out}")
+    if ids.dim() < 2:
+        raise RequestError(f"input_ids of shape {tuple(ids.shape)} have no batch; {way_out}")
+
+
+def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) -> None:
+    """Refuse an `attention_mask` that does not fit `(batch, length)` tokens and those in the cache."""
     mask = given.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
+    if not isinstance(mask, Tensor):
+        return
+    shape = tuple(mask.shape)
+    if mask.dim() == 4 and shape[2] == length and not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise RequestError(
+            f"attention_mask of shape {shape} is {mask.dtype}; with 4 dims it is bool, true where a token is "
+            "seen, or has floats to add to the scores: give mask.bool() where it holds ones and zeros"
+        )
+    if mask.dim() != 2:
         return
     past: Any = given.get("past_key_values")
     seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
     # A mask may be as long as a static cache, so that its shape stays the same from step to step.
     has_room = hasattr(past, "get_max_length") and getattr(past, "layers", None)
     room = int(past.get_max_length()) if has_room else 0
-    if mask.shape[0] != batch or not length <= mask.shape[1] <= max(length + seen, room):
+    if shape[0] != batch or not length <= shape[1] <= max(length + seen, room):
         wanted = f"({batch}, {length})" if not seen else f"({batch}, {length + seen})"
-        raise RequestError(
-            f"attention_mask has shape {tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}; it "
-            f"must be {wanted}"
-        )
+        raise RequestError(f"attention_mask has shape {shape} for {what}; it must be {wanted}")
+
+
+def _reads_ids(model: nn.Module) -> bool:
+    return getattr(model, "main_input_name", None) == "input_ids" and _vocabulary(model) is not None
 
 
 def _vocabulary(model: nn.Module) -> int | None:
@@ -262,8 +303,14 @@ def check_request(
         TokenLimitError: As `check_length`; an encoder's input is bounded by itself, and so is what the
             decoder writes.
     """
+    first = kwargs.get("inputs")
+    ids = kwargs.get("input_ids") if first is None else first
+    if ids is not None and _reads_ids(model):
+        check_ids_type(ids)
     if request.prompt is not None:
         check_inputs(model, (), {**kwargs, "input_ids": request.prompt})
+    elif ids is None:
+        check_inputs(model, (), kwargs)
     if request.encoded:
         check_length(request.length, 0, config)
         check_length(1, request.new_tokens, config)

@@ -55,15 +55,16 @@ def rope_table(rope: Rope, call: Call, table: Tensor | None) -> RopeTable:
         positions = (
             call.positions if call.positions is not None else torch.arange(length, device=table.device)[None]
         )
-        sin, cos = table.to(call.hidden.device)[positions].chunk(2, dim=-1)
+        # Unlike an index, an embedding does not count negative positions from the end.
+        sin, cos = F.embedding(positions, table.to(call.hidden.device)).chunk(2, dim=-1)
     elif call.rope is not None:
         cos, sin = half_tables(*call.rope, rope)
     else:
         raise AssertionError(
             "a layer that rotates was called without a table; its injected class checks for that"
         )
-    if cos.shape[-2] < length:
-        # A picture's first tokens have no place in it, and no angle.
+    if cos.dim() == 2 and cos.shape[0] < length:
+        # A picture's first tokens have no place in it, and no angle; its table has no batch.
         before = (0, 0, length - cos.shape[-2], 0)
         cos, sin = F.pad(cos, before, value=1.0), F.pad(sin, before)
     cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))
