@@ -98,13 +98,17 @@ class Batch:
         numbers = warp.numbers(vocabulary, device)
         # Every row has its noise, be it finished: a seed means the same to transformers' loops.
         shape = (self._tokens.shape[0], vocabulary)
-        first = torch.empty(shape, device=device).exponential_()
+        first = torch.empty(shape, device=device, dtype=torch.float32).exponential_()
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
             pending = [first]
 
             def noise() -> Tensor:
-                made = pending.pop() if pending else torch.empty(shape, device=device).exponential_()
+                made = (
+                    pending.pop()
+                    if pending
+                    else torch.empty(shape, device=device, dtype=torch.float32).exponential_()
+                )
                 return made if len(rows) == shape[0] else made[rows]
 
             return self._session.drawn(step, numbers, noise, most if decodes else 1, ends)

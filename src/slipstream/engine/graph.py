@@ -197,7 +197,7 @@ class Graphs:
         runner, device = self._runner, _tensors(cache)[0].device
         static = _StaticStep(rows, width, cache.capacity - 1, device)
         numbers = Warp().numbers(runner.vocabulary, device)
-        noise = torch.ones(rows, runner.vocabulary, device=device) if draws else None
+        noise = torch.ones(rows, runner.vocabulary, device=device, dtype=torch.float32) if draws else None
         given = [numbers] if noise is None else [numbers, noise]
 
         def run() -> Tensor:

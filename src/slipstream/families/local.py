@@ -72,7 +72,7 @@ def _own_bias(attention: Any) -> Tensor:
         made: Tensor = attention.compute_bias(attention.block_len)
         return made
     size = attention.block_len
-    return torch.zeros(1, 1, attention.n_heads, size, 3 * size)
+    return torch.zeros(1, 1, attention.n_heads, size, 3 * size, dtype=torch.float32, device="cpu")
 
 
 _HIDDEN = -1e10

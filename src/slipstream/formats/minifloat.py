@@ -69,7 +69,11 @@ class MiniFloat:
         """The code without its sign, int16."""
         magnitude = half & _HALF_MAGNITUDE
         last = magnitude >> self._shift & 1
-        largest = torch.tensor(self.largest * self._factor, dtype=torch.float16).view(torch.int16).item()
+        largest = (
+            torch.tensor(self.largest * self._factor, dtype=torch.float16, device="cpu")
+            .view(torch.int16)
+            .item()
+        )
         return (magnitude + last + ((1 << self._shift - 1) - 1) >> self._shift).clamp_(
             max=int(largest) >> self._shift
         )

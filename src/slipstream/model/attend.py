@@ -86,7 +86,9 @@ def _has_processor(module: nn.Module) -> bool:
 def _disagreement(run: Callable[..., Tensor], settings: Settings, dim: int, keys: int) -> float:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(2, 2, length, dim, generator=generator).to(settings.device, settings.dtype)
+        torch.randn(2, 2, length, dim, generator=generator, dtype=torch.float32, device="cpu").to(
+            settings.device, settings.dtype
+        )
         for length in (33, keys, keys)
     )
     got = run(q, k, v, mask=None, causal=False, scale=dim**-0.5).transpose(1, 2)

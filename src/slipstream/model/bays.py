@@ -95,7 +95,7 @@ def in_host_memory(tensors: Sequence[Tensor], *, pinned: bool) -> Stored:
     for tensor in tensors:
         offsets.append(size)
         size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and torch.cuda.is_available())
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned and torch.cuda.is_available(), device="cpu")
     for tensor, begin in zip(tensors, offsets, strict=True):
         host[begin : begin + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
     return Stored((), (), size, tuple(offsets), host)
@@ -267,5 +267,7 @@ def open_bays(sizes: Sequence[int], device: Device, *, pinned: bool) -> list[Bay
         return [MappedBay(size, libc) for size in sizes]
     staging = None
     if device.torch_device.type != "cpu" or device.name != "cpu":
-        staging = torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned and torch.cuda.is_available())
+        staging = torch.empty(
+            max(sizes), dtype=torch.uint8, pin_memory=pinned and torch.cuda.is_available(), device="cpu"
+        )
     return [CopiedBay(size, device, staging) for size in sizes]

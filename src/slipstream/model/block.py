@@ -82,7 +82,9 @@ class Block:
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
-            alibi=None if spec.alibi is None else torch.tensor(spec.alibi, device=device) * spec.alibi_scale,
+            alibi=None
+            if spec.alibi is None
+            else torch.tensor(spec.alibi, device=device, dtype=torch.float32) * spec.alibi_scale,
             sinks=None if sinks is None else sinks.weight,
         )
 
@@ -393,7 +395,7 @@ class Block:
 def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
     """A streamed matrix whose bias `fn` was applied to."""
     dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
-    if fn(torch.empty(0, dtype=dtype)).dtype != dtype:
+    if fn(torch.empty(0, dtype=dtype, device="cpu")).dtype != dtype:
         raise UnsupportedError(
             f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
         )

@@ -94,4 +94,4 @@ def _part(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
     values = torch.empty(shape, dtype=dtype, device=device)
     if dtype != torch.int8:
         return values
-    return Int8Cache(values, torch.empty(shape[:-1], device=device))
+    return Int8Cache(values, torch.empty(shape[:-1], device=device, dtype=torch.float32))

@@ -166,7 +166,9 @@ def call_alone(found: Found, width: int) -> list[RecordedCall]:
     if len(needed) != 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
         return []
     like = next(found.layer.parameters())
-    hidden = torch.randn(BATCH, LENGTH, width, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(
+        BATCH, LENGTH, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     hidden = hidden.to(like.device, like.dtype)
     try:
         with torch.no_grad():
@@ -202,7 +204,9 @@ def _with_random_states(args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: 
     """The arguments with other hidden states: those of an embedding may be too small to show an error."""
     name = "hidden_states" if "hidden_states" in kwargs else "hidden_state"
     given = args[0] if args else kwargs[name]
-    hidden = torch.randn(given.shape, generator=torch.Generator().manual_seed(seed)).to(given)
+    hidden = torch.randn(
+        given.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu"
+    ).to(given)
     return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {name: hidden})
 
 

@@ -342,7 +342,7 @@ def _begin(encoder: Encoder, block: Block, call: LayerCall, *, drops: bool) -> C
 def _pending(chain: Chain, count: int) -> Pending:
     x = chain.x
     with torch._C.DisableTorchFunctionSubclass():
-        blank = torch.full((1,), torch.nan, dtype=x.dtype).expand(x.shape)
+        blank = torch.full((1,), torch.nan, dtype=x.dtype, device="cpu").expand(x.shape)
         pending: Pending = blank.as_subclass(Pending)
         pending.chain, pending.count = chain, count
     return pending

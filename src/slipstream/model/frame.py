@@ -224,7 +224,7 @@ class Frame:
 
 @functools.cache
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(number, dtype=dtype).item())
+    return float(torch.tensor(number, dtype=dtype, device="cpu").item())
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:

@@ -79,29 +79,29 @@ def _pictures(config: Any, accepts: Mapping[str, Any], generator: torch.Generato
         return [_tiles(config, (channels, height, width), generator)]
     frames = _number(config, "num_frames") if _value(config, "tubelet_size") is not None else None
     shape = (*(() if frames is None else (frames,)), channels, height, width)
-    return [{"pixel_values": torch.randn(_BATCH, *shape, generator=generator)}]
+    return [{"pixel_values": _noise(generator, _BATCH, *shape)}]
 
 
 def _tiles(config: Any, shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
     """Pictures cut into tiles, of which the second has one only (Llama 3.2 Vision)."""
     tiles = _number(config, "max_num_tiles") or 1
-    mask = torch.ones(_BATCH, 1, tiles, dtype=torch.long)
+    mask = torch.ones(_BATCH, 1, tiles, dtype=torch.long, device="cpu")
     mask[1, :, 1:] = 0
     return {
-        "pixel_values": torch.randn(_BATCH, 1, tiles, *shape, generator=generator),
+        "pixel_values": _noise(generator, _BATCH, 1, tiles, *shape),
         "aspect_ratio_mask": mask,
-        "aspect_ratio_ids": torch.tensor([[2], [1]]),
+        "aspect_ratio_ids": torch.tensor([[2], [1]], device="cpu"),
     }
 
 
 def _patches(config: Any, channels: int, generator: torch.Generator) -> Inputs:
     side = _pair(_value(config, "patch_size") or 16)[0]
-    mask = torch.ones(_BATCH, 6, dtype=torch.long)
+    mask = torch.ones(_BATCH, 6, dtype=torch.long, device="cpu")
     mask[1, 4:] = 0
     return {
-        "pixel_values": torch.randn(_BATCH, 6, channels * side * side, generator=generator),
+        "pixel_values": _noise(generator, _BATCH, 6, channels * side * side),
         "pixel_attention_mask": mask,
-        "spatial_shapes": torch.tensor([[2, 3], [2, 2]]),
+        "spatial_shapes": torch.tensor([[2, 3], [2, 2]], device="cpu"),
     }
 
 
@@ -109,15 +109,15 @@ def _sound(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) 
     """A spectrogram of the config's size, or samples that the model's convolutions turn into few frames."""
     bins, length = _number(config, "num_mel_bins"), _number(config, "max_length")
     if bins is not None and length is not None:
-        return [{"input_values": torch.randn(_BATCH, length, bins, generator=generator)}]
+        return [{"input_values": _noise(generator, _BATCH, length, bins)}]
     strides, kernels = _value(config, "conv_stride") or (320,), _value(config, "conv_kernel") or (400,)
     needed = _FRAMES
     for stride, kernel in zip(reversed(strides), reversed(kernels), strict=False):
         needed = (needed - 1) * int(stride) + int(kernel)
-    wave = {"input_values": torch.randn(_BATCH, needed, generator=generator)}
+    wave = {"input_values": _noise(generator, _BATCH, needed)}
     if "attention_mask" not in accepts:
         return [wave]
-    mask = torch.ones(_BATCH, needed, dtype=torch.long)
+    mask = torch.ones(_BATCH, needed, dtype=torch.long, device="cpu")
     mask[0, -3 * math.prod(int(stride) for stride in strides) :] = 0
     if _value(config, "conv_stride") is None:
         mask[0, needed // 3 :] = 0  # convolutions of another kind, which may leave fewer frames
@@ -129,16 +129,16 @@ def _spectrograms(config: Any, accepts: Mapping[str, Any], generator: torch.Gene
     bins, places = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
     if bins is None or places is None:
         return []
-    return [{"input_features": torch.randn(_BATCH, bins, 2 * places, generator=generator)}]
+    return [{"input_features": _noise(generator, _BATCH, bins, 2 * places)}]
 
 
 def _packed_patches(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
     """Patches of a film and of a picture in one row, as towers take them that know each one's grid."""
     merged = _number(config, "spatial_merge_size") or 1
-    grids = torch.tensor([[1, 2 * merged, 3 * merged], [2, merged, 2 * merged]])
+    grids = torch.tensor([[1, 2 * merged, 3 * merged], [2, merged, 2 * merged]], device="cpu")
     side, channels = _pair(_value(config, "patch_size") or 14)[0], _number(config, "in_channels", "in_chans")
     width = (channels or 3) * _pair(_value(config, "temporal_patch_size") or 1)[0] * side * side
-    patches = torch.randn(int(grids.prod(dim=-1).sum()), width, generator=generator)
+    patches = _noise(generator, int(grids.prod(dim=-1).sum()), width)
     return [{"hidden_states": patches, "grid_thw": grids}]
 
 
@@ -162,3 +162,8 @@ def _pair(size: Any) -> tuple[int, int]:
     if isinstance(size, Mapping):
         return int(size["height"]), int(size["width"])
     return (int(size[0]), int(size[-1])) if isinstance(size, list | tuple) else (int(size), int(size))
+
+
+def _noise(generator: torch.Generator, *shape: int) -> Tensor:
+    """Whatever the caller's default dtype and device are."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -158,7 +158,7 @@ def _prove(name: str, module: Any, packed: Format, bound: Bound, dtype: torch.dt
         raise InjectionError(f"{name} is off by {off:.3g} once packed as {packed.name}; the format is wrong")
     generator = torch.Generator().manual_seed(0)
     for count in (1, 5):
-        x = torch.randn(count, rows.shape[1], generator=generator).to(rows)
+        x = torch.randn(count, rows.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(rows)
         expected, got = F.linear(x, dense).float(), bound.run(x, weight).float()
         size = float(expected.square().mean().sqrt())
         error = float((got - expected).abs().max())

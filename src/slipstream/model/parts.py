@@ -214,8 +214,8 @@ def _prove(module: nn.Module, bound: Bound, settings: Settings, name: str) -> _P
 
 def _prove_linear(shape: tuple[int, ...], bound: Bound, settings: Settings) -> _Proven | None:
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-    x = torch.randn(3, shape[-1], generator=generator)
+    matrix = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / shape[-1] ** 0.5
+    x = torch.randn(3, shape[-1], generator=generator, dtype=torch.float32, device="cpu")
     matrix, x = matrix.to(settings.device, settings.dtype), x.to(settings.device, settings.dtype)
     error = _disagreement(F.linear(x, matrix), bound.run(x, FORMATS["plain"].weight(matrix, None)))
     return None if error is None else _Proven(_Linear(bound.run), bound, error)
@@ -225,8 +225,13 @@ def _prove_norm(module: nn.Module, bound: Bound, settings: Settings, name: str) 
     generator = torch.Generator().manual_seed(0)
     exact = copy.deepcopy(module).float()
     for parameter in exact.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    rows = torch.cat([scale * torch.randn(4, *_shape(module), generator=generator) for scale in _SCALES])
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu"))
+    rows = torch.cat(
+        [
+            scale * torch.randn(4, *_shape(module), generator=generator, dtype=torch.float32, device="cpu")
+            for scale in _SCALES
+        ]
+    )
     rows = rows.to(exact.get_parameter("weight").device)
     answer = exact.forward(rows)  # not a call: the module's hooks are not to hear of this
     fits = (

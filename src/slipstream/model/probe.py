@@ -84,7 +84,9 @@ def _add_states(
     runs: Sequence[dict[str, Any]], width: int, masked: bool, generator: torch.Generator, like: Tensor
 ) -> None:
     """Let each run listen to an encoder: the padded ones to states of which some are padding."""
-    states = torch.randn(BATCH, _STATES, width, generator=generator).to(like)
+    states = torch.randn(BATCH, _STATES, width, generator=generator, dtype=torch.float32, device="cpu").to(
+        like
+    )
     mask = torch.ones(BATCH, _STATES, dtype=torch.long, device=like.device)
     mask[1, PADDING:] = 0
     for run, seen in zip(runs, (mask, mask, torch.ones_like(mask)), strict=True):
@@ -97,7 +99,9 @@ def _add_picture(
     runs: Sequence[dict[str, Any]], width: int, generator: torch.Generator, like: Tensor
 ) -> None:
     """Let each run look at a picture, of which the second row sees a part, and the first token nothing."""
-    states = torch.randn(BATCH, _STATES, width, generator=generator).to(like)
+    states = torch.randn(BATCH, _STATES, width, generator=generator, dtype=torch.float32, device="cpu").to(
+        like
+    )
     for run in runs:
         length = run["input_ids"].shape[1]
         mask, looks = states.new_zeros(BATCH, 1, length, _STATES), states.new_ones(BATCH, 1, length, 1)

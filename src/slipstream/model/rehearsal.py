@@ -77,7 +77,9 @@ class Stage:
                     continue
                 size = max(float(theirs.square().mean().sqrt()), 1e-3) if theirs.isfinite().all() else 1.0
                 off = (ours - theirs).abs()
-                off = off.where(ours != theirs, torch.zeros((), dtype=off.dtype))  # equal infinities
+                off = off.where(
+                    ours != theirs, torch.zeros((), dtype=off.dtype, device="cpu")
+                )  # equal infinities
                 share = off / theirs.abs().clamp(min=size)
                 if not float(share.max()) <= TOLERANCE[torch.float32]:
                     raise InjectionError(f"it would be off by {float(off.max()):.3g}, in size {size:.3g}")

@@ -90,13 +90,13 @@ def _visible(mask: Tensor, *, hidden: bool) -> Tensor | None:
 
 @functools.lru_cache(maxsize=2)
 def _causal(length: int, window: int | None) -> Tensor:
-    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    seen = torch.ones(length, length, dtype=torch.bool, device="cpu").tril()
     return seen if window is None else seen.triu(1 - window)
 
 
 @functools.lru_cache(maxsize=2)
 def _near(length: int, reach: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool).tril(reach).triu(-reach)
+    return torch.ones(length, length, dtype=torch.bool, device="cpu").tril(reach).triu(-reach)
 
 
 def _structure(spec: BlockSpec, length: int) -> Tensor | None:
@@ -132,9 +132,9 @@ def pack(real: Tensor | None, batch: int, length: int, *, causal: bool, drops: b
         drops: Of padding, only the first token of a row is read: poolers read that whatever it is.
     """
     if real is None:
-        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
-        lens = torch.full((batch,), length, dtype=torch.int32)
-        return Rows(None, Packed(starts, lens, torch.arange(batch * length)))
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cpu")
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
+        return Rows(None, Packed(starts, lens, torch.arange(batch * length, device="cpu")))
     lens = real.sum(1)
     read = ~real
     if drops:

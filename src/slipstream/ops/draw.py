@@ -36,7 +36,7 @@ class Warp:
         """As `draw` takes it, `(4,)` float32: a step that was captured reads it anew."""
         most = min(self.top_k or vocabulary, vocabulary)
         rest = 1 - self.top_p if self.top_p < 1 else -1.0
-        return torch.tensor([self.temperature, most, rest, self.min_p], device=device)
+        return torch.tensor([self.temperature, most, rest, self.min_p], device=device, dtype=torch.float32)
 
 
 def draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def any_of(flags: list[bool], axis: Axis, *, known: bool) -> list[bool]:
     """Which of some flags are up on any rank: what a clock decides is decided once, unless all `known` it."""
     if axis.size == 1 or known:
         return flags
-    up = torch.tensor(flags, dtype=torch.int32)
+    up = torch.tensor(flags, dtype=torch.int32, device="cpu")
     with together(axis, "agreed on which sequences are finished"):
         dist.all_reduce(up, dist.ReduceOp.MAX, group=axis.control)
     return [bool(flag) for flag in up.tolist()]

@@ -103,7 +103,10 @@ class Converted(Source):
         self._homes: dict[str, _Made] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for group in made:
-            parts = {name: torch.empty(source.shape(name), device="meta") for _, name in group.parts}
+            parts = {
+                name: torch.empty(source.shape(name), dtype=torch.float32, device="meta")
+                for _, name in group.parts
+            }
             for name, tensor in self._make(group, parts).items():
                 self._homes[name], self._shapes[name] = group, tuple(tensor.shape)
 

@@ -121,7 +121,13 @@ class GgufSource(Source):
         if any(bool(plane.isinf().any()) for plane in planes[1:]):
             return None  # beyond float16: it is packed again with a multiplier for the row
         ordered = tuple(self._ordered(name, plane) for plane in planes)
-        return Weight(wanted.name, (rows, inputs), (*ordered, torch.ones(rows)), wanted.unpack, None)
+        return Weight(
+            wanted.name,
+            (rows, inputs),
+            (*ordered, torch.ones(rows, dtype=torch.float32, device="cpu")),
+            wanted.unpack,
+            None,
+        )
 
     def stored(self, name: str) -> Tensor | None:
         """The scales of packed blocks, or a dense tensor."""

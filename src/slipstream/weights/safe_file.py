@@ -123,7 +123,7 @@ class SafeFile:
         """
         entry = self.entries[name]
         if entry.end == entry.begin:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         size = entry.end - entry.begin
         memory, begin = self._mapped(name, entry)
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=entry.begin - begin)

@@ -82,7 +82,7 @@ class KeptAngles:
             most = frame.most_angles or longest
             rows = max(min(max(2 * needed, _LEAST_ROWS), longest, most), needed)
             sources = [t.detach().clone() for t in frame.angle_tables()]
-            tables = frame.angles(torch.arange(rows), ropes)
+            tables = frame.angles(torch.arange(rows, device="cpu"), ropes)
             pairs = [tuple(t.detach().float().contiguous() for t in tables[rope]) for rope in ropes]
             made = _Made(tuple(ropes), frame.angle_numbers(), sources, pairs, rows)
             self._made = made

@@ -93,7 +93,7 @@ class NativeAttention:
             mask = mask.contiguous()
         sinks = None if sinks is None else sinks.contiguous()
         batch, heads, queries, dim = q.shape
-        out = torch.empty(batch, queries, heads, dim, dtype=q.dtype)
+        out = torch.empty(batch, queries, heads, dim, dtype=q.dtype, device="cpu")
         call = AttentionCall(
             q=_strided(q),
             k=_strided(k),

@@ -50,7 +50,7 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
     if x.dim() != 2 or x.shape[1] != matrix.inputs or x.dtype not in DTYPES:
         raise ValueError(f"x of shape {tuple(x.shape)} in {x.dtype} does not fit {weight.shape}")
     x = x.contiguous()
-    out = torch.empty(x.shape[0], matrix.outputs, dtype=x.dtype)
+    out = torch.empty(x.shape[0], matrix.outputs, dtype=x.dtype, device="cpu")
     if out.numel():
         call = LinearCall(
             x=address(x), out=address(out), rows=x.shape[0], dtype=DTYPES[x.dtype], weight=matrix

@@ -162,7 +162,7 @@ class NativeSession:
         """
         if not self._takes(step):
             return None
-        out = torch.empty(step.logit_rows.shape[0], self._vocabulary)
+        out = torch.empty(step.logit_rows.shape[0], self._vocabulary, dtype=torch.float32, device="cpu")
         call = self._call
         call.best, call.logits, call.steps = None, out.data_ptr(), 1
         rest_torch()
@@ -185,7 +185,7 @@ class NativeSession:
         """
         if not self._takes(step, steps - 1):
             return None
-        out = torch.empty(step.logit_rows.shape[0], steps, dtype=torch.int64)
+        out = torch.empty(step.logit_rows.shape[0], steps, dtype=torch.int64, device="cpu")
         done, call = ctypes.c_int64(1), self._call
         if self._ends is None or self._ends[0] != ends:
             self._ends = (tuple(ends), (ctypes.c_int64 * len(ends))(*ends))

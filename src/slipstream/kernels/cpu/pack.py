@@ -96,7 +96,7 @@ def native_pack(
     *lead, inputs = dense.shape
     rows = dense if dense.dim() == 2 and dense.stride(1) == 1 else dense.reshape(-1, inputs).contiguous()
     layout = packed.layout(tuple(rows.shape))
-    planes = into or tuple(torch.empty(shape, dtype=dtype) for shape, dtype in layout)
+    planes = into or tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in layout)
     unused: Callable[..., Tensor] = torch.empty
     matrix = matrix_of(Weight(packed.name, tuple(rows.shape), planes, unused, dtype=dense.dtype))
     if isinstance(matrix, str):
