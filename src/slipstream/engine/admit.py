@@ -221,7 +221,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         empty = "batch" if batch == 0 else "prompt"
         raise RequestError(f"{what}: the {empty} is empty; give at least one token")
     if vocabulary is not None and name == "input_ids":
-        low, high = int(tokens.min()), int(tokens.max())
+        low, high = (int(edge) for edge in tokens.aminmax())
         if low < 0 or high >= vocabulary:
             raise RequestError(
                 f"input_ids hold {low if low < 0 else high}, and the vocabulary has ids 0 to "

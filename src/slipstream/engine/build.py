@@ -19,12 +19,14 @@ from slipstream.engine.ranks import agree_on_layers, join, place, split_or_pack
 from slipstream.engine.road import prepare_road, together
 from slipstream.engine.runner import Runner
 from slipstream.engine.settings import layers_config, outside_of, overridden, settings_for, weight_format
+from slipstream.engine.small import Small
 from slipstream.engine.splitting import Splitting, plan_splitting
 from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_lease
 from slipstream.engine.summary import nothing_packed, nothing_replaced, summary
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.formats import FORMATS
-from slipstream.kernels import bind_encoder, bind_model, bind_stack, kernels_for
+from slipstream.kernels import bind_encoder, bind_model, bind_stack, kernels_for, torch_alone
+from slipstream.model.around import swap_around
 from slipstream.model.attend import AttendPlan, plan_attention, swap_attention
 from slipstream.model.block import Block
 from slipstream.model.convert import convert
@@ -59,6 +61,7 @@ class Built:
         why_compatible: Why there is no runner; empty where there is one, or nothing to generate with.
         report: What was fused.
         mesh: The ranks that share the model.
+        small: Which forwards are small.
     """
 
     device: Device
@@ -67,6 +70,7 @@ class Built:
     why_compatible: str
     report: Report
     mesh: Mesh = ALONE
+    small: Small = Small()
 
 
 def build(model: nn.Module, config: InferenceConfig) -> Built:
@@ -108,6 +112,9 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     stack = stack_on_lease(_stack(list(blocks.values()), device, mesh), device, streamer)
     encoder = bind_encoder(device, list(blocks.values()), run_stack, stack) if mesh.is_alone else None
     watch(model if blocks else None, encoder)
+    if blocks and mesh.is_alone:
+        swap_around(model, plan.layers, settings)
+    small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner = None if plan.frame is None else _runner(plan.frame, blocks, stack, frame_ops)
     notes += prepare_road(runner, device, config, mesh)
@@ -119,7 +126,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)
-    return Built(device, model_config, runner, plan.why_no_frame, report, mesh)
+    return Built(device, model_config, runner, plan.why_no_frame, report, mesh, small)
 
 
 @dataclass(frozen=True)

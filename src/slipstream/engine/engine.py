@@ -145,9 +145,10 @@ class InferenceEngine(Weights):
         Raises:
             RequestError: An input that cannot be run.
         """
-        args, kwargs = self._here(args), self._here(kwargs)
+        args, kwargs = self._here((args, kwargs))
         given = {**{f"{place}": value for place, value in enumerate(args)}, **kwargs}
-        with torch.no_grad(), taking_part(self._built.mesh, self.module, "forward", given):
+        small = self._built.small.scope(given)
+        with torch.no_grad(), small, taking_part(self._built.mesh, self.module, "forward", given):
             check_inputs(self.module, args, kwargs)
             if self._graphs is None or self._profile is not None:
                 output = self.module(*args, **kwargs)
@@ -205,13 +206,7 @@ class InferenceEngine(Weights):
 
     def _here(self, value: Any) -> Any:
         """The same nest of tuples, lists and dictionaries, with its tensors on the engine's device."""
-        if isinstance(value, Tensor):
-            return value.to(self._place())
-        if type(value) in (tuple, list):
-            return type(value)(self._here(v) for v in value)
-        if type(value) is dict:
-            return {key: self._here(v) for key, v in value.items()}
-        return value
+        return _moved(value, self._place())
 
     def _place(self) -> torch.device:
         """Where the model is now: it may have been kept on the host, or moved."""
@@ -286,6 +281,17 @@ class InferenceEngine(Weights):
     ) -> None:
         """Destroy the engine."""
         self.destroy()
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    """The same nest of tuples, lists and dictionaries, with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(place)
+    if type(value) in (tuple, list):
+        return type(value)(_moved(v, place) for v in value)
+    if type(value) is dict:
+        return {key: _moved(v, place) for key, v in value.items()}
+    return value
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.devices import Device
 from slipstream.kernels import cpu
+from slipstream.kernels.cpu.library import torch_alone
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack, bind_pack_into
 from slipstream.kernels.cpu.stack import NativeStack
@@ -15,7 +16,15 @@ from slipstream.kernels.cpu.stack import bind_encoder as bind_cpu_encoder
 from slipstream.kernels.cpu.stack import bind_stack as bind_cpu_stack
 from slipstream.ops.bind import Bound, Kernel
 
-__all__ = ["bind_encoder", "bind_model", "bind_pack", "bind_pack_into", "bind_stack", "kernels_for"]
+__all__ = [
+    "bind_encoder",
+    "bind_model",
+    "bind_pack",
+    "bind_pack_into",
+    "bind_stack",
+    "kernels_for",
+    "torch_alone",
+]
 
 
 def kernels_for(device: Device) -> tuple[Kernel, ...]:

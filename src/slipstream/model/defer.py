@@ -29,7 +29,18 @@ from slipstream.ops.rope import half_tables
 from slipstream.ops.step import Packed
 from slipstream.spec import Rope
 
-__all__ = ["Encoder", "Pending", "Scope", "defer", "enter", "leave"]
+__all__ = [
+    "Chain",
+    "Encoder",
+    "Pending",
+    "Scope",
+    "current",
+    "defer",
+    "enter",
+    "is_plain_run",
+    "join",
+    "leave",
+]
 
 
 class Encoder(Protocol):
@@ -41,6 +52,7 @@ class Encoder(Protocol):
     @property
     def blocks(self) -> Sequence[Any]: ...  # noqa: D102
     def has(self, block: Any) -> bool: ...  # noqa: D102
+    def kind(self, block: Any) -> int | None: ...  # noqa: D102
 
     def encode(  # noqa: D102
         self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: dict[Rope, RopeTable]
@@ -65,6 +77,11 @@ class Scope:
 
 
 _scope: ContextVar[Scope | None] = ContextVar("slipstream_scope", default=None)
+
+
+def current() -> Scope | None:
+    """The forward that is running in this context, if any is watched."""
+    return _scope.get()
 
 
 def enter(encoder: Encoder | None, *, drops: bool) -> None:
@@ -165,6 +182,8 @@ class Chain:
             themselves, so that nothing else takes their identity.
         tables: The model's cosines and sines by rope, `(B | 1, S, R)`.
         versions: Of what was handed in, which must not change before the layers run.
+        blank: NaN in the shape of the states.
+        told: What the layer that joined last was handed beside the states (`follow.py`).
     """
 
     encoder: Encoder
@@ -175,6 +194,8 @@ class Chain:
     masks: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None | bool]] = field(default_factory=dict)
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    blank: Tensor | None = None
+    told: Any = None
 
     def accept(self, block: Block, call: LayerCall) -> bool:
         """Add a layer; False where it cannot run with those that wait."""
@@ -301,7 +322,12 @@ def defer(block: Block, call: LayerCall) -> Tensor | None:
         chain = _begin(scope.encoder, block, call, drops=scope.drops)
         if chain is None:
             return None
-    count, blocks = len(chain.steps), scope.encoder.blocks
+    return join(scope, chain, block)
+
+
+def join(scope: Scope, chain: Chain, block: Block) -> Tensor:
+    """What the layer that joined a chain last returns."""
+    count, blocks = len(chain.steps), chain.encoder.blocks
     if 1 < count == len(blocks) and block is blocks[-1]:
         return chain.run(count)
     pending = _pending(chain, count)
@@ -313,9 +339,16 @@ def _may_begin(encoder: Encoder, hidden: Tensor) -> bool:
     """Whether layers may wait for each other at all, by the states that enter the first."""
     return (
         type(hidden) is Tensor
-        and not torch.is_grad_enabled()
-        and hidden.device.type == "cpu"
         and 0 < hidden.shape[0] * hidden.shape[1] <= encoder.most_tokens
+        and is_plain_run(hidden)
+    )
+
+
+def is_plain_run(x: Tensor) -> bool:
+    """Whether nothing but values on the CPU is wanted: no gradients, other dtypes, traces or transforms."""
+    return (
+        not torch.is_grad_enabled()
+        and x.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
@@ -340,9 +373,9 @@ def _begin(encoder: Encoder, block: Block, call: LayerCall, *, drops: bool) -> C
 
 
 def _pending(chain: Chain, count: int) -> Pending:
-    x = chain.x
-    with torch._C.DisableTorchFunctionSubclass():
-        blank = torch.full((1,), torch.nan, dtype=x.dtype, device="cpu").expand(x.shape)
-        pending: Pending = blank.as_subclass(Pending)
-        pending.chain, pending.count = chain, count
+    if chain.blank is None:
+        blank = torch.full((1,), torch.nan, dtype=chain.x.dtype, device="cpu")
+        chain.blank = blank.expand(chain.x.shape)
+    pending: Pending = chain.blank.as_subclass(Pending)
+    pending.chain, pending.count = chain, count
     return pending

@@ -23,9 +23,10 @@ from slipstream.model.block import Block
 from slipstream.model.course import run_course
 from slipstream.model.cross import relative_of
 from slipstream.model.defer import defer
+from slipstream.model.follow import follow, tell
 from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
 from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
-from slipstream.model.links import Link, link, relink, restored
+from slipstream.model.links import Link, all_hold, link, relink, restored
 from slipstream.model.namesake import namesake
 from slipstream.model.own import run_own
 from slipstream.model.watch import wants_original
@@ -91,6 +92,12 @@ class Injected:
     course: OwnCourse | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its arguments, and nothing of the layer's own, are all that its block is told."""
+        own = (self.rope_table, self.relative, self.rotary, self.bias, self.mixer, self.course)
+        return own == (None,) * len(own)
+
+    @property
     def reads(self) -> frozenset[str]:
         """Names of arguments that only a part of the layer reads."""
         return frozenset().union(
@@ -113,7 +120,7 @@ def is_untouched(layer: nn.Module) -> bool:
     """Whether an injected layer's parts, their code and their tensors are still those that were fused."""
     state = injected_state(layer)
     same_code = state.original.forward is state.forward
-    return same_code and all(one.holds() for one in state.links) and is_intact(layer, state.parts)
+    return same_code and all_hold(state.links) and is_intact(layer, state.parts)
 
 
 def inject_layer(layer: nn.Module, state: Injected) -> None:
@@ -144,6 +151,10 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         if not (self.training or wants_original()) and is_untouched(self):
             if state.attention is not None:
                 return _run_own(self, state, state.attention, signature, args, kwargs)
+            if state.is_plain and not is_heard(self):
+                later = follow(state.block, (type(self), state.bool_masks), args, kwargs)
+                if later is not None:
+                    return state.returns(later)
             call = signature.read(args, kwargs, state.block.whole)
         if call is None or (call.has_bool_mask and not state.bool_masks):
             return original_forward(self, *args, **kwargs)
@@ -156,7 +167,10 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
         if state.course is not None:
             return _run_course(self, state, state.course, call, signature, args, kwargs)
-        return state.returns(*_run(self, state, call, table))
+        out = _run(self, state, call, table)
+        if state.is_plain:
+            tell(state.block, (type(self), state.bool_masks), args, kwargs, out[0])
+        return state.returns(*out)
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         state = injected_state(self)
@@ -180,14 +194,15 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         state.links = relink(state.links, held, state.block.weights, state.plans)
         return twin
 
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        raise UnsupportedError(
-            f"{type(self).__name__} runs a fused block, which cannot be pickled; pickle its state_dict(), or "
-            "use save_checkpoint"
-        )
+    methods = {method.__name__: method for method in (forward, _apply, __deepcopy__)}
+    return namesake(original, {**methods, "__reduce_ex__": _refuse_pickle})
 
-    methods = (forward, _apply, __deepcopy__, __reduce_ex__)
-    return namesake(original, {method.__name__: method for method in methods})
+
+def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
+    raise UnsupportedError(
+        f"{type(self).__name__} runs a fused block, which cannot be pickled; pickle its state_dict(), or "
+        "use save_checkpoint"
+    )
 
 
 def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | None) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
 _KNOWN = frozenset({"slipstream", "transformers"})
 """Packages whose hooks are accounted for: our own, and those that record outputs, which `watch` sees to."""
 
+_STATE_OF = operator.itemgetter("_modules", "_forward_hooks", "_forward_pre_hooks")
 
 Children = tuple[nn.Module | None, ...]
 
@@ -30,6 +32,8 @@ Children = tuple[nn.Module | None, ...]
 @dataclass(frozen=True)
 class PartState:
     """A module inside of a layer, and the code that it ran when that was fused.
+
+    It holds while the module runs that code upon those modules, and nobody listens to it.
 
     Attributes:
         module: The part.
@@ -42,16 +46,6 @@ class PartState:
     own: Callable[..., Any] | None
     forward: Callable[..., Any]
     children: Children
-
-    def holds(self) -> bool:
-        """Whether it still runs that code upon those modules, and nobody listens to it."""
-        values = self.module.__dict__
-        return (
-            values.get("forward") is self.own
-            and type(self.module).forward is self.forward
-            and tuple(values["_modules"].values()) == self.children
-            and not is_hooked(self.module)
-        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,17 @@ def is_intact(module: nn.Module, parts: Parts) -> bool:
     """
     if _children(module) != parts.children or listens_everywhere():
         return False
-    return all(part.holds() for part in parts.inside)
+    # In one loop without calls: this runs for every layer of every forward.
+    for part in parts.inside:
+        inner, hooks, pre_hooks = _STATE_OF(values := part.module.__dict__)
+        if (
+            values.get("forward") is not part.own
+            or type(part.module).forward is not part.forward
+            or tuple(inner.values()) != part.children
+            or ((hooks or pre_hooks) and _foreign(hooks, pre_hooks))
+        ):
+            return False
+    return True
 
 
 def _children(module: nn.Module) -> Children:
@@ -118,7 +122,8 @@ def is_heard(module: nn.Module) -> bool:
 
 def listens_everywhere() -> bool:
     """Whether someone else has put a forward hook on all modules of the process."""
-    return _foreign(torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+    hooks, pre_hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    return bool(hooks or pre_hooks) and _foreign(hooks, pre_hooks)
 
 
 def _foreign(*tables: dict[int, Any]) -> bool:

@@ -39,7 +39,7 @@ from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
 from slipstream.spec import Norm
 
-__all__ = ["Part", "fuse_parts", "is_swapped", "judge_parts"]
+__all__ = ["Part", "disagreement", "fuse_parts", "is_swapped", "judge_parts", "swap"]
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +130,13 @@ def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
         for path, run in part.swaps.items() if part is not None else ():
             module = found.layer.get_submodule(path)
             if not is_swapped(module) and not is_packed(module):
-                module.__dict__[_STATE] = run
-                module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type]
+                swap(module, run)
+
+
+def swap(module: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Let a module run something else than its class' forward."""
+    module.__dict__[_STATE] = run
+    module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type]
 
 
 def is_swapped(module: nn.Module) -> bool:
@@ -217,7 +222,7 @@ def _prove_linear(shape: tuple[int, ...], bound: Bound, settings: Settings) -> _
     matrix = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / shape[-1] ** 0.5
     x = torch.randn(3, shape[-1], generator=generator, dtype=torch.float32, device="cpu")
     matrix, x = matrix.to(settings.device, settings.dtype), x.to(settings.device, settings.dtype)
-    error = _disagreement(F.linear(x, matrix), bound.run(x, FORMATS["plain"].weight(matrix, None)))
+    error = disagreement(F.linear(x, matrix), bound.run(x, FORMATS["plain"].weight(matrix, None)))
     return None if error is None else _Proven(_Linear(bound.run), bound, error)
 
 
@@ -235,7 +240,7 @@ def _prove_norm(module: nn.Module, bound: Bound, settings: Settings, name: str) 
     rows = rows.to(exact.get_parameter("weight").device)
     answer = exact.forward(rows)  # not a call: the module's hooks are not to hear of this
     fits = (
-        s for s in _specs(module) if _disagreement(answer, _run_norm(norm.norm, exact, rows, s)) is not None
+        s for s in _specs(module) if disagreement(answer, _run_norm(norm.norm, exact, rows, s)) is not None
     )
     spec = next(fits, None)
     if spec is None:
@@ -243,7 +248,7 @@ def _prove_norm(module: nn.Module, bound: Bound, settings: Settings, name: str) 
     convert(exact, settings.dtype, keep=settings.keep, prefix=name)
     as_used = exact.to(settings.device)
     rows = rows.to(settings.device, settings.dtype)
-    error = _disagreement(as_used.forward(rows), _run_norm(bound.run, as_used, rows, spec))
+    error = disagreement(as_used.forward(rows), _run_norm(bound.run, as_used, rows, spec))
     if error is None:
         return None
     return _Proven(_Normed(bound.run, spec), bound, error, bound.name != "reference" or not spec.offset)
@@ -257,7 +262,7 @@ def _specs(module: nn.Module) -> Iterator[Norm]:
             yield Norm("rms" if kind == "rms" else "layer", float(eps or 0.0), offset)
 
 
-def _disagreement(expected: Tensor, got: Tensor) -> float | None:
+def disagreement(expected: Tensor, got: Tensor) -> float | None:
     """The largest absolute difference; None where it is more than rounding, which a norm may do twice."""
     bound = max(2e-5, 4 * torch.finfo(expected.dtype).eps)
     if got.dtype != expected.dtype or got.shape != expected.shape:

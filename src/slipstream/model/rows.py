@@ -132,9 +132,7 @@ def pack(real: Tensor | None, batch: int, length: int, *, causal: bool, drops: b
         drops: Of padding, only the first token of a row is read: poolers read that whatever it is.
     """
     if real is None:
-        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cpu")
-        lens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
-        return Rows(None, Packed(starts, lens, torch.arange(batch * length, device="cpu")))
+        return _whole(batch, length)
     lens = real.sum(1)
     read = ~real
     if drops:
@@ -144,3 +142,12 @@ def pack(real: Tensor | None, batch: int, length: int, *, causal: bool, drops: b
     counts = lens + read.sum(1)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return Rows(index, Packed(starts.int(), lens.int(), index))
+
+
+@functools.lru_cache(maxsize=4)
+def _whole(batch: int, length: int) -> Rows:
+    """All tokens of a batch; nobody writes to what is returned."""
+    with torch.inference_mode(False):  # a tensor of inference mode serves no other
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cpu")
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
+        return Rows(None, Packed(starts, lens, torch.arange(batch * length, device="cpu")))

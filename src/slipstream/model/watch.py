@@ -36,9 +36,14 @@ def asks_for_internals(kwargs: Mapping[str, Any], config: Any) -> bool:
 
 
 def _asks(names: tuple[str, ...], kwargs: Mapping[str, Any], config: Any) -> bool:
-    return any(
-        kwargs[name] if kwargs.get(name) is not None else getattr(config, name, False) for name in names
-    )
+    return any(kwargs[name] if kwargs.get(name) is not None else _setting(config, name) for name in names)
+
+
+def _setting(config: Any, name: str) -> Any:
+    """What a config says; one of transformers' takes 25 us to say that it has no such attribute."""
+    kind = type(config)
+    known = name in getattr(config, "__dict__", ()) or name in getattr(kind, "attribute_map", ())
+    return (known or hasattr(kind, name) or hasattr(kind, "__getattr__")) and getattr(config, name, False)
 
 
 @functools.cache
@@ -70,7 +75,7 @@ def _enter(
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if asks_for_internals(kwargs, getattr(module, "config", None)):
+    if wants_original() and asks_for_internals(kwargs, getattr(module, "config", None)):
         _depth.set(_depth.get() - 1)
     defer.leave(failed=output is None)
 

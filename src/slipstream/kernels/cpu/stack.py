@@ -7,6 +7,7 @@ dim.
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from slipstream.kernels.likes import BlockLike
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Packed, Step
-from slipstream.spec import Role, Rope
+from slipstream.spec import BlockSpec, Role, Rope
 
 __all__ = ["NativeStack", "bind_encoder", "bind_stack", "serves_caches"]
 
@@ -40,6 +41,8 @@ Caches = Sequence[tuple[CachePart, CachePart]]
 Tables = dict[Rope, tuple[Tensor, Tensor]]
 Run = Callable[[Any, Tensor, Step, Caches, Tables], Tensor]
 """The signature of `model.frame.run_stack`."""
+
+_WEIGHTS = operator.attrgetter("weights")
 
 
 def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
@@ -100,6 +103,8 @@ class NativeStack:
         self.library, self._otherwise = library, otherwise
         self.blocks: tuple[BlockLike, ...] = tuple(blocks)
         self._place = {id(block): index for index, block in enumerate(blocks)}
+        first: dict[BlockSpec, int] = {}
+        self._kinds = tuple(first.setdefault(block.spec, index) for index, block in enumerate(blocks))
         self._prepared: Prepared | None = prepare(self.blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -142,13 +147,18 @@ class NativeStack:
         place = self._place.get(id(block))
         return place is not None and self.blocks[place] is block
 
+    def kind(self, block: Any) -> int | None:
+        """The first of its blocks that has the spec of this one; None where it is none of them."""
+        place = self._place.get(id(block))
+        return None if place is None or self.blocks[place] is not block else self._kinds[place]
+
     def ready(self) -> Prepared | None:
         """The structs, made anew where a tensor has moved; None where the blocks are no longer accepted."""
         prepared = self._prepared
         if (
             prepared is not None
-            and all(b.weights is w for b, w in zip(self.blocks, prepared.weights, strict=True))
-            and all(t.data_ptr() == p for t, p in zip(prepared.tensors, prepared.addresses, strict=True))
+            and all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))
+            and tuple(map(Tensor.data_ptr, prepared.tensors)) == prepared.addresses
         ):
             return prepared
         accepted = all(refuse_block(block) is None for block in self.blocks)
@@ -231,7 +241,7 @@ class NativeStack:
         call = StackCall(
             x=x.data_ptr(),
             out=out.data_ptr(),
-            blocks=(abi.Block * len(places))(*(prepared.blocks[place] for place in places)),
+            blocks=self._structs(prepared, places),
             num_blocks=len(places),
             tables=rows,
             num_tables=len(angles),
@@ -248,6 +258,14 @@ class NativeStack:
         self._call(call, [self.blocks[place] for place in places])
         del angles
         return out
+
+    def _structs(self, prepared: Prepared, places: Sequence[int]) -> Any:
+        """The structs of some blocks in their order; where that is the engine's own, those that are there."""
+        if places == list(range(places[0], places[0] + len(places))):
+            return ctypes.pointer(
+                abi.Block.from_buffer(prepared.blocks, ctypes.sizeof(abi.Block) * places[0])
+            )
+        return (abi.Block * len(places))(*(prepared.blocks[place] for place in places))
 
 
 def _tables(prepared: Prepared, tables: Tables) -> tuple[list[tuple[Tensor, ...]], Any]:
