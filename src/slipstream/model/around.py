@@ -100,8 +100,8 @@ class _Around:
             type(x) is not Tensor
             or x.dtype != weight.dtype
             or x.shape[-1] != weight.shape[1]
-            or not 0 < x.numel() <= MOST_ROWS * weight.shape[1]
             or not is_plain_run(x)
+            or not 0 < x.numel() <= MOST_ROWS * weight.shape[1]
         ):
             return F.linear(x, weight, bias)
         rows = self.run(x.reshape(-1, x.shape[-1]), FORMATS["plain"].weight(weight, bias))
