@@ -81,7 +81,9 @@ def _prove(module: nn.Module, run: Callable[[Tensor, Weight], Tensor]) -> float 
     own: Any = module._parameters["weight"]
     edge = 1 + _PROOF // 2 // (own.shape[1] * own.itemsize)
     rows = torch.cat((own[:edge], own[-edge:])).detach()
-    x = torch.randn(3, rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows)
+    x = torch.randn(
+        3, rows.shape[1], dtype=torch.float32, generator=torch.Generator().manual_seed(0), device="cpu"
+    ).to(rows)
     # Of a size whose products are near one, which is what the bound is for.
     rows = rows / rows.float().square().sum(1).mean().sqrt().clamp(min=1e-6).to(rows)
     return disagreement(F.linear(x, rows), run(x, FORMATS["plain"].weight(rows, None)))
