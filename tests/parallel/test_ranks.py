@@ -81,6 +81,7 @@ def test_a_world_larger_than_a_replica_has_several_with_prompts_of_their_own(poo
     [
         ("config", "ConfigError", "the field max_out_tokens (rank 0: 1024; rank 1: 1024; rank 2: 99)"),
         ("weights", "ConfigError", "the parameter "),
+        ("entry", "ConfigError", "the entry rms_norm_eps of the model's config (rank 0: "),
         ("prompt", "RequestError", "the argument input"),
         ("forward", "RequestError", "the argument 0"),
         ("option", "RequestError", "the argument max_new_tokens (rank 0: 2; rank 1: 2; rank 2: 3)"),

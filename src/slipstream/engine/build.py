@@ -43,6 +43,7 @@ from slipstream.model.watch import watch
 from slipstream.ops import OPS, Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts, bind
 from slipstream.parallel import ALONE, Mesh
+from slipstream.parallel.agree import agree_on_weights
 from slipstream.parallel.vocabulary import joined_linear
 
 __all__ = ["Built", "build", "inspect", "offer"]
@@ -160,6 +161,7 @@ def _plan(
     settings = settings_for(model, config, device, packed_as, filling, mesh)
     if filling is not None:
         filling.start(layers)
+        agree_on_weights(model, mesh)
     verdicts = _judge(model, layers, config, settings)
     packing = plan_packing(layers, verdicts, settings)
     parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)

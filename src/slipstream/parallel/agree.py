@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from slipstream.config import InferenceConfig
 from slipstream.config.section import Section
 from slipstream.errors import ConfigError, DeviceError, RequestError
-from slipstream.parallel.collectives import gather_objects, together
+from slipstream.parallel.collectives import gather_objects, largest, together
 from slipstream.parallel.mesh import Axis, Mesh
 
-__all__ = ["agree_on_call", "agree_on_engine", "agree_on_tokens", "any_of", "share_random_state"]
+__all__ = [
+    "agree_on_call",
+    "agree_on_engine",
+    "agree_on_tokens",
+    "agree_on_weights",
+    "any_of",
+    "share_random_state",
+]
 
 _SAMPLE = 16
 _WHAT = "compared what they were asked for"
+_BESIDE = ("_name_or_path", "transformers_version", "_commit_hash")
+"""Entries of a model's config that say where it came from."""
 
 
 def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> None:
@@ -32,8 +41,22 @@ def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> No
         return
     own = {f"the field {name}": _text(value) for name, value in _fields(config)}
     own["the class of the model"] = type(model).__name__
+    model_config: Any = getattr(model, "config", None)
+    entries = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
+    own |= {f"the entry {k} of the model's config": _text(v) for k, v in entries.items() if k not in _BESIDE}
     own |= {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
     _compare(own, mesh.replica, ConfigError, "give every rank the same configuration, model and weights")
+
+
+def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
+    """Compare what of a model's weights is there with the other ranks, whose files may be copies.
+
+    Raises:
+        ConfigError: With the parameter, and the ranks that have another one.
+    """
+    if not mesh.is_alone:
+        own = {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
+        _compare(own, mesh.replica, ConfigError, "give every rank the same checkpoint")
 
 
 def agree_on_call(kind: str, values: Mapping[str, Any], mesh: Mesh) -> bool:
@@ -73,9 +96,7 @@ def agree_on_tokens(tokens: Tensor, axis: Axis) -> None:
     if axis.size == 1:
         return
     mine = tokens.detach().cpu()
-    both = torch.stack([mine, -mine])
-    with together(axis, "compared tokens"):
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=axis.control)
+    both = largest(torch.stack([mine, -mine]), axis, "compared tokens")
     if not torch.equal(both[0], -both[1]):
         raise DeviceError(
             f"rank {axis.ranks[axis.rank]} chose the tokens {mine.flatten()[:4].tolist()}, and the ranks "
@@ -89,8 +110,7 @@ def any_of(flags: list[bool], axis: Axis, *, known: bool) -> list[bool]:
     if axis.size == 1 or known:
         return flags
     up = torch.tensor(flags, dtype=torch.int32, device="cpu")
-    with together(axis, "agreed on which sequences are finished"):
-        dist.all_reduce(up, dist.ReduceOp.MAX, group=axis.control)
+    up = largest(up, axis, "agreed on which sequences are finished")
     return [bool(flag) for flag in up.tolist()]
 
 

@@ -5,6 +5,7 @@ Shapes: T packed tokens, C hidden, H heads, D head dim.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,12 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import DeviceError
-from slipstream.parallel.mesh import Axis
+from slipstream.parallel.mesh import STEP_TIMEOUT, Axis
 from slipstream.spec import Norm
 
-__all__ = ["all_sum", "broadcast", "exchange", "gather_last", "gather_objects", "norm_across", "together"]
+__all__ = [
+    "all_sum",
+    "broadcast",
+    "exchange",
+    "gather_last",
+    "gather_objects",
+    "largest",
+    "norm_across",
+    "together",
+]
 
 _ROLL_CALL = timedelta(seconds=5)
+_ABSENT = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+"""What torch's `monitored_barrier` says on its first rank; the others only learn that it gave up."""
 
 
 @contextmanager
@@ -48,8 +60,11 @@ def _missing(axis: Axis) -> str:
     try:
         dist.monitored_barrier(axis.control, _ROLL_CALL, wait_all_ranks=True)
     except (RuntimeError, ValueError) as error:
-        text = str(error).strip().rpartition("]")[2].strip() or str(error)
-        return f" ({text.partition(chr(10))[0][:160]})"
+        found = _ABSENT.search(str(error))
+        if found is not None:
+            places = dist.get_process_group_ranks(axis.control)
+            absent = ", ".join(str(places[int(place)]) for place in found[1].split(","))
+            return f" (no answer from rank {absent})"
     return ""
 
 
@@ -65,6 +80,14 @@ def all_sum(x: Tensor, axis: Axis) -> Tensor:
     x = x.contiguous()
     with together(axis, "added up a layer"):
         dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def largest(x: Tensor, axis: Axis, what: str) -> Tensor:
+    """Overwrite `x`, on the CPU, with the largest of each number over ranks that are within a step."""
+    with together(axis, what):
+        work = dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.control, async_op=True)
+        work.wait(STEP_TIMEOUT)  # the group itself has the patience of ranks that may still be loading
     return x
 
 

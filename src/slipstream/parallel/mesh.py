@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError
 
 __all__ = ["ALONE", "Axis", "Mesh", "open_mesh"]
 
-STEP_TIMEOUT = timedelta(seconds=45)
+STEP_TIMEOUT = timedelta(seconds=35)
 """How long a rank waits for the others within a step. A rank that ended is noticed at once, by its closed
 connections; this is for one that hangs, or a network that swallows."""
 
