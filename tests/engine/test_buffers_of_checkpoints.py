@@ -1,4 +1,4 @@
-"""Buffers that carry weights (a router's correction, a layer's scale) reach the blocks from a checkpoint."""
+"""Checkpoints that differ from their model: buffers that carry weights, tensors of several dtypes."""
 
 from __future__ import annotations
 
@@ -35,4 +35,28 @@ def test_a_checkpoints_buffers_are_in_the_blocks(tiny: object, tmp_path: Path) -
     ids, left, _ = batch(saved.get_input_embeddings().weight.shape[0])
     with torch.no_grad():
         expected, got = (m(input_ids=ids, attention_mask=left).logits for m in (saved, engine))
+    assert float((expected - got)[left.bool()].abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("own", [torch.float64, torch.bfloat16])
+def test_a_checkpoint_of_several_dtypes_is_fused_all_the_same(own: torch.dtype, tmp_path: Path) -> None:
+    tiny = next(tiny for family, tiny in VARIANTS if label((family, tiny)) == "llama")
+    saved = peaked_model(tiny)
+    with torch.no_grad():
+        for name, parameter in saved.named_parameters():
+            if "norm" in name or "q_proj" in name:
+                parameter.copy_(parameter.to(own))
+    state = {name: t.clone() for name, t in saved.state_dict().items()}
+    stored = {n: t.to(own) if "norm" in n or "q_proj" in n else t for n, t in state.items()}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        hollow = type(saved)(copy.deepcopy(saved.config)).eval()
+    engine = slipstream.init_inference(
+        hollow, dtype=torch.float32, replace_with_kernel_inject=True, checkpoint=str(tmp_path)
+    )
+    assert engine.report().level == "block"
+    ids, left, _ = batch(saved.get_input_embeddings().weight.shape[0])
+    with torch.no_grad():
+        expected, got = (m(input_ids=ids, attention_mask=left).logits for m in (saved, engine))
+    assert got.dtype == torch.float32
     assert float((expected - got)[left.bool()].abs().max()) <= 1e-4

@@ -160,7 +160,7 @@ def _plan(
     packed_as = weight_format(config, layers, model_config)
     settings = settings_for(model, config, device, packed_as, filling, mesh)
     if filling is not None:
-        filling.start(layers)
+        filling.start(layers, settings.dtype, settings.keep)
         agree_on_weights(model, mesh)
     verdicts = _judge(model, layers, config, settings)
     packing = plan_packing(layers, verdicts, settings)

@@ -64,9 +64,19 @@ class Filling:
                     self._slots.setdefault(group, []).append((module._parameters, leaf))
         self._before: list[tuple[_Table, str, Any]] = []
         self._borrowed: list[tuple[int, int]] = []
+        self._dtype: torch.dtype | None = None
+        self._keep: tuple[re.Pattern[str], ...] = ()
 
-    def start(self, layers: Sequence[Found]) -> None:
+    def start(
+        self, layers: Sequence[Found], dtype: torch.dtype, keep: tuple[re.Pattern[str], ...] = ()
+    ) -> None:
         """Fill what stands outside of the layers, and the buffers without values.
+
+        Args:
+            layers: Of the model.
+            dtype: The engine's. What is stored in several dtypes is brought to one, or it could not be run:
+                that of what stands outside, or where that has several itself, this one.
+            keep: Patterns of names that have a dtype of their own.
 
         Raises:
             WeightError: A buffer that nobody can compute.
@@ -82,7 +92,11 @@ class Filling:
                 if value is not None:
                     self._before.append((module._buffers, leaf, module._buffers[leaf]))
                     module._buffers[leaf] = value
-        self._put({group for name, group in self._group.items() if not name.startswith(heads)})
+        outside = {group for name, group in self._group.items() if not name.startswith(heads)}
+        self._put(outside)
+        found = {t.dtype for group in outside if (t := self._now(group)).is_floating_point()}
+        self._dtype, self._keep = (found.pop() if len(found) == 1 else dtype), keep
+        self._to_one_dtype(outside)
 
     def undo(self) -> None:
         """Put back what was there before `start`."""
@@ -100,6 +114,7 @@ class Filling:
         groups = {group for name, group in self._group.items() if name.startswith(head)}
         groups = {group for group in groups if self._is_original(group)}
         self._put(groups)
+        self._to_one_dtype(groups)
         try:
             yield
         finally:
@@ -185,6 +200,18 @@ class Filling:
                 head = f"{layers[index + 1].name}."
                 self.source.prefetch(name for name in self.source.names() if name.startswith(head))
             yield found
+
+    def _to_one_dtype(self, groups: Iterable[str]) -> None:
+        """Cast what was put in and is stored in another dtype than the rest."""
+        for group in groups:
+            value = self._now(group)
+            if self._dtype is not None and applies(group, value, self._dtype, self._keep):
+                value.data = value.data.to(self._dtype)
+
+    def _now(self, group: str) -> nn.Parameter:
+        table, leaf = self._slots[group][0]
+        value: nn.Parameter = table[leaf]
+        return value
 
     def _is_original(self, group: str) -> bool:
         table, leaf = self._slots[group][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ __all__ = [
 
 _SAMPLE = 16
 _WHAT = "compared what they were asked for"
-_BESIDE = ("_name_or_path", "transformers_version", "_commit_hash")
-"""Entries of a model's config that say where it came from."""
+_BESIDE = re.compile(r"_.*|.*dtype|architectures|transformers_version")
+"""Entries of a model's config that say where it came from; saving a model on one rank changes them there."""
 
 
 def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> None:
@@ -43,7 +44,7 @@ def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> No
     own["the class of the model"] = type(model).__name__
     model_config: Any = getattr(model, "config", None)
     entries = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
-    own |= {f"the entry {k} of the model's config": _text(v) for k, v in entries.items() if k not in _BESIDE}
+    own |= {f"the entry {k} of the model's config": _text(v) for k, v in _numbers(entries).items()}
     own |= {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
     _compare(own, mesh.replica, ConfigError, "give every rank the same configuration, model and weights")
 
@@ -155,6 +156,12 @@ def _fields(section: Section, path: str = "") -> list[tuple[str, Any]]:
         value = getattr(section, name, None)
         found += _fields(value, f"{path}{name}.") if isinstance(value, Section) else [(path + name, value)]
     return found
+
+
+def _numbers(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a config, and of those within, that a model is built by."""
+    kept = {str(name): value for name, value in entries.items() if not _BESIDE.fullmatch(str(name))}
+    return {name: _numbers(v) if isinstance(v, Mapping) else v for name, v in kept.items()}
 
 
 def _text(value: Any) -> str:
