@@ -19,6 +19,7 @@ from slipstream.kernels.triton import (
     decode_attention,
     draw,
     few_rows,
+    fp8_rows,
     linear,
     matmul,
     moe,
@@ -33,7 +34,7 @@ from slipstream.kernels.triton.target import Bucket
 from slipstream.ops.activation import KINDS
 from slipstream.ops.draw import Warp
 from slipstream.ops.kv_cache import CachePart, Int8Cache
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Rounding, Weight
 from slipstream.ops.step import AttentionMask, Step
 from slipstream.spec import Norm
 
@@ -62,7 +63,7 @@ def subjects(generation: int) -> Iterator[Subject]:
 
 
 def _all(generation: int) -> Iterator[Subject]:
-    yield from _rows()
+    yield from _rows(generation)
     yield from _few_rows()
     yield from _matmul()
     yield from _attention(generation)
@@ -88,7 +89,7 @@ def _matrix(name: str, outputs: int, inputs: int, experts: int = 0) -> Weight:
     return PACKED[name].weight(dense, None)
 
 
-def _rows() -> Iterator[Subject]:
+def _rows(generation: int) -> Iterator[Subject]:
     """What reads and writes each element once."""
     for width in (1024, 2048, 4096, 8192):
         spec = Norm(kind="rms", eps=1e-5)
@@ -109,6 +110,8 @@ def _rows() -> Iterator[Subject]:
                 rope_cache.build_of(heads, dim, int8=int8),
                 lambda s=(heads, kv_heads, dim), i=int8: _kept(s, i),  # type: ignore[misc]
             )
+    if generation >= 89:
+        yield Subject(fp8_rows.BUILDS[0], _rounded)
     for name in NAMES[1:]:
         yield Subject(unpack.build_of(name), lambda n=name: _unpacked(n))  # type: ignore[misc]
 
@@ -117,6 +120,11 @@ def _rotated(heads: int, dim: int) -> Call:
     angles = torch.rand(2048, dim // 2, device=DEVICE)
     run = rope.KERNELS[0].run
     return _bound(run, _random(2048, heads, dim), angles.cos(), angles.sin(), interleaved=False)
+
+
+def _rounded() -> Call:
+    matrix = linear.matrix_of(_matrix("fp8", 4096, 4096))
+    return _bound(fp8_rows.times_rounded, _random(2048, 4096), matrix, Rounding(codes="fp8"))
 
 
 def _kept(shape: tuple[int, int, int], int8: bool) -> Call:

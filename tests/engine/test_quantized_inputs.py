@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.devices import NullDevice
 from slipstream.model import fuse
 from slipstream.ops.linear import Rounding, round_rows
 from tests.engine.test_quantized import logits, unpacked
@@ -97,8 +98,8 @@ def test_groups_are_left_to_torch_and_the_report_says_so() -> None:
     assert {layer.kernels["linear"] for layer in report.layers} == {"reference"}
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8", "fp6"])
-def test_only_int8_weights_take_rounded_rows(name: str) -> None:
+@pytest.mark.parametrize("name", ["int4", "fp6"])
+def test_only_weights_of_eight_bits_take_rounded_rows(name: str) -> None:
     quant = {"weight": {"format": name}, "activation": {"enabled": True}}
     with pytest.raises(slipstream.ConfigError, match=f"do not go with {name} weights"):
         inject(make("llama"), quant=quant)
@@ -110,3 +111,39 @@ def test_projections_left_plain_read_rows_as_they_are() -> None:
     assert runner is not None
     found = {role.name for role, w in runner.blocks[0].weights.matrices.items() if w.rounding is None}
     assert found == {"QKV"}
+
+
+FP8 = {"weight": {"format": "fp8"}, "activation": {"enabled": True}}
+
+
+def test_many_rows_enter_fp8_weights_rounded_where_a_device_multiplies_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.engine.build.choose", NullDevice)
+    original = make("llama")
+    engine = inject(original, quant=FP8)
+    assert {layer.format for layer in engine.report().layers} == {"fp8-a8"}
+    exact, few, many = unpacked(original, engine), prompt(2, 64), prompt(3, 43)
+    plain = [logits(exact, input_ids=ids) for ids in (few, many)]
+    assert float((logits(engine, input_ids=few) - plain[0]).norm() / plain[0].norm()) < 1e-4
+    for module in linears(exact):
+        module.register_forward_pre_hook(partial(round_first, rounding=Rounding(codes="fp8")))
+    expected, found = logits(exact, input_ids=many), logits(engine, input_ids=many)
+    # A number near the middle of two codes may be rounded to the other, an eighth of itself apart.
+    assert float((found - expected).norm() / expected.norm()) < 2 * TOLERANCE
+    assert float((plain[1] - expected).norm() / expected.norm()) > 4 * TOLERANCE
+
+
+def test_where_nothing_multiplies_fp8_rows_stay_and_the_report_says_so() -> None:
+    rounded, plain = (inject(make("llama"), quant=quant) for quant in (FP8, "fp8"))
+    assert any("has no products of fp8" in note for note in rounded.report().notes)
+    many = prompt(1, 129)
+    with torch.no_grad():
+        assert torch.equal(rounded(many).logits, plain(many).logits)
+
+
+@pytest.mark.parametrize("odd", [{"q_type": "asymmetric"}, {"q_groups": 2}])
+def test_fp8_has_no_zero_point_and_no_groups(odd: dict[str, object]) -> None:
+    quant = {"weight": {"format": "fp8"}, "activation": odd}
+    with pytest.raises(slipstream.ConfigError, match="does not go with fp8 weights"):
+        inject(make("llama"), quant=quant)

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.formats import FORMATS
+from slipstream.formats import FORMATS, rounding_inputs
 from slipstream.kernels.triton import register
 from slipstream.model.frame import run_stack
 from slipstream.ops import OPS
 from slipstream.ops.draw import Warp
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Rounding, Weight, round_rows
 from tests.gpu.place import place
 from tests.gpu.test_draw import edge
 from tests.gpu.test_stack import filled, made, step_of
@@ -58,6 +58,13 @@ def of_format(name: str, rows: int, inputs: int = 200) -> Check:
         return off(module.KERNELS[0].run(place(x), place(weight)), x @ weight.dense().T)
 
     return check
+
+
+def of_fp8(module: Any, patch: pytest.MonkeyPatch) -> float:
+    """Rows that are rounded to fp8, times the identity."""
+    x = torch.randn(129, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight = rounding_inputs(FORMATS["fp8"]).weight(torch.eye(32, dtype=torch.bfloat16), None)
+    return off(module.KERNELS[0].run(place(x), place(weight)), round_rows(x, Rounding(codes="fp8")))
 
 
 def of_edge(scores: Tensor, warp: Warp) -> Check:
@@ -245,6 +252,13 @@ FAULTS = (
         "weights += minimum[:, :, None]",
         "weights += 0.0",
         of_format("int4", 130),
+    ),
+    Fault(
+        "rows to fp8: a power of two too little",
+        ("fp8_rows", "linear"),
+        "(bits & 0x7FFFFF) > 0x600000",
+        "(bits & 0x7FFFFF) > 0x700000",
+        of_fp8,
     ),
     Fault(
         "draw: a score too many",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from slipstream.formats import FORMATS, VARIANTS, Format
+from slipstream.formats import FORMATS, VARIANTS, Format, rounding_inputs
 from slipstream.kernels.triton.linear import KERNELS
 from slipstream.ops.bind import Facts
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Weight, linear
 from tests.gpu.place import place
 
 ALL = {**FORMATS, **VARIANTS}
@@ -66,3 +68,33 @@ def test_what_the_kernel_does_not_read_is_left_to_the_reference() -> None:
     got = kernel.run(place(x), place(weight)).cpu()
     torch.testing.assert_close(got, torch.nn.functional.linear(x, weight.dense()))
     assert "unheard-of" in str(kernel.refuse(Facts(torch.device("cuda"), torch.float32, None, "unheard-of")))
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(129, 64, 48), (130, 200, 32), (131, 77, 9), (20, 64, 48)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_rows_of_fp8_are_rounded_as_the_reference_rounds_them(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
+    x[3], x[4, 1:] = 0.0, 0.0
+    x[5] = x[5].clamp(-447.9, 447.9) * 448 / x[5].abs().max()  # a largest that is a code
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    packed = rounding_inputs(FORMATS["fp8"])
+    weight = packed.weight(torch.randn(outputs, inputs, generator=generator).to(dtype), bias)
+    assert weight.format == "fp8-a8" and KERNELS[0].refuse(Facts(x.device, dtype, None, "fp8-a8")) is None
+    exact = replace(weight, dtype=torch.float64, bias=bias.double())
+    expected = linear(x.to(dtype).double(), exact)
+    got = KERNELS[0].run(place(x.to(dtype)), place(weight)).cpu()
+    error = (got.double() - expected).abs().amax(1) / expected.abs().amax(1).clamp(min=1.0)
+    assert got.dtype == dtype and float(error.max()) <= (1e-5 if dtype == torch.float32 else 8e-3)
+
+
+def test_a_row_with_a_number_that_is_none_has_none_afterwards() -> None:
+    x = torch.ones(129, 16, dtype=torch.bfloat16)
+    x[7, 3], x[8, 2] = torch.nan, torch.inf
+    weight = rounding_inputs(FORMATS["fp8"]).weight(torch.ones(16, 16, dtype=torch.bfloat16), None)
+    got = KERNELS[0].run(place(x), place(weight)).cpu()
+    assert got[7:9].isnan().all() and got[9:].isfinite().all() and got[:7].isfinite().all()

@@ -164,8 +164,10 @@ _QUANT = {
     "quant.activation": _acts("In force as soon as anything is set in it and `enabled` stays True."),
     "quant.activation.enabled": _acts(
         "True, when set, rounds each row that enters an int8 linear of the layers to 8 bits, with a scale of "
-        "its own; beside plain weights, and those of another format, it is refused. Experts that lie in one "
-        "tensor and the vocabulary projection read rows as they are."
+        "its own. Beside fp8 weights it acts on GPUs that multiply fp8 (compute capability 8.9 and later), "
+        "where products of more than 128 rows take rows rounded to e4m3; elsewhere rows stay as they are, "
+        "and the report says so. Beside plain weights, and those of another format, it is refused. Experts "
+        "that lie in one tensor and the vocabulary projection read rows as they are."
     ),
     "quant.activation.num_bits": _acts("8; the widths 4 and 6 are refused, for no matmul takes them."),
     "quant.activation.q_type": _acts("Symmetric: codes -127 to 127; asymmetric: 0 to 255 with a zero point."),

@@ -76,7 +76,7 @@ class WeightQuantConfig(BaseQuantConfig):
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """How the inputs of int8 linears are quantized; weights alone are when this is left out."""
+    """How the inputs of int8 and fp8 linears are quantized; weights alone are when this is left out."""
 
     @model_validator(mode="after")
     def _eight_bits(self) -> ActivationQuantConfig:
@@ -155,10 +155,17 @@ class QuantizationConfig(Section):
                 "activation.enabled=True contradicts weight.enabled=False: a matmul takes narrow activations "
                 "only together with narrow weights; drop one of the two"
             )
-        if self.activation_quantized and self.weight_format != "int8":
+        if self.activation_quantized and self.weight_format not in ("int8", "fp8"):
             raise ValueError(
-                f"activations in int8 do not go with {self.weight_format} weights: products of bytes take "
-                'int8 on both sides; use weight.format="int8", or leave activation out'
+                f"activations of 8 bits do not go with {self.weight_format} weights: products take int8, or "
+                'fp8, on both sides; use weight.format="int8" or "fp8", or leave activation out'
+            )
+        asked, plain = self.activation.explicit(), {"q_type": "symmetric", "q_groups": 1}
+        odd = [name for name, only in plain.items() if asked.get(name, only) != only]
+        if self.activation_quantized and self.weight_format == "fp8" and odd:
+            raise ValueError(
+                f"activation.{odd[0]}={asked[odd[0]]!r} does not go with fp8 weights: their products take "
+                f"one scale for each row, and no zero point; leave {odd[0]} out"
             )
         return self
 

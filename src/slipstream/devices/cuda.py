@@ -84,6 +84,10 @@ class CudaDevice(Device):
         """Start a new peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    def multiplies_fp8(self) -> bool:
+        """From compute capability 8.9 on."""
+        return torch.cuda.get_device_capability(self._device) >= (8, 9)
+
     def lane(self) -> Lane:
         """On the one stream for copies."""
         if self._copies is None:

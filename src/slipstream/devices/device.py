@@ -75,6 +75,10 @@ class Device(ABC):
     def reset_peak(self) -> None:
         """Start a new peak, where the device can."""
 
+    def multiplies_fp8(self) -> bool:
+        """Whether it has products of two fp8 matrices."""
+        return False
+
     def lane(self) -> Lane:
         """A lane for one buffer."""
         return Lane()

@@ -19,6 +19,10 @@ class NullDevice(CpuDevice):
     name = "null"
     joins_rows = True
 
+    def multiplies_fp8(self) -> bool:
+        """As a GPU does, by torch in float32."""
+        return True
+
     def no_graph(self) -> str | None:
         """Nothing stands in the way."""
         return None

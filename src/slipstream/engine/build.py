@@ -18,7 +18,14 @@ from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.ranks import agree_on_layers, join, place, split_or_pack
 from slipstream.engine.road import prepare_road, together
 from slipstream.engine.runner import Runner
-from slipstream.engine.settings import layers_config, outside_of, overridden, settings_for, weight_format
+from slipstream.engine.settings import (
+    layers_config,
+    outside_of,
+    overridden,
+    settings_for,
+    weight_format,
+    why_inputs_stay,
+)
 from slipstream.engine.small import Small
 from slipstream.engine.splitting import Splitting, plan_splitting
 from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_lease
@@ -157,7 +164,7 @@ def _plan(
 ) -> _Plan:
     """Prove what can be done; the model is only read."""
     layers = find_layers(model, layers_config(model_config, config), config.injection_policy)
-    packed_as = weight_format(config, layers, model_config)
+    packed_as = weight_format(config, layers, model_config, device)
     settings = settings_for(model, config, device, packed_as, filling, mesh)
     if filling is not None:
         filling.start(layers, settings.dtype, settings.keep)
@@ -167,6 +174,7 @@ def _plan(
     parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
     attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
     outside, stays = outside_of(model, config, settings, device)
+    stays = [*stays, *why_inputs_stay(config, device)]
     ops = _frame_ops(CpuDevice(), settings, outside)
     frame, why = _frame(model, model_config, layers, verdicts, settings, ops)
     agree_on_layers(layers, verdicts, mesh)

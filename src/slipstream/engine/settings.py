@@ -56,8 +56,20 @@ def layers_config(model_config: Any, config: InferenceConfig) -> Any:
     return dict(config.config) if model_config is None else model_config
 
 
-def weight_format(config: InferenceConfig, layers: Sequence[Found], model_config: Any) -> Format:
-    """The weight format that the configuration asks for."""
+def why_inputs_stay(config: InferenceConfig, device: Device) -> list[str]:
+    """A note where inputs are not rounded though that was asked for: what multiplies fp8 is not here."""
+    if not config.activation_quantized or config.weight_format != "fp8" or device.multiplies_fp8():
+        return []
+    return [
+        f"quant.activation has no effect: {device.torch_device} has no products of fp8, so rows enter fp8 "
+        "linears as they are"
+    ]
+
+
+def weight_format(
+    config: InferenceConfig, layers: Sequence[Found], model_config: Any, device: Device
+) -> Format:
+    """The weight format that the configuration asks for, as far as a device takes it."""
     name = config.weight_format
     if name is None:
         return FORMATS["plain"]
@@ -70,7 +82,7 @@ def weight_format(config: InferenceConfig, layers: Sequence[Found], model_config
         weight.q_type if "q_type" in weight.model_fields_set else None,
         width=getattr(model_config, "hidden_size", None) if hidden is None else hidden,
     )
-    if config.activation_quantized:
+    if config.activation_quantized and not why_inputs_stay(config, device):
         inputs = config.quant.activation
         found = rounding_inputs(found, symmetric=inputs.q_type == "symmetric", groups=inputs.q_groups)
     return _packing_fast(found)

@@ -17,8 +17,12 @@ __all__ = ["FORMATS", "VARIANTS", "format_of", "rounding_inputs"]
 
 FORMATS: dict[str, Format] = {f.name: f for f in (PLAIN, INT8, INT4, FP8, FP6)}
 """The formats that a configuration names, by name."""
+
 VARIANTS: dict[str, Format] = {f.name: f for f in (*INT4_VARIANTS, FP6_E3M2)}
 """The others: further group sizes and kinds, by name."""
+
+FP8_ABOVE = 128
+"""Products of more rows are bound by arithmetic, of which fp8 has twice; fewer would lose precision alone."""
 
 _BY_BITS = {8: "int8", 4: "int4", 6: "fp6"}
 _GROUPS = (128, 64, 32)
@@ -74,11 +78,12 @@ def rounding_inputs(packed: Format, *, symmetric: bool = True, groups: int = 1) 
     """The same format for matrices whose input rows are rounded to 8 bits.
 
     Args:
-        packed: `int8`, or what packs it faster.
+        packed: `int8` or `fp8`, or what packs it faster.
         symmetric: Without a zero point.
         groups: Of a row, with a scale of their own.
     """
-    rounding = Rounding(symmetric, groups)
+    in_fp8 = packed.name == "fp8"
+    rounding = Rounding(codes="fp8", above=FP8_ABOVE) if in_fp8 else Rounding(symmetric, groups)
     return replace(packed, name=packed.name + rounding.suffix, rounding=rounding)
 
 

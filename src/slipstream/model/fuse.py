@@ -269,7 +269,8 @@ def _check(
         stands = answered and len(shared) == len(tensors) and not settings.format.bits
         original = None if stands else twin.forward
         exact = partial(_in_float32, twin) if settings.dtype.itemsize == 2 else None
-        rounded = settings.format.rounding is not None
+        rounding = settings.format.rounding
+        rounded = rounding is not None and not rounding.above
         forwards = (original, partial(run_part, fused.forward, state.block.share))
         error = compare(found.name, calls, *forwards, like, ties=ties, rounded=rounded, exact=exact)
         return replace(verdict, max_error=error)
@@ -324,6 +325,8 @@ def _round_inputs(twin: nn.Module, state: Injected) -> None:
 
 def _rounded(module: nn.Module, args: tuple[Tensor, ...], *, rounding: Rounding) -> tuple[Any, ...]:
     """Forward pre-hook; transformers gives linears their input by place."""
+    if args[0].shape[:-1].numel() <= rounding.above:
+        return args
     return (round_rows(args[0], rounding).to(args[0].dtype), *args[1:])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,16 +31,23 @@ class Rounding:
     `zero = round(-least * times)`, codes 0 to 255. All of it in float32, to the nearest even; a row that
     holds NaN or infinity becomes NaN.
 
+    In fp8 a code is the e4m3 number nearest to `x / scale`, and the scale the least power of two with which
+    the row's largest magnitude is at most 448: so a rounded row is exact in bfloat16.
+
     Source: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1, rows of x; Jacob et al. 2018
-    (arXiv 1712.05877), eq. 1, for the zero point.
+    (arXiv 1712.05877), eq. 1, for the zero point; Micikevicius et al. 2022 (arXiv 2209.05433) for e4m3.
 
     Attributes:
         symmetric: Without a zero point.
         groups: Parts of a row, as equal as can be, that have a scale each; the last may be shorter.
+        codes: "int8" or "fp8", which is symmetric and has no groups.
+        above: Products of so many rows or fewer take them as they are.
     """
 
     symmetric: bool = True
     groups: int = 1
+    codes: Literal["int8", "fp8"] = "int8"
+    above: int = 0
 
     @property
     def suffix(self) -> str:
@@ -51,6 +58,8 @@ class Rounding:
 def round_rows(x: Tensor, rounding: Rounding) -> Tensor:
     """Return rows `(..., I)` rounded, in float32; `x` may have any floating dtype and is not changed."""
     x = x.float()
+    if rounding.codes == "fp8":
+        return _in_fp8(x)
     if rounding.groups > 1:
         width = -(-x.shape[-1] // rounding.groups)
         whole = Rounding(rounding.symmetric)
@@ -68,6 +77,15 @@ def round_rows(x: Tensor, rounding: Rounding) -> Tensor:
         return (x * times).round() * scale
     zero = (-least * times).round()
     return (((x * times).round() + zero).clamp(0, 255) - zero) * scale
+
+
+def _in_fp8(x: Tensor) -> Tensor:
+    largest = x.abs().amax(-1, keepdim=True)
+    # 448 = 0.875 * 2^9
+    part, exponent = torch.frexp(largest)
+    scale = torch.ldexp(torch.ones_like(largest), exponent - 9 + (part > 0.875))
+    codes = torch.where(largest >= _LEAST, x / scale, 0.0).to(torch.float8_e4m3fn).float()
+    return codes * scale + (x * 0).sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -182,11 +200,12 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     Returns:
         `(T, O)` in the dtype of `x`.
     """
-    if weight.rounding is not None and weight.dtype is not None:
+    rounding = weight.rounding
+    if rounding is not None and weight.dtype is not None and x.shape[:-1].numel() > rounding.above:
         wide = torch.promote_types(weight.dtype, torch.float32)
         bias = None if weight.bias is None else weight.bias.to(wide)
         dense = weight.unpack(weight.planes, weight.shape, wide)
-        return F.linear(round_rows(x, weight.rounding).to(wide), dense, bias).to(x.dtype)
+        return F.linear(round_rows(x, rounding).to(wide), dense, bias).to(x.dtype)
     if weight.dtype is not None or len(weight.planes) == 1:
         return F.linear(x, weight.dense(), weight.bias)
     runs = weight.planes

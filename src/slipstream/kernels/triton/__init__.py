@@ -13,6 +13,7 @@ from slipstream.kernels.triton import (
     decode_attention,
     draw,
     few_rows,
+    fp8_rows,
     linear,
     matmul,
     moe,
@@ -27,7 +28,19 @@ from slipstream.ops.bind import Kernel
 __all__ = ["BUILDS", "KERNELS"]
 
 _MODULES = (activation, attention, draw, linear, moe, norm, rope, rope_cache)
-_COMPILED = (activation, attention, decode_attention, draw, few_rows, matmul, norm, rope, rope_cache, unpack)
+_COMPILED = (
+    activation,
+    attention,
+    decode_attention,
+    draw,
+    few_rows,
+    fp8_rows,
+    matmul,
+    norm,
+    rope,
+    rope_cache,
+    unpack,
+)
 
 KERNELS: tuple[Kernel, ...] = tuple(kernel for module in _MODULES for kernel in module.KERNELS)
 """Every kernel of the GPU, in order of preference."""

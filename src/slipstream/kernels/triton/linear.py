@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.decode import kind_of
 from slipstream.kernels.triton.few_rows import FEW_ROWS, Around, Matrix, times_few
+from slipstream.kernels.triton.fp8_rows import times_rounded
 from slipstream.kernels.triton.matmul import times_matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import refuse
@@ -73,6 +74,8 @@ def run_linear(x: Tensor, weight: Weight) -> Tensor:
         )
     if weight.format == "plain":
         return linear(x, weight)
+    if weight.rounding is not None:
+        return times_rounded(x, matrix, weight.rounding)
     return F.linear(x, unpacked(matrix, x.shape[1], x.dtype), weight.bias)
 
 
