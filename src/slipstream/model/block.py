@@ -251,8 +251,7 @@ class Block:
         """A matrix of the block, and its bias, of rows `(T, in)`."""
         weight = self.weights.matrices[role]
         # A matrix that is kept in float32 (T5's last one) answers in it, and the sums go on so.
-        dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
-        return times(self.ops.linear.run, x if x.dtype == dtype else x.to(dtype), weight)
+        return times(self.ops.linear.run, x.to(weight.computes_in), weight)
 
     def attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
         """The first branch between its norms, `(T, C)` to `(T, C)`."""
@@ -394,8 +393,7 @@ class Block:
 
 def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
     """A streamed matrix whose bias `fn` was applied to."""
-    dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
-    if fn(torch.empty(0, dtype=dtype, device="cpu")).dtype != dtype:
+    if fn(torch.empty(0, dtype=(dtype := weight.computes_in), device="cpu")).dtype != dtype:
         raise UnsupportedError(
             f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
         )

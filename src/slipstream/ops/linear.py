@@ -138,6 +138,11 @@ class Weight:
     rounding: Rounding | None = None
     beside: Beside | None = None
 
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype of the rows that it multiplies."""
+        return self.planes[0].dtype if self.dtype is None else self.dtype
+
     def dense(self) -> Tensor:
         """Return the dense tensor of `shape`: for "plain" the stored one itself, else a new one."""
         if self.dtype is not None:
