@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.model.attend import attends
+from slipstream.model.slices import feed_forwards, run_in_slices
 
 diffusers = pytest.importorskip(
     "diffusers", reason="diffusers is not installed: pip install slipstream[diffusion]"
@@ -213,6 +214,41 @@ def test_attention_that_the_op_does_not_serve_is_torchs() -> None:
     asked = engine.module(**{**inputs, "sample": inputs["sample"].clone().requires_grad_()}).sample
     asked.sum().backward()  # gradients are torch's affair
     torch.testing.assert_close(asked.detach(), model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu-approximate", "geglu", "geglu-approximate", "swiglu"])
+def test_feed_forwards_answer_alike_in_slices_unless_somebody_could_tell(activation: str) -> None:
+    torch.manual_seed(0)
+    feed = diffusers.models.attention.FeedForward(16, activation_fn=activation)
+    model = nn.ModuleList([feed, nn.Linear(16, 16)]).eval()
+    x = torch.randn(3, 1111, 16)  # 3333 tokens: the last slice is short
+    with torch.no_grad():
+        expected = feed(x)
+    own = feed.net[2].forward
+    calls: list[int] = []
+    feed.net[2].forward = lambda rows: (calls.append(rows.numel() // rows.shape[-1]), own(rows))[1]
+    assert feed_forwards(model) == ("0",)
+    run_in_slices(model, ("0",))
+    with torch.no_grad():
+        torch.testing.assert_close(feed(x), expected)
+        assert sum(calls) == 3333 and max(calls) < 3333
+        torch.testing.assert_close(feed(x[:, :9]), expected[:, :9])
+        assert calls.pop() == 27
+        feed.net[0].register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(feed(x), expected)
+        assert calls.pop() == 3333
+    feed(x.requires_grad_()).sum().backward()
+    assert calls.pop() == 3333 and x.grad is not None
+
+
+def test_a_feed_forward_with_a_part_that_nobody_knows_runs_whole() -> None:
+    class Mixing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(dim=1, keepdim=True)
+
+    feed = diffusers.models.attention.FeedForward(16)
+    feed.net.append(Mixing())
+    assert feed_forwards(nn.ModuleList([feed])) == ()
 
 
 def test_convolutions_have_their_channels_last_and_are_saved_and_refreshed_as_ever(tmp_path: Path) -> None:

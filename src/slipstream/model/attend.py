@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from slipstream.model.fuse import Settings
 from slipstream.model.namesake import namesake
+from slipstream.model.slices import feed_forwards, run_in_slices
 from slipstream.ops.bind import Bound
 
 __all__ = ["AttendPlan", "attends", "plan_attention", "swap_attention"]
@@ -46,11 +47,13 @@ class AttendPlan:
         names: Of the modules; none where torch's own attention stays.
         op: What they run.
         convolutions: Modules whose weights are laid out with the channels last.
+        feeds: Feed-forwards that run on slices of an image's tokens.
     """
 
     names: tuple[str, ...]
     op: Bound
     convolutions: tuple[str, ...]
+    feeds: tuple[str, ...] = ()
 
 
 def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
@@ -63,15 +66,16 @@ def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
         return None
     names = tuple(name for name, module in model.named_modules() if _has_processor(module))
     convolutions = tuple(name for name, module in model.named_modules() if type(module) is nn.Conv2d)
+    feeds = feed_forwards(model) if settings.device.type == "cpu" else ()
     op = settings.bind(None).attention
     if not names or op.name == "reference":
-        return AttendPlan((), op, convolutions)
+        return AttendPlan((), op, convolutions, feeds)
     errors = [_disagreement(op.run, settings, dim, keys) for dim in _DIMS for keys in (9, 33)]
     worst = max(errors)
     if not worst <= 8 * torch.finfo(settings.dtype).eps:
         log.warning("%s attends with an error of %.3g; diffusers' attention stays torch's", op.name, worst)
         names = ()
-    return AttendPlan(names, op, convolutions)
+    return AttendPlan(names, op, convolutions, feeds)
 
 
 def _is_of_diffusers(module: nn.Module) -> bool:
@@ -111,9 +115,12 @@ def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
     for name in plan.convolutions:
         weight = model.get_submodule(name).get_parameter("weight")
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    run_in_slices(model, plan.feeds)
     notes = [f"the attention of {len(plan.names)} modules runs {plan.op.name}"] if plan.names else []
     if plan.convolutions:
         notes.append(f"the weights of {len(plan.convolutions)} convolutions have their channels last")
+    if plan.feeds:
+        notes.append(f"{len(plan.feeds)} feed-forwards run on slices of an image's tokens")
     return notes
 
 

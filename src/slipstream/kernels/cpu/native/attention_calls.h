@@ -37,9 +37,27 @@ inline void paged_attention(const PagedAttentionCall& call, char* base, Team& te
     attend(a, team, rank, scratch.room);
 }
 
+// Heads of a call whose every query meets all keys, an image's say: tiles as large as leave each thread some,
+// for the layout of keys that they pay for is most of the work at small head dims. Measured with 4096 queries
+// and keys of 8 heads of 40: 184 ms by tiles of 64, 104 by 512.
+inline Heads heads_of(const AttentionCall& call, int threads) {
+    constexpr int64_t kLargestTile = 512, kTiles = 4, kFloats = 1 << 16;
+    Heads heads = {call.heads, call.kv_heads, call.head_dim};
+    if (call.causal || call.mask.window)
+        return heads;
+    const int64_t wanted = kTiles * static_cast<int64_t>(threads), group = heads.group();
+    for (int64_t rows = kLargestTile; rows > kTileRows; rows /= 2) {
+        const int64_t tiles = ceil_div(call.queries, most(1, rows / group));
+        if (rows * heads.dim > kFloats || call.batch * heads.kv_heads * tiles < wanted)
+            continue;
+        heads.tile_rows = heads.tile_tokens = rows;
+        break;
+    }
+    return heads;
+}
+
 struct AttentionScratch {
-    AttentionScratch(const AttentionCall& call, char* base, int threads)
-        : heads({call.heads, call.kv_heads, call.head_dim}) {
+    AttentionScratch(const AttentionCall& call, char* base, int threads) : heads(heads_of(call, threads)) {
         spans = {call.batch, nullptr, nullptr, call.queries, call.keys, call.causal != 0, false, nullptr};
         Scratch scratch(base);
         trims = call.bias.data && !call.bias.row && !call.bias.head && !call.causal;

@@ -37,12 +37,13 @@ struct Item {
 
 struct Heads {
     int64_t heads, kv_heads, dim;
+    int64_t tile_rows = kTileRows, tile_tokens = kTileTokens;
     int64_t group() const { return heads / kv_heads; }
     // Whether so many queries of a sequence meet keys where they lie.
     bool few(int64_t queries) const { return queries * group() <= kFewQueries; }
     int64_t width() const { return ceil_div(dim, Vec::kWidth) * Vec::kWidth; }
-    int64_t most_rows() const { return most(kTileRows, group()); }
-    int64_t most_tokens() const { return most(1, least(kTileTokens, kTileRows / group())); }
+    int64_t most_rows() const { return most(tile_rows, group()); }
+    int64_t most_tokens() const { return most(1, least(tile_tokens, tile_rows / group())); }
 };
 
 // What was decided; kept in scratch, made by one thread and read by all.
@@ -105,7 +106,7 @@ private:
         const bool few = heads_.few(item.count);
         const int64_t least_keys = few ? kLeastFew : kLeastKeys, limit = limit_of(few);
         const bool splits = item.end >= 2 * least_keys;
-        int64_t kvs = most(1, least(heads_.kv_heads, kTileRows / rows));
+        int64_t kvs = most(1, least(heads_.kv_heads, heads_.tile_rows / rows));
         if (!splits)
             kvs = most(1, least(kvs, limit / most(each, 1)));
         if (spans_.seen)

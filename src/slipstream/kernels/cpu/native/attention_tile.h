@@ -103,10 +103,28 @@ inline void product_rows(const float* a, int64_t as, const float* b, int64_t bs,
         product_block<P, kAdd, R, 1>(a, as, b + j, bs, depth, out + j, os);
 }
 
+// The same for twice as many rows and fewer columns than a block has: with the rows of one block alone each
+// sum would wait for the one before.
+template <class P, bool kAdd>
+inline void product_narrow(const float* a, int64_t as, const float* b, int64_t bs, int64_t depth,
+                           int64_t width, float* out, int64_t os) {
+    constexpr int kRows = 2 * Vec::kRows;
+    if (Vec::kCols > 3 && width == 3 * Vec::kWidth)
+        return product_block<P, kAdd, kRows, least(Vec::kCols, 3)>(a, as, b, bs, depth, out, os);
+    if (Vec::kCols > 2 && width == 2 * Vec::kWidth)
+        return product_block<P, kAdd, kRows, 2>(a, as, b, bs, depth, out, os);
+    product_block<P, kAdd, kRows, 1>(a, as, b, bs, depth, out, os);
+}
+
 // The same for any rows and a whole number of vectors of columns.
 template <class P, bool kAdd>
 inline void product(const float* a, int64_t as, int64_t rows, const float* b, int64_t bs, int64_t depth,
                     int64_t width, float* out, int64_t os) {
+    constexpr int64_t kWide = Vec::kCols * Vec::kWidth;
+    if (const int64_t narrow = width % kWide; narrow && rows == 2 * Vec::kRows) {
+        product_narrow<P, kAdd>(a, as, b + width - narrow, bs, depth, narrow, out + width - narrow, os);
+        width -= narrow;
+    }
     int64_t r = 0;
     for (; r + Vec::kRows <= rows; r += Vec::kRows)
         product_rows<P, kAdd, Vec::kRows>(a + r * as, as, b, bs, depth, width, out + r * os, os);

@@ -7,8 +7,6 @@
 namespace slipstream {
 namespace {
 
-constexpr int64_t kMostGroup = 128;
-
 inline Vec inverse(Vec scale) {
     const Vec zero = Vec::set(0.0f), one = Vec::set(1.0f);
     const Vec safe = if_less(zero, abs(scale), scale, one);
@@ -33,25 +31,23 @@ inline Vec toward_zero(Vec x) {
     return Vec::load(halves);
 }
 
-// The sum of f(0) ... f(group - 1) by halves.
-template <class F>
-inline Vec tree(int64_t group, F f) {
-    Vec t[kMostGroup / 2];
-    int64_t half = group / 2;
-    for (int64_t j = 0; j < half; ++j)
-        t[j] = f(j) + f(j + half);
-    while (half > 2) {
-        half /= 2;
+// The sum of f(0) ... f(kSize - 1) by halves.
+template <int64_t kSize, class F>
+inline Vec tree(F f) {
+    Vec t[kSize / 2];
+    for (int64_t j = 0; j < kSize / 2; ++j)
+        t[j] = f(j) + f(j + kSize / 2);
+    for (int64_t half = kSize / 4; half > 1; half /= 2)
         for (int64_t j = 0; j < half; ++j)
             t[j] = t[j] + t[j + half];
-    }
     return t[0] + t[1];
 }
 
 // As many groups at once as a vector has lanes, their weights one vector after the other.
+template <int64_t kSize>
 struct Groups {
-    int64_t size;
-    Vec x[kMostGroup], codes[kMostGroup];
+    static constexpr int64_t size = kSize;
+    Vec x[kSize], codes[kSize];
     Vec low, high;
 
     void fill(const float (*lanes)[Vec::kWidth]) {
@@ -72,22 +68,22 @@ struct Groups {
             codes[j] = min(max(round((x[j] - offset) * factor), a), b);
     }
     Vec sum() {
-        return tree(size, [&](int64_t j) { return x[j]; });
+        return tree<size>([&](int64_t j) { return x[j]; });
     }
     Vec squares() {
-        return tree(size, [&](int64_t j) { return x[j] * x[j]; });
+        return tree<size>([&](int64_t j) { return x[j] * x[j]; });
     }
     Vec sum_q() {
-        return tree(size, [&](int64_t j) { return codes[j]; });
+        return tree<size>([&](int64_t j) { return codes[j]; });
     }
     Vec sum_qq() {
-        return tree(size, [&](int64_t j) { return codes[j] * codes[j]; });
+        return tree<size>([&](int64_t j) { return codes[j] * codes[j]; });
     }
     Vec sum_qx() {
-        return tree(size, [&](int64_t j) { return codes[j] * x[j]; });
+        return tree<size>([&](int64_t j) { return codes[j] * x[j]; });
     }
     Vec error(Vec scale) {
-        return tree(size, [&](int64_t j) {
+        return tree<size>([&](int64_t j) {
             const Vec off = codes[j] * scale - x[j];
             return off * off;
         });
@@ -101,7 +97,8 @@ struct Range {
 };
 
 // See formats/search.py: `_better`. `g.x` is relative to `start`.
-inline void improve(Range& best, Groups& g, Vec start, Vec low, Vec high, Vec sum_y, Vec sum_yy) {
+template <class G>
+inline void improve(Range& best, G& g, Vec start, Vec low, Vec high, Vec sum_y, Vec sum_yy) {
     const Vec n = Vec::set(static_cast<float>(g.size)), two = Vec::set(2.0f), levels = Vec::set(15.0f);
     const Vec zero = Vec::set(0.0f), edge = Vec::set(kEdge);
     const Vec q = g.sum_q(), qq = g.sum_qq(), qy = g.sum_qx();
@@ -121,7 +118,8 @@ inline void improve(Range& best, Groups& g, Vec start, Vec low, Vec high, Vec su
 }
 
 // See formats/search.py: `fit_range`. Leaves the codes in `g`.
-inline Range fit_range(Groups& g) {
+template <class G>
+inline Range fit_range(G& g) {
     const Vec zero = Vec::set(0.0f), levels = Vec::set(15.0f);
     g.range();
     const Vec start = to_half(g.low), first = toward_zero((g.high - start) / levels);
@@ -143,7 +141,8 @@ inline Range fit_range(Groups& g) {
 }
 
 // See formats/search.py: `fit_signed`.
-inline Vec fit_signed(Groups& g) {
+template <class G>
+inline Vec fit_signed(G& g) {
     const Vec zero = Vec::set(0.0f), one = Vec::set(1.0f), edge = Vec::set(kEdge), seven = Vec::set(7.0f);
     g.range();
     const Vec below = zero - g.low, eight = Vec::set(8.0f);
@@ -174,9 +173,10 @@ inline Vec fit_signed(Groups& g) {
 
 // The power of 2^24 that brings a row's largest magnitude to [2^-10, 2^14).
 inline float row_multiplier(const float* x, int64_t n) {
-    float largest = 0.0f;
-    for (int64_t j = 0; j < n; ++j)
-        largest = std::fabs(x[j]) > largest ? std::fabs(x[j]) : largest;
+    Vec widest = Vec::set(0.0f);
+    for (int64_t j = 0; j < n; j += Vec::kWidth)
+        widest = max(abs(Vec::load(x + j, least(n - j, Vec::kWidth))), widest);
+    const float largest = widest.highest();
     if (largest == 0.0f)
         return 1.0f;
     int exponent;
@@ -201,15 +201,35 @@ inline void read_padded(const PackCall& call, int64_t first, int64_t count, int6
     }
 }
 
-// 32 codes of one lane to 16 bytes.
-inline void join_nibbles(const float (*lanes)[Vec::kWidth], int64_t lane, uint8_t* to) {
-    for (int64_t j = 0; j < 16; ++j)
-        to[j] = static_cast<uint8_t>(static_cast<int>(lanes[j][lane]) | static_cast<int>(lanes[j + 16][lane])
-                                                                            << 4);
+// `n` groups of `size` weights that follow each other, the same place of all of them side by side; lanes
+// beyond repeat the last group.
+inline void side_by_side(const float* x, int64_t size, int64_t n, float (*lanes)[Vec::kWidth]) {
+    if (n == Vec::kWidth) {
+        for (int64_t j = 0; j < size; j += Vec::kWidth)
+            transpose(x + j, size, lanes[j], Vec::kWidth);
+        return;
+    }
+    for (int64_t l = 0; l < Vec::kWidth; ++l)
+        for (int64_t j = 0; j < size; ++j)
+            lanes[j][l] = x[least(l, n - 1) * size + j];
 }
 
-// Some rows of int4 at once; `x` has room for them, padded.
-inline void pack_groups(const PackCall& call, int64_t first, int64_t count, float* x) {
+// 32 codes of each of n lanes to 16 bytes, those of lane l to `to + l * stride`: code j below, j + 16 above.
+inline void join_nibbles(const Vec* codes, int64_t n, uint8_t* to, int64_t stride) {
+    constexpr int64_t kPairs = 16;
+    alignas(64) float joined[kPairs][Vec::kWidth], turned[Vec::kWidth][kPairs];
+    for (int64_t j = 0; j < kPairs; ++j)
+        fma(codes[j + kPairs], Vec::set(16.0f), codes[j]).store(joined[j]);
+    for (int64_t j = 0; j < kPairs; j += Vec::kWidth)
+        transpose(joined[j], Vec::kWidth, turned[0] + j, kPairs);
+    for (int64_t l = 0; l < n; ++l)
+        for (int64_t j = 0; j < kPairs; ++j)
+            to[l * stride + j] = static_cast<uint8_t>(static_cast<int>(turned[l][j]));
+}
+
+// Some rows of int4 in groups of kSize at once; `x` has room for them, padded.
+template <int64_t kSize>
+inline void pack_groups_of(const PackCall& call, int64_t first, int64_t count, float* x) {
     const Matrix& m = call.packed;
     const int64_t groups = ceil_div(m.inputs, m.group), padded = groups * m.group;
     const bool ranged = m.format == kInt4;
@@ -217,27 +237,32 @@ inline void pack_groups(const PackCall& call, int64_t first, int64_t count, floa
     auto* codes = static_cast<uint8_t*>(const_cast<void*>(m.planes[kCodes])) + first * padded / 2;
     auto* scales = static_cast<Half*>(const_cast<void*>(m.planes[kScales])) + first * groups;
     auto* minima = static_cast<Half*>(const_cast<void*>(m.planes[kMinima])) + (ranged ? first * groups : 0);
-    Groups g;
-    g.size = m.group;
-    alignas(64) float lanes[kMostGroup][Vec::kWidth];
+    Groups<kSize> g;
+    alignas(64) float lanes[kSize][Vec::kWidth];
     for (int64_t b = 0; b < count * groups; b += Vec::kWidth) {
         const int64_t n = least(Vec::kWidth, count * groups - b);
-        for (int64_t l = 0; l < Vec::kWidth; ++l)
-            for (int64_t j = 0; j < g.size; ++j)
-                lanes[j][l] = x[(b + least(l, n - 1)) * g.size + j];
+        side_by_side(x + b * g.size, g.size, n, lanes);
         g.fill(lanes);
         const Range found = ranged ? fit_range(g) : Range{fit_signed(g), Vec::set(0.0f), Vec::set(0.0f)};
         g.fill(lanes);
         g.encode(found.scale, found.minimum, ranged ? 0 : -8, ranged ? 15 : 7);
-        for (int64_t j = 0; j < g.size; ++j)
-            (ranged ? g.codes[j] : g.codes[j] + Vec::set(8.0f)).store(lanes[j]);
+        for (int64_t j = 0; !ranged && j < g.size; ++j)
+            g.codes[j] = g.codes[j] + Vec::set(8.0f);
         found.scale.store(scales + b, n);
         if (ranged)
             found.minimum.store(minima + b, n);
-        for (int64_t l = 0; l < n; ++l)
-            for (int64_t k = 0; k < g.size; k += 32)
-                join_nibbles(lanes + k, l, codes + ((b + l) * g.size + k) / 2);
+        for (int64_t k = 0; k < g.size; k += 32)
+            join_nibbles(g.codes + k, n, codes + (b * g.size + k) / 2, g.size / 2);
     }
+}
+
+inline void pack_groups(const PackCall& call, int64_t first, int64_t count, float* x) {
+    if (call.packed.group == 32)
+        pack_groups_of<32>(call, first, count, x);
+    else if (call.packed.group == 64)
+        pack_groups_of<64>(call, first, count, x);
+    else
+        pack_groups_of<128>(call, first, count, x);
 }
 
 } // namespace
