@@ -16,7 +16,7 @@ from slipstream.engine.admit import compute_dtype
 from slipstream.errors import UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
-from slipstream.kernels import bind_pack, bind_pack_into, kernels_for
+from slipstream.kernels import PASSES, bind_pack, bind_pack_into, kernels_for
 from slipstream.model.convert import kept_in_float32
 from slipstream.model.filling import Filling
 from slipstream.model.fuse import Settings
@@ -27,7 +27,15 @@ from slipstream.ops.bind import Bound, Facts
 from slipstream.parallel import ALONE, Mesh
 from slipstream.spec import BlockSpec, Role
 
-__all__ = ["format_named", "layers_config", "outside_of", "overridden", "settings_for", "weight_format"]
+__all__ = [
+    "PASSES",
+    "format_named",
+    "layers_config",
+    "outside_of",
+    "overridden",
+    "settings_for",
+    "weight_format",
+]
 
 _PROJECTIONS = frozenset({Role.QKV, Role.CROSS_Q, Role.CROSS_KV})
 

@@ -13,7 +13,7 @@ from slipstream.engine.build import Built
 from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.ranks import first_writes, refuse_on_ranks
 from slipstream.engine.reload import reload
-from slipstream.engine.settings import format_named
+from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.refresh import refresh
@@ -65,7 +65,7 @@ class Weights(nn.Module):
         """
         refuse_on_ranks(self._built.mesh.replica, "refresh_weights")
         with self._without_adapters():
-            refresh(self.module, state, format_named)
+            refresh(self.module, state, format_named, PASSES)
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 from slipstream.devices import Device
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.library import torch_alone
+from slipstream.kernels.cpu.memory import PASSES
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack, bind_pack_into
 from slipstream.kernels.cpu.stack import NativeStack
@@ -17,6 +18,7 @@ from slipstream.kernels.cpu.stack import bind_stack as bind_cpu_stack
 from slipstream.ops.bind import Bound, Kernel
 
 __all__ = [
+    "PASSES",
     "bind_encoder",
     "bind_model",
     "bind_pack",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.formats import Format
 from slipstream.model.slots import find_slots, tensors_of
+from slipstream.ops.memory import TORCH, Passes
 from slipstream.weights.finite import check_finite
 from slipstream.weights.slot import Own, Packed, Slot, TensorSource
 
@@ -18,7 +19,10 @@ __all__ = ["apart_from", "check_values", "refresh"]
 
 
 def refresh(
-    model: nn.Module, state: Mapping[str, Tensor] | nn.Module, format_named: Callable[[str], Format]
+    model: nn.Module,
+    state: Mapping[str, Tensor] | nn.Module,
+    format_named: Callable[[str], Format],
+    passes: Passes = TORCH,
 ) -> None:
     """Write a whole state dict into the memory that a model's weights are in.
 
@@ -27,6 +31,7 @@ def refresh(
         state: Every name of `model.state_dict()`, in any floating dtype, on any device; or a module that has
             such a state dict. Of tensors that are tied, one will do.
         format_named: Gives a weight format by its name.
+        passes: How whole tensors are searched and copied.
 
     Raises:
         WeightError: A name too many or too few, another shape, NaN or infinity, tied tensors that differ;
@@ -39,12 +44,13 @@ def refresh(
     tensors = tensors_of(model)
     ties = _ties(tensors, slots)
     values = _complete(values, tensors, (*ties, *_tied(model)))
-    check_values(values, tensors, slots)
+    check_values(values, tensors, slots, passes)
     _check_ties(values, ties)
     values = apart_from(values, slots)
     with torch.no_grad():
         for slot in slots:
-            slot.write(values)
+            if not (isinstance(slot, Own) and passes.copied(values[slot.names[0]], slot.tensor)):
+                slot.write(values)
 
 
 def _state_of(state: Any) -> dict[str, Tensor]:
@@ -93,13 +99,19 @@ def _tied(model: nn.Module) -> Iterable[tuple[str, str]]:
     return tuple(pairs.items()) if isinstance(pairs, dict) else ()
 
 
-def check_values(values: Mapping[str, Tensor], like: Mapping[str, Tensor], slots: Sequence[Slot]) -> None:
+def check_values(
+    values: Mapping[str, Tensor],
+    like: Mapping[str, Tensor],
+    slots: Sequence[Slot],
+    passes: Passes = TORCH,
+) -> None:
     """Refuse what cannot be written.
 
     Args:
         values: By names of the model.
         like: The model's tensors, whose shapes and kinds must be met.
         slots: That are to be written.
+        passes: How whole tensors are searched.
 
     Raises:
         WeightError: Another shape or kind, no values, NaN or infinity, too large for the engine's dtype.
@@ -131,7 +143,7 @@ def check_values(values: Mapping[str, Tensor], like: Mapping[str, Tensor], slots
         if key not in seen and value.is_floating_point() and not _fits(name, value, narrow.get(name)):
             rest[name] = value
         seen.add(key)
-    check_finite(TensorSource(rest))
+    check_finite(TensorSource({n: value for n, value in rest.items() if not passes.is_finite(value)}))
 
 
 def _fits(name: str, value: Tensor, dtype: torch.dtype | None) -> bool:

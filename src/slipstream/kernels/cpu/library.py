@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int32, c_void_p
+from ctypes import byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
     try:
         handle = ctypes.CDLL(str(path))
         number = handle.slipstream_abi()
+        copy, finite = handle.slipstream_copy, handle.slipstream_finite
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded ({error}); build it again on this machine"
     if number != ABI:
@@ -75,6 +76,8 @@ def _open(path: Path) -> ctypes.CDLL | str:
     handle.slipstream_error.restype = c_char_p
     for name in ("linear", "attention", "paged_attention", "stack", "model", "pack"):
         getattr(handle, f"slipstream_{name}").argtypes = [c_int32, c_int32, c_void_p]
+    copy.argtypes = [c_int32, c_void_p, c_void_p, c_int64]
+    finite.argtypes = [c_int32, c_void_p, c_int64, c_int32, c_void_p]
     return handle
 
 

@@ -23,8 +23,8 @@ _MOST_ROWS = 1 << 20
 """Rows up to which torch's own product is slower: any number, measured with 1 to 512 rows of 576 to 5632."""
 
 _MOST_ROWS_BFLOAT16 = 63
-"""The same of a dense matrix in bfloat16: from 64 rows on torch takes 0.5 to 1.0 of the time. Measured with 64
-to 8192 rows of 320 to 5120, two cores of a Zen 5, in turns."""
+"""The same of a dense matrix in bfloat16: from 64 rows on torch takes 0.5 to 1.0 of the time. Measured with
+64 to 8192 rows of 320 to 5120, two cores of a Zen 5, in turns."""
 
 _MOST_ROWS_BESIDE_AMX = 16
 """The same where torch multiplies by AMX, and the library is told not to."""

@@ -1,0 +1,62 @@
+"""Whole tensors at the rate of the memory: copied past the caches, or searched for NaN and infinity."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu.abi import DTYPES
+from slipstream.kernels.cpu.library import load
+from slipstream.ops.memory import Passes
+
+__all__ = ["PASSES", "copied", "is_finite"]
+
+_ISA = "baseline"
+"""Any instruction set will do: the memory is what these wait for."""
+
+_LEAST_BYTES = 1 << 20
+"""Below this torch's own copy and sum take no longer."""
+
+
+def copied(source: Tensor, target: Tensor) -> bool:
+    """Copy a tensor into another one, or say that torch must: two thirds of its time.
+
+    Args:
+        source: Of any kind.
+        target: Of the same shape, in the same memory or in such as does not overlap that of `source`.
+    """
+    library = load(_ISA)
+    if library is None or target.nbytes < _LEAST_BYTES or source.dtype != target.dtype:
+        return False
+    same = source.shape == target.shape and source.stride() == target.stride()
+    if not (same and _is_one_run(source) and _is_one_run(target)):
+        return False
+    status = library.handle.slipstream_copy(
+        torch.get_num_threads(), source.data_ptr(), target.data_ptr(), target.nbytes
+    )
+    return bool(status == 0)
+
+
+def is_finite(tensor: Tensor) -> bool | None:
+    """Whether a tensor has neither NaN nor infinity; None where torch must look."""
+    library = load(_ISA)
+    if library is None or tensor.nbytes < _LEAST_BYTES or tensor.dtype not in DTYPES:
+        return None
+    if not _is_one_run(tensor):
+        return None
+    answer = ctypes.c_int32()
+    status = library.handle.slipstream_finite(
+        torch.get_num_threads(), tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], ctypes.byref(answer)
+    )
+    return None if status else bool(answer.value)
+
+
+def _is_one_run(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill its memory in their order, on the CPU."""
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+PASSES = Passes(copied, is_finite)

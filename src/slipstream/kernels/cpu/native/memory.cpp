@@ -1,0 +1,115 @@
+#include "memory.h"
+
+#include <cstring>
+
+#ifdef SLIPSTREAM_X86
+#include <emmintrin.h>
+#endif
+
+#include "pool.h"
+
+namespace slipstream {
+namespace {
+
+constexpr int64_t kPiece = 256 << 10; // bytes that a thread takes at a time
+constexpr int64_t kLine = 64;
+
+// `to` is aligned to a line.
+void copy_past_caches(const char* from, char* to, int64_t bytes) {
+    int64_t i = 0;
+#ifdef SLIPSTREAM_X86
+    for (; i + kLine <= bytes; i += kLine)
+        for (int64_t j = i; j < i + kLine; j += 16)
+            _mm_stream_si128(reinterpret_cast<__m128i*>(to + j),
+                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));
+    _mm_sfence();
+#endif
+    std::memcpy(to + i, from + i, static_cast<size_t>(bytes - i));
+}
+
+// Whether an exponent of the words [begin, end) is all ones.
+// Source: IEEE 754; bfloat16 is the upper half of float32.
+template <class Word>
+bool any_special(const void* data, int64_t begin, int64_t end, Word exponent) {
+    const auto* words = static_cast<const Word*>(data);
+    Word found = 0;
+    for (int64_t i = begin; i < end; ++i)
+        found = static_cast<Word>(found | ((words[i] & exponent) == exponent));
+    return found != 0;
+}
+
+struct Copy {
+    const char* from;
+    char* to;
+    int64_t bytes;
+};
+
+struct Scan {
+    const void* data;
+    int64_t count, size;
+    uint32_t exponent;
+    int32_t special;
+};
+
+} // namespace
+} // namespace slipstream
+
+using namespace slipstream;
+
+extern "C" {
+
+int32_t slipstream_copy(int32_t threads, const void* from, void* to, int64_t bytes) {
+    if (bytes < 0)
+        return kShape;
+    if (!from || !to)
+        return kNull;
+    const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);
+    const int64_t head = past && bytes > kLine - past ? kLine - past : (past ? bytes : 0);
+    std::memcpy(to, from, static_cast<size_t>(head));
+    Copy copy = {static_cast<const char*>(from) + head, static_cast<char*>(to) + head, bytes - head};
+    run(
+        [](void* context, Team& team, int) {
+            const auto& c = *static_cast<Copy*>(context);
+            for (int64_t at; (at = team.take(kPiece)) < c.bytes;)
+                copy_past_caches(c.from + at, c.to + at, c.bytes - at < kPiece ? c.bytes - at : kPiece);
+            team.meet();
+        },
+        &copy, team_size(threads));
+    return kOk;
+}
+
+int32_t slipstream_finite(int32_t threads, const void* data, int64_t count, int32_t dtype, int32_t* finite) {
+    if (count < 0)
+        return kShape;
+    if (!data || !finite)
+        return kNull;
+    Scan scan = {data, count, dtype == kFloat32 ? 4 : 2, 0, 0};
+    if (dtype == kFloat32)
+        scan.exponent = 0x7f800000;
+    else if (dtype == kBfloat16)
+        scan.exponent = 0x7f80;
+    else if (dtype == kFloat16)
+        scan.exponent = 0x7c00;
+    else
+        return kDtype;
+    if (reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(scan.size))
+        return kAlignment;
+    run(
+        [](void* context, Team& team, int) {
+            auto& s = *static_cast<Scan*>(context);
+            const int64_t step = kPiece / s.size;
+            for (int64_t at; (at = team.take(step)) < s.count;) {
+                const int64_t end = s.count - at < step ? s.count : at + step;
+                const bool special =
+                    s.size == 4 ? any_special<uint32_t>(s.data, at, end, s.exponent)
+                                : any_special<uint16_t>(s.data, at, end, static_cast<uint16_t>(s.exponent));
+                if (special)
+                    __atomic_store_n(&s.special, 1, __ATOMIC_RELAXED);
+            }
+            team.meet();
+        },
+        &scan, team_size(threads));
+    *finite = !scan.special;
+    return kOk;
+}
+}
