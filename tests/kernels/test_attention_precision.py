@@ -124,3 +124,16 @@ def test_masks_that_leave_sequences_of_very_different_lengths(isa: str, queries:
         torch.set_num_threads(before)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.25).transpose(1, 2)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_queries_of_several_large_tiles_meet_all_keys(isa: str, masked: bool) -> None:
+    attend = NativeAttention(library(isa))
+    for many, shared, queries, keys, dim in ((8, 4, 700, 77, 40), (4, 4, 1030, 65, 160), (9, 3, 513, 3, 24)):
+        q = heads(2, many, queries, dim)
+        k, v = (heads(2, shared, keys, dim, seed=seed) for seed in (1, 2))
+        mask = heads(2, 1, queries, keys, seed=3) if masked else None
+        got = attend(q, k, v, mask=mask, causal=False, scale=dim**-0.5).transpose(1, 2)
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
