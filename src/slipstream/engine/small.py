@@ -1,4 +1,9 @@
-"""Small forwards of text models whose layers run in one native call: torch's part stays on this thread."""
+"""Forwards in which torch's part of the work stays on this thread, for its threads would only be in the way.
+
+Those of a few tokens are such where every layer runs in the native call; and where layers run one by one,
+as they do upon a cache, the threads that torch leaves spinning after each small operation keep the library's
+from the processors: 10 layers of 576 channels take 512 tokens in 113 ms alone, and 162 ms beside them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ __all__ = ["Small"]
 
 @dataclass(frozen=True)
 class Small:
-    """Which forwards of an engine leave torch nothing that two threads would do sooner.
+    """Which forwards of an engine these are.
 
     Attributes:
         together: Every layer of the model runs in the native call.
@@ -46,12 +51,7 @@ class Small:
     def scope(self, given: Mapping[str, Any]) -> AbstractContextManager[None]:
         """What a forward with these arguments, by name or by place, runs within."""
         ids = given.get("input_ids", given.get("0"))
-        if (
-            self.together
-            and isinstance(ids, Tensor)
-            and 0 < ids.numel() <= MOST_ROWS
-            and not ids.is_floating_point()
-            and not (self.causal and given.get("use_cache") is not False)
-        ):
-            return self.alone()
-        return nullcontext()
+        if not self.together or not isinstance(ids, Tensor) or ids.is_floating_point():
+            return nullcontext()
+        one_by_one = self.causal and given.get("use_cache") is not False
+        return self.alone() if one_by_one or 0 < ids.numel() <= MOST_ROWS else nullcontext()
