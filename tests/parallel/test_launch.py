@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 SCRIPT = """
 import os, signal, sys, torch, slipstream
@@ -58,28 +61,27 @@ def test_two_processes_of_torchrun_answer_as_one(tmp_path: Path) -> None:
 def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    store = tmp_path / "store"
-    # Two processes without a launcher, which would end the other by itself.
-    boot = f"""
-import os, runpy, torch.distributed as dist
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
-runpy.run_path({str(script)!r}, run_name="__main__")
-"""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", boot, "dies"],
-            env={**os.environ, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ranks[1].wait(150)
+    # Two processes without a launcher, which would end the other by itself, made by the server that the pool
+    # of ranks starts, too, and that has imported everything.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.jobs"])
+    ranks = [context.Process(target=_alone, args=(rank, str(tmp_path), str(script))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[1].join(150)
     start = time.monotonic()
-    _, errors = ranks[0].communicate(timeout=60)
+    ranks[0].join(60)
     assert time.monotonic() - start < 60
-    assert ranks[1].returncode == -9
-    assert ranks[0].returncode not in (0, None)
+    assert ranks[1].exitcode == -9
+    assert ranks[0].exitcode not in (0, None)
+    errors = (tmp_path / "errors0").read_text()
     assert "DeviceError: rank 0 lost the ranks that it shares the model with (0, 1)" in errors
+
+
+def _alone(rank: int, folder: str, script: str) -> None:
+    """One of two processes that nobody watches over."""
+    os.environ["RANK"] = str(rank)
+    os.dup2(os.open(f"{folder}/errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    sys.argv = [script, "dies"]
+    runpy.run_path(script, run_name="__main__")
