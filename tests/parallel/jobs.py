@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,28 +45,28 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     family, tiny = VARIANTS[index]
     original = peaked_model(tiny)
     engine = split(copy.deepcopy(original), size, **settings)
-    if settings.get("quant") or settings.get("dtype") == torch.int8:
+    ranks, reference = size, original
+    if dist.get_rank() == 0 and (settings.get("quant") or settings.get("dtype") == torch.int8):
         alone = {"dtype": torch.float32, **settings}
-        reference: Any = slipstream.init_inference(copy.deepcopy(original), **alone)
-    else:
-        reference = original
+        reference = slipstream.init_inference(copy.deepcopy(original), **alone)
     errors, greedy = [], "-"
     pair = bool(getattr(original.config, "is_encoder_decoder", False))
     generates = getattr(original, "can_generate", lambda: False)() and hasattr(original, "generate")
     with torch.no_grad():
         for given, rows in inputs_of(original):
             torch.manual_seed(1)  # some shuffle their patches
-            expected = answer_of(reference(**given))
+            expected = from_first(ranks, lambda given=given: answer_of(reference(**given)))
             torch.manual_seed(1)
             got = answer_of(engine(**given))
             error = (expected - got).abs()
             # As in the sweep of one process, logits of pairs count relative to their size.
-            size = max(float(expected.abs().max()), 1.0) if pair else 1.0
-            errors.append(float((error if rows is None else error[rows.bool()]).max()) / size)
+            unit = max(float(expected.abs().max()), 1.0) if pair else 1.0
+            errors.append(float((error if rows is None else error[rows.bool()]).max()) / unit)
         if generates:
             given = {n: t for n, t in inputs_of(original)[0][0].items() if not n.startswith("decoder_")}
             options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-            same = torch.equal(reference.generate(**given, **options), engine.generate(**given, **options))
+            chosen = from_first(ranks, lambda: reference.generate(**given, **options))
+            same = torch.equal(chosen, engine.generate(**given, **options))
             greedy = "identical" if same else "DIFFERENT"
     return {
         "family": f"{family.name} {tiny.label}".strip(),
@@ -74,6 +75,14 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
         "greedy": greedy,
         "road": "compatible" if engine.why_compatible() else "engine",
     }
+
+
+def from_first(size: int, make: Callable[[], Tensor]) -> Tensor:
+    """What the first rank makes, for all of them: what one process says is computed once."""
+    held = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(held, 0, group(size))
+    assert held[0] is not None
+    return held[0]
 
 
 def inputs_of(model: Any) -> list[tuple[dict[str, Tensor], Tensor | None]]:
