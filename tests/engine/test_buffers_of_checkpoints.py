@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 import slipstream
@@ -60,3 +61,20 @@ def test_a_checkpoint_of_several_dtypes_is_fused_all_the_same(own: torch.dtype, 
         expected, got = (m(input_ids=ids, attention_mask=left).logits for m in (saved, engine))
     assert got.dtype == torch.float32
     assert float((expected - got)[left.bool()].abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_tables_that_are_never_saved_are_computed(meta: bool, tmp_path: Path) -> None:
+    tiny = next(tiny for family, tiny in VARIANTS if label((family, tiny)) == "marian")
+    torch.manual_seed(0)
+    saved = getattr(transformers, tiny.model)(getattr(transformers, tiny.config)(**tiny.options)).eval()
+    saved.save_pretrained(tmp_path)
+    with torch.device("meta" if meta else "cpu"):
+        other = type(saved)(copy.deepcopy(saved.config)).eval()
+    engine = slipstream.init_inference(
+        other, dtype=torch.float32, replace_with_kernel_inject=True, checkpoint=str(tmp_path)
+    )
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        expected, got = (m(input_ids=ids, decoder_input_ids=ids[:, :5]).logits for m in (saved, engine))
+    assert float((expected - got).abs().max()) <= 1e-4

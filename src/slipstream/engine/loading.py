@@ -13,6 +13,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.errors import WeightError
 from slipstream.model.filling import Filling
+from slipstream.model.hollow import computed_parameters
 from slipstream.model.layers import find_layers
 from slipstream.spec import Role
 from slipstream.weights.checkpoint import Slices, open_checkpoint
@@ -83,7 +84,7 @@ def matched(
         WeightError: Names are missing or left over, or shapes do not fit.
     """
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
-    optional: set[str] = set()
+    optional = set(computed_parameters(model))
     for path, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:

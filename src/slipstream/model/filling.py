@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from slipstream.formats import Format
 from slipstream.model.convert import applies
-from slipstream.model.hollow import lost_buffers
+from slipstream.model.hollow import computed, lost_buffers
 from slipstream.model.layers import Found
 from slipstream.ops.linear import Weight
 from slipstream.weights.recipe import Piece
@@ -219,7 +219,13 @@ class Filling:
 
     def _put(self, groups: Iterable[str], cast: Callable[[str, Tensor], Tensor] | None = None) -> None:
         for group in groups:
-            tensor = self.borrow(self.source.read(group))
+            table, leaf = self._slots[group][0]
+            if group in self.source:
+                tensor = self.borrow(self.source.read(group))
+            elif table[leaf].is_meta and (own := computed(self._model, group)) is not None:
+                tensor = own
+            else:  # nobody saves it, and the model has it
+                continue
             value = nn.Parameter(tensor if cast is None else cast(group, tensor), requires_grad=False)
             for table, leaf in self._slots[group]:
                 self._before.append((table, leaf, table[leaf]))

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from slipstream.errors import WeightError
 from slipstream.model.check import MODEL_ERRORS
 
-__all__ = ["hollow", "lost_buffers"]
+__all__ = ["computed_parameters", "hollow", "lost_buffers"]
 
 _default_dtype = threading.Lock()
 
@@ -102,3 +102,33 @@ def lost_buffers(model: nn.Module, given: frozenset[str]) -> dict[str, torch.Ten
             f"checkpoint has them, and {type(model).__name__} cannot be built again to compute them ({why}); "
             "build the model with its buffers on a real device"
         ) from error
+
+
+def computed_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of parameters that no checkpoint has, because transformers computes them: sinusoids of positions.
+
+    Only what a model's own `_init_weights` makes the same whatever the random numbers are is one of them.
+    """
+    named = (*(getattr(model, "_keys_to_ignore_on_save", None) or ()),)
+    inner: Any = getattr(model, "base_model", model)
+    named += (*(getattr(inner, "_keys_to_ignore_on_load_missing", None) or ()),)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return frozenset(name for name in own if name in named and computed(model, name) is not None)
+
+
+def computed(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The value that a model computes for a parameter of one of its modules, or None where it is drawn."""
+    path, _, leaf = name.rpartition(".")
+    make: Any = getattr(model, "_init_weights", None)
+    made = []
+    for seed in range(2):
+        twin = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            twin.get_parameter(leaf).fill_(float(seed))
+            try:
+                make(twin)
+            except MODEL_ERRORS:
+                return None
+        made.append(twin.get_parameter(leaf).detach())
+    return made[0] if torch.equal(*made) else None
