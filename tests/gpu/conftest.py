@@ -5,8 +5,9 @@
 is left out.
 
 With GPU_SUITE=brief, which it sets for all versions but the oldest, what another version cannot change is
-left out: planted faults (they prove the comparisons, whose code is the same), float16 (the interpreter
-computes it as numpy does, and compiled it differs from bfloat16 by a suffix), and the AMD canary.
+left out: planted faults (they prove the comparisons, whose code is the same), whole engines (of kernels that
+are asked one by one), float16 (the interpreter computes it as numpy does, and compiled it differs from
+bfloat16 by a suffix), and the AMD canary.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_of_any_version(item: pytest.Item) -> bool:
-    if item.path.name == "test_faults.py":
+    if item.path.name in ("test_faults.py", "test_rehearsal.py"):
         return True
     if item.path.name == "test_kernels.py":
         return item.callspec.params.get("dtype") == torch.float16  # type: ignore[attr-defined]
