@@ -287,7 +287,10 @@ def main(given: list[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"gpu_check: this Python lacks {', '.join(missing)}; install the package's dependencies")
+        print(
+            f"gpu_check: this Python lacks {', '.join(missing)}; install the package's dependencies, or bring "
+            "them with the checkout: scripts/gpu_check --wheels, where there is a network"
+        )
         return 2
     import torch
 
