@@ -288,7 +288,7 @@ def main(given: list[str] | None = None) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"gpu_check: this Python lacks {', '.join(missing)}; install the package's dependencies, or bring "
+            f"gpu_check: this Python lacks {', '.join(missing)}; install what the package needs, or bring "
             "them with the checkout: scripts/gpu_check --wheels, where there is a network"
         )
         return 2
