@@ -40,18 +40,16 @@ class Calls:
         monkeypatch.setattr(Library, "run", counted)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 8), (3, 11)])
-def test_a_head_multiplies_few_rows_by_the_library_and_many_by_torch_s_threads(
-    bert: Pair, shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+def test_a_head_multiplies_few_rows_by_the_library_and_many_by_torch(
+    bert: Pair, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = {"input_ids": prompt(*shape, vocabulary=VOCABULARY)}
     calls = Calls(monkeypatch)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with torch.no_grad():
         close(bert.original(**inputs), bert.engine(**inputs))
     rows = shape[0] * shape[1]
-    assert calls.rows == ([rows] if rows <= MOST_ROWS or threads == 1 else [])
+    assert calls.rows == ([rows] if rows <= MOST_ROWS else [])
 
 
 def test_small_linears_and_those_of_layers_stay(bert: Pair) -> None:

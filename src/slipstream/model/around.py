@@ -32,7 +32,7 @@ __all__ = ["MOST_ROWS", "swap_around"]
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 32
-"""Above this torch multiplies 16 bits as fast, unless it is kept to one thread."""
+"""Above this torch multiplies 16 bits as fast."""
 
 _LEAST_BYTES = 1 << 20
 """Below this a product takes microseconds, and calling the library costs some of them."""
@@ -103,8 +103,7 @@ class _Around:
             or x.dtype != weight.dtype
             or x.shape[-1] != weight.shape[1]
             or not is_plain_run(x)
-            or x.numel() == 0
-            or (x.numel() > MOST_ROWS * weight.shape[1] and torch.get_num_threads() > 1)
+            or not 0 < x.numel() <= MOST_ROWS * weight.shape[1]
         ):
             return F.linear(x, weight, bias)
         rows = self.run(x.reshape(-1, x.shape[-1]), FORMATS["plain"].weight(weight, bias))
