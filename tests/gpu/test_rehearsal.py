@@ -10,7 +10,7 @@ import torch
 
 from slipstream.kernels.triton.target import interpreted
 from tests.gpu.rehearsal import rehearsing
-from tests.helpers.models import left_padded, pair
+from tests.helpers.models import left_padded, pair, prompt
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="engines on a GPU are asked by scripts/gpu_check")
 
@@ -30,3 +30,13 @@ def test_an_engine_with_captured_steps_says_what_the_model_says(kind: str, setti
     ids, mask = left_padded(3, 5)
     given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
     assert torch.equal(both.engine.generate(**given), both.original.generate(**given))
+
+
+def test_a_seed_draws_what_transformers_draws() -> None:
+    both = pair("llama", settings={"enable_cuda_graph": True})
+    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.5}
+    drawn = []
+    for model in (both.original, both.engine):
+        torch.manual_seed(3)
+        drawn.append(model.generate(prompt(2, 5), **options))
+    assert torch.equal(*drawn)
