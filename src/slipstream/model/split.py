@@ -204,7 +204,7 @@ def _whole_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
     for name in sorted(state.plan.once):
         own = state_dict.get(prefix + name)
         if own is None:  # another rank than the first
-            like = module.get_parameter("weight")
+            like: Any = module._parameters["weight"]  # of a packed matrix the name alone is a property
             own = torch.zeros(like.shape[0], dtype=like.dtype, device=_place(module))
         state_dict[prefix + name] = state.peers.sum(own.clone())
 
