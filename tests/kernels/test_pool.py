@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -88,3 +90,26 @@ def test_a_child_has_threads_of_its_own(library: Library) -> None:
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert found == (child, 0)
+
+
+FORKS = """
+import os
+import torch
+from slipstream.kernels.cpu.library import rest_torch
+
+torch.set_num_threads(2)
+x = torch.ones(400_000)
+x.add_(1)
+rest_torch()
+x.add_(1)
+child = os.fork()
+if child == 0:
+    rest_torch()
+    os._exit(0 if float(x.add_(1).sum()) == 1_600_000 else 1)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_does_not_wait_for_threads_that_torch_had_in_its_parent() -> None:
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=60)

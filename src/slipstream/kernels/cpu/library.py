@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -182,4 +183,8 @@ def _openmp() -> ctypes.CDLL | None:
         return None
     found = re.search(r"/\S*/lib(?:gomp|iomp5|omp)[-.]\S*", mapped)
     library = None if found is None else ctypes.CDLL(found[0])
-    return library if hasattr(library, "omp_pause_resource_all") else None
+    if library is None or not hasattr(library, "omp_pause_resource_all"):
+        return None
+    # A child of fork waits forever for idle threads that only its parent has.
+    os.register_at_fork(before=lambda: library.omp_pause_resource_all(_PAUSE_SOFT))
+    return library
