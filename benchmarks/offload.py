@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--nvme-path", default=None)
     parser.add_argument("--buffers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quant", default=None)
     parser.add_argument("--hollow", action="store_true", help="a model on the meta device and checkpoint=")
     parser.add_argument("--without-reference", action="store_true")
