@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.errors import ConfigError, WeightError
+from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from tests.helpers.models import close, inject, make, prompt
 
 PACKED = {"weight": {"format": "int4"}, "head": "int8"}
@@ -86,3 +86,24 @@ def test_the_saved_folder_loads_again(kind: str, quant: Any, tmp_path: Path) -> 
     close(engine(input_ids=prompt()).logits, again(input_ids=prompt()).logits)
     with pytest.raises(ConfigError, match="exists already"):
         inject(make(kind), save_mp_checkpoint_path=str(saved), **settings)
+
+
+@pytest.mark.parametrize("inside", ["", "model"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"quant": "int8"}, {"quant": "int8", "replace_with_kernel_inject": False}],
+    ids=["fused", "fused and packed", "packed"],
+)
+def test_loading_a_state_dict_into_the_model_is_refused_before_anything_changes(
+    settings: dict[str, Any], inside: str
+) -> None:
+    engine = inject(make("llama"), **settings)
+    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    part = engine.module.get_submodule(inside)
+    other = make("llama", seed=1).get_submodule(inside).state_dict()
+    with pytest.raises(UnsupportedError, match="load_state_dict would"):
+        part.load_state_dict(other)
+    after = engine.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    with pytest.raises(UnsupportedError, match="load_state_dict would"):
+        copy.deepcopy(engine.module).load_state_dict(make("llama", seed=1).state_dict())

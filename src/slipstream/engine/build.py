@@ -42,6 +42,7 @@ from slipstream.model.frame import Frame, run_stack
 from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.layers import Found, find_layers
+from slipstream.model.loads import guard_loads
 from slipstream.model.outside import OutsidePlan
 from slipstream.model.packing import PackPlan, pack_layers, plan_packing
 from slipstream.model.parts import Part, fuse_parts, judge_parts
@@ -112,6 +113,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     notes += [*plan.notes, *whole, *swap_attention(model, plan.attention)]
     fuse_parts(plan.layers, plan.parts)
     plan.splitting.join()
+    guard_loads(model)
     if filling is not None:
         filling.finish(settings.cast)
     place(model, device, config, not mesh.is_alone or streamer is not None)  # the whole may not fit

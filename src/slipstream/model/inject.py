@@ -43,6 +43,7 @@ __all__ = [
     "is_injected",
     "is_untouched",
     "original_forward",
+    "refuse_load",
     "restore_layer",
 ]
 
@@ -136,7 +137,7 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
     state.parts = parts_of(layer)
     layer.__class__ = _injected_class(state.original, state.reads)  # type: ignore[arg-type]
     layer.register_state_dict_post_hook(_fill_state_dict)
-    layer.register_load_state_dict_pre_hook(_refuse_load)
+    layer.register_load_state_dict_pre_hook(refuse_load)
     state.links = link(layer, state.block.weights, state.plans)
 
 
@@ -322,7 +323,7 @@ def _fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, 
             state_dict[prefix + name] = tensor
 
 
-def _refuse_load(layer: nn.Module, *args: Any) -> None:
+def refuse_load(layer: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: the block's tensors would not hear of it."""
     raise UnsupportedError(
         f"{type(layer).__name__} runs a fused block, and load_state_dict would change only half of its "

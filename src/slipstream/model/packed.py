@@ -34,6 +34,7 @@ __all__ = [
     "pack",
     "packed_bytes",
     "packed_matrices",
+    "refuse_load",
     "weight_of",
 ]
 
@@ -77,7 +78,7 @@ def pack(
         state = _State({}, frozenset(), run)
         module.__dict__[_STATE] = state
         module.register_state_dict_post_hook(_fill_state_dict)
-        module.register_load_state_dict_pre_hook(_refuse_load)
+        module.register_load_state_dict_pre_hook(refuse_load)
         original: Any = type(module)
     else:
         original = vars(type(module))[_ORIGINAL]
@@ -251,7 +252,7 @@ def _fill_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             state_dict[prefix + name] = _dense(module, name).contiguous()
 
 
-def _refuse_load(module: nn.Module, *args: Any) -> None:
+def refuse_load(module: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: the planes would not hear of it."""
     raise UnsupportedError(
         f"{type(module).__name__} holds packed weights, which load_state_dict would not change; use "

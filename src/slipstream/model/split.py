@@ -23,7 +23,7 @@ from slipstream.model.namesake import namesake
 from slipstream.parallel.plan import Cut
 from slipstream.parallel.rehearse import Peers
 
-__all__ = ["LayerSplit", "ModuleSplit", "cut_tensors", "is_split", "join_ranks"]
+__all__ = ["LayerSplit", "ModuleSplit", "cut_tensors", "is_split", "join_ranks", "refuse_load"]
 
 CPU = torch.device("cpu")
 _STATE = "_slipstream_split"
@@ -124,7 +124,7 @@ def join_ranks(layer: nn.Module, split: LayerSplit, peers: Peers) -> None:
         module.__dict__[_STATE] = _State(plan, peers)
         module.__class__ = _split_class(type(module))  # type: ignore[arg-type]
         module.register_state_dict_post_hook(_whole_state)
-        module.register_load_state_dict_pre_hook(_refuse_load)
+        module.register_load_state_dict_pre_hook(refuse_load)
 
 
 @functools.cache
@@ -216,7 +216,7 @@ def _place(module: nn.Module) -> torch.device:
     )
 
 
-def _refuse_load(module: nn.Module, *args: Any) -> None:
+def refuse_load(module: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: a rank's part is not what a checkpoint has."""
     raise UnsupportedError(
         f"{type(module).__name__} holds this rank's part of its weights, which load_state_dict would not "
