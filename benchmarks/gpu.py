@@ -158,7 +158,7 @@ def _told(error: Exception) -> str:
 
 
 def _engine(model: Any, name: str, device: torch.device) -> Any:
-    settings: dict[str, Any] = {"enable_cuda_graph": device.type == "cuda"}
+    settings: dict[str, Any] = {"enable_cuda_graph": device.type == "cuda", "max_out_tokens": 4096}
     if name != "bf16":
         settings["quant"] = name
     return slipstream.init_inference(

@@ -149,4 +149,6 @@ def outside_of(
     def bind(packed: Format) -> Bound:
         return bind_ops(Facts(settings.device, settings.dtype, None, packed.name), kernels_for(device)).linear
 
-    return plan_outside(model, wanted, bind=bind, dtype=settings.dtype, strict=settings.check)
+    return plan_outside(
+        model, wanted, bind=bind, dtype=settings.dtype, device=settings.device, strict=settings.check
+    )

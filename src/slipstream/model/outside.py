@@ -73,6 +73,7 @@ def plan_outside(
     *,
     bind: Callable[[Format], Bound],
     dtype: torch.dtype,
+    device: torch.device,
     strict: Literal["error", "fallback", "off"],
 ) -> tuple[list[OutsidePlan], list[str]]:
     """Decide what is packed; the model is only read.
@@ -82,6 +83,7 @@ def plan_outside(
         wanted: The formats.
         bind: Chooses the implementation of a linear with a format.
         dtype: The engine's.
+        device: Where implementations run; the model may still be elsewhere.
         strict: What happens where the packed head multiplies wrong.
 
     Returns:
@@ -103,7 +105,7 @@ def plan_outside(
     bound = bind(head)
     try:
         if strict != "off":
-            _prove(name, module, head, bound, dtype)
+            _prove(name, _edges(module.weight, dtype).to(device), head, bound)
     except InjectionError as error:
         if strict == "error":
             raise
@@ -147,10 +149,15 @@ def holders(model: nn.Module, table: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(n, m) for n, m in every if isinstance(m, nn.Embedding) and m._parameters.get("weight") is weight]
 
 
-def _prove(name: str, module: Any, packed: Format, bound: Bound, dtype: torch.dtype) -> None:
-    """Compare the op on the first and last rows with what their planes stand for."""
-    own: Tensor = module.weight.detach()
-    rows = (torch.cat((own[:_EDGE], own[-_EDGE:])) if len(own) > 2 * _EDGE else own).to(dtype)
+def _edges(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The first and the last rows of a matrix, in a dtype."""
+    own = matrix.detach()
+    return (torch.cat((own[:_EDGE], own[-_EDGE:])) if len(own) > 2 * _EDGE else own).to(dtype)
+
+
+def _prove(name: str, rows: Tensor, packed: Format, bound: Bound) -> None:
+    """Compare the op on some rows, which are where it runs, with what their planes stand for."""
+    dtype = rows.dtype
     weight = packed.weight(rows, None)
     dense = weight.dense()
     off, largest = float((dense - rows).abs().max()), float(rows.abs().max())
