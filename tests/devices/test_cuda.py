@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,3 +130,19 @@ def test_after_a_capture_that_failed_others_succeed_upon_the_stream_of_before(as
 def test_a_gpu_that_is_not_there_is_named(asked: Asked) -> None:
     with pytest.raises(DeviceError, match="GPU 2 was asked for and this machine has 2"):
         CudaDevice(2)
+
+
+def test_a_graph_keeps_what_its_function_reads(asked: Asked) -> None:
+    own = torch.zeros(3)
+    kept = weakref.ref(own)
+
+    def capture(tensor: torch.Tensor) -> Any:
+        return CudaDevice(0).capture(lambda: tensor.add_(1))
+
+    replay = capture(own)
+    del own
+    gc.collect()
+    assert kept() is not None
+    del replay
+    gc.collect()
+    assert kept() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,11 +140,26 @@ class CudaDevice(Device):
                     f"the step cannot be captured ({_first(error)}); leave enable_cuda_graph at False"
                 ) from error
 
-        def replay() -> Any:
-            graph.replay()
-            return outputs
+        return _Replay(graph, outputs, (run, tuple(static or ())))
 
-        return replay
+
+@dataclass(frozen=True)
+class _Replay:
+    """A captured graph, and what keeps the memory that it reads: a graph knows addresses, and holds nothing.
+
+    Attributes:
+        graph: To be replayed.
+        outputs: Its results, in the memory that each replay writes to.
+        reads: The captured function, with what it closes over, and the tensors that stand for its inputs.
+    """
+
+    graph: Any
+    outputs: Any
+    reads: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.outputs
 
 
 def _first(error: BaseException) -> str:

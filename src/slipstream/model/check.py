@@ -273,10 +273,9 @@ def bring(value: Any, like: Tensor) -> Any:
     if isinstance(getattr(value, "linear_cache", None), list):
         value.linear_cache = bring(value.linear_cache, like)
     for layer in getattr(value, "layers", ()):
-        for part in ("keys", "values"):
-            tensor = getattr(layer, part, None)
+        for part, tensor in tuple(vars(layer).items()):  # some keep more than keys and values
             if isinstance(tensor, Tensor):
-                setattr(layer, part, tensor.to(like))
+                setattr(layer, part, bring(tensor, like))
         for part in ("conv_states", "recurrent_states"):
             states = getattr(layer, part, None)
             if isinstance(states, dict):
