@@ -17,6 +17,7 @@ from torch import Tensor
 import slipstream
 from slipstream.compat import OnDevice
 from slipstream.errors import WeightError
+from slipstream.model.inject import is_injected, is_untouched
 from tests.helpers.models import KINDS, make, prompt
 
 SHARDS: dict[str, list[tuple[str, int]]] = {
@@ -197,6 +198,8 @@ def test_every_form_gives_the_same_outputs(
     )
     torch.testing.assert_close(logits(engine), expected, rtol=1e-4, atol=1e-5)  # float32, kernels apart
     assert engine.module is target
+    # Nothing was moved once a layer was fused, which would have it run its original code.
+    assert all(is_untouched(module) for module in engine.module.modules() if is_injected(module))
     own = llama.state_dict()
     for name, tensor in engine.state_dict().items():
         assert torch.equal(tensor, own[name]), name

@@ -6,9 +6,7 @@ rest is let go. So the dense model is never in memory as a whole.
 
 from __future__ import annotations
 
-import bisect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from tqdm import tqdm
 
 from slipstream.formats import Format
@@ -63,7 +62,7 @@ class Filling:
                     self._original[group] = parameter
                     self._slots.setdefault(group, []).append((module._parameters, leaf))
         self._before: list[tuple[_Table, str, Any]] = []
-        self._borrowed: list[tuple[int, int]] = []
+        self._borrowed: dict[int, StorageWeakRef] = {}
         self._dtype: torch.dtype | None = None
         self._keep: tuple[re.Pattern[str], ...] = ()
 
@@ -240,8 +239,7 @@ class Filling:
         """A copy of a view of the source; anything else as it is."""
         if tensor.is_meta or not tensor.numel():
             return tensor
-        place = bisect.bisect_right(self._borrowed, (tensor.data_ptr(), sys.maxsize)) - 1
-        inside = place >= 0 and tensor.data_ptr() < self._borrowed[place][1]
+        inside = tensor.untyped_storage()._cdata in self._borrowed
         return tensor.detach().clone() if inside else tensor
 
     def of(self, found: Found, dtype: torch.dtype, keep: Sequence[re.Pattern[str]]) -> LayerSource:
@@ -249,11 +247,13 @@ class Filling:
         return LayerSource(self, found, dtype, keep)
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Remember that a tensor may be a view of the source."""
-        place = (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-        at = bisect.bisect_left(self._borrowed, place)
-        if tensor.numel() and self._borrowed[at : at + 1] != [place]:
-            self._borrowed.insert(at, place)
+        """Remember that a tensor may be a view of the source.
+
+        By its storage, not by its address: a source that makes its tensors lets go of them, and what comes to
+        lie in their place is not the source's. A weak reference keeps the identity from being given anew.
+        """
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._borrowed.setdefault(storage.cdata, storage)
         return tensor
 
 
