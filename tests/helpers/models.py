@@ -194,7 +194,7 @@ class Ran:
 def blocks_that_run() -> Iterator[Ran]:
     """Record the blocks that forwards run within the context."""
     ran = Ran([], [])
-    one, several, followed = Block.__call__, NativeStack.encode, Block.follow
+    one, followed = Block.__call__, Block.follow
 
     def run_one(self: Block, *args: Any, **kwargs: Any) -> Tensor:
         ran.blocks.append(self)
@@ -204,17 +204,21 @@ def blocks_that_run() -> Iterator[Ran]:
         ran.blocks.append(self)
         return followed(self, course)
 
-    def run_several(self: NativeStack, blocks: Any, *args: Any) -> Tensor | None:
-        out = several(self, blocks, *args)
-        if out is not None:
-            ran.blocks += blocks
-            ran.calls.append(len(blocks))
-        return out
+    def counting(several: Any) -> Any:
+        def run_several(self: NativeStack, blocks: Any, *args: Any) -> Any:
+            out = several(self, blocks, *args)
+            if out is not None:
+                ran.blocks += blocks
+                ran.calls.append(len(blocks))
+            return out
+
+        return run_several
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "__call__", run_one)
         patch.setattr(Block, "follow", run_course)
-        patch.setattr(NativeStack, "encode", run_several)
+        for name in ("encode", "extend"):
+            patch.setattr(NativeStack, name, counting(getattr(NativeStack, name)))
         yield ran
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.model.around import MOST_ROWS
 from slipstream.model.block import Block
-from slipstream.model.defer import Encoder
+from slipstream.model.chain import Encoder
 
 __all__ = ["Small"]
 

@@ -29,6 +29,7 @@ class _Told:
         args: Behind the states.
         names: Of the keywords.
         values: Of the keywords.
+        offset: Between a layer's own place in the cache and that which was meant.
     """
 
     kind: int | None
@@ -36,9 +37,12 @@ class _Told:
     args: tuple[Any, ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    offset: int
 
 
-def tell(block: Block, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> None:
+def tell(
+    block: Block, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor, *, offset: int
+) -> None:
     """Leave word of what a layer was handed, if its states are waiting.
 
     Args:
@@ -47,14 +51,19 @@ def tell(block: Block, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         args: What the model passed, states first.
         kwargs: By name.
         out: The states that it returns.
+        offset: As `LayerCall` has it.
     """
     if args and type(out) is Pending:
         kind = out.chain.encoder.kind(block)
-        out.chain.told = _Told(kind, layer, args[1:], tuple(kwargs), tuple(kwargs.values()))
+        out.chain.told = _Told(kind, layer, args[1:], tuple(kwargs), tuple(kwargs.values()), offset)
 
 
-def follow(block: Block, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def follow(
+    block: Block, layer: Any, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
     """The states of a layer that is handed what the one before it was, as `defer` returns them.
+
+    `index` is its place in the cache.
 
     Returns:
         None where it is not, so that its arguments have to be read.
@@ -74,7 +83,7 @@ def follow(block: Block, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str,
         or tuple(kwargs) != told.names
         or not all(map(operator.is_, args[1:], told.args))
         or not all(map(operator.is_, kwargs.values(), told.values))
+        or not chain.again(block, index + told.offset)
     ):
         return None
-    chain.steps.append((block, *chain.steps[-1][1:]))
     return join(scope, chain, block)

@@ -153,7 +153,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             if state.attention is not None:
                 return _run_own(self, state, state.attention, signature, args, kwargs)
             if state.is_plain and not is_heard(self):
-                later = follow(state.block, (type(self), state.bool_masks), args, kwargs)
+                later = follow(state.block, (type(self), state.bool_masks), state.index, args, kwargs)
                 if later is not None:
                     return state.returns(later)
             call = signature.read(args, kwargs, state.block.whole)
@@ -170,7 +170,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             return _run_course(self, state, state.course, call, signature, args, kwargs)
         out = _run(self, state, call, table)
         if state.is_plain:
-            tell(state.block, (type(self), state.bool_masks), args, kwargs, out[0])
+            tell(state.block, (type(self), state.bool_masks), args, kwargs, out[0], offset=call.offset)
         return state.returns(*out)
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -214,7 +214,7 @@ def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | Non
         return run_block(state.block, call, state.index, table, mix=lambda x: mixer.call(part, x, given))
     relative = relative_of(layer, state.relative)
     if table is None and relative is None and state.rotary is None and not is_heard(layer):
-        later = defer(state.block, call)
+        later = defer(state.block, call, state.index)
         if later is not None:
             return (later,)
     return run_block(state.block, call, state.index, table, relative)

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.ops.step import Packed
 from slipstream.spec import BlockSpec
 
-__all__ = ["Rows", "pack", "real_tokens"]
+__all__ = ["Rows", "pack", "real_tokens", "sees_all"]
 
 _HIDDEN = -1.0e30
 """What is added to a score hides its key from here on; in float16 from half of its lowest number on."""
@@ -75,6 +75,28 @@ def real_tokens(
         return None
     fits = real.any(dim=1).all() and _keeps_distances(real, spec, drops=drops)
     return real.expand(batch, length) if fits else False
+
+
+def sees_all(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int) -> bool:
+    """Whether the last tokens of a sequence see all before them, and no other, as far as a window goes.
+
+    Args:
+        mask: 4-D, bool or additive, that a causal layer is handed upon a cache, or None.
+        spec: Says what the layer sees beside.
+        queries: S, new tokens.
+        keys: L, with those in the cache.
+    """
+    if mask is None:
+        return True
+    visible = _visible(mask, hidden=spec.mask == "hidden")
+    if visible is None or mask.shape[1] != 1 or mask.shape[2] not in (1, queries) or mask.shape[3] != keys:
+        return False
+    if spec.mask == "padding":
+        return bool(visible.all())
+    expected = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril(keys - queries)
+    if spec.window is not None:
+        expected = expected.triu(keys - queries - spec.window + 1)
+    return torch.equal(visible, expected.expand(*mask.shape[:2], queries, keys))
 
 
 def _visible(mask: Tensor, *, hidden: bool) -> Tensor | None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.model import defer
+from slipstream.model.chain import Encoder
 
 __all__ = ["asks_for_internals", "wants_original", "watch"]
 
@@ -64,9 +65,7 @@ def _reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(v is not None for v in targets) or getattr(module, "main_input_name", "") != "input_ids"
 
 
-def _enter(
-    encoder: defer.Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config, given = getattr(module, "config", None), _named(module, args, kwargs)
     if asks_for_internals(kwargs, config):
         _depth.set(_depth.get() + 1)
@@ -80,12 +79,12 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     defer.leave(failed=output is None)
 
 
-def watch(model: nn.Module | None, encoder: defer.Encoder | None = None) -> None:
+def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
     """Watch every submodule that has a config of its own (each may be called directly).
 
     Args:
         model: Has fused layers; None where no layer is.
-        encoder: Runs those of a forward without a cache in one go, where anything does.
+        encoder: Runs those of a forward in one go, where anything does.
     """
     enter = functools.partial(_enter, encoder)
     for module in () if model is None else model.modules():

@@ -58,6 +58,10 @@ class Packed:
     positions: Tensor
 
 
+Older = tuple[Tensor | None, Tensor | None]
+"""Keys and values that a layer has of earlier tokens, `(B, K, L, D)` each; None where there are none."""
+
+
 @dataclass(frozen=True)
 class AttentionMask:
     """What, beside causality, decides which keys count and how much.

@@ -38,7 +38,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 8
+ABI = 9
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -153,6 +153,8 @@ class Step(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         *_each(c_int64, "tokens sequences table_width cache_blocks block_size"),
         *_each(c_void_p, "query_starts kv_lens block_table slots"),
+        ("past", c_int64),
+        *_each(c_int32, "heads_first unused"),
     ]
 
 
@@ -176,7 +178,7 @@ class LinearCall(ctypes.Structure):
 class Cache(ctypes.Structure):
     """Keys and values of one layer."""
 
-    _fields_: ClassVar[_Fields] = _each(c_void_p, "k v k_scales v_scales")
+    _fields_: ClassVar[_Fields] = _each(c_void_p, "k v k_scales v_scales past_k past_v")
 
 
 class PagedAttentionCall(ctypes.Structure):

@@ -23,7 +23,7 @@ from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import BlockLike
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
-from slipstream.ops.step import Packed, Step
+from slipstream.ops.step import Older, Packed, Step
 from slipstream.spec import BlockSpec, Role, Rope
 
 __all__ = ["NativeStack", "bind_encoder", "bind_stack", "serves_caches"]
@@ -225,35 +225,96 @@ class NativeStack:
         Raises:
             DeviceError: `packed` points outside of `x` or of the tables.
         """
-        prepared = self.ready()
-        if (
-            prepared is None
-            or not all(map(self.has, blocks))
-            or not 0 < x.shape[0] <= self.most_tokens
-            or x.dtype not in DTYPES
-            or x.device.type != "cpu"
-        ):
+        prepared = self._prepared_for(blocks, x)
+        if prepared is None:
             return None
+        call = StackCall()
+        call.step = abi.Step(kv_lens=packed.kv_lens.data_ptr())
+        return self._run_packed(prepared, call, blocks, x, packed, tables)
+
+    def extend(
+        self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: Tables, older: Sequence[Older]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
+        """Run some layers on equally long sequences, each of which goes on from what was kept of it.
+
+        Args:
+            blocks: Causal ones, in any order.
+            x: `(B * S, C)`; not changed.
+            packed: Where the sequences begin; `positions` as in `encode`.
+            tables: As in `encode`.
+            older: Keys and values of each layer `(B, K, L, D)`, in the dtype of `x`; L is the same in all.
+
+        Returns:
+            `(B * S, C)`, what leaves the last of them, and keys and values of each layer with the new ones
+            `(B, K, L + S, D)`, contiguous; None where other implementations have to, or are faster.
+
+        Raises:
+            DeviceError: `packed` points outside of `x` or of the tables.
+        """
+        prepared = self._prepared_for(blocks, x)
+        if prepared is None:
+            return None
+        batch = packed.kv_lens.shape[0]
+        past = 0 if older[0][0] is None else older[0][0].shape[2]
+        length = x.shape[0] // batch
+        room = past + length
+        held = [tuple(None if t is None else t.contiguous() for t in pair) for pair in older]
+        made: list[tuple[Tensor, Tensor]] = []
+        for block in blocks:
+            shape = (batch, block.spec.kv_heads, room, block.spec.head_dim)
+            made.append((x.new_empty(shape), x.new_empty(shape)))
+        caches = (
+            abi.Cache(k.data_ptr(), v.data_ptr(), None, None, address(old[0]), address(old[1]))
+            for (k, v), old in zip(made, held, strict=True)
+        )
+        lens = torch.full((batch,), room, dtype=torch.int32, device="cpu")
+        pages = torch.arange(batch, dtype=torch.int32, device="cpu")
+        slots = torch.arange(past, room, device="cpu")
+        if batch > 1:
+            slots = (slots + room * torch.arange(batch, device="cpu")[:, None]).flatten()
+        call = StackCall(caches=(abi.Cache * len(made))(*caches), cache_dtype=DTYPES[x.dtype])
+        call.step = abi.Step(
+            table_width=1,
+            cache_blocks=batch,
+            block_size=room,
+            kv_lens=lens.data_ptr(),
+            block_table=pages.data_ptr(),
+            slots=slots.data_ptr(),
+            past=past,
+            heads_first=1,
+        )
+        return self._run_packed(prepared, call, blocks, x, packed, tables), made
+
+    def _prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
+        """The structs, where some layers can run on some rows together."""
+        serves = (
+            all(map(self.has, blocks))
+            and 0 < x.shape[0] <= self.most_tokens
+            and x.dtype in DTYPES
+            and x.device.type == "cpu"
+        )
+        return self.ready() if serves else None
+
+    def _run_packed(
+        self,
+        prepared: Prepared,
+        call: StackCall,
+        blocks: Sequence[Any],
+        x: Tensor,
+        packed: Packed,
+        tables: Tables,
+    ) -> Tensor:
+        """Run a call that says what the tokens see; the rest of it is filled in."""
         x = x.contiguous()
         out = torch.empty_like(x)
         angles, rows = _tables(prepared, tables)
         places = [self._place[id(block)] for block in blocks]
-        call = StackCall(
-            x=x.data_ptr(),
-            out=out.data_ptr(),
-            blocks=self._structs(prepared, places),
-            num_blocks=len(places),
-            tables=rows,
-            num_tables=len(angles),
-            positions=address(packed.positions),
-            dtype=DTYPES[x.dtype],
-            step=abi.Step(
-                tokens=x.shape[0],
-                sequences=packed.kv_lens.shape[0],
-                query_starts=packed.query_starts.data_ptr(),
-                kv_lens=packed.kv_lens.data_ptr(),
-            ),
-        )
+        call.x, call.out, call.dtype = x.data_ptr(), out.data_ptr(), DTYPES[x.dtype]
+        call.blocks, call.num_blocks = self._structs(prepared, places), len(places)
+        call.tables, call.num_tables = rows, len(angles)
+        call.positions = address(packed.positions)
+        call.step.tokens, call.step.sequences = x.shape[0], packed.kv_lens.shape[0]
+        call.step.query_starts = packed.query_starts.data_ptr()
         rest_torch()
         self._call(call, [self.blocks[place] for place in places])
         del angles

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 8;
+constexpr int32_t kAbi = 9;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -150,6 +150,8 @@ struct Step {
     const int32_t* kv_lens;           // `(N,)`; without caches the first tokens of a sequence are its keys
     const int32_t* block_table;       // `(N, table_width)`
     const int64_t* slots;             // `(T,)`
+    int64_t past;                     // tokens per page that are copied from older caches first
+    int32_t heads_first, unused;      // 1: caches are `(P, K, Z, D)`; not of codes
 };
 
 // Cosines and sines, `(rows, half)` float32 each, every angle once.
@@ -166,11 +168,13 @@ struct LinearCall {
     Matrix weight;
 };
 
-// Keys and values of one layer, `(P, Z, K, D)` contiguous. Codes (kInt8Codes) stand for code * scale, with
-// scales `(P, Z, K)` float32 contiguous; otherwise the scales are null.
+// Keys and values of one layer, `(P, Z, K, D)` contiguous, or with heads first. Codes (kInt8Codes) stand for
+// code * scale, with scales `(P, Z, K)` float32 contiguous; otherwise the scales are null. Where a step has
+// a past, its keys and values are `(P, K, past, D)` contiguous, and become the first of each page.
 struct Cache {
     void *k, *v;
     float *k_scales, *v_scales;
+    const void *past_k, *past_v;
 };
 
 struct PagedAttentionCall {

@@ -127,8 +127,9 @@ private:
         }
         const int64_t size = a_.pages->block_size;
         const int32_t* page = a_.pages->table + item_.sequence * a_.pages->table_width + key / size;
+        const int64_t apart = a_.pages->heads_first ? size * a_.heads.kv_heads : size;
         for (int64_t j = 0, within = key % size; j < n; ++j) {
-            at[j] = *page * size + within;
+            at[j] = *page * apart + within;
             if (++within == size) {
                 within = 0;
                 ++page;

@@ -16,6 +16,7 @@ struct View {
 struct Pages {
     const int32_t* table;
     int64_t table_width, block_size;
+    bool heads_first; // within a page all tokens of a head lie side by side
 };
 
 // What is added to the scores of (n, h, query, key): data[n * sequence + h * head + query * token + key] of a
@@ -41,7 +42,7 @@ inline Spans spans_of(const Step& step, bool cached = true, bool causal = true) 
     return {step.sequences, step.query_starts, step.kv_lens, 0, 0, causal, !cached, nullptr};
 }
 inline Pages pages_of(const Step& step) {
-    return {step.block_table, step.table_width, step.block_size};
+    return {step.block_table, step.table_width, step.block_size, step.heads_first != 0};
 }
 // Causal attention upon a layer's cache; what is left to say is `q`, `out` and `pairs`.
 inline Attention upon_cache(const Heads& heads, const Cache& cache, int32_t dtype, const Pages& pages,
@@ -49,6 +50,10 @@ inline Attention upon_cache(const Heads& heads, const Cache& cache, int32_t dtyp
     Attention a = {};
     a.heads = heads;
     a.k = {cache.k, dtype, 0, heads.kv_heads * heads.dim, heads.dim};
+    if (pages.heads_first) {
+        a.k.token = heads.dim;
+        a.k.head = pages.block_size * heads.dim;
+    }
     a.v = a.k;
     a.v.data = cache.v;
     a.k_scales = cache.k_scales;
@@ -96,10 +101,29 @@ inline float quantize_row(const float* x, int8_t* codes, int64_t n) {
     return scale;
 }
 
-// The key and the value of one token, `(K, D)` each, go into their slot.
-inline void write_cache(const Cache& cache, int32_t dtype, const Heads& heads, int64_t slot, const float* k,
-                        const float* v) {
-    const int64_t width = heads.kv_heads * heads.dim;
+// The past of one kv head in one page, `row` of `(P, K)`, goes before what is new.
+inline void copy_past(const Cache& cache, int32_t dtype, const Step& step, int64_t row, int64_t dim) {
+    const int64_t item = dim * (dtype == kFloat32 ? 4 : 2), size = step.past * item;
+    const int64_t to = row * step.block_size * item, from = row * size;
+    std::memcpy(static_cast<char*>(cache.k) + to, static_cast<const char*>(cache.past_k) + from,
+                static_cast<size_t>(size));
+    std::memcpy(static_cast<char*>(cache.v) + to, static_cast<const char*>(cache.past_v) + from,
+                static_cast<size_t>(size));
+}
+
+// The key and the value of token t, `(K, D)` each, go into their slot.
+inline void write_cache(const Cache& cache, int32_t dtype, const Heads& heads, const Step& step, int64_t t,
+                        const float* k, const float* v) {
+    const int64_t width = heads.kv_heads * heads.dim, slot = step.slots[t];
+    if (step.heads_first) {
+        const int64_t first = slot / step.block_size * heads.kv_heads, within = slot % step.block_size;
+        for (int64_t h = 0; h < heads.kv_heads; ++h) {
+            const int64_t at = ((first + h) * step.block_size + within) * heads.dim;
+            write_row(k + h * heads.dim, cache.k, dtype, at, heads.dim);
+            write_row(v + h * heads.dim, cache.v, dtype, at, heads.dim);
+        }
+        return;
+    }
     if (dtype != kInt8Codes) {
         write_row(k, cache.k, dtype, slot * width, width);
         write_row(v, cache.v, dtype, slot * width, width);

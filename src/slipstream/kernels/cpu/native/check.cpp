@@ -37,6 +37,10 @@ Status step(const Step& s, bool writes, int64_t more = 0) {
         return kShape;
     if (!is_size(s.cache_blocks) || !is_size(s.block_size))
         return kShape;
+    if (s.heads_first < 0 || s.heads_first > 1 || (s.past && (!s.heads_first || !writes || more)))
+        return kUnsupported;
+    if (s.past < 0 || s.past > s.block_size)
+        return kShape;
     if (!s.query_starts || !s.kv_lens || !s.block_table || (writes && !s.slots))
         return kNull;
     if (!is_aligned(s.query_starts, 4) || !is_aligned(s.kv_lens, 4) || !is_aligned(s.block_table, 4))
@@ -177,7 +181,7 @@ Status layers(const StackCall& call, int64_t more = 0) {
     if (status == kOk)
         status = tables(call, more);
     for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
-        const Status cached = call.caches ? cache(call.caches[i], call.cache_dtype) : kOk;
+        const Status cached = call.caches ? cache(call.caches[i], call.cache_dtype, call.step) : kOk;
         status = first_of(cached, block(call.blocks[i], call));
     }
     return status;
@@ -283,7 +287,7 @@ Status check(const AttentionCall& call) {
 Status check(const PagedAttentionCall& call) {
     Status status = heads(call.heads, call.kv_heads, call.head_dim);
     status = first_of(status, first_of(tensor(call.q, call.dtype), tensor(call.out, call.dtype)));
-    status = first_of(status, cache(call.cache, call.cache_dtype));
+    status = first_of(status, cache(call.cache, call.cache_dtype, call.step));
     status = first_of(status, mask(call.mask));
     return first_of(status, step(call.step, false));
 }

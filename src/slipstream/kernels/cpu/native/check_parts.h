@@ -37,7 +37,9 @@ Status optional(const void* p, int32_t dtype) {
     return p ? tensor(p, dtype) : kOk;
 }
 
-Status cache(const Cache& c, int32_t dtype) {
+Status cache(const Cache& c, int32_t dtype, const Step& s) {
+    if (dtype == kInt8Codes && s.heads_first)
+        return kUnsupported;
     if (dtype == kInt8Codes) {
         if (!c.k || !c.v || !c.k_scales || !c.v_scales)
             return kNull;
@@ -45,8 +47,12 @@ Status cache(const Cache& c, int32_t dtype) {
     }
     if (c.k_scales || c.v_scales)
         return kUnsupported;
-    const Status status = tensor(c.k, dtype);
-    return status != kOk ? status : tensor(c.v, dtype);
+    const Status statuses[] = {tensor(c.k, dtype), tensor(c.v, dtype), s.past ? tensor(c.past_k, dtype) : kOk,
+                               s.past ? tensor(c.past_v, dtype) : kOk};
+    for (const Status status : statuses)
+        if (status != kOk)
+            return status;
+    return kOk;
 }
 
 Status strides(std::initializer_list<int64_t> elements) {

@@ -166,7 +166,16 @@ private:
         project(rows, b.qkv, qkv_, team, rank);
         if (rank == 0 && replans(layer))
             make_plan(spans(b), heads_of(b), team, room_);
-        over_tokens(team, [&](int64_t t) { place(b, layer, t, qkv_ + t * width); });
+        // What is copied is the longer work, and begins first.
+        const int64_t copies = call_.step.past ? call_.step.cache_blocks * b.kv_heads : 0;
+        each(team, copies + tokens_, ceil_div(copies + tokens_, 2 * static_cast<int64_t>(team.size())),
+             [&](int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i)
+                     if (i < copies)
+                         copy_past(call_.caches[layer], call_.cache_dtype, call_.step, i, b.head_dim);
+                     else
+                         place(b, layer, i - copies, qkv_ + (i - copies) * width);
+             });
         Bf16* rounded = rounds_rows(b.attn_out, many(tokens_, b.attn_out)) ? rounded_joined_ : nullptr;
         const Pages pages = pages_of(call_.step);
         Attention a = call_.caches
@@ -225,7 +234,7 @@ private:
         if (b.qk_norm_after_rope)
             norms();
         if (call_.caches)
-            write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step.slots[t], k, v);
+            write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step, t, k, v);
     }
 
     // After the attention's sum, where the feed-forward follows it.
