@@ -16,6 +16,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.model.check import MODEL_ERRORS
+from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.inputs import sample_inputs
 from tests.architectures.special import NOT_BUILT, NOT_RUN
 from tests.architectures.tiny import TEXT, Kind, tiny_model
@@ -78,6 +79,8 @@ def sweep(model_type: str, kind: Kind) -> Result:
     original = copy.deepcopy(model)
     engine = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
     got = _answer(engine, inputs)
+    passed = [name for name, module in engine.module.named_modules() if _was_passed_over(module)]
+    assert not passed, f"{passed} are reported as blocks, and ran their original code"
     report = engine.report()
     others = [layer for layer in report.layers if layer.level != "block"]
     return Result(
@@ -90,6 +93,10 @@ def sweep(model_type: str, kind: Kind) -> Result:
         layers=len(report.layers),
         report=str(report),
     )
+
+
+def _was_passed_over(module: Any) -> bool:
+    return is_injected(module) and injected_state(module).declined > 0
 
 
 def _answer(model: Any, inputs: dict[str, Tensor]) -> Any:

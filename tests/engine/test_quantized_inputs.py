@@ -77,7 +77,7 @@ def test_generate_follows_the_rounded_original(kind: str) -> None:
 
 
 def test_a_block_that_rounds_where_its_layer_does_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "_round_inputs", lambda twin, state: None)
+    monkeypatch.setattr(fuse, "round_inputs", lambda twin, state: None)
     with pytest.raises(slipstream.InjectionError, match="is off by"):
         inject(make("llama"), quant={"activation": {"enabled": True}})
 

@@ -106,3 +106,44 @@ def test_checks_leave_a_dynamic_rotary_module_as_it_was(prepare: Any) -> None:
         expected = original(ids).logits
         close(expected, twin(ids).logits)
         close(expected, inject(make("llama", rope_parameters=angles, max_position_embeddings=4))(ids).logits)
+
+
+def test_layers_that_are_handed_what_no_block_reads_keep_their_code_and_say_so() -> None:
+    torch.manual_seed(0)
+    config = transformers.MvpConfig(
+        vocab_size=100, d_model=24, encoder_layers=2, decoder_layers=2, encoder_attention_heads=3,
+        decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=36, max_position_embeddings=64,
+        use_prompt=True, prompt_length=5, prompt_mid_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=2,
+    )  # fmt: skip
+    original = transformers.MvpForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in original.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 2 / parameter.shape[-1] ** 0.5)
+    engine = inject(original)
+    ids = torch.randint(3, 100, (3, 9), generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"num_beams": 3}):
+        expected = original.generate(ids, max_new_tokens=8, do_sample=False, **options)
+        assert torch.equal(expected, engine.generate(ids, max_new_tokens=8, do_sample=False, **options))
+    # Prompts come to each of its layers as keys and values from outside, in every call.
+    reasons = {layer.reason for layer in engine.report().layers if "decoder" in layer.name}
+    assert reasons == {"in every call, the model asks of it what a block does not do"}
+
+
+def test_a_layer_that_cannot_run_in_a_dtype_itself_is_refused_in_words() -> None:
+    class Stubborn(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.eye(x.shape[-1])
+
+    original = make("llama")
+    original.model.layers[0].self_attn.q_norm_of_its_own = Stubborn()
+    forward = type(original.model.layers[0]).forward
+
+    def stubborn(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, hidden_states @ torch.eye(hidden_states.shape[-1]), *args, **kwargs)
+
+    for layer in original.model.layers:
+        layer.forward = stubborn.__get__(layer)
+    with pytest.raises(InjectionError, match="the original itself cannot run in bfloat16"):
+        inject(original, dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import slipstream
+from slipstream.model.inject import injected_state, is_injected
 
 TOLERANCE = 1e-4
 """The promise for float32."""
@@ -256,6 +257,8 @@ def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees(
         expected, got = original(**given).logits, engine(**given).logits
         _agree(expected[mask.bool()], got[mask.bool()])
         bare = {name: given[name] for name in ("input_ids", "attention_mask")}
+        passed = [m for m in engine.module.modules() if is_injected(m) and injected_state(m).declined]
+        assert not passed, "the layers that look at no picture are handed it as well, and run their blocks"
         assert not torch.allclose(got[mask.bool()], engine(**bare).logits[mask.bool()], atol=1e-2)
     for more in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}):
         tokens = original.generate(**given, max_new_tokens=8, **more)

@@ -292,7 +292,7 @@ def _frame(
     spec = family.frame(model_config)
     if spec is None:
         return None, f"{family.name} names no frame for this configuration"
-    if any(found.spec is not None and found.spec.cross is not None for found in fused):
+    if any(found.spec is not None and found.spec.cross is not None for found in layers):
         fused = [found for found in fused if found.name.startswith(f"{spec.layers}.")]  # the decoder's
     names = [found.name for found in fused]
     try:

@@ -195,6 +195,7 @@ class Family:
             then `spec` is not asked.
         mixers: What stands in attention's place in layers whose spec names a mixer, by that name.
         courses: How branches follow each other in layers whose spec names a course, by that name.
+        unread: Names of arguments that layers are handed and do not read.
     """
 
     name: str
@@ -214,6 +215,7 @@ class Family:
     measure: Callable[[Any, Config], BlockSpec] | None = None
     mixers: Mapping[str, OwnMixer] = field(default_factory=dict)
     courses: Mapping[str, OwnCourse] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
     def spec_of(self, layer: Any, config: Config, index: int) -> BlockSpec:
         """Numbers of layer `index`, which is of a class of the family."""

@@ -118,6 +118,7 @@ FAMILIES = (
             Role.K_NORM: Take("cross_attn.k_norm"),
         },
         courses={_LOOKS: OwnCourse(_look, _GATES, _READS, needs=_NEEDS)},
+        unread=_READS,  # which those that look at no picture are handed as well
         frame=_frame,
         tiny=(
             tiny(

@@ -351,7 +351,7 @@ def _answers(
     """Both answers to every call, real rows only."""
     expected, got = [], []
     for call in calls:
-        theirs = _states(call.output) if original is None else replay(call, original, like=like)
+        theirs = _states(call.output) if original is None else _original(name, call, original, like)
         try:
             ours = replay(call, fused, like=like)
         except MODEL_ERRORS as failure:
@@ -368,6 +368,17 @@ def _answers(
         expected.append(theirs[rows])
         got.append(ours[rows])
     return expected, got
+
+
+def _original(name: str, call: RecordedCall, run: Callable[..., Any], like: Tensor) -> Tensor:
+    try:
+        return replay(call, run, like=like)
+    except MODEL_ERRORS as failure:
+        raise InjectionError(
+            f"{name}: the original itself cannot run in {str(like.dtype).removeprefix('torch.')} "
+            f"({type(failure).__name__}: {str(failure).partition(chr(10))[0]}); "
+            "use the dtype that it was made for"
+        ) from failure
 
 
 def _exactly(calls: Sequence[RecordedCall], run: Callable[..., Any], like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import InjectionError, UnsupportedError, WeightError
 from slipstream.formats import FORMATS, Format
+from slipstream.model.as_packed import round_inputs, unpack_into
 from slipstream.model.block import Block
 from slipstream.model.check import (
     MODEL_ERRORS,
@@ -27,7 +28,7 @@ from slipstream.model.check import (
 )
 from slipstream.model.convert import applies, convert
 from slipstream.model.filling import Filling
-from slipstream.model.inject import Injected, inject_layer, restore_layer
+from slipstream.model.inject import Injected, inject_layer
 from slipstream.model.intact import is_hooked
 from slipstream.model.layers import Found
 from slipstream.model.offload import offload_block
@@ -35,7 +36,6 @@ from slipstream.model.returns import returns_of
 from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS, LEARNED
-from slipstream.ops.linear import Rounding, round_rows
 from slipstream.parallel import ALONE, Mesh, share_of
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
@@ -263,8 +263,8 @@ def _check(
     inject_layer(fused, state)
     try:
         if settings.format.bits:
-            _unpack_into(twin, state, found.name, settings.format)
-            _round_inputs(twin, state)
+            unpack_into(twin, state, found.name, settings.format)
+            round_inputs(twin, state)
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
         stands = answered and len(shared) == len(tensors) and not settings.format.bits
         original = None if stands else twin.forward
@@ -273,6 +273,8 @@ def _check(
         rounded = rounding is not None and not rounding.above
         forwards = (original, partial(run_part, fused.forward, state.block.share))
         error = compare(found.name, calls, *forwards, like, ties=ties, rounded=rounded, exact=exact)
+        if state.declined >= len(calls):
+            return Verdict(None, reason="in every call, the model asks of it what a block does not do")
         return replace(verdict, max_error=error)
     except InjectionError as failure:
         if settings.check == "error":
@@ -293,41 +295,6 @@ def _has_bool_mask(calls: Sequence[RecordedCall]) -> bool:
     """Whether the model makes boolean masks; attention that adds masks to scores would add ones."""
     given = (value for call in calls for value in (*call.args, *call.kwargs.values()))
     return any(isinstance(value, Tensor) and value.dtype == torch.bool for value in given)
-
-
-def _unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> None:
-    """Let the original code run on what was packed, so that the check stays as strict as without a format."""
-    own = {path: p.detach() for path, p in twin.named_parameters()}
-    restore_layer(twin, state)
-    for path, parameter in twin.named_parameters():
-        before, after = own[path].float(), parameter.detach().float()
-        largest = float(before.abs().max()) if before.numel() else 0.0
-        # The bound for a group is at most this; rounding to the engine's dtype comes on top.
-        bound = largest * (packed.error + packed.floor + torch.finfo(parameter.dtype).eps)
-        off = float((after - before).abs().max()) if before.numel() else 0.0
-        if not off <= bound:
-            raise InjectionError(
-                f"{name}.{path} is off by {off:.3g} once packed as {packed.name}, where its largest weight "
-                f"is {largest:.3g} (allowed {bound:.3g}); the format, or the family's recipe, is wrong"
-            )
-
-
-def _round_inputs(twin: nn.Module, state: Injected) -> None:
-    """Let the original's own linears round their inputs as the block's matrices do, for the same reason."""
-    for role, weight in state.block.weights.matrices.items():
-        if (rounding := weight.rounding) is None:
-            continue
-        for piece in state.plans[role].weight:
-            path, _, name = piece.name.rpartition(".")
-            if path and name == "weight":
-                twin.get_submodule(path).register_forward_pre_hook(partial(_rounded, rounding=rounding))
-
-
-def _rounded(module: nn.Module, args: tuple[Tensor, ...], *, rounding: Rounding) -> tuple[Any, ...]:
-    """Forward pre-hook; transformers gives linears their input by place."""
-    if args[0].shape[:-1].numel() <= rounding.above:
-        return args
-    return (round_rows(args[0], rounding).to(args[0].dtype), *args[1:])
 
 
 def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verdict) -> Injected:
@@ -367,6 +334,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
         attention=family.attention if spec.own_attention else None,
         mixer=family.mixer_of(spec),
         course=family.course_of(spec),
+        unread=family.unread,
     )
 
 

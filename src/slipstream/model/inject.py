@@ -72,6 +72,8 @@ class Injected:
         attention: The layer's own, where its spec says so.
         mixer: What stands in attention's place, if anything.
         course: How its branches follow each other, where its spec says so.
+        unread: Names of arguments that nobody reads.
+        declined: How many calls the original code served.
     """
 
     original: type[nn.Module]
@@ -91,6 +93,8 @@ class Injected:
     attention: OwnAttention | None = None
     mixer: OwnMixer | None = None
     course: OwnCourse | None = None
+    unread: frozenset[str] = frozenset()
+    declined: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -100,8 +104,8 @@ class Injected:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of arguments that only a part of the layer reads."""
-        return frozenset().union(
+        """Names of arguments that at most a part of the layer reads."""
+        return self.unread.union(
             *(own.reads for own in (self.bias, self.attention, self.mixer, self.course) if own is not None)
         )
 
@@ -269,7 +273,9 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     The code runs on a shallow twin, so that other threads may go on using the layer meanwhile.
     """
-    return injected_state(layer).original.forward(_twin(layer), *args, **kwargs)
+    state = injected_state(layer)
+    state.declined += 1
+    return state.original.forward(_twin(layer), *args, **kwargs)
 
 
 def restore_layer(layer: nn.Module, state: Injected) -> None:

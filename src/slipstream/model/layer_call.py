@@ -33,9 +33,14 @@ _SILENT = frozenset(
         "position_embeddings",
         "output_hidden_states",
         "return_dict",
+        "logits_to_keep",
+        "num_items_in_batch",
     }
 )
-"""Arguments that the block either reads or has no use for, whatever their value."""
+"""Arguments that the block either reads or has no use for, whatever their value.
+
+Some are of the head or of the loss, and come down to the layers because models pass on what they do not know.
+"""
 _TABLE_TYPES = (tuple, list)
 
 
