@@ -126,11 +126,20 @@ def _idefics3() -> Any:
     )
 
 
+def _smolvlm() -> Any:
+    vision = transformers.SmolVLMVisionConfig(**_PICTURE)
+    text = transformers.LlamaConfig(**_LANGUAGE)
+    return transformers.SmolVLMConfig(
+        vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
+    )
+
+
 _SPEAKING = {
     "Llava": _llava,
     "PaliGemma": _paligemma,
     "Gemma3": _gemma3,
     "Idefics3": _idefics3,
+    "SmolVLM": _smolvlm,
 }
 
 
@@ -143,7 +152,7 @@ def _asked(prefix: str) -> dict[str, Tensor]:
     ids[0, :3], mask[0, :3] = 0, 0
     pixels = torch.randn(2, 3, 32, 32, generator=generator)
     given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
-    if prefix == "Idefics3":
+    if prefix in ("Idefics3", "SmolVLM"):
         given["pixel_values"] = pixels[:, None]
     if prefix in ("Gemma3", "PaliGemma"):
         given["token_type_ids"] = (ids == 100).long()
@@ -191,6 +200,8 @@ _QWEN: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
 }
+_QWEN["Qwen3VLMoe"] = _QWEN["Qwen3VL"]
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 @pytest.mark.parametrize("prefix", _QWEN)
@@ -198,7 +209,10 @@ def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> No
     vision = {**_QWEN[prefix], "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
     tokens = {"image_token_id": 100, "vision_start_token_id": 101, "vision_end_token_id": 102}
     config = getattr(transformers, f"{prefix}Config")(
-        text_config=_QWEN_TEXT, vision_config=vision, video_token_id=103, **tokens
+        text_config=_QWEN_TEXT | (_QWEN_EXPERTS if prefix.endswith("Moe") else {}),
+        vision_config=vision,
+        video_token_id=103,
+        **tokens,
     )
     original = _grown(config, f"{prefix}ForConditionalGeneration")
     engine = _injected(original)
@@ -263,3 +277,38 @@ def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees(
     for more in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}):
         tokens = original.generate(**given, max_new_tokens=8, **more)
         assert torch.equal(tokens, engine.generate(**given, max_new_tokens=8, **more))
+
+
+def test_towers_that_are_no_models_by_themselves_are_fused_where_they_stand() -> None:
+    text = transformers.MistralConfig(**_LANGUAGE, sliding_window=None)
+    perceiver = {
+        "hidden_size": 64, "resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 4,
+        "resampler_head_dim": 16, "num_key_value_heads": 2,
+    }  # fmt: skip
+    idefics = transformers.Idefics2Config(
+        text_config=text,
+        vision_config=_PICTURE,
+        perceiver_config=perceiver,
+        image_token_id=100,
+        pad_token_id=0,
+    )
+    words = {
+        "vocab_size": 128, "embed_dim": 64, "layers": 2, "attention_heads": 4, "ffn_dim": 96,
+        "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    kosmos = transformers.Kosmos2Config(text_config=words, vision_config=_PICTURE, latent_query_num=3)
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(3))
+    ids[:, 2:5] = 100
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    for prefix, config, given in (
+        ("Idefics2", idefics, {"pixel_values": pixels[:, None]}),
+        ("Kosmos2", kosmos, {"pixel_values": pixels, "image_embeds_position_mask": (ids == 100).long()}),
+    ):
+        original = _grown(config, f"{prefix}ForConditionalGeneration")
+        engine = _injected(original)
+        with torch.no_grad():
+            expected = original(input_ids=ids, attention_mask=mask, **given).logits
+            _agree(expected, engine(input_ids=ids, attention_mask=mask, **given).logits)
+        towers = {layer.level for layer in engine.report().layers if ".encoder.layers." in layer.name}
+        assert towers == {"block"}, str(engine.report())

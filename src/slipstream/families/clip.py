@@ -38,7 +38,13 @@ _FUSED = {**CLIP_RECIPES, Role.QKV: Take("self_attn.qkv"), Role.ATTN_OUT: Take("
 _PATCHES: dict[str, Any] = {"num_patches": 16}
 
 FAMILIES = (
-    _family("clip", ("CLIPEncoderLayer",), _seeing("CLIP"), _reading("CLIP"), spec=_causal_text),
+    _family(
+        "clip",
+        ("CLIPEncoderLayer", "Kosmos2VisionEncoderLayer"),
+        _seeing("CLIP"),
+        _reading("CLIP"),
+        spec=_causal_text,
+    ),
     _family(
         "metaclip_2",
         ("MetaClip2EncoderLayer",),
@@ -56,10 +62,21 @@ FAMILIES = (
     _family("siglip2", ("Siglip2EncoderLayer",), _seeing("Siglip2", **_PATCHES), _reading("Siglip2")),
     _family(
         "idefics3_vision",
-        ("Idefics3EncoderLayer",),
+        ("Idefics3EncoderLayer", "Idefics2EncoderLayer"),
         picture_tiny("Idefics3VisionTransformer", "Idefics3VisionConfig"),
+    ),
+    _family(
+        "smolvlm_vision",
+        ("SmolVLMEncoderLayer",),
+        picture_tiny("SmolVLMVisionTransformer", "SmolVLMVisionConfig"),
     ),
     _family("blip", ("BlipEncoderLayer",), _seeing("Blip"), recipes=_FUSED),
     _family("blip-2", ("Blip2EncoderLayer",), _seeing("Blip2"), recipes=_FUSED),
     _family("instructblip", ("InstructBlipEncoderLayer",), _seeing("InstructBlip"), recipes=_FUSED),
+    _family(
+        "instructblipvideo",
+        ("InstructBlipVideoEncoderLayer",),
+        _seeing("InstructBlipVideo"),
+        recipes=_FUSED,
+    ),
 )

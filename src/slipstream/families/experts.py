@@ -82,7 +82,9 @@ def normed_like(
     dense = llama_like(config, index, **{"qk_norm": qk_norm, **changes})
     if not sparse:
         return dense
-    mixture = MoE(config.num_experts, config.num_experts_per_tok, normalize=config.norm_topk_prob)
+    normalize = moe.pop("normalize", None)
+    normalize = config.norm_topk_prob if normalize is None else normalize
+    mixture = MoE(config.num_experts, config.num_experts_per_tok, normalize=normalize)
     return replace(dense, ffn=config.moe_intermediate_size, moe=replace(mixture, **moe))
 
 

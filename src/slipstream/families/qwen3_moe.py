@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen2-MoE without the shared expert, queries and keys normalised per head."""
+"""Qwen3-MoE: Qwen2-MoE without the shared expert, heads normalised; the text of Qwen3-VL-MoE as well."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return normed_like(config, index, sparse=sparse_layer(config, index), changes=changes)
 
 
+def _seeing(config: Config, index: int) -> BlockSpec:
+    sparse = sparse_layer(config, index)
+    return normed_like(config, index, sparse=sparse, changes={}, normalize=True)
+
+
 _TINY: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -25,8 +30,9 @@ _SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
 
 FAMILY = Family(
     name="qwen3_moe",
-    layers=("Qwen3MoeDecoderLayer",),
+    layers=("Qwen3MoeDecoderLayer", "Qwen3VLMoeTextDecoderLayer"),
     spec=_spec,
+    specs={"Qwen3VLMoeTextDecoderLayer": _seeing},
     recipes={
         **MOE_RECIPES,
         **QK_NORMS,

@@ -9,11 +9,17 @@ from slipstream.families.towers import VIT_RECIPES, clip_like, picture_tiny, vit
 
 
 def _family(
-    name: str, prefix: str, *, model: str = "Model", reads_head_dim: bool = True, **options: Any
+    name: str,
+    prefix: str,
+    *,
+    model: str = "Model",
+    layer: str = "Layer",
+    reads_head_dim: bool = True,
+    **options: Any,
 ) -> Family:
     return Family(
         name=name,
-        layers=(f"{prefix}Layer",),
+        layers=(f"{prefix}{layer}",),
         spec=vit_like if reads_head_dim else clip_like,
         recipes=VIT_RECIPES,
         tiny=(
@@ -34,5 +40,6 @@ FAMILIES = (
     _family("vivit", "Vivit", num_frames=4, tubelet_size=[2, 8, 8]),
     _family("videomae", "VideoMAE", reads_head_dim=False, num_frames=4, tubelet_size=2),
     _family("yolos", "Yolos", reads_head_dim=False, image_size=[32, 32], num_detection_tokens=5),
+    _family("dpt", "DPT", layer="ViTLayer", reads_head_dim=False, is_hybrid=False),
     _family("audio-spectrogram-transformer", "AST", model="ForAudioClassification", **_SOUND),
 )

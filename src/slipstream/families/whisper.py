@@ -1,4 +1,7 @@
-"""Whisper: BART's layers with norms before the branches, and keys without a bias; it hears a spectrogram."""
+"""Whisper: BART's layers with norms before the branches, and keys without a bias; it hears a spectrogram.
+
+Its encoder is the ear of many language models.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,59 @@ _OWN: dict[str, Any] = {
 }
 _FIELDS = {name: value for name, value in BART_TINY.items() if name != "max_position_embeddings"}
 
-FAMILY = Family(
-    name="whisper",
-    layers=("WhisperEncoderLayer", "WhisperDecoderLayer"),
-    spec=_encoder,
-    specs={"WhisperDecoderLayer": _decoder},
-    recipes=BART_RECIPES,
-    frame=_frame,
-    tiny=(Tiny("WhisperForConditionalGeneration", "WhisperConfig", {**_FIELDS, **_OWN}),),
+_EAR: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+}
+_NAMED = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+_HEARD = {"num_mel_bins": 8, "max_source_positions": 20}
+
+
+def _ear(name: str, layer: str, tiny: Tiny) -> Family:
+    return Family(name=name, layers=(layer,), spec=_encoder, recipes=BART_RECIPES, tiny=(tiny,))
+
+
+FAMILIES = (
+    Family(
+        name="whisper",
+        layers=("WhisperEncoderLayer", "WhisperDecoderLayer"),
+        spec=_encoder,
+        specs={"WhisperDecoderLayer": _decoder},
+        recipes=BART_RECIPES,
+        frame=_frame,
+        tiny=(Tiny("WhisperForConditionalGeneration", "WhisperConfig", {**_FIELDS, **_OWN}),),
+    ),
+    Family(
+        name="speech_to_text",
+        layers=("Speech2TextEncoderLayer", "Speech2TextDecoderLayer"),
+        spec=_encoder,
+        specs={"Speech2TextDecoderLayer": _decoder},
+        recipes=BART_RECIPES,
+        tiny=(
+            Tiny(
+                "Speech2TextForConditionalGeneration",
+                "Speech2TextConfig",
+                {**_FIELDS, "input_feat_per_channel": 8, "conv_channels": 32, "max_target_positions": 64},
+            ),
+        ),
+    ),
+    _ear(
+        "qwen2_audio_encoder",
+        "Qwen2AudioEncoderLayer",
+        Tiny("Qwen2AudioEncoder", "Qwen2AudioEncoderConfig", _EAR),
+    ),
+    _ear(
+        "voxtral_encoder",
+        "VoxtralEncoderLayer",
+        Tiny("VoxtralEncoder", "VoxtralEncoderConfig", _NAMED | _HEARD),
+    ),
+    _ear(
+        "audioflamingo3_encoder",
+        "AudioFlamingo3EncoderLayer",
+        Tiny("AudioFlamingo3Encoder", "AudioFlamingo3EncoderConfig", _NAMED | _HEARD),
+    ),
 )

@@ -125,11 +125,21 @@ def _sound(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) 
 
 
 def _spectrograms(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
-    """Spectrograms as long as Whisper's encoder has places for."""
+    """Spectrograms as long as Whisper's encoder has places for; or, frame by frame, Speech2Text's."""
     bins, places = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
+    width = _number(config, "input_feat_per_channel")
+    if width is not None:
+        frames = _FRAMES * 2 ** (_number(config, "num_conv_layers") or 0)
+        mask = torch.ones(_BATCH, frames, dtype=torch.long, device="cpu")
+        mask[0, frames // 2 :] = 0
+        return [{"input_features": _noise(generator, _BATCH, frames, width), "attention_mask": mask}]
     if bins is None or places is None:
         return []
-    return [{"input_features": _noise(generator, _BATCH, bins, 2 * places)}]
+    heard = {"input_features": _noise(generator, _BATCH, bins, 2 * places)}
+    if "input_features_mask" in accepts:
+        heard["input_features_mask"] = torch.ones(_BATCH, 2 * places, dtype=torch.long, device="cpu")
+        heard["input_features_mask"][0, places:] = 0
+    return [heard]
 
 
 def _packed_patches(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
