@@ -263,6 +263,36 @@ def test_integers_in_buffers_are_found_too() -> None:
     refused(model, slipstream.WeightError, "model.layers.1")
 
 
+class Float8Linear(nn.Module):
+    """The same in floats of 8 bits, beside a scale."""
+
+    def __init__(self, linear: nn.Linear, *, buffer: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(linear.weight.abs().amax() / 448, requires_grad=False)
+        values = (linear.weight / self.scale).detach().to(torch.float8_e4m3fn)
+        if buffer:
+            self.register_buffer("weight", values)
+        else:
+            self.weight = nn.Parameter(values, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return nn.functional.linear(x, weight.to(x.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_floats_of_eight_bits_are_codes_without_their_scale(buffer: bool) -> None:
+    model = make("llama")
+    model.model.layers[1].mlp.up_proj = Float8Linear(model.model.layers[1].mlp.up_proj, buffer=buffer)
+    expected = model(input_ids=prompt()).logits.detach()
+    with pytest.raises(slipstream.WeightError, match=r"up_proj\.weight is torch\.float8_e4m3fn"):
+        inject(model)
+    engine = slipstream.init_inference(copy.deepcopy(model), dtype=torch.float32)
+    close(expected, engine(input_ids=prompt()).logits)
+    half = slipstream.init_inference(model, dtype=torch.bfloat16)
+    close(expected, half(input_ids=prompt()).logits.float(), atol=0.3)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_dynamically_quantized_model_is_refused() -> None:
     if "fbgemm" not in torch.backends.quantized.supported_engines or not hasattr(torch.ao, "quantization"):

@@ -25,6 +25,7 @@ from slipstream.errors import (
     WeightError,
 )
 from slipstream.model.attend import attends
+from slipstream.model.convert import is_quantized
 from slipstream.model.inject import is_injected
 from slipstream.model.packed import is_packed
 from slipstream.model.parts import is_swapped
@@ -85,10 +86,12 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
             f"{sparse[0]} is stored as {parameters[sparse[0]].layout}; make it dense before init_inference "
             "(parameter.to_dense())"
         )
-    packed = [name for name, p in parameters.items() if not p.is_floating_point()]
+    narrow = {name: b for name, b in model.named_buffers() if b.is_floating_point() and is_quantized(b)}
+    packed = {name: p for name, p in parameters.items() if is_quantized(p)} | narrow
     if packed and wants_floats:
+        name = next(iter(packed))
         raise WeightError(
-            f"{packed[0]} is {parameters[packed[0]].dtype}: {len(packed)} of {len(parameters)} parameters "
+            f"{name} is {packed[name].dtype}: {len(packed)} of {len(parameters)} parameters "
             "are already quantized, and blocks are fused from floating weights; load the model without "
             "quantization, or leave replace_with_kernel_inject at False"
         )
@@ -120,10 +123,10 @@ def _check_values(source: Source, parameters: Mapping[str, Tensor], dtype: torch
     for name in source.names():
         if (tensor := source.stored(name)) is None:
             continue
-        wants_floats = name in parameters and parameters[name].is_floating_point()
-        if wants_floats and not tensor.is_floating_point():
+        wants_floats = name in parameters and not is_quantized(parameters[name])
+        if wants_floats and is_quantized(tensor):
             raise WeightError(
-                f"{source.place(name)} is {tensor.dtype}, and the model's {name} is a float; load a "
+                f"{source.place(name)} is {tensor.dtype}, and the model's {name} is a wider float; load a "
                 "checkpoint that is not quantized"
             )
         if tensor.is_floating_point():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-__all__ = ["applies", "convert", "kept_in_float32", "move"]
+__all__ = ["applies", "convert", "is_quantized", "kept_in_float32", "move"]
 
 _ANGLES = re.compile(r"freq|rot|cos|sin|timescale|embed_positions")
 
@@ -61,6 +61,11 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 def applies(name: str, tensor: torch.Tensor, dtype: torch.dtype, keep: tuple[re.Pattern[str], ...]) -> bool:
     """Whether `convert` casts a tensor of this name."""
-    if not tensor.is_floating_point() or tensor.dtype == dtype:
+    if is_quantized(tensor) or tensor.dtype == dtype:
         return False
     return dtype not in (torch.float16, torch.bfloat16) or not any(pattern.search(name) for pattern in keep)
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers are codes: integers, or floats of 8 bits, whose scales lie elsewhere."""
+    return not tensor.is_floating_point() or tensor.dtype.itemsize < 2
