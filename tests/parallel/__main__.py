@@ -13,7 +13,7 @@ from tests.parallel.pool import Failed, Pool
 
 
 def main(size: int, settings: dict[str, Any], names: list[str]) -> int:
-    bad, worst = 0, 0.0
+    bad, worst, largest = 0, 0.0, 0.0
     chosen = [i for i, v in enumerate(VARIANTS) if not names or any(name in label(v) for name in names)]
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(Path(folder) / "store")
@@ -22,12 +22,17 @@ def main(size: int, settings: dict[str, Any], names: list[str]) -> int:
             failed = [answer for answer in answers if isinstance(answer, Failed)]
             row = failed[0] if failed else answers[0]
             right = not failed and row["error"] <= 1e-4 and row["greedy"] != "DIFFERENT"
-            worst = worst if failed else max(worst, row["error"])
+            if not failed:
+                worst, largest = max(worst, row["error"]), max(largest, row["share"] or 0.0)
+                right = right and (row["share"] or 0.0) <= 1.1
             bad += not right
             if names or not right:
                 print(label(VARIANTS[index]), row if not failed else f"{row.kind}: {row.message}", flush=True)
         pool.close()
-    print(f"{len(chosen)} variants on {size} ranks, {bad} of them wrong; largest error {worst:.1e}")
+    print(
+        f"{len(chosen)} variants on {size} ranks, {bad} of them wrong; largest error {worst:.1e}, largest "
+        f"share of the bytes {largest:.2f} of 1/{size}"
+    )
     return int(bad > 0)
 
 

@@ -17,6 +17,7 @@ from slipstream.model.inputs import sample_inputs, vocabulary
 from slipstream.model.packed import is_packed, packed_bytes, packed_matrices
 from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
 from tests.parallel.pool import GROUPS
+from tests.parallel.share_jobs import share
 
 LLAMA = next(index for index, variant in enumerate(VARIANTS) if label(variant) == "llama")
 
@@ -73,6 +74,7 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
         "level": engine.report().level,
         "error": max(errors),
         "greedy": greedy,
+        "share": share(engine, original, size, settings),
         "road": "compatible" if engine.why_compatible() else "engine",
     }
 
@@ -306,10 +308,11 @@ class Stranger(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(40, 90), nn.ReLU(), nn.Linear(90, 40)) for _ in range(3)
         )
+        self.scale = nn.Parameter(torch.tensor(0.7))  # of no dims
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + layer(x)
+            x = x + self.scale * layer(x)
         return x
 
 
@@ -328,15 +331,11 @@ def stranger(size: int) -> dict[str, Any]:
     }
 
 
-def written(what: str) -> None:
+def written() -> None:
     """What is refused of an engine whose layers run their own code on several ranks."""
     model = peaked_model(VARIANTS[LLAMA][1])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    engine = split(model, 2)
-    if what == "refresh":
-        engine.refresh_weights(state)
-    elif what == "load":
-        engine.load_state_dict(state)
+    split(model, 2).load_state_dict(state)
 
 
 def narrow_experts(size: int, units: int) -> dict[str, Any]:

@@ -3,36 +3,106 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.packed import is_packed, packed_matrices
 from slipstream.ops.linear import Weight
+from slipstream.spec import Role
 from tests.families.sweep import VARIANTS, peaked_model
-from tests.parallel.jobs import split
+from tests.parallel.pool import GROUPS
 
 ROUTERS = {"gate", "router"}
 """Names within layers of what chooses experts."""
+
+SMALL = 2048
+"""Numbers of a matrix below which a layer that runs its own code keeps it whole."""
+
+KEYS = re.compile(r"\b(k|v|key|value|k_proj|v_proj|qkv|qkv_proj|query_key_value|c_attn)$")
+LATENT = re.compile(r"\b(kv_a\w*|q_a\w*)$")
 
 
 def shares(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Bytes that a rank holds, that one process holds, and of these what is on every rank."""
     model = peaked_model(VARIANTS[index][1])
-    engine = split(copy.deepcopy(model), size, **settings)
+    given = {"dtype": torch.float32, "tensor_parallel": {"tp_group": GROUPS[size]}, **settings}
+    return counted(slipstream.init_inference(copy.deepcopy(model), **given), model, size, settings)
+
+
+def share(
+    engine: slipstream.InferenceEngine, model: Any, size: int, settings: dict[str, Any]
+) -> float | None:
+    """The largest of all ranks' bytes as a multiple of their share.
+
+    None of packed weights, and of heads that are not dealt evenly: the first ranks have one more then.
+    """
+    heads = getattr(model.config, "num_attention_heads", size)
+    if settings.get("quant") or settings.get("dtype") == torch.int8:
+        return None
+    if isinstance(heads, int) and heads % size:
+        return None
+    row = counted(engine, model, size, settings)
+    everywhere = row["everywhere"]
+    ratios: list[Any] = [None] * size
+    own = (row["own"] - everywhere) / max((row["whole"] - everywhere) / size, 1.0)
+    dist.all_gather_object(ratios, own, GROUPS[size])
+    return float(max(ratios))
+
+
+def counted(
+    engine: slipstream.InferenceEngine, model: Any, size: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The same of an engine that stands; `model` is a copy of what it was made of."""
     own = memory(_tensors(engine.module))
     layers = [row.name for row in engine.report().layers]
-    everywhere = memory(_on_every_rank(model, layers))
+    everywhere = memory(_on_every_rank(model, layers)) + _several_times(engine, model, size)
     if not settings.get("quant"):
         return {"own": own, "whole": memory(model.parameters()), "everywhere": everywhere}
     alone = slipstream.init_inference(model, dtype=torch.float32, **settings).module
     # The multipliers of rows, which come last, are whole where a matrix is cut by its inputs.
     scales = [matrix.planes[-1] for matrix in _matrices(alone) if matrix.format != "plain"]
     return {"own": own, "whole": memory(_tensors(alone)), "everywhere": everywhere + memory(scales)}
+
+
+def _several_times(engine: Any, model: Any, size: int) -> int:
+    """Bytes above its share of what more than one rank has: kv heads where they are fewer, latents."""
+    found = 0.0
+    for block in (injected_state(part).block for part in engine.module.modules() if is_injected(part)):
+        share, weight = block.share, block.weights.matrices.get(Role.QKV)
+        if share is not None and weight is not None and share.whole.kv_heads < size:
+            row = weight.nbytes / weight.shape[-2]
+            found += 2 * (len(share.kv_heads) - share.whole.kv_heads / size) * share.spec.head_dim * row
+    for row in engine.report().split:
+        module = model.get_submodule(row.name)
+        matrix = module._parameters.get("weight")
+        if row.reason == "it is no linear":  # of a hybrid's mixer
+            own = (p for p in module._parameters.values() if p is not None and p.dim() > 1)
+            found += memory(own) * (size - 1) / size
+            continue
+        if matrix is None:
+            continue
+        small = row.how == "whole on every rank" and matrix.numel() < SMALL
+        heads = _kv_heads(model.config) or size
+        if small or LATENT.search(row.name):
+            found += matrix.nbytes * (size - 1) / size
+        elif heads < size and KEYS.search(row.name):
+            held = engine.module.get_submodule(row.name)._parameters["weight"]
+            found += held.nbytes - matrix.nbytes / size
+    return int(found * size / (size - 1)) if size > 1 else 0
+
+
+def _kv_heads(config: Any) -> int | None:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    found = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    return found if isinstance(found, int) else None
 
 
 def memory(tensors: Iterable[Tensor]) -> int:
@@ -65,8 +135,13 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _on_every_rank(model: Any, layers: list[str]) -> Iterator[Tensor]:
     """Norms, biases and routers of layers, and what stands around them but for the rows of tokens."""
-    heads = (model.get_input_embeddings(), getattr(model, "get_output_embeddings", lambda: None)())
-    tokens = {id(module.weight) for module in heads if isinstance(module, nn.Embedding | nn.Linear)}
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:  # a model of sound
+        table = None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tokens = {id(table.weight)} if isinstance(table, nn.Embedding) else set()
+    tokens |= {id(head.weight)} if isinstance(head, nn.Linear) else set()
     for name, parameter in model.named_parameters():
         within = next((layer for layer in layers if name.startswith(layer + ".")), None)
         if within is None:

@@ -153,17 +153,18 @@ def test_a_model_that_cannot_be_run_has_its_rows_joined(pool: Pool) -> None:
     assert "cannot be run on random input" in row["text"]
 
 
-@pytest.mark.parametrize(
-    ("what", "match"),
-    [
-        ("refresh", "make a new engine"),
-        ("load", "holds "),
-    ],
-)
-def test_what_would_write_whole_tensors_into_parts_is_refused(pool: Pool, what: str, match: str) -> None:
-    for answer in pool.run(f"{JOBS}:written", what, ranks=2):
+def test_a_state_dict_is_not_loaded_into_parts(pool: Pool) -> None:
+    for answer in pool.run(f"{JOBS}:written", ranks=2):
         assert isinstance(answer, Failed)
-        assert match in answer.message
+        assert "holds " in answer.message
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["falcon 7b", "falcon newer"])
+def test_linears_with_a_forward_of_their_own_are_cut_as_linears(pool: Pool, name: str, size: int) -> None:
+    row = results(pool.run(f"{JOBS}:sweep", named(name), size, OWN_CODE, ranks=size))[0]
+    assert row["error"] <= TOLERANCE and row["greedy"] == "identical"
+    assert row["share"] <= 1.1
 
 
 @pytest.mark.parametrize("units", [8, 16])

@@ -12,6 +12,9 @@ from tests.parallel.pool import Pool, results
 TOLERANCE = 1e-4
 """The promise for logits in float32."""
 
+SHARE = 1.1
+"""The promise for a rank's bytes, as a multiple of 1/n, beside what is on several ranks."""
+
 INJECTED = {"replace_with_kernel_inject": True}
 CHOSEN = (
     "llama",  # kv heads shared by ranks
@@ -86,6 +89,7 @@ def hold(rows: list[dict[str, Any]], level: str = "block") -> None:
     assert rows[0]["level"] == level
     assert rows[0]["error"] <= TOLERANCE
     assert rows[0]["greedy"] in ("identical", "-")
+    assert rows[0]["share"] is None or rows[0]["share"] <= SHARE
 
 
 def test_the_chosen_families_are_there() -> None:

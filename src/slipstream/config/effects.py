@@ -130,8 +130,8 @@ _PARALLEL = {
         "moe.ep_size) the model is replicated, each replica with prompts of its own."
     ),
     "tensor_parallel.tp_grain_size": _acts(
-        "In layers that run their own code, and where heads do not decide, parts end at multiples of it; "
-        "what is narrower than that on each rank is cut as evenly as it goes."
+        "In layers that run their own code, and where heads do not decide, parts end at multiples of it, "
+        "unless a rank would have over a tenth more than its share; then they are cut as evenly as it goes."
     ),
     "tensor_parallel.mpu": _acts(
         "Its get_tensor_model_parallel_group(), or get_model_parallel_group(), is the group that is used."

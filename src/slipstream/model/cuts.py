@@ -38,7 +38,7 @@ class Sizes:
 
     Attributes:
         ranks: Number of parts.
-        grain: Parts that heads do not decide end at multiples of this, where there are enough of them.
+        grain: Parts that heads do not decide end at multiples of this, where they are even enough.
         group: As `grain`, of a weight format, for what is narrower than the grain.
         align: Numbers in 16 bytes, at which grouped products want rows of experts to begin and end.
     """
@@ -50,8 +50,7 @@ class Sizes:
 
     def even(self, total: int) -> tuple[Runs, ...]:
         """Runs as even as they go."""
-        unit = self.grain if total >= self.grain * self.ranks else self.group
-        return even(total, self.ranks, unit)
+        return even(total, self.ranks, self.group, self.grain)
 
 
 Rewriting = tuple[bool, bool, bool]

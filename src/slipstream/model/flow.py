@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slipstream.model.check import RecordedCall, left_as_it_was
+from slipstream.model.check import MODEL_ERRORS, RecordedCall, left_as_it_was
 
 __all__ = ["Branch", "Flow", "branches_of", "is_matrix", "matrix_dims", "watch_flow"]
 
@@ -79,11 +79,39 @@ def is_matrix(module: nn.Module) -> bool:
         return False
     if type(module).forward is nn.Linear.forward:
         return type(module).__name__ != "NonDynamicallyQuantizableLinear"  # whose matrix others read
+    if isinstance(module, nn.Linear):
+        return _multiplies(module)
     kind = type(module)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return True
     others = [p for name, p in module._parameters.items() if name != "weight" and p is not None]
     return weight.dim() == 3 and not others and not module._modules and "Expert" in kind.__name__
+
+
+def _multiplies(module: nn.Linear) -> bool:
+    """Whether a linear with a forward of its own, as Falcon has, is one all the same: on small numbers."""
+    others = {name for name, p in module._parameters.items() if p is not None} - {"weight", "bias"}
+    if others or module._modules or module._buffers:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(3, 5, generator=generator), torch.randn(2, 5, generator=generator)
+    bias = None if module.bias is None else torch.randn(3, generator=generator)
+    small = copy.copy(module)
+    small.__dict__ = {**vars(module), "in_features": 5, "out_features": 3}
+    small._parameters = {
+        name: None if p is None else nn.Parameter(p, requires_grad=False)
+        for name, p in (("weight", weight), ("bias", bias))
+    }
+    try:
+        with torch.no_grad():
+            out = type(module).forward(small, x)
+    except MODEL_ERRORS:
+        return False
+    return (
+        isinstance(out, Tensor)
+        and out.shape == (2, 3)
+        and torch.allclose(out, nn.functional.linear(x, weight, bias), rtol=1e-4, atol=1e-5)
+    )  # float32, sums in another order
 
 
 def matrix_dims(module: nn.Module) -> tuple[int, int]:

@@ -65,9 +65,19 @@ class Cut:
         return Cut(dim, self.runs)
 
 
-def even(total: int, parts: int, unit: int) -> tuple[Runs, ...]:
-    """Runs as even as they go, cut at multiples of `unit` where each rank gets one of them at least."""
-    return tuple((run,) for run in spread(total, parts, unit if total >= unit * parts else 1))
+def even(total: int, parts: int, unit: int, grain: int = 1) -> tuple[Runs, ...]:
+    """Runs as even as they go.
+
+    Args:
+        total: Rows, or inputs.
+        parts: Ranks.
+        unit: They are cut at its multiples where each rank gets one of them at least.
+        grain: At multiples of this instead, where that gives no rank over a tenth more than its share.
+    """
+    runs = spread(total, parts, grain if total >= grain * parts else 1)
+    if total < grain * parts or 10 * len(runs[0]) * parts > 11 * total:
+        runs = spread(total, parts, unit if total >= unit * parts else 1)
+    return tuple((run,) for run in runs)
 
 
 def halves(runs: Sequence[Runs], width: int, layout: Literal["stacked", "paired"]) -> tuple[Runs, ...]:
