@@ -66,9 +66,4 @@ def refused(place: str, what: str) -> None:
         split(tiny(), 2, **FUSED, quant="int8", save_mp_checkpoint_path=str(Path(place) / "packed"))
     elif what == "zero":
         split(tiny(), 2, **FUSED, zero={"offload_param": {"device": "nvme", "nvme_path": place}})
-    engine = split(tiny(), 2, **FUSED)
-    if what == "refresh_weights":
-        engine.refresh_weights(tiny())
-    elif what == "load_checkpoint":
-        engine.load_checkpoint(place)
-    engine.load_adapter({}, "one", {})
+    split(tiny(), 2, **FUSED).load_adapter({}, "one", {})

@@ -17,7 +17,7 @@ def test_what_two_ranks_save_loads_on_one_three_and_four(pool: Pool, tmp_path: P
             assert answer == {"checkpoint": True, "described": True, "hollow": True, "packed": True}, answer
 
 
-@pytest.mark.parametrize("what", ["refresh_weights", "load_checkpoint", "load_adapter", "packed", "zero"])
+@pytest.mark.parametrize("what", ["load_adapter", "packed", "zero"])
 def test_what_ranks_do_not_do_is_refused_on_all_of_them(pool: Pool, tmp_path: Path, what: str) -> None:
     for answer in pool.run("tests.parallel.saving_jobs:refused", str(tmp_path), what, ranks=2):
         assert isinstance(answer, Failed) and answer.kind == "UnsupportedError", answer

@@ -38,3 +38,58 @@ def test_an_empty_model_is_filled_by_ranks_that_run_its_own_code(
         assert row["error"] == 0.0  # the same numbers in the same order
         assert row["same"]
         assert any("added up" in how or "joined" in how for _, how in row["rows"])
+
+
+WRITTEN: list[tuple[str, dict[str, Any], int]] = [
+    ("llama", INJECTED, 3),  # a kv head on two ranks
+    ("bloom", {**INJECTED, "quant": "int8"}, 2),  # rows by heads, multipliers of whole rows
+    ("gpt_oss", INJECTED, 2),  # sinks, experts with biases
+    ("falcon_h1", INJECTED, 3),  # layers that run their own code
+    ("gpt2", OWN_CODE, 2),  # Conv1D, a tied head
+    ("bloom", OWN_CODE, 2),  # biases that the first rank adds
+    ("t5", {"quant": "int8"}, 2),
+    ("mixtral", {"quant": "int4"}, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "size"),
+    [case for case in WRITTEN if case[0] in map(label, VARIANTS)],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_ranks_take_their_parts_of_new_weights(
+    pool: Pool, name: str, settings: dict[str, Any], size: int
+) -> None:
+    for row in results(pool.run(f"{JOBS}:refreshed", named(name), size, settings, ranks=size)):
+        assert row == {"error": 0.0, "same": True, "state": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("llama", {**INJECTED, "quant": "int8"}), ("mixtral", OWN_CODE), ("gpt2", INJECTED)],
+)
+def test_ranks_load_a_checkpoint_that_ranks_saved(
+    pool: Pool, tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    job = (f"{JOBS}:reloaded", named(name), 2, settings, str(tmp_path))
+    for row in results(pool.run(*job, ranks=2)):
+        assert row == {"error": 0.0, "same": True}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "match"),
+    [
+        ("values", "WeightError", "disagree on the values of"),
+        ("name", "WeightError", "lacks"),
+        ("nan", "WeightError", "NaN"),
+        ("file", "WeightError", "nowhere"),
+        ("shape", "WeightError", "has shape"),
+    ],
+)
+@pytest.mark.parametrize("settings", [INJECTED, OWN_CODE], ids=["injected", "own code"])
+def test_what_one_rank_cannot_write_none_of_them_writes(
+    pool: Pool, tmp_path: Path, what: str, kind: str, match: str, settings: dict[str, Any]
+) -> None:
+    for row in results(pool.run(f"{JOBS}:refused", 2, what, settings, str(tmp_path), ranks=2)):
+        assert row["kind"] == kind and match in row["message"], row
+        assert row["as it was"]

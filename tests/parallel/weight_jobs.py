@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.families.sweep import NEW_TOKENS, VARIANTS, peaked_model
+from slipstream.errors import SlipstreamError
+from tests.families.sweep import NEW_TOKENS, VARIANTS, label, peaked_model
 from tests.parallel.jobs import answer_of, group, inputs_of, split
 
 
@@ -26,6 +27,60 @@ def streamed(index: int, size: int, settings: dict[str, Any], place: str) -> dic
     engine: Any = split(hollow, size, checkpoint=str(folder), **settings)
     rows = [(row.name, row.how) for row in engine.report().split]
     return compared(reference, engine, original) | {"rows": rows}
+
+
+def refreshed(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """An engine of other values that is given a model's, beside ranks that were handed the model."""
+    _, tiny = VARIANTS[index]
+    original, other = peaked_model(tiny), peaked_model(tiny, seed=5)
+    reference: Any = split(copy.deepcopy(original), size, **settings)
+    engine: Any = split(other, size, **settings)
+    engine.refresh_weights(original.state_dict())
+    own, got = reference.state_dict(), engine.state_dict()
+    same = own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
+    return compared(reference, engine, original) | {"state": same}
+
+
+def reloaded(index: int, size: int, settings: dict[str, Any], place: str) -> dict[str, Any]:
+    """The same from a folder, which other ranks saved."""
+    _, tiny = VARIANTS[index]
+    original, other = peaked_model(tiny), peaked_model(tiny, seed=5)
+    reference: Any = split(copy.deepcopy(original), size, **settings)
+    folder = Path(place) / f"saved{index}"
+    split(copy.deepcopy(original), size).save_checkpoint(folder)
+    engine: Any = split(other, size, **settings)
+    engine.load_checkpoint(folder)
+    return compared(reference, engine, original)
+
+
+def refused(size: int, what: str, settings: dict[str, Any], place: str) -> dict[str, Any]:
+    """New weights of which the last rank's cannot be written."""
+    index = next(i for i, variant in enumerate(VARIANTS) if label(variant) == "llama")
+    _, tiny = VARIANTS[index]
+    engine: Any = split(peaked_model(tiny), size, **settings)
+    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    state = dict(peaked_model(tiny, seed=5).state_dict())
+    name = next(name for name in state if "down_proj" in name)
+    odd = dist.get_rank() == size - 1
+    if odd and what == "values":
+        state[name] = state[name] + 1
+    elif odd and what == "name":
+        del state[name]
+    elif odd and what == "nan":
+        state[name] = state[name] * float("nan")
+    elif odd and what == "shape":
+        state[name] = state[name][:-1]
+    try:
+        if what == "file":
+            peaked_model(tiny, seed=5).save_pretrained(Path(place) / f"{dist.get_rank()}")  # type: ignore[operator]
+            engine.load_checkpoint(Path(place) / ("nowhere" if odd else f"{dist.get_rank()}"))
+        else:
+            engine.refresh_weights(state)
+    except SlipstreamError as error:
+        kept = engine.state_dict()
+        same = all(torch.equal(kept[name], tensor) for name, tensor in before.items())
+        return {"kind": type(error).__name__, "message": str(error), "as it was": same}
+    return {"kind": "nothing", "message": "", "as it was": False}
 
 
 def compared(reference: Any, engine: Any, original: Any) -> dict[str, Any]:

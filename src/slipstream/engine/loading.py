@@ -15,6 +15,7 @@ from slipstream.errors import WeightError
 from slipstream.model.filling import Filling
 from slipstream.model.hollow import computed_parameters
 from slipstream.model.layers import find_layers
+from slipstream.model.slots import wholes_of
 from slipstream.spec import Role
 from slipstream.weights.checkpoint import Slices, open_checkpoint
 from slipstream.weights.converted import converted
@@ -83,15 +84,13 @@ def matched(
     Raises:
         WeightError: Names are missing or left over, or shapes do not fit.
     """
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(whole.shape) for name, whole in wholes_of(model).items()}
     optional = set(computed_parameters(model))
     for path, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                name = f"{path}.{leaf}" if path else leaf
-                shapes[name] = tuple(buffer.shape)
-                if not buffer.is_meta:
-                    optional.add(name)
+            saved = buffer is not None and leaf not in module._non_persistent_buffers_set
+            if saved and not buffer.is_meta:
+                optional.add(f"{path}.{leaf}" if path else leaf)
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     whole: Source = slices.ranks[0]
     if len(slices.ranks) > 1:

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.engine.loading import matched
+from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import UnsupportedError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.packed import is_packed, packed_matrices
-from slipstream.model.slots import refuse_streamed
+from slipstream.model.refresh import refresh
+from slipstream.model.slots import refuse_streamed, wholes_of
+from slipstream.model.split import is_split
 from slipstream.ops.linear import Weight
+from slipstream.parallel import ALONE, Axis
+from slipstream.parallel.agree import agree_on_values
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.finite import check_finite_tensor
 from slipstream.weights.match import Renamed
@@ -29,7 +34,14 @@ from slipstream.weights.source import Source
 __all__ = ["reload"]
 
 
-def reload(model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, strict: bool) -> None:
+def reload(
+    model: nn.Module,
+    place: str | os.PathLike[str],
+    *,
+    tag: str | None,
+    strict: bool,
+    axis: Axis = ALONE.replica,
+) -> None:
     """Write a checkpoint's values into an engine's model.
 
     Args:
@@ -37,11 +49,15 @@ def reload(model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, 
         place: As `checkpoint` of the configuration.
         tag: Of a folder with tags.
         strict: False lets tensors be missing, which then stay, or left over.
+        axis: The ranks that have a part of the model each; all of them come here.
 
     Raises:
         WeightError: The checkpoint cannot be read, or is not this model's.
         UnsupportedError: A layer's parts were replaced since it was fused.
     """
+    if axis.size > 1:
+        _on_ranks(model, place, tag=tag, strict=strict, axis=axis)
+        return
     source = matched(model, open_checkpoint(place, tag=tag), strict=strict)
     for name in source.names():
         tensor = source.read(name)
@@ -63,6 +79,28 @@ def reload(model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, 
                 name = f"{path}.{leaf}" if path else leaf
                 if buffer is not None and name in source:
                     buffer.copy_(source.read(name))
+
+
+def _on_ranks(
+    model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, strict: bool, axis: Axis
+) -> None:
+    """The same on several ranks, each of which writes its part once all of them could read the files."""
+    wholes = wholes_of(model)
+
+    def read() -> dict[str, Tensor]:
+        slices = open_checkpoint(place, tag=tag)
+        if len(slices.ranks) > 1 and any(map(is_split, model.modules())):
+            raise UnsupportedError(
+                f"{slices.what} has slices of {len(slices.ranks)} ranks, and layers that run their own code "
+                "on several ranks cannot say how to join them; load it in one process, and save_checkpoint"
+            )
+        source = matched(model, slices, strict=strict)
+        return {name: source.read(name) for name in wholes if name in source}
+
+    values = agree_on_values(read, axis)
+    if wholes.keys() - values.keys():  # equal on all ranks, who put together what stays as it is
+        values = model.state_dict() | values
+    refresh(model, {name: values[name] for name in wholes}, format_named, PASSES, axis)
 
 
 def _write(model: nn.Module, source: Renamed) -> set[str]:

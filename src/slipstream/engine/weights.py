@@ -52,7 +52,8 @@ class Weights(nn.Module):
         """Put new values into every weight, in the memory that it is in: graphs and kernels go on with them.
 
         Packed weights are packed anew; everything is checked before the first value is written. A call that
-        runs meanwhile in another thread may see some of both.
+        runs meanwhile in another thread may see some of both. On several ranks all of them make the call,
+        with whole tensors, and each takes its part of them.
 
         Args:
             state: Every name of `state_dict()`, in any floating dtype and on any device, or a module that has
@@ -63,9 +64,8 @@ class Weights(nn.Module):
             WeightError: A name too many or too few, another shape, NaN or infinity; nothing was written.
             ConfigError: Not a state dict.
         """
-        refuse_on_ranks(self._built.mesh.replica, "refresh_weights")
         with self._without_adapters():
-            refresh(self.module, state, format_named, PASSES)
+            refresh(self.module, state, format_named, PASSES, self._built.mesh.replica)
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
@@ -187,6 +187,8 @@ class Weights(nn.Module):
     def load_checkpoint(self, path: str | Path, tag: str | None = None, strict: bool = True) -> None:
         """Put a checkpoint's weights into the engine, in place; packed matrices are packed again.
 
+        On several ranks every one of them has to call it, and reads whole tensors before it takes its parts.
+
         Args:
             path: A folder, a file, a folder with tags, or a JSON description, as `checkpoint` takes them.
             tag: Which of a folder's tags; None takes what `latest` says.
@@ -196,9 +198,8 @@ class Weights(nn.Module):
             WeightError: The checkpoint is damaged or another model's; the engine is then as it was.
             UnsupportedError: A layer's parts were replaced since it was fused.
         """
-        refuse_on_ranks(self._built.mesh.replica, "load_checkpoint")
         with self._without_adapters():
-            reload(self.module, path, tag=tag, strict=strict)
+            reload(self.module, path, tag=tag, strict=strict, axis=self._built.mesh.replica)
 
 
 def _names(name: str | Sequence[str] | None) -> tuple[str, ...]:

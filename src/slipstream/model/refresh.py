@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.formats import Format
-from slipstream.model.slots import find_slots, tensors_of
+from slipstream.model.slots import find_slots, wholes_of
 from slipstream.ops.memory import TORCH, Passes
+from slipstream.parallel.agree import agree_on_values
+from slipstream.parallel.mesh import ALONE, Axis
 from slipstream.weights.finite import check_finite
 from slipstream.weights.slot import Own, Packed, Slot, TensorSource
 
@@ -23,6 +25,7 @@ def refresh(
     state: Mapping[str, Tensor] | nn.Module,
     format_named: Callable[[str], Format],
     passes: Passes = TORCH,
+    axis: Axis = ALONE.replica,
 ) -> None:
     """Write a whole state dict into the memory that a model's weights are in.
 
@@ -32,6 +35,7 @@ def refresh(
             such a state dict. Of tensors that are tied, one will do.
         format_named: Gives a weight format by its name.
         passes: How whole tensors are searched and copied.
+        axis: The ranks that have a part of the model each; all of them come here, with equal values.
 
     Raises:
         WeightError: A name too many or too few, another shape, NaN or infinity, tied tensors that differ;
@@ -39,13 +43,17 @@ def refresh(
         ConfigError: Not a state dict.
         UnsupportedError: A layer was rebuilt after it was fused, or a tensor's memory overlaps itself.
     """
-    values = _state_of(state)
     slots = find_slots(model, format_named)
-    tensors = tensors_of(model)
-    ties = _ties(tensors, slots)
-    values = _complete(values, tensors, (*ties, *_tied(model)))
-    check_values(values, tensors, slots, passes)
-    _check_ties(values, ties)
+
+    def checked() -> dict[str, Tensor]:
+        tensors = wholes_of(model)
+        ties = _ties(tensors, slots)
+        values = _complete(_state_of(state), tensors, (*ties, *_tied(model)))
+        check_values(values, tensors, slots, passes)
+        _check_ties(values, ties)
+        return values
+
+    values = agree_on_values(checked, axis)
     values = apart_from(values, slots)
     with torch.no_grad():
         for slot in slots:

@@ -10,10 +10,13 @@ from slipstream.errors import UnsupportedError
 from slipstream.formats import Format
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.model.parts_of_ranks import slots_of_parts, whole_of_part
 from slipstream.model.split import is_split
-from slipstream.weights.slot import Own, Packed, Slot, block_slots, packed_as
+from slipstream.ops.linear import Weight
+from slipstream.parallel.vocabulary import SplitRows
+from slipstream.weights.slot import Own, Packed, Part, Slot, block_slots, packed_as
 
-__all__ = ["find_slots", "refuse_streamed", "tensors_of"]
+__all__ = ["find_slots", "refuse_streamed", "tensors_of", "wholes_of"]
 
 
 def refuse_streamed(path: str, layer: nn.Module) -> None:
@@ -39,6 +42,16 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def wholes_of(model: nn.Module) -> dict[str, Tensor]:
+    """The same, with tensors of which a rank has a part in their whole shapes, without values."""
+    tensors, seen = tensors_of(model), dict[int, Tensor]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, whole in (whole_of_part(module) if is_split(module) else {}).items():
+            name = f"{path}.{leaf}"
+            tensors[name] = whole if name not in tensors else seen.setdefault(id(tensors[name]), whole)
+    return tensors
+
+
 def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[Slot]:
     """Everything that a state dict of a model would be written to; the model is only read.
 
@@ -47,38 +60,55 @@ def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[
         format_named: Gives a format by its name.
 
     Raises:
-        UnsupportedError: A layer was rebuilt after it was fused, or runs its own code on several ranks.
+        UnsupportedError: A layer was rebuilt after it was fused.
     """
-    part = next((path for path, module in model.named_modules() if is_split(module)), None)
-    if part is not None:
-        raise UnsupportedError(
-            f"{part} runs its own code on a rank's part of its weights, and those cannot be written in "
-            "place; make a new engine of the model with its new weights"
-        )
     tensors = tensors_of(model)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     slots: list[Slot] = []
     held: set[int] = set()
+    parts: set[tuple[int, str]] = set()
     for path, module in model.named_modules():
         if is_injected(module):
             found = list(_of_layer(path, module, names, format_named))
             held |= {id(tensors[name]) for slot in found for name in slot.names}
             slots += found
-    planes: dict[int, Packed] = {}
+    for path, module in model.named_modules():
+        for leaf, slot in (
+            slots_of_parts(path, module, names, format_named) if is_split(module) else {}
+        ).items():
+            held |= {id(tensors[name]) for name in slot.names if name in tensors}
+            slots.append(slot)
+            parts.add((id(module), leaf))
+    planes: dict[int, Packed | Part] = {}
     for module in model.modules():
         matrices = packed_matrices(module) if is_packed(module) else {}
         for leaf, (weight, transposed) in matrices.items():
+            if (id(module), leaf) in parts:
+                continue
             parameter = module._parameters[leaf]
             held.add(id(parameter))
             before = planes.get(id(weight.planes[0]))
             own = (*(() if before is None else before.names), *names[id(parameter)])
-            made = Packed(own, weight, format_named(packed_as(weight)), transposed)
+            if isinstance(weight, SplitRows):
+                made: Packed | Part = _rows_of(own, weight, format_named)
+            else:
+                made = Packed(own, weight, format_named(packed_as(weight)), transposed)
             planes[id(weight.planes[0])] = made
     slots += planes.values()
     rest = {key: paths for key, paths in names.items() if key not in held}
     return slots + [Own(tuple(paths), tensors[paths[0]]) for paths in rest.values()]
+
+
+def _rows_of(names: tuple[str, ...], weight: SplitRows, format_named: Callable[[str], Format]) -> Part:
+    """A rank's rows of the vocabulary."""
+    run, wanted = weight.runs[weight.axis.rank], format_named(packed_as(weight.held))
+
+    def make(values: Mapping[str, Tensor]) -> Weight:
+        return wanted.weight(values[names[0]][run.start : run.stop], None)
+
+    return Part(names, weight.held, make)
 
 
 def _of_layer(

@@ -23,7 +23,7 @@ from slipstream.model.namesake import namesake
 from slipstream.parallel.plan import Cut
 from slipstream.parallel.rehearse import Peers
 
-__all__ = ["LayerSplit", "ModuleSplit", "cut_tensors", "is_split", "join_ranks", "refuse_load"]
+__all__ = ["LayerSplit", "ModuleSplit", "cut_tensors", "is_split", "join_ranks", "refuse_load", "split_of"]
 
 CPU = torch.device("cpu")
 _STATE = "_slipstream_split"
@@ -70,6 +70,12 @@ class _State:
 def is_split(module: nn.Module) -> bool:
     """Whether a module holds a rank's part."""
     return _STATE in vars(module)
+
+
+def split_of(module: nn.Module) -> tuple[ModuleSplit, int]:
+    """What became of a split module, and which rank this is."""
+    state: _State = vars(module)[_STATE]
+    return state.plan, state.peers.rank
 
 
 def cut_tensors(

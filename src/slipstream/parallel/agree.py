@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
 from slipstream.config.section import Section
-from slipstream.errors import ConfigError, DeviceError, RequestError
+from slipstream.errors import ConfigError, DeviceError, RequestError, SlipstreamError, WeightError
 from slipstream.parallel.collectives import gather_objects, largest, together
 from slipstream.parallel.mesh import Axis, Mesh
 
@@ -21,6 +21,7 @@ __all__ = [
     "agree_on_call",
     "agree_on_engine",
     "agree_on_tokens",
+    "agree_on_values",
     "agree_on_weights",
     "any_of",
     "share_random_state",
@@ -58,6 +59,35 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
     if not mesh.is_alone:
         own = {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
         _compare(own, mesh.replica, ConfigError, "give every rank the same checkpoint")
+
+
+def agree_on_values(check: Callable[[], dict[str, Tensor]], axis: Axis) -> dict[str, Tensor]:
+    """What a check says of new weights, once it said so on all ranks, and of the same weights.
+
+    Args:
+        check: Gives the weights by name.
+        axis: The ranks.
+
+    Raises:
+        SlipstreamError: What the check raised here.
+        WeightError: What it raised elsewhere, or values that differ.
+    """
+    if axis.size == 1:
+        return check()
+    found, error = dict[str, Tensor](), None
+    try:
+        found = check()
+    except SlipstreamError as failure:
+        error = failure
+    told = gather_objects(None if error is None else str(error), axis, _WHAT)
+    if error is not None:
+        raise error
+    for rank, said in zip(axis.ranks, told, strict=True):
+        if said is not None:
+            raise WeightError(f"rank {rank}: {said}")
+    own = {f"the values of {name}": _sample(value) for name, value in found.items()}
+    _compare(own, axis, WeightError, "give every rank the same weights; nothing was written")
+    return found
 
 
 def agree_on_call(kind: str, values: Mapping[str, Any], mesh: Mesh) -> bool:
@@ -188,6 +218,6 @@ def _sample(parameter: Tensor) -> str:
     flat = parameter.detach()
     if flat.is_meta or not flat.numel() or flat.layout is not torch.strided:
         return f"{str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
-    rows = flat if flat.dim() < 2 else flat.flatten(0, -2)
+    rows = flat.reshape(-1) if flat.dim() < 2 else flat.flatten(0, -2)
     ends = torch.cat([rows[:1].flatten()[:_SAMPLE], rows[-1:].flatten()[-_SAMPLE:]])
     return f"{tuple(parameter.shape)} {_text(ends.float())}"

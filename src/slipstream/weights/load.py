@@ -23,6 +23,7 @@ __all__ = [
     "load_block",
     "own_views",
     "plan_block",
+    "read_matrix",
     "restore_block",
 ]
 
@@ -166,7 +167,7 @@ def load_block(
             held = wanted.bits and plan.slice.is_whole
             ready = source.packed(role, wanted, plan.weight) if held else None
             if ready is None:
-                ready = _matrix(source, plan, bias, wanted, join=join)
+                ready = read_matrix(source, plan, bias, wanted, join=join)
             matrices[role] = replace(ready, bias=bias)
         else:
             weight = gather(source, plan.weight, plan.slice).flatten() if plan.weight else None
@@ -174,7 +175,10 @@ def load_block(
     return BlockWeights(matrices, vectors)
 
 
-def _matrix(source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format, *, join: bool) -> Weight:
+def read_matrix(
+    source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format, *, join: bool = False
+) -> Weight:
+    """Read a role's matrix and pack it: of a rank's part, with multipliers of whole rows where it can."""
     columns = plan.slice.columns
     if columns is not None and matrix_format.columns is not None:
         # Ranks that share a row share its multiplier, so that together they are the matrix of one process.

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.errors import UnsupportedError
 from slipstream.formats import Format
 from slipstream.ops.linear import Weight
 from slipstream.spec import Role
-from slipstream.weights.load import BlockWeights, own_views
+from slipstream.weights.load import BlockWeights, own_views, read_matrix
 from slipstream.weights.recipe import Piece, Plan, gather, scatter
 from slipstream.weights.source import Source
 
-__all__ = ["Joined", "Own", "Packed", "Slot", "TensorSource", "block_slots", "packed_as"]
+__all__ = ["Joined", "Own", "Packed", "Part", "Slot", "TensorSource", "block_slots", "packed_as", "plain"]
 
 
 class TensorSource(Source):
@@ -204,6 +205,37 @@ class Joined(_Held):
             offset += piece.count
 
 
+@dataclass(frozen=True)
+class Part(_Held):
+    """What one of several ranks has of tensors that the model has whole; values are those of the whole.
+
+    Attributes:
+        make: The rank's part, packed, of values by the model's names, in the dtype that is asked for.
+    """
+
+    make: Callable[[Mapping[str, Tensor]], Weight]
+
+    def read(self) -> dict[str, Tensor]:
+        """Nothing is whole here.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            f"{self.names[0]} lies on several ranks, and no rank alone can read it; use engine.state_dict() "
+            "on all of them"
+        )
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """See `Slot.write`."""
+        if not self.weight.planes:  # what the first rank adds for all
+            return
+        place = self.weight.planes[0].device
+        own = {name: values[name].to(place, self.dtype) for name in self.names}
+        for plane, new in zip(self.weight.planes, self.make(own).planes, strict=True):
+            plane.copy_(new.reshape(plane.shape))
+
+
 def packed_as(weight: Weight) -> str:
     """Name of the format that packs a weight, whatever is done to the rows that it multiplies."""
     return weight.format if weight.rounding is None else weight.format.removesuffix(weight.rounding.suffix)
@@ -226,7 +258,7 @@ def block_slots(
     plans: Mapping[Role, Plan],
     paths: Mapping[str, str],
     format_named: Callable[[str], Format],
-) -> Iterator[Joined]:
+) -> Iterator[Slot]:
     """What a block holds in another way than the model did; all else are views, which the model has itself.
 
     Args:
@@ -236,26 +268,48 @@ def block_slots(
         format_named: Gives the format by its name.
     """
     own = own_views(weights, plans)
-    for pieces, weight in _tensors(weights, plans):
+    for plan, pieces, weight in _tensors(weights, plans):
         names = dict.fromkeys(piece.name for piece in pieces if piece.name)
-        if any(own[name] is None for name in names):
+        if all(own[name] is not None for name in names):
+            continue
+        made = {name: paths[name] for name in names}
+        if plan.slice.is_whole:
             packed = None if weight.format == "plain" else format_named(packed_as(weight))
-            made = {name: paths[name] for name in names}
             yield Joined(tuple(made.values()), weight, tuple(pieces), made, packed)
+        else:
+            wanted = None if pieces is not plan.weight else format_named(packed_as(weight))
+            yield Part(tuple(made.values()), weight, _maker(plan, pieces, made, wanted))
 
 
-def _tensors(weights: BlockWeights, plans: Mapping[Role, Plan]) -> Iterator[tuple[Sequence[Piece], Weight]]:
+def _maker(
+    plan: Plan, pieces: Sequence[Piece], paths: Mapping[str, str], wanted: Format | None
+) -> Callable[[Mapping[str, Tensor]], Weight]:
+    """How a rank's part of a block's matrix is made, or of a vector, which has no format."""
+
+    def make(values: Mapping[str, Tensor]) -> Weight:
+        source = TensorSource({name: values[path] for name, path in paths.items()})
+        if wanted is None or source.read(pieces[0].name).dim() == 1:
+            return plain(gather(source, pieces, plan.slice))
+        return read_matrix(source, plan, None, wanted)
+
+    return make
+
+
+def _tensors(
+    weights: BlockWeights, plans: Mapping[Role, Plan]
+) -> Iterator[tuple[Plan, Sequence[Piece], Weight]]:
     """Every tensor of a block with the pieces that it is made of; biases and vectors as plain ones."""
     for role, matrix in weights.matrices.items():
-        yield plans[role].weight, matrix
+        yield plans[role], plans[role].weight, matrix
         if matrix.bias is not None:
-            yield plans[role].bias, _plain(matrix.bias)
+            yield plans[role], plans[role].bias, plain(matrix.bias)
     for role, vector in weights.vectors.items():
         if vector.weight is not None:
-            yield plans[role].weight, _plain(vector.weight)
+            yield plans[role], plans[role].weight, plain(vector.weight)
         if vector.bias is not None:
-            yield plans[role].bias, _plain(vector.bias)
+            yield plans[role], plans[role].bias, plain(vector.bias)
 
 
-def _plain(tensor: Tensor) -> Weight:
+def plain(tensor: Tensor) -> Weight:
+    """A tensor as it is."""
     return Weight("plain", tuple(tensor.shape), (tensor,), lambda planes, *_: planes[0])
