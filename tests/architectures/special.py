@@ -57,7 +57,12 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "text_config.head_dim": 32,
     },  # heads of their own, of both parts
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 32},
-    "encoder-decoder": {"": {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert"}}},
+    "encoder-decoder": {
+        "": {
+            "encoder": {"model_type": "bert"},
+            "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        }
+    },
     "esmc": {"num_key_value_heads": 4},  # as many as queries
     "esm": {"vocab_size": 128, "mask_token_id": 90, "pad_token_id": 1},  # None by default
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},  # heads times their width are the state's width
