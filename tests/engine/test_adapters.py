@@ -320,6 +320,10 @@ def test_generation_and_attention_maps_hear_of_what_is_kept_apart(kind: str) -> 
     torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-4)
     twin = copy.deepcopy(engine)
     assert torch.equal(logits(twin), logits(engine))
+    assert torch.equal(twin.generate(prompt(), **options), engine.generate(prompt(), **options))
+    with torch.no_grad():
+        ours, theirs = (m(input_ids=prompt(), use_cache=False).logits for m in (twin, wrapped))
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
     engine.set_adapter(None)
     assert torch.equal(engine.generate(prompt(), **options), plain)
     assert not torch.equal(logits(twin), logits(engine))

@@ -8,6 +8,7 @@ of the layer's input ends a branch: what it reads may be parted over ranks, and 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,8 +95,9 @@ def _multiplies(module: nn.Linear) -> bool:
     if others or module._modules or module._buffers:
         return False
     generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(3, 5, generator=generator), torch.randn(2, 5, generator=generator)
-    bias = None if module.bias is None else torch.randn(3, generator=generator)
+    numbers = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+    weight, x = numbers(3, 5), numbers(2, 5)
+    bias = None if module.bias is None else numbers(3)
     small = copy.copy(module)
     small.__dict__ = {**vars(module), "in_features": 5, "out_features": 3}
     small._parameters = {

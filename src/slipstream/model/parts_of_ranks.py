@@ -66,7 +66,9 @@ def slots_of_parts(
         paths = (f"{path}.{leaf}",) if own is None else tuple(names[id(own)])
         dtype = next(p.dtype for p in module._parameters.values() if p is not None)
         found[leaf] = Part(
-            paths, Weight("plain", (), (), _nothing, None, dtype), lambda _: plain(torch.empty(0))
+            paths,
+            Weight("plain", (), (), _nothing, None, dtype),
+            _nobody(dtype),
         )
     return found
 
@@ -107,3 +109,8 @@ def _packs(
 
 def _nothing(planes: tuple[Tensor, ...], *_: object) -> Tensor:
     raise AssertionError("the first rank has it")
+
+
+def _nobody(dtype: torch.dtype) -> Callable[[Mapping[str, Tensor]], Weight]:
+    """What a rank takes of a parameter that only the first has."""
+    return lambda _: plain(torch.empty(0, dtype=dtype, device="cpu"))

@@ -105,7 +105,8 @@ class NativeStack:
         self._place = {id(block): index for index, block in enumerate(blocks)}
         first: dict[BlockSpec, int] = {}
         self._kinds = tuple(first.setdefault(block.spec, index) for index, block in enumerate(blocks))
-        self._prepared: Prepared | None = prepare(self.blocks)
+        self._prepared: Prepared | None = None
+        self.ready()  # the blocks of a copy may be ones that are no longer accepted
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy describes its own blocks: addresses do not travel."""

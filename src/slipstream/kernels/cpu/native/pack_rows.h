@@ -40,7 +40,8 @@ constexpr int64_t kPackBlock = 256; // weights of a row at a time, a multiple of
 // codes[j] of x[j] * factor; with values, what they stand for.
 inline void round_block(const Rounding& to, const float* x, float factor, int64_t n, uint8_t* codes,
                         float* values) {
-    alignas(64) float scaled[kPackBlock];
+    alignas(64) float room[kPackBlock];
+    float* scaled = values ? values : room;
     alignas(64) Half halves[kPackBlock];
     const Vec by = Vec::set(factor), most_code = Vec::set(to.largest), back = Vec::set(1.0f / to.factor);
     for (int64_t j = 0; j < n; j += Vec::kWidth) {
@@ -54,8 +55,6 @@ inline void round_block(const Rounding& to, const float* x, float factor, int64_
         }
     }
     if (!to.shift) {
-        if (values)
-            std::memcpy(values, scaled, static_cast<size_t>(n) * sizeof(float));
         for (int64_t j = 0; codes && j < n; ++j)
             codes[j] = static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(scaled[j])));
         return;
@@ -73,11 +72,19 @@ inline void round_block(const Rounding& to, const float* x, float factor, int64_
         (Vec::load(halves + j) * back).store(values + j);
 }
 
+// The largest magnitude of a row: side by side, for one after the other each waits for the one before.
+inline float largest_of(const float* x, int64_t n) {
+    Vec most = Vec::set(0.0f);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const Vec v = Vec::load(x + j, least(n - j, Vec::kWidth));
+        most = max(most, max(v, Vec::set(0.0f) - v));
+    }
+    return most.highest();
+}
+
 // See formats/rows.py: `fit_rows`.
 inline float fit_row(const Rounding& to, const float* x, int64_t n, float* unit_row) {
-    float largest = 0.0f;
-    for (int64_t j = 0; j < n; ++j)
-        largest = std::fabs(x[j]) > largest ? std::fabs(x[j]) : largest;
+    float largest = largest_of(x, n);
     largest = largest < 7.888609052210118e-31f ? 0.0f : largest; // 2^-100
     int exponent;
     std::frexp(largest, &exponent);
