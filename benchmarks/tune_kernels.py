@@ -1,21 +1,24 @@
 """Chooses how the GPU's kernels are launched, and writes the tables that the package ships.
 
-    scripts/tune_kernels [--only WORD] [--minutes N] [--out FOLDER]   on a GPU: times what compiles
+    scripts/tune_kernels [--only WORD] [--minutes N] [--jobs N]       on a GPU: times what compiles
     scripts/tune_kernels --ahead [--generation 80|90]                 anywhere: what compiles within bounds
 
 Rows are written as they are found; a run that ends early leaves the other buckets as they were. `--only` asks
-for the buckets whose kernel or shape has a word ("few rows", int4).
+for the buckets whose kernel or shape has a word ("one row", int4); with `--jobs`, that many processes compile
+what is likely to be asked beforehand.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 import triton
 
 from benchmarks.tune_subjects import subjects
-from benchmarks.tuning import Found, Subject, chosen, held, write
+from benchmarks.tuning import Found, Subject, chosen, held, neighbours, write
 from slipstream.kernels.triton.ahead import compile_ahead, faults
 from slipstream.kernels.triton.tables import FOLDER, launched, trial
 from slipstream.kernels.triton.target import Launch, generation
@@ -46,6 +49,51 @@ def bounds(subject: Subject, target: str) -> Callable[[Launch], str]:
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
 
     return broken
+
+
+def warm(subjects_of: list[Subject], number: int, jobs: int) -> dict[str, dict[str, str]]:
+    """Compile what is likely to be asked, in some processes; Triton keeps it on the disk.
+
+    Returns:
+        By subject, what each launch in words breaks.
+    """
+    asked = [(index, one) for index, s in enumerate(subjects_of) for one in _likely(s, number)]
+    names = [f"{s.bucket.kernel}, {s.bucket.shape}" for s in subjects_of]
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        # Neighbours in the list belong to one subject, which a process prepares once.
+        size = -(-len(asked) // jobs)
+        parts = [asked[start : start + size] for start in range(0, len(asked), size)]
+        work = [[(names[index], one) for index, one in part] for part in parts]
+        for said in pool.map(_warm_some, work, [number] * len(work)):
+            for name, launch, why in said:
+                found[name][launch] = why
+    return found
+
+
+def _likely(subject: Subject, number: int) -> list[Launch]:
+    standing = launched(subject.bucket, subject.build.launch, number)
+    return [standing, *(one for some in neighbours(subject.bucket, standing) for one in some)]
+
+
+def _warm_some(asked: list[tuple[str, Launch]], number: int) -> list[tuple[str, str, str]]:
+    by_name = {f"{s.bucket.kernel}, {s.bucket.shape}": s for s in subjects(number)}
+    said = []
+    run: Callable[[], Any] | None = None
+    last = ""
+    for name, launch in asked:
+        subject = by_name[name]
+        if name != last:
+            run, last = subject.prepare(), name
+        why = bounds(subject, f"sm_{number}")(launch)
+        if not why and run is not None:
+            try:
+                with trial(subject.bucket, launch):
+                    run()
+            except Exception as error:  # noqa: BLE001 - a launch that the driver refuses is no candidate
+                why = f"{type(error).__name__}: {str(error)[:120]}"
+        said.append((name, held(launch), why))
+    return said
 
 
 class GpuClock:
@@ -90,17 +138,30 @@ def tuned(numbers: tuple[int, ...], given: argparse.Namespace) -> Iterator[tuple
     """What is found for each subject, in order."""
     start = time.monotonic()
     for number in numbers:
-        for subject in subjects(number):
-            name = f"{subject.bucket.kernel}, {subject.bucket.shape}"
-            if not all(word in name for word in given.only or ()):
-                continue
+        named = [(f"{s.bucket.kernel}, {s.bucket.shape}", s) for s in subjects(number)]
+        named = [(name, s) for name, s in named if all(word in name for word in given.only or ())]
+        known = warm([s for _, s in named], number, given.jobs) if given.jobs and not given.ahead else {}
+        for name, subject in named:
             if time.monotonic() - start > 60 * given.minutes:
                 print("the minutes are over; what was not asked stays as it was")
                 return
             rule = subject.build.launch
             clock = None if given.ahead else GpuClock(subject, rule)
             standing = rule if given.ahead else launched(subject.bucket, rule, number)
-            yield number, subject, chosen(subject.bucket, standing, bounds(subject, f"sm_{number}"), clock)
+            yield (
+                number,
+                subject,
+                chosen(
+                    subject.bucket,
+                    standing,
+                    _remembered(known.get(name, {}), bounds(subject, f"sm_{number}")),
+                    clock,
+                ),
+            )
+
+
+def _remembered(known: dict[str, str], broken: Callable[[Launch], str]) -> Callable[[Launch], str]:
+    return lambda launch: known[held(launch)] if held(launch) in known else broken(launch)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -110,6 +171,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--generation", type=int, action="append", choices=KNOWN, help="with --ahead; all")
     parser.add_argument("--only", action="append", metavar="WORD", help="buckets that have it in their name")
     parser.add_argument("--minutes", type=float, default=1e6, help="no bucket begins later than this")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile what is asked first")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the tables")
     arguments = parser.parse_args(given)
     if not arguments.ahead and not torch.cuda.is_available():

@@ -18,18 +18,18 @@ from slipstream.kernels.triton import (
     attention,
     decode_attention,
     draw,
-    few_rows,
     fp8_rows,
     linear,
     matmul,
     moe,
     norm,
+    one_row,
     rope,
     rope_cache,
     unpack,
 )
 from slipstream.kernels.triton.decode import FORMATS
-from slipstream.kernels.triton.few_rows import Around, Matrix
+from slipstream.kernels.triton.operands import Around, Matrix
 from slipstream.kernels.triton.target import Bucket
 from slipstream.ops.activation import KINDS
 from slipstream.ops.draw import Warp
@@ -64,7 +64,7 @@ def subjects(generation: int) -> Iterator[Subject]:
 
 def _all(generation: int) -> Iterator[Subject]:
     yield from _rows(generation)
-    yield from _few_rows()
+    yield from _one_row(generation)
     yield from _matmul()
     yield from _attention(generation)
     yield from (
@@ -141,23 +141,32 @@ def _unpacked(name: str) -> Call:
     return _bound(unpack.unpacked, matrix, 4096, torch.bfloat16)
 
 
-def _few_rows() -> Iterator[Subject]:
+ROWS = {
+    2048: (("norm", 3072), ("", 2048), ("norm and gate", 16384), ("", 32768)),
+    4096: (("norm", 6144), ("", 4096), ("norm and gate", 28672), ("", 32768)),
+    8192: (("", 2048),),
+    14336: (("", 4096),),
+}
+"""What stands around a matrix and its outputs, by its inputs; a head stands for wider ones."""
+
+
+def _one_row(generation: int) -> Iterator[Subject]:
     for name in NAMES:
-        for rows in (1, 2, 4):
-            for around, outputs in (("", 4096), ("", 6144), ("norm", 6144), ("norm and gate", 28672)):
+        for inputs, shapes in ROWS.items():
+            for around, outputs in shapes:
                 yield Subject(
-                    few_rows.build_of(name, rows, around, narrow=outputs <= 4096),
-                    lambda n=name, r=rows, a=around, o=outputs: _times(n, r, a, o),  # type: ignore[misc]
+                    one_row.build_of(name, inputs, around, narrow=outputs <= 8192, number=generation),
+                    lambda n=name, i=inputs, a=around, o=outputs: _times(n, i, a, o),  # type: ignore[misc]
                 )
 
 
-def _times(name: str, rows: int, words: str, outputs: int) -> Call:
-    matrix, gated = linear.matrix_of(_matrix(name, outputs, 4096)), "gate" in words
+def _times(name: str, inputs: int, words: str, outputs: int) -> Call:
+    matrix, gated = linear.matrix_of(_matrix(name, outputs, inputs)), "gate" in words
     around = Around()
     if "norm" in words:
         kind = KINDS["silu"] if gated else -1
-        around = Around(1, 1e-5, 0.0, _random(4096), activation=kind, gated=gated)
-    return _bound(few_rows.times_few, _random(rows, 4096), matrix, around)
+        around = Around(1, 1e-5, 0.0, _random(inputs), activation=kind, gated=gated)
+    return _bound(one_row.times_row, _random(1, inputs), matrix, around)
 
 
 def _matmul() -> Iterator[Subject]:
@@ -198,7 +207,7 @@ def _attention(generation: int) -> Iterator[Subject]:
         for int8 in (False, True):
             shape, own = (heads, kv_heads, dim), {"int8": int8}
             yield Subject(
-                decode_attention.build_of(*shape, **own),
+                decode_attention.build_of(*shape, **own, number=generation),
                 lambda s=shape, i=int8: _step(s, i),  # type: ignore[misc]
             )
             for what, queries, splits in (("decode", 1, 16), ("prefill", 2048, 1)):

@@ -60,6 +60,20 @@ def of_format(name: str, rows: int, inputs: int = 200) -> Check:
     return check
 
 
+def of_integers(name: str) -> Check:
+    """A row in bfloat16 times integers: its products are exact, and so is what they round to."""
+
+    def check(module: Any, patch: pytest.MonkeyPatch) -> float:
+        generator = torch.Generator().manual_seed(0)
+        x, dense = torch.randn(1, 192, generator=generator), torch.randn(40, 192, generator=generator)
+        weight: Weight = FORMATS[name].weight(dense, None)
+        x = x.to(torch.bfloat16)
+        expected = (x.double() @ weight.dense().double().T).to(torch.bfloat16)
+        return off(module.KERNELS[0].run(place(x), place(weight)), expected)
+
+    return check
+
+
 def of_fp8(module: Any, patch: pytest.MonkeyPatch) -> float:
     """Rows that are rounded to fp8, times the identity."""
     x = torch.randn(129, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -100,7 +114,7 @@ def of_keeping(case: str) -> Check:
 def of_stack(module: Any, patch: pytest.MonkeyPatch) -> float:
     """A decode step of a tiny llama with q/k norms."""
     runner = made("qwen3", patch)
-    step, caches = step_of((1, 70)), [filled(runner) for _ in range(2)]
+    step, caches = step_of((70,)), [filled(runner) for _ in range(2)]
     with torch.no_grad():
         x = runner.frame.enter(step.token_ids, step.positions)
         tables = runner.frame.angles(step.positions, [block.spec.rope for block in runner.blocks])
@@ -184,46 +198,81 @@ FAULTS = (
         of_op("paged_attention", "int8, decode"),
     ),
     Fault(
-        "few rows: sums in bfloat16",
-        ("few_rows", "linear"),
-        "            sums += found\n",
-        "            sums = (sums + found).to(tl.bfloat16).to(tl.float32)\n",
-        of_format("int8", 2),
+        "one row: sums in bfloat16",
+        ("one_row", "linear"),
+        "            sums += weight * fields[part * FIELDS + field][None, :]\n",
+        "            sums = (sums + weight * fields[part * FIELDS + field][None, :]).to(tl.bfloat16) * 1.0\n",
+        of_format("fp8", 1),
     ),
     Fault(
-        "few rows: offset of a row",
-        ("few_rows", "linear"),
-        "output.to(tl.int64)[:, None, None] * stride",
-        "output.to(tl.int64)[:, None, None] * (stride - 1)",
+        "one row: offset of a row",
+        ("one_row", "linear"),
+        "row * stride + word[None, :], inside, FORMAT, True)\n        other = first",
+        "row * (stride - 1) + word[None, :], inside, FORMAT, True)\n        other = first",
         of_format("int4", 1),
     ),
     Fault(
-        "few rows: residual dropped",
-        ("few_rows", "linear", "stack"),
-        "other=0.0).to(tl.float32) + factor * y",
-        "other=0.0).to(tl.float32) * 0 + factor * y",
+        "one row: minimum dropped",
+        ("one_row", "linear"),
+        "found += of_run[None, :] * least",
+        "found += of_run[None, :] * 0.0",
+        of_format("int4", 1),
+    ),
+    Fault(
+        "one row: residual dropped",
+        ("one_row", "linear", "stack"),
+        "y = before + factor * y",
+        "y = before * 0 + factor * y",
         of_stack,
     ),
     Fault(
-        "few rows: norm's root",
-        ("few_rows", "linear", "stack"),
-        "y = y * tl.rsqrt(tl.sum(squares, 1) / inputs + eps)[:, None]",
-        "y = y * tl.rsqrt(tl.sum(squares, 1) / (inputs + 1) + eps)[:, None]",
+        "one row: norm's root",
+        ("one_row", "linear", "stack"),
+        "tl.rsqrt(tl.sum(squares) / inputs + eps)",
+        "tl.rsqrt(tl.sum(squares) / (inputs + 1) + eps)",
         of_stack,
+    ),
+    Fault(
+        "words: a bit of a byte",
+        ("words", "one_row", "linear"),
+        "8 * BYTE, 0xFF, 0x80, 128",
+        "8 * BYTE, 0xFE, 0x80, 128",
+        of_format("int8", 1),
+    ),
+    Fault(
+        "words: high bits of fp6",
+        ("words", "one_row", "linear"),
+        "_shifted(high, 11 + more",
+        "_shifted(high, 10 + more",
+        of_format("fp6", 1),
+    ),
+    Fault(
+        "words: a bit of the fixed point",
+        ("words", "one_row", "linear"),
+        "((number >> 8) & 255)",
+        "((number >> 8) & 127)",
+        of_integers("int8"),
+    ),
+    Fault(
+        "words: the upper nibble",
+        ("words", "one_row", "linear"),
+        "(codes >> (4 * part)) & 0x0F0F0F0F",
+        "(codes >> (3 * part)) & 0x0F0F0F0F",
+        of_integers("int4"),
     ),
     Fault(
         "formats: bias of a nibble",
-        ("decode", "few_rows", "linear"),
+        ("decode", "matmul", "linear"),
         "8.0 if FORMAT == 4 else 0.0",
         "8.0 if FORMAT == 4 else 1.0",
         of_format("int4", 3),
     ),
     Fault(
         "formats: high bits of fp6",
-        ("decode", "few_rows", "linear"),
+        ("decode", "matmul", "linear"),
         "(high >> (2 * PART)) & 3",
         "(high >> PART) & 3",
-        of_format("fp6", 1),
+        of_format("fp6", 3),
     ),
     Fault(
         "matmul: splits overlap",
@@ -305,8 +354,8 @@ FAULTS = (
     Fault(
         "decode: joined too early",
         ("decode_attention", "stack"),
-        "== SPLITS - 1:",
-        "== SPLITS - 2:",
+        "== splits - 1:",
+        "== splits - 2:",
         of_stack,
     ),
     Fault(

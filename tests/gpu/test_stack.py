@@ -152,7 +152,8 @@ EACH = {"llama": 5, "gpt2": 5, "gptj": 5, "qwen3": 5, "gemma2": 7}
 @pytest.mark.parametrize("kind", [*EACH, "gpt_oss"])
 def test_a_decode_step_of_each_kind_of_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = made(kind, monkeypatch)
-    found = compare(runner, (1, 70))
+    compare(runner, (1, 70))
+    found = compare(runner, (70,))
     if interpreted() and kind in EACH:
         # And one for the whole step: the counters of arrivals are cleared.
         assert len(found) == EACH[kind] * len(runner.blocks) + 1, found

@@ -140,7 +140,7 @@ def test_other_sizes_say_the_same(kernel: Kernel, monkeypatch: pytest.MonkeyPatc
         asked[bucket.kernel] = bucket
         return Launch({**rule.sizes, **{name: min(v) for name, v in bucket.choices.items()}}, rule.warps)
 
-    for module in ("norm", "activation", "rope", "rope_cache", "attention", "few_rows", "matmul", "draw"):
+    for module in ("norm", "activation", "rope", "rope_cache", "attention", "one_row", "matmul", "draw"):
         monkeypatch.setattr(f"slipstream.kernels.triton.{module}.launched", least)
     case = next(c for c in OPS[kernel.op].cases if c.name == CASES[kernel.op])
     arguments = case.make(torch.Generator().manual_seed(3), torch.float32)
@@ -161,7 +161,7 @@ def test_a_launch_on_trial_is_the_one_that_runs(rows: int) -> None:
     x = torch.randn(rows, 200)
     linear = next(k for k in KERNELS if k.op == "linear")
     seen: list[Bucket] = []
-    name = "few_rows" if rows == 1 else "matmul"
+    name = "one_row" if rows == 1 else "matmul"
     with pytest.MonkeyPatch.context() as patch:
         real = tables.launched
         patch.setattr(
@@ -171,7 +171,7 @@ def test_a_launch_on_trial_is_the_one_that_runs(rows: int) -> None:
         expected = linear.run(x, weight)
         strange = Launch({"ROWS": 32, "OUTPUTS": 16, "RUNS": 2, "WIDTH": 16})
         if rows == 1:
-            strange = Launch({"ROWS": 1, "OUTPUTS": 2, "RUNS": 32, "WIDTH": 16})
+            strange = Launch({"OUTPUTS": 2, "PROGRAMS": 3, "AHEAD": 2})
         with tables.trial(seen[0], strange):
             assert tables.launched(seen[0], START, 90) is strange
             torch.testing.assert_close(linear.run(x, weight), expected)

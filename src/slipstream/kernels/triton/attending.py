@@ -80,8 +80,10 @@ def attend_tile(
 
 
 @triton.jit
-def join_splits(part, weight, row, real, DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr):
-    """Attention `(R, D)` of some rows out of what each split stored.
+def join_splits(
+    part, weight, row, real, splits, DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr
+):  # fmt: skip
+    """Attention `(R, D)` of some rows out of what the first `splits` of SPLITS stored.
 
     Loads bypass the first-level cache, which does not see what other processors wrote meanwhile.
     """
@@ -90,7 +92,7 @@ def join_splits(part, weight, row, real, DIM: tl.constexpr, SPLITS: tl.constexpr
     top = tl.full(row.shape, float("-inf"), tl.float32)
     total = tl.zeros(row.shape, tl.float32)
     sums = tl.zeros([row.shape[0], DIMS], tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         own = row * SPLITS + split
         its_top = tl.load(weight + own * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
         its_total = tl.load(weight + own * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")

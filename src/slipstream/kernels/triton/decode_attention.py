@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slipstream.kernels.triton.attending import LOG2E, attend_tile, bent, decode_form, join_splits, parts_of
 from slipstream.kernels.triton.heads import head_rows, kept
+from slipstream.kernels.triton.overlap import let_in, overlapping, overlaps, wait_for_predecessor
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Build, generation, processors
@@ -32,6 +33,8 @@ from slipstream.ops.step import AttentionMask, Step
 __all__ = ["BUILDS", "Heads", "attend_one", "build_of"]
 
 _MOST_SPLITS = 32
+_LEAST: tl.constexpr = tl.constexpr(3)
+"""Tiles of keys that are worth a split."""
 
 
 @triton.jit
@@ -56,14 +59,16 @@ def _begun(
 
 
 @triton.jit
-def _range_of(split, position, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr):
-    """Keys before the new one that it sees, cut into splits of whole key tiles: the ends of one split."""
+def _range_of(position, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr):
+    """Where the keys before the new one begin that it sees, and how many of them a split has: whole tiles.
+
+    A split costs more than a tile or two, so there may be fewer of them than were launched.
+    """
     start = position * 0
     if HAS_WINDOW:
         start = tl.maximum(position + 1 - window, 0) // KEYS * KEYS
     share = tl.cdiv(tl.cdiv(tl.maximum(position - start, 0), SPLITS), KEYS) * KEYS
-    lower = start + split * share
-    return lower, tl.minimum(lower + share, position)
+    return start, tl.maximum(share, _LEAST * KEYS)
 
 
 # The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
@@ -76,11 +81,20 @@ def _attend_one(
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     OWN_GAINS: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, INT8: tl.constexpr, SPLITS: tl.constexpr,
-    GROUP: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
+    OVERLAPS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    # Lengths and places are older than the predecessor, which has waited for who wrote them.
+    position = tl.load(kv_lens + sequence) - 1
+    slot = tl.load(slots + sequence)
+    wait_for_predecessor(OVERLAPS)
+    let_in(OVERLAPS)
+    start, share = _range_of(position, window, HAS_WINDOW, SPLITS, KEYS)
+    splits = tl.maximum(tl.cdiv(position - start, share), 1)
+    if split >= splits:
+        return
     like = qkv.dtype.element_ty
     row = tl.arange(0, GROUP)
     inside = row < HEADS // KV_HEADS
@@ -101,16 +115,16 @@ def _attend_one(
         qkv, HEADS + KV_HEADS + new, new >= 0, new, k_gain, cos, sin, angle_step, eps, offset, clip,
         DIM, 0, False, 0, HAS_CLIP, DIMS,
     )  # fmt: skip
-    place = tl.load(slots + sequence) * KV_HEADS + new
+    place = slot * KV_HEADS + new
     writes = (new >= 0) & (split == 0)
     key = kept(key, k_cache, k_scales, place, writes, like, DIM, INT8)
     value = kept(value, v_cache, v_scales, place, writes, like, DIM, INT8)
     top, total, sums = _begun(
         rows, key, value, sinks, head, inside, scale, softcap, split == 0, HAS_SINKS, HAS_SOFTCAP
     )
-    position = tl.load(kv_lens + sequence) - 1
     slope = tl.load(alibi + head, mask=inside, other=0.0).to(tl.float32) if HAS_ALIBI else total
-    lower, upper = _range_of(split, position, window, HAS_WINDOW, SPLITS, KEYS)
+    lower = start + split * share
+    upper = tl.minimum(lower + share, position)
     for key_begin in range(lower, upper, KEYS):
         top, total, sums = attend_tile(
             rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position + row * 0, slope,
@@ -119,21 +133,22 @@ def _attend_one(
         )  # fmt: skip
     _finish(
         top, total, sums, out, part, weight, arrived, sequence * HEADS + head, inside,
-        sequence * KV_HEADS + kv_head, split, DIM, SPLITS, DIMS,
+        sequence * KV_HEADS + kv_head, split, splits, DIM, SPLITS, DIMS,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish(
-    top, total, sums, out, part, weight, arrived, row, inside, group, split,
+    top, total, sums, out, part, weight, arrived, row, inside, group, split, splits,
     DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """Store attention; where there are splits, a split's share of it, and the last to arrive joins them."""
     dim = tl.arange(0, DIMS)
     real = inside[:, None] & (dim < DIM)[None, :]
     place = out + row[:, None] * DIM + dim[None, :]
-    if SPLITS == 1:
-        tl.store(place, (sums / total[:, None]).to(out.dtype.element_ty), mask=real)
+    alone = (sums / total[:, None]).to(out.dtype.element_ty)
+    if SPLITS == 1 or splits == 1:
+        tl.store(place, alone, mask=real)
     else:
         own = row * SPLITS + split
         tl.store(part + own[:, None] * DIM + dim[None, :], sums, mask=real)
@@ -141,8 +156,8 @@ def _finish(
         tl.store(weight + own * 2 + 1, total, mask=inside)
         # Every thread has stored before one of them counts the arrival, which releases what all have stored.
         tl.debug_barrier()
-        if tl.atomic_add(arrived + group, 1, sem="acq_rel") == SPLITS - 1:
-            joined = join_splits(part, weight, row, inside, DIM, SPLITS, DIMS)
+        if tl.atomic_add(arrived + group, 1, sem="acq_rel") == splits - 1:
+            joined = join_splits(part, weight, row, inside, splits, DIM, SPLITS, DIMS)
             tl.store(place, joined.to(out.dtype.element_ty), mask=real)
 
 
@@ -196,7 +211,8 @@ def _launch(
     tokens = qkv.shape[0]
     int8 = caches[0].dtype == torch.int8
     form = decode_form("decode step", heads // kv_heads, dim, qkv.element_size(), int8)
-    launch = launched(*form, generation(qkv.device))
+    number = generation(qkv.device)
+    launch = launched(*form, number)
     splits = _splits(tokens * kv_heads, qkv.device)
     out = qkv.new_empty(tokens, heads * dim)
     part = qkv.new_empty((tokens * heads, splits, dim) if splits > 1 else 0, dtype=torch.float32)
@@ -223,7 +239,9 @@ def _launch(
         HAS_WINDOW=window > 0,
         INT8=int8,
         SPLITS=splits,
+        OVERLAPS=overlaps(number),
         **launch.options(),
+        **overlapping(number),
     )
     return out
 
@@ -273,7 +291,14 @@ def attend_one(
 
 
 def build_of(
-    heads: int, kv_heads: int, dim: int, *, int8: bool = False, norm: bool = False, all_of_it: bool = False
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    int8: bool = False,
+    norm: bool = False,
+    all_of_it: bool = False,
+    number: int = 80,
 ) -> Build:
     """The form for some heads, with norms of queries and keys, or with every option that there is."""
     types = dict.fromkeys(("qkv", "q_gain", "k_gain", "out"), "*bf16")
@@ -286,6 +311,7 @@ def build_of(
     types |= dict.fromkeys(("window", "table_width", "angle_row", "angle_step"), "i32")
     names = ("HAS_CLIP", "HAS_ALIBI", "HAS_SINKS", "HAS_SOFTCAP", "HAS_WINDOW", "OWN_GAINS", "INTERLEAVED")
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "SIZE": 32, "HALF": dim // 2, "SPLITS": 16}
+    constants["OVERLAPS"] = overlaps(number)
     constants |= dict.fromkeys(names, int(all_of_it)) | {
         "INT8": int8,
         "Q_NORM": int(norm),
@@ -294,19 +320,25 @@ def build_of(
     bucket, launch = decode_form("decode step", heads // kv_heads, dim, 2, int8)
     return Build(
         f"attention of a decode step, {heads}/{kv_heads} heads of {dim}"
-        f"{', int8' if int8 else ''}{', q/k norm' if norm else ''}{', every option' if all_of_it else ''}",
+        f"{', int8' if int8 else ''}{', q/k norm' if norm else ''}{', every option' if all_of_it else ''}"
+        f", sm_{number}",
         _attend_one,
         types | constants,
         launch,
         wide_loads=2,
         needs=("HMMA",),
+        targets=("sm_90",) if number >= 90 else ("sm_80", "gfx942"),
         bucket=bucket,
     )
 
 
-BUILDS = (
-    build_of(32, 8, 128),
-    build_of(32, 8, 128, int8=True),
-    build_of(32, 8, 64, norm=True),
-    build_of(12, 12, 96, all_of_it=True),
+BUILDS = tuple(
+    build_of(*shape, number=number, **options)
+    for number in (80, 90)
+    for shape, options in (
+        ((32, 8, 128), {}),
+        ((32, 8, 128), {"int8": True}),
+        ((32, 8, 64), {"norm": True}),
+        ((12, 12, 96), {"all_of_it": True}),
+    )
 )

@@ -1,4 +1,4 @@
-"""`linear` on the GPU, for every weight format: a kernel of ours for a few rows and for some, torch for many.
+"""`linear` on the GPU, for every weight format: a kernel of ours for one row and for some, torch for many.
 
 Many rows are bound by the matrix units, which torch's own product keeps busy; packed weights are unpacked for
 it in one pass.
@@ -13,22 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.triton.decode import kind_of
-from slipstream.kernels.triton.few_rows import FEW_ROWS, Around, Matrix, times_few
 from slipstream.kernels.triton.fp8_rows import times_rounded
 from slipstream.kernels.triton.matmul import times_matrix
+from slipstream.kernels.triton.one_row import WIDEST_ROW, times_row
+from slipstream.kernels.triton.operands import Around, Matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import refuse
 from slipstream.kernels.triton.unpack import unpacked
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight, linear
 
-__all__ = ["KERNELS", "MOST_ROWS", "matrix_of", "run_linear", "times"]
+__all__ = ["KERNELS", "MOST_ROWS", "matrix_of", "run_linear", "takes_norm", "times"]
 
 MOST_ROWS = 128
 """Rows up to which a kernel of ours multiplies; for more, packed weights are unpacked and torch does."""
 
-_MOST_PLAIN_ROWS = FEW_ROWS
-"""The same for dense weights without anything around them."""
+_ONE = 1
+"""The same for dense weights: torch's own product reads them as fast as memory goes from two rows on."""
 
 
 def matrix_of(weight: Weight) -> Matrix | str:
@@ -41,13 +42,18 @@ def matrix_of(weight: Weight) -> Matrix | str:
     return Matrix(list(weight.planes), weight.bias, *known, weight.shape[-2])
 
 
+def takes_norm(x: Tensor) -> bool:
+    """Whether what multiplies these rows also takes the norm before: where there is one, and not too wide."""
+    return x.shape[0] == 1 and x.shape[1] <= WIDEST_ROW
+
+
 def times(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
     """Return what a matrix `(O, I)` and what stands around it make of up to `MOST_ROWS` rows.
 
-    Beyond `FEW_ROWS` a norm must have been taken already.
+    Where `takes_norm` says no, a norm must have been taken already.
     """
     x = x.contiguous()
-    return times_few(x, matrix, around) if x.shape[0] <= FEW_ROWS else times_matrix(x, matrix, around)
+    return times_row(x, matrix, around) if takes_norm(x) else times_matrix(x, matrix, around)
 
 
 def _launch(
@@ -68,7 +74,7 @@ def run_linear(x: Tensor, weight: Weight) -> Tensor:
     matrix = matrix_of(weight)
     if x.dim() != 2 or not x.shape[0] or isinstance(matrix, str):
         return linear(x, weight)
-    if x.shape[0] <= (_MOST_PLAIN_ROWS if weight.format == "plain" else MOST_ROWS):
+    if x.shape[0] <= (_ONE if weight.format == "plain" else MOST_ROWS):
         return _linear(  # type: ignore[no-any-return]
             x, matrix.planes, matrix.bias, matrix.kind, matrix.blocks, matrix.outputs
         )

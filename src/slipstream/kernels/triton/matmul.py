@@ -25,9 +25,10 @@ from torch import Tensor
 
 from slipstream.kernels.triton.activation import apply, gate
 from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at, name_of
-from slipstream.kernels.triton.few_rows import Around, Matrix, planes_of
+from slipstream.kernels.triton.operands import Around, Matrix, planes_of
 from slipstream.kernels.triton.tables import launched
-from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, processors
+from slipstream.kernels.triton.target import Bucket, Build, Launch, by_hand, generation, processors
+from slipstream.kernels.triton.words import rescale_of
 
 __all__ = ["BUILDS", "Pairs", "build_of", "tile_rows", "times_matrix"]
 
@@ -53,11 +54,29 @@ class Pairs:
 
 
 @triton.jit
-def _inputs_of(x, at_row, real, run, inputs, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """`(ROWS, G * WIDTH)` in the dtype of x: the inputs that part PART of some runs stands for."""
-    lane = tl.arange(0, WIDTH)[None, :]
-    at = tl.reshape(run[:, None] * (PARTS * WIDTH) + PART * WIDTH + lane, (run.shape[0] * WIDTH,))
+def _inputs_of(
+    x, at_row, real, begin, inputs,
+    RUNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """`(ROWS, RUNS * WIDTH)` in the dtype of x: what part PART of the runs from `begin` on stands for."""
+    # Written so that the compiler sees which inputs lie side by side, or it would load them one by one.
+    lane = tl.arange(0, RUNS * WIDTH)
+    at = begin * (PARTS * WIDTH) + PART * WIDTH + (lane // WIDTH) * (PARTS * WIDTH) + lane % WIDTH
     return tl.load(x + at_row[:, None] + at[None, :], mask=real[:, None] & (at < inputs)[None, :], other=0.0)
+
+
+@triton.jit
+def _weights(
+    first, other, high, FIELD: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAND: tl.constexpr
+):
+    """Weights of one field; of bytes by the conversions that the compiler has for two or four at a time."""
+    if FORMAT == 1:
+        weights = first.to(tl.int8, bitcast=True).to(KIND)
+    elif FORMAT == 2 and HAND:
+        weights = first.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        weights = decoded(first, other, high, FIELD, FORMAT)
+    return weights
 
 
 @triton.jit
@@ -89,7 +108,7 @@ def _some_rows(
     x, codes, second, third, multiplier, part, row_of, expert_of,
     rows, inputs, outputs, runs, stride, share,
     FORMAT: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, RESCALE: tl.constexpr,
-    EXPERTS: tl.constexpr, EACH: tl.constexpr,
+    EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -109,8 +128,8 @@ def _some_rows(
         if FORMAT == 3 or FORMAT == 4:
             scale, minimum = group_at(second, third, matrix_row, run, runs, there, BLOCKS, FORMAT)
         for field in tl.static_range(PARTS):
-            inside = _inputs_of(x, source * inputs, real, run, inputs, WIDTH, PARTS, field)
-            weights = decoded(first, other, high, field, FORMAT)
+            inside = _inputs_of(x, source * inputs, real, begin, inputs, RUNS, WIDTH, PARTS, field)
+            weights = _weights(first, other, high, field, FORMAT, kind, HAND)
             if FORMAT == 3 or FORMAT == 4:
                 weights = weights * scale[:, :, None]
             if FORMAT == 3:
@@ -203,6 +222,7 @@ def times_matrix(
     tiles = triton.cdiv(rows, height) if pairs is None else pairs.expert_of.shape[0]
     number = generation(x.device)
     launch = launched(*_form(kind, x.element_size(), height, pairs is not None), number)
+    hand = by_hand(number, least=89)
     width, step = launch.sizes["WIDTH"], launch.sizes["RUNS"]
     stride = codes.stride(-2) if kind == 0 else codes.shape[-1] // (2 if kind >= 5 else 1)
     runs = -(-inputs // width) if kind <= 2 else stride // width
@@ -219,9 +239,10 @@ def times_matrix(
         FORMAT=kind,
         PARTS=PARTS[kind],
         BLOCKS=matrix.blocks,
-        RESCALE=RESCALE[kind],
+        RESCALE=rescale_of(kind, RESCALE[kind], hand=hand),
         EXPERTS=pairs is not None,
         EACH=each,
+        HAND=hand,
         **launch.options(),
     )
     return _joined(part, matrix.bias, None if pairs is None else pairs.expert_of_pair, around, x.dtype)
@@ -253,7 +274,7 @@ def _joined(
     return out
 
 
-def build_of(name: str, kind: int, rows: int, *, experts: bool = False) -> Build:
+def build_of(name: str, kind: int, rows: int, *, experts: bool = False, hand: bool = False) -> Build:
     """The form for a format, by name and number, and tiles of some rows."""
     types = {
         "x": "*bf16",
@@ -262,15 +283,17 @@ def build_of(name: str, kind: int, rows: int, *, experts: bool = False) -> Build
     }
     types |= {"third": "*fp16", "multiplier": "*fp32", "part": "*fp32", "row_of": "*i32", "expert_of": "*i32"}
     types |= dict.fromkeys(("rows", "inputs", "outputs", "runs", "stride", "share"), "i32")
-    constants = {"FORMAT": kind, "PARTS": PARTS[kind], "BLOCKS": 1, "RESCALE": RESCALE[kind]}
+    constants: dict[str, float] = {"FORMAT": kind, "PARTS": PARTS[kind], "BLOCKS": 1, "HAND": hand}
+    constants["RESCALE"] = rescale_of(kind, RESCALE[kind], hand=hand)
     bucket, launch = _form(kind, 2, rows, experts)
     return Build(
-        f"matmul, {name}, {rows} rows{', experts' if experts else ''}",
+        f"matmul, {name}, {rows} rows{', experts' if experts else ''}{', by hand' if hand else ''}",
         _some_rows,
         types | constants | {"EXPERTS": experts, "EACH": 2},
         launch,
         frozenset({"inputs", "outputs", "runs", "stride", "share"}),
         wide_loads=2,
+        targets=("sm_90",) if hand else ("sm_80", "sm_90", "gfx942"),
         bucket=bucket,
     )
 
@@ -305,6 +328,7 @@ BUILDS = (
     build_of("plain", 0, 16, experts=True),
     build_of("int8", 1, 16),
     build_of("fp8", 2, 16),
+    build_of("fp8", 2, 16, hand=True),
     build_of("int4", 3, 16),
     build_of("int4", 3, 64),
     build_of("int4", 3, 16, experts=True),

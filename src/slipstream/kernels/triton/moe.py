@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.triton.decode import kind_of
-from slipstream.kernels.triton.few_rows import Around, Matrix
 from slipstream.kernels.triton.matmul import Pairs, tile_rows, times_matrix
+from slipstream.kernels.triton.operands import Around, Matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.target import refuse
 from slipstream.ops.activation import KINDS

@@ -6,8 +6,8 @@
 4. norm, mlp_in, activation
 5. mlp_out, residual
 
-That is for up to `FEW_ROWS` sequences. For more, norms are launches of their own; a packed matrix takes two
-(its splits are summed by the second, which also has activation and residual), a dense one is torch's product.
+That is for one sequence. For more, norms are launches of their own; a packed matrix takes two (its splits are
+summed by the second, which also has activation and residual), a dense one is torch's product.
 Norms behind a branch are launches of their own, and mixtures of experts run as the op.
 
 Shapes: T tokens, one of each sequence; C hidden, F feed-forward width.
@@ -26,9 +26,9 @@ from torch import Tensor
 from slipstream.kernels.likes import BlockLike, VectorLike, WeightsLike
 from slipstream.kernels.triton.activation import activation as activate
 from slipstream.kernels.triton.decode_attention import Heads, attend_one
-from slipstream.kernels.triton.few_rows import FEW_ROWS, Around, Matrix
-from slipstream.kernels.triton.linear import MOST_ROWS, matrix_of, times
+from slipstream.kernels.triton.linear import MOST_ROWS, matrix_of, takes_norm, times
 from slipstream.kernels.triton.norm import WIDEST, norm_onto, run_norm
+from slipstream.kernels.triton.operands import Around, Matrix
 from slipstream.kernels.triton.register import operator
 from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Bound
@@ -254,10 +254,10 @@ def _times(x: Tensor, block: BlockLike, role: Role, around: Around) -> Tensor:
     matrix = matrix_of(weight)
     if isinstance(matrix, str):
         raise AssertionError("a layer is run only once refuse_block has accepted it")
-    if x.shape[0] > FEW_ROWS and around.norm:
+    if around.norm and not takes_norm(x):
         x = run_norm(x, around.gain, around.shift, spec=block.spec.norm)
         around = replace(around, norm=0, gain=None, shift=None)
-    if x.shape[0] > FEW_ROWS and weight.format == "plain":
+    if weight.format == "plain" and not takes_norm(x):
         return _by_torch(x, weight, block.spec, around)
     optional = [matrix.bias, around.gain, around.shift, around.residual]
     sizes = [matrix.kind, matrix.blocks, matrix.outputs, around.norm, around.activation, int(around.gated)]

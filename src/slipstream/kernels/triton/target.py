@@ -12,7 +12,7 @@ import triton
 
 from slipstream.ops.bind import Facts
 
-__all__ = ["Bucket", "Build", "Launch", "generation", "interpreted", "processors", "refuse"]
+__all__ = ["Bucket", "Build", "Launch", "by_hand", "generation", "interpreted", "processors", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ def generation(device: torch.device) -> int:
     """A GPU's compute capability as one number (80, 90); interpreted, 90."""
     major, minor = (9, 0) if interpreted() else torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def by_hand(generation: int, least: int = 80) -> bool:
+    """Whether kernels may use NVIDIA's own instructions, those of compute capability `least` (80, 89, 90)."""
+    return generation >= least and torch.version.hip is None and not interpreted()
 
 
 def refuse(facts: Facts, *, dtypes: tuple[Any, ...]) -> str | None:

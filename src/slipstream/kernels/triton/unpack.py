@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at, kind_of, name_of
-from slipstream.kernels.triton.few_rows import Matrix, planes_of
+from slipstream.kernels.triton.operands import Matrix, planes_of
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, generation
