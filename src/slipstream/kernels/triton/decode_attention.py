@@ -88,7 +88,8 @@ def _attend_one(
     split = tl.program_id(2)
     # Lengths and places are older than the predecessor, which has waited for who wrote them.
     position = tl.load(kv_lens + sequence) - 1
-    slot = tl.load(slots + sequence)
+    new = tl.arange(0, 1) + kv_head
+    place = tl.load(slots + sequence) * KV_HEADS + new
     wait_for_predecessor(OVERLAPS)
     let_in(OVERLAPS)
     start, share = _range_of(position, window, HAS_WINDOW, SPLITS, KEYS)
@@ -99,10 +100,8 @@ def _attend_one(
     row = tl.arange(0, GROUP)
     inside = row < HEADS // KV_HEADS
     head = kv_head * (HEADS // KV_HEADS) + row
-    new = tl.arange(0, 1) + kv_head
     qkv += sequence * (HEADS + 2 * KV_HEADS) * DIM
-    cos += sequence * angle_row
-    sin += sequence * angle_row
+    cos, sin = cos + sequence * angle_row, sin + sequence * angle_row
     rows = head_rows(
         qkv, head, inside, head * OWN_GAINS, q_gain, cos, sin, angle_step, eps, offset, clip,
         DIM, HALF, INTERLEAVED, Q_NORM, HAS_CLIP, DIMS,
@@ -115,7 +114,6 @@ def _attend_one(
         qkv, HEADS + KV_HEADS + new, new >= 0, new, k_gain, cos, sin, angle_step, eps, offset, clip,
         DIM, 0, False, 0, HAS_CLIP, DIMS,
     )  # fmt: skip
-    place = slot * KV_HEADS + new
     writes = (new >= 0) & (split == 0)
     key = kept(key, k_cache, k_scales, place, writes, like, DIM, INT8)
     value = kept(value, v_cache, v_scales, place, writes, like, DIM, INT8)

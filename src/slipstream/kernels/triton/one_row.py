@@ -28,7 +28,8 @@ from torch import Tensor
 from slipstream.kernels.triton.activation import apply, gate
 from slipstream.kernels.triton.decode import FORMATS, PARTS, RESCALE, kind_of, name_of
 from slipstream.kernels.triton.operands import Around, Matrix, planes_of
-from slipstream.kernels.triton.overlap import overlapping, overlaps, wait_for_predecessor
+from slipstream.kernels.triton.overlap import overlapping, overlaps
+from slipstream.kernels.triton.row import groups_at, row_sums, row_taken, sums_of_runs, words_of
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import (
     Bucket,
@@ -43,10 +44,7 @@ from slipstream.kernels.triton.words import (
     FIELDS,
     INTEGERS,
     PER_WORD,
-    dots,
-    field_at,
     fixed,
-    nothing,
     rescale_of,
 )
 from slipstream.ops.activation import KINDS
@@ -57,123 +55,6 @@ WIDEST_ROW = 1 << 15
 """Inputs of a row that the registers of a program can hold."""
 
 _NARROW = 8192
-
-
-@triton.jit
-def _row(x, base, inputs, PARTS: tl.constexpr, FIELDS: tl.constexpr):
-    """What each field of the words of a row is multiplied by: a tuple of `(W,)` float32."""
-    fields = nothing()
-    for part in tl.static_range(PARTS):
-        for field in tl.static_range(FIELDS):
-            at = base + (16 * part + field)
-            fields = fields + (tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32),)  # noqa: RUF005
-    return fields
-
-
-@triton.jit
-def _normed(
-    fields, gains, shifts, base, inputs, eps, offset,
-    LAYER: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, PARTS: tl.constexpr,
-    FIELDS: tl.constexpr,
-):  # fmt: skip
-    """A row as a norm hands it on, zero beyond its end; all four are tuples as `_row` makes them."""
-    mean = 0.0
-    if LAYER:
-        total = tl.zeros(base.shape, tl.float32)
-        for index in tl.static_range(PARTS * FIELDS):
-            total += fields[index]
-        mean = tl.sum(total) / inputs
-    squares = tl.zeros(base.shape, tl.float32)
-    for index in tl.static_range(PARTS * FIELDS):
-        off = fields[index] - mean
-        if LAYER:
-            at = base + (16 * (index // FIELDS) + index % FIELDS)
-            off = tl.where(at < inputs, off, 0.0)
-        squares += off * off
-    root = tl.rsqrt(tl.sum(squares) / inputs + eps)
-    found = nothing()
-    for index in tl.static_range(PARTS * FIELDS):
-        one = (fields[index] - mean) * root
-        if HAS_GAIN:
-            one = one * (gains[index] + offset)
-        if HAS_SHIFT:
-            one += shifts[index]
-        if LAYER:
-            at = base + (16 * (index // FIELDS) + index % FIELDS)
-            one = tl.where(at < inputs, one, 0.0)
-        found = found + (one,)  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def _words_at(codes, at, there, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Words `(OUTPUTS, W)`; of a plane whose rows begin anywhere, byte by byte."""
-    if FORMAT == 0:
-        word = tl.load(codes + at, mask=there, other=0.0)
-    elif ALIGNED:
-        word = tl.load(codes + at, mask=there, other=0).to(tl.uint32, bitcast=True)
-    else:
-        word = tl.load(codes + at, mask=there[0], other=0).to(tl.uint32)
-        for byte in tl.static_range(1, 4):
-            word |= tl.load(codes + at + byte, mask=there[byte], other=0).to(tl.uint32) << (8 * byte)
-    return word
-
-
-@triton.jit
-def _tile(
-    codes, second, row, real, word, words, stride, inputs, FORMAT: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """Three blocks of words `(OUTPUTS, W)` of some rows: see `words.field_at`."""
-    inside = real[:, None] & (word < words)[None, :]
-    if FORMAT >= 5:
-        nibbles = row * (2 * stride) + ((word // 4) * 8 + word % 4)[None, :]
-        first = _words_at(codes, nibbles, inside, FORMAT, True)
-        other = _words_at(codes, nibbles + 4, inside, FORMAT, True)
-        high = _words_at(second, row * stride + word[None, :], inside, FORMAT, True)
-    elif ALIGNED:
-        first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)
-        other = first
-        high = first
-    else:
-        # What lies beyond the last input belongs to the next row.
-        there = nothing()
-        for byte in tl.static_range(4):
-            there = there + (real[:, None] & (4 * word + byte < inputs)[None, :],)  # noqa: RUF005
-        first = _words_at(codes, row * stride + (4 * word)[None, :], there, FORMAT, False)
-        other = first
-        high = first
-    return first, other, high
-
-
-@triton.jit
-def _products(
-    first, other, high, fields,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, HAND: tl.constexpr,
-):  # fmt: skip
-    """Products in float32, of each word `(OUTPUTS, W)`, of int4's of each run `(OUTPUTS, W / 4)`."""
-    sums = tl.zeros(first.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        for field in tl.static_range(FIELDS):
-            weight = field_at(first, other, high, part, field, FORMAT, HAND)
-            sums += weight * fields[part * FIELDS + field][None, :]
-    if FORMAT == 3 or FORMAT == 4:
-        sums = tl.sum(tl.reshape(sums, (first.shape[0], first.shape[1] // 4, 4)), 2)
-    return sums
-
-
-@triton.jit
-def _groups(
-    second, third, row, real, words, RUNS: tl.constexpr, BLOCKS: tl.constexpr, MINIMUM: tl.constexpr
-):  # fmt: skip
-    """Scale and minimum of int4's groups by runs of 16 bytes, `(OUTPUTS, RUNS)` float32 each."""
-    run = tl.arange(0, RUNS)
-    group = row * (words // 4 // BLOCKS) + (run // BLOCKS)[None, :]
-    there = real[:, None] & (run < words // 4)[None, :]
-    scale = tl.load(second + group, mask=there, other=0.0).to(tl.float32)
-    least = scale
-    if MINIMUM:
-        least = tl.load(third + group, mask=there, other=0.0).to(tl.float32)
-    return scale, least
 
 
 @triton.jit
@@ -203,30 +84,15 @@ def _one_row(
     ALIGNED: tl.constexpr, INTEGER: tl.constexpr, HAND: tl.constexpr, OVERLAPS: tl.constexpr,
     WORDS: tl.constexpr, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    word = tl.arange(0, WORDS)
-    # Four words are a run of 16 bytes, whose fields stand for PARTS runs of 16 inputs.
-    base = word if FORMAT == 0 else (word // 4) * (16 * PARTS) + (word % 4) * 4
-    # All kernels before the predecessor have ended: what it did not write may be read at once.
-    gains = nothing()
-    shifts = nothing()
-    if HAS_GAIN:
-        gains = _row(gain, base, inputs, PARTS, FIELDS)
-    if HAS_SHIFT:
-        shifts = _row(shift, base, inputs, PARTS, FIELDS)
-    wait_for_predecessor(OVERLAPS)
-    fields = _row(x, base, inputs, PARTS, FIELDS)
-    if NORM > 0:
-        fields = _normed(
-            fields, gains, shifts, base, inputs, eps, offset, NORM == 2, HAS_GAIN, HAS_SHIFT, PARTS, FIELDS
-        )
+    fields = row_taken(
+        x, gain, shift, inputs, eps, offset, NORM, HAS_GAIN, HAS_SHIFT, FORMAT, PARTS, FIELDS, WORDS, OVERLAPS
+    )
+    of_run, counts = 0.0, 1.0
     if FORMAT == 3 or FORMAT == 4:
-        total = tl.zeros([WORDS], tl.float32)
-        for which in tl.static_range(PARTS * FIELDS):
-            total += fields[which]
-        of_run = tl.sum(tl.reshape(total, (WORDS // 4, 4)), 1)
-    counts = 1.0
+        of_run = sums_of_runs(fields, PARTS * FIELDS)
     if INTEGER:
         fields, counts = fixed(fields, PARTS)
+    word = tl.arange(0, WORDS)
     stored: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     for tile in tl.range(tl.program_id(0), tl.cdiv(outputs, OUTPUTS), tl.num_programs(0), num_stages=AHEAD):
         index = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -238,27 +104,19 @@ def _one_row(
         place = tile * stored + tl.arange(0, stored)
         there = place < (outputs // 2 if GATED else outputs)
         # What is small is asked for first: behind the sums nothing would hide how long it takes.
-        first, other, high = _tile(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
-        times, added, before = 1.0, 0.0, 0.0
+        first, other, high = words_of(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
+        times, added, before, scale, least = 1.0, 0.0, 0.0, 1.0, 0.0
         if FORMAT == 3 or FORMAT == 4:
-            scale, least = _groups(second, third, row, real, words, WORDS // 4, BLOCKS, FORMAT == 3)
+            scale, least = groups_at(second, third, row, real, words, WORDS // 4, BLOCKS, FORMAT == 3)
         if FORMAT > 0:
             times = tl.load(multiplier + output, mask=real, other=0.0) * RESCALE
         if HAS_BIAS:
             added = tl.load(bias + output, mask=real, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             before = tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
-        if INTEGER:
-            found = dots(first.to(tl.int32, bitcast=True), fields, PARTS, HAND) * counts
-        else:
-            found = _products(first, other, high, fields, FORMAT, PARTS, FIELDS, HAND)
-        if FORMAT == 4:
-            found -= 8.0 * of_run[None, :]
-        if FORMAT == 3 or FORMAT == 4:
-            found = found * scale
-        if FORMAT == 3:
-            found += of_run[None, :] * least
-        y = tl.sum(found, 1)
+        y = row_sums(
+            first, other, high, fields, counts, of_run, scale, least, FORMAT, PARTS, FIELDS, INTEGER, HAND
+        )
         if FORMAT > 0:
             y = y * times
         if HAS_BIAS:
