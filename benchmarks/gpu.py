@@ -101,7 +101,7 @@ def _rows(
     numbers = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight
     untied = embedding is not model.lm_head.weight
-    dense = (numbers - (embedding.numel() if untied else 0)) * 2
+    dense, head = (numbers - (embedding.numel() if untied else 0)) * 2, embedding.numel() * 2
     tiny = name == "tiny"
     subjects: dict[str, Callable[[], Any]] = {"transformers eager": lambda: model}
     subjects |= {f"slipstream {f}": lambda f=f: _engine(model, f, device) for f in FORMATS}  # type: ignore[misc]
@@ -133,7 +133,9 @@ def _rows(
                 read = weights + batch * _cache_bytes(model.config) * (PROMPT + NEW // 2)
                 row["share_of_bandwidth"] = round(read / row["ms"] / 1e6 / limits["copy_gb_per_second"], 3)
             else:
-                row["share_of_rate"] = round(dense * row["tokens"] / row["ms"] / 1e9 / limits["tflops"], 3)
+                # Two operations for two bytes of a weight; the head is for the last token alone.
+                done = (dense - head) * row["tokens"] + head
+                row["share_of_rate"] = round(done / row["ms"] / 1e9 / limits["tflops"], 3)
             yield row
         if made is not model:
             made.destroy()
