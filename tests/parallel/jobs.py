@@ -79,6 +79,22 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def off_float64(index: int, size: int, settings: dict[str, Any]) -> tuple[float, float]:
+    """How far ranks, and one process, are from the model in float64."""
+    original = peaked_model(VARIANTS[index][1])
+    engine = split(copy.deepcopy(original), size, **settings)
+    reference, exact = original, copy.deepcopy(original).double()
+    errors: list[tuple[float, float]] = []
+    with torch.no_grad():
+        for given, rows in inputs_of(original):
+            wide = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
+            expected, real = answer_of(exact(**wide)), slice(None) if rows is None else rows.bool()
+            got = (answer_of(model(**given)).double() for model in (engine, reference))
+            ours, theirs = (float((answer - expected).abs()[real].max()) for answer in got)
+            errors.append((ours, theirs))
+    return max(ours for ours, _ in errors), max(theirs for _, theirs in errors)
+
+
 def from_first(size: int, make: Callable[[], Tensor]) -> Tensor:
     """What the first rank makes, for all of them: what one process says is computed once."""
     held = [make() if dist.get_rank() == 0 else None]

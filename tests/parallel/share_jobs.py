@@ -22,10 +22,10 @@ from tests.parallel.pool import GROUPS
 ROUTERS = {"gate", "router"}
 """Names within layers of what chooses experts."""
 
-SMALL = 2048
+SMALL = 1024
 """Numbers of a matrix below which a layer that runs its own code keeps it whole."""
 
-KEYS = re.compile(r"\b(k|v|key|value|k_proj|v_proj|qkv|qkv_proj|query_key_value|c_attn)$")
+KEYS = re.compile(r"\b(k|v|key|value|k_proj|v_proj|qkv|qkv_proj|query_key_value|c_attn)(\.linear)?$")
 LATENT = re.compile(r"\b(kv_a\w*|q_a\w*)$")
 
 
@@ -41,12 +41,9 @@ def share(
 ) -> float | None:
     """The largest of all ranks' bytes as a multiple of their share.
 
-    None of packed weights, and of heads that are not dealt evenly: the first ranks have one more then.
+    None of packed weights.
     """
-    heads = getattr(model.config, "num_attention_heads", size)
     if settings.get("quant") or settings.get("dtype") == torch.int8:
-        return None
-    if isinstance(heads, int) and heads % size:
         return None
     row = counted(engine, model, size, settings)
     everywhere = row["everywhere"]
@@ -85,24 +82,15 @@ def _several_times(engine: Any, model: Any, size: int) -> int:
         if row.reason == "it is no linear":  # of a hybrid's mixer
             own = (p for p in module._parameters.values() if p is not None and p.dim() > 1)
             found += memory(own) * (size - 1) / size
-            continue
-        if matrix is None:
-            continue
-        small = row.how == "whole on every rank" and matrix.numel() < SMALL
-        heads = _kv_heads(model.config) or size
-        if small or LATENT.search(row.name):
+        elif row.how == "whole on every rank":
+            own = (p for p in module._parameters.values() if p is not None and p.dim() > 1)
+            found += memory(p for p in own if matrix is None or p.numel() < SMALL) * (size - 1) / size
+        elif LATENT.search(row.name):
             found += matrix.nbytes * (size - 1) / size
-        elif heads < size and KEYS.search(row.name):
+        elif "several ranks" in row.how:
             held = engine.module.get_submodule(row.name)._parameters["weight"]
             found += held.nbytes - matrix.nbytes / size
     return int(found * size / (size - 1)) if size > 1 else 0
-
-
-def _kv_heads(config: Any) -> int | None:
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return 1
-    found = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
-    return found if isinstance(found, int) else None
 
 
 def memory(tensors: Iterable[Tensor]) -> int:

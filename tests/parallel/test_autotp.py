@@ -12,7 +12,7 @@ from slipstream.parallel.plan import Cut, Heads
 from slipstream.parallel.rehearse import Peers, rehearse
 from tests.families.sweep import VARIANTS, label
 from tests.parallel.pool import Failed, Pool, results
-from tests.parallel.test_families import TOLERANCE, named
+from tests.parallel.test_families import SHARE, TOLERANCE, named
 
 JOBS = "tests.parallel.jobs"
 OWN_CODE: dict[str, object] = {}
@@ -50,6 +50,7 @@ def test_layers_that_run_their_own_code_answer_as_one_process(pool: Pool, name: 
     assert rows[0]["level"] == "none"
     assert rows[0]["error"] <= TOLERANCE
     assert rows[0]["greedy"] in ("identical", "-")
+    assert rows[0]["share"] <= SHARE
 
 
 def test_the_chosen_families_are_there() -> None:
@@ -73,6 +74,7 @@ def test_a_rank_holds_its_share(pool: Pool, name: str, size: int) -> None:
         assert row["own"] <= 1.1 * shared_keys * row["fair"]
         assert {how for _, how, _ in row["rows"]} <= {
             "rows by heads",
+            "rows by heads, keys on several ranks",
             "inputs by heads, added up",
             "rows by units",
             "inputs by units, added up",

@@ -92,3 +92,20 @@ def test_routers_and_norms_are_on_every_rank() -> None:
 def test_more_ranks_than_there_is_to_split_are_refused(spec: BlockSpec, ranks: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         shares(spec, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 5), (6, 6), (7, 7), (10, 5)])
+def test_units_make_up_for_heads_that_are_not_dealt_evenly(heads: int, kv_heads: int, ranks: int) -> None:
+    spec = replace(SPEC, heads=heads, kv_heads=kv_heads, ffn=400)
+    found = shares(spec, ranks)
+    assert [n for share in found for n in share.ffn] == list(range(400))
+    rows = [2 * 8 * (len(share.heads) + len(share.kv_heads)) + 3 * len(share.ffn) for share in found]
+    assert max(rows) - min(rows) <= 3
+    aligned = [len(share.ffn) for share in shares(spec, ranks, 32)]
+    assert all(width % 32 == 0 for width in aligned[:-1]) and sum(aligned) == 400
+
+
+def test_a_rank_whose_heads_are_more_than_its_share_of_a_layer_still_has_a_unit() -> None:
+    spec = replace(SPEC, heads=4, kv_heads=4, ffn=9)
+    assert [len(share.ffn) for share in shares(spec, 3)] == [1, 4, 4]

@@ -12,7 +12,6 @@ from slipstream.config import InferenceConfig
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.model.autotp import LayerPlan, plan_layers, record_layers
-from slipstream.model.cuts import Sizes
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.intact import parts_of
@@ -21,6 +20,7 @@ from slipstream.model.mixers import own_parts, plan_parts
 from slipstream.model.packing import PackPlan
 from slipstream.model.policy import target_of
 from slipstream.model.report import SplitReport
+from slipstream.model.sizes import Sizes
 from slipstream.model.split import ModuleSplit, cut_tensors, is_split, join_ranks
 from slipstream.parallel.collectives import gather_objects
 from slipstream.parallel.rehearse import Live

@@ -24,26 +24,23 @@ from torch import nn
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.check import MODEL_ERRORS, RecordedCall, record_calls
 from slipstream.model.convert import convert
-from slipstream.model.cuts import (
-    Sizes,
-    attention_splits,
-    expert_splits,
-    gathered,
-    unit_splits,
-    whole_experts,
-)
+from slipstream.model.cuts import attention_splits, gathered, unit_splits
+from slipstream.model.expert_cuts import expert_splits, whole_experts
 from slipstream.model.flow import Branch, Flow, branches_of, is_matrix, matrix_dims, watch_flow
 from slipstream.model.layers import Found
 from slipstream.model.rehearsal import Stage
 from slipstream.model.report import SplitReport
+from slipstream.model.sizes import Sizes
 from slipstream.model.split import LayerSplit, ModuleSplit
 
 __all__ = ["LayerPlan", "Recorded", "in_float32", "is_shared_out", "kind_of", "plan_layers", "record_layers"]
 
 log = logging.getLogger(__name__)
 
-_SMALL = 2048
+_SMALL = 1024
 """Numbers in a matrix that is not worth a meeting of the ranks."""
+
+_SHARED = ", keys on several ranks"
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|gating)$")
 
@@ -73,6 +70,10 @@ class _Draft:
     def add(self, split: LayerSplit, how: Mapping[str, tuple[str, str]]) -> None:
         self.split |= split
         self.how |= how
+
+    def of_heads(self) -> LayerSplit:
+        """What of it follows heads, which may not be dealt evenly."""
+        return {path: own for path, own in self.split.items() if "by heads" in self.how.get(path, ("",))[0]}
 
 
 Recorded = Mapping[str, tuple[dict[str, list[RecordedCall]], str]]
@@ -200,6 +201,7 @@ def _plan(
     paths = [path for path in flow.reads if any(f".{path}".endswith(f".{n.lstrip('.')}") for n in named)]
     reasons = _branches(first, stage, flow, draft, sizes, (paths, patterns))
     _refuse_unproved(first, named, paths, draft, reasons, strict=strict)
+    sizes = sizes.beside(stage.layer, draft.of_heads())
     _experts(stage, draft, sizes, reasons)
     proved, error = _with_rest(stage, flow, draft, sizes, reasons)
     return LayerPlan(proved.split, _rows(first.layer, proved, "", reasons), error)
@@ -225,7 +227,7 @@ def _branches(
     """Cut what can be cut so that ranks meet once a branch; why others cannot, by their last linear."""
     named, patterns = known
     reasons: dict[str, str] = {}
-    for branch in branches_of(stage.layer, flow, named):
+    for branch in sorted(branches_of(stage.layer, flow, named), key=lambda found: not found.attends):
         paths = (branch.row, *branch.columns)
         if any(path in draft.split for path in paths):
             continue
@@ -233,7 +235,8 @@ def _branches(
         by_plan = any(_matches(full, pattern) for pattern in patterns)
         source = "injection_policy" if named else "transformers' plan" if by_plan else "structure"
         ways = [attention_splits, unit_splits] if branch.attends else [unit_splits, attention_splits]
-        options = itertools.chain.from_iterable(way(stage.layer, branch, flow, sizes) for way in ways)
+        left = sizes.beside(stage.layer, draft.of_heads())
+        options = itertools.chain.from_iterable(way(stage.layer, branch, flow, left) for way in ways)
         chosen, reason = _first_right(stage, options, draft, sizes)
         if chosen is None:
             reasons[branch.row] = reason
@@ -242,8 +245,10 @@ def _branches(
         for twin, split in (("", chosen), *_siblings(stage.layer, flow, branch, chosen)):
             own = {f"{twin}{path.removeprefix(branch.parent)}" if twin else path for path in branch.columns}
             row = f"{twin}{branch.row.removeprefix(branch.parent)}" if twin else branch.row
-            how = dict.fromkeys(own, (f"rows {kind}", source)) | {row: (f"inputs {kind}, added up", source)}
-            draft.add(split, how)
+            how = {
+                path: (f"rows {kind}{_SHARED * split[path].cuts['weight'].overlaps}", source) for path in own
+            }
+            draft.add(split, how | {row: (f"inputs {kind}, added up", source)})
     return reasons
 
 

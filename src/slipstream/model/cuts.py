@@ -1,6 +1,6 @@
 """The ways in which a branch of a layer may be cut for several ranks; a rehearsal says which one is right.
 
-Shapes: H query heads, K kv heads, D head dim, I units of a feed-forward, E experts.
+Shapes: H query heads, K kv heads, D head dim, I units of a feed-forward.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
 from slipstream.model.flow import STREAM, Branch, Flow, is_matrix, matrix_dims
+from slipstream.model.sizes import UNITS, Sizes
 from slipstream.model.split import LayerSplit, ModuleSplit
-from slipstream.parallel.plan import Cut, Heads, Runs, even, halves
+from slipstream.parallel.plan import Cut, Heads, Runs, halves
 
-__all__ = ["Sizes", "attention_splits", "expert_splits", "gathered", "unit_splits", "whole_experts"]
+__all__ = ["attention_splits", "entries", "gathered", "unit_splits"]
 
 _DIM = re.compile(
     r"head_dim|(?<!all_)head_size|d_kv|key_value_proj_dim|dim_head|per_attention_head|dim_per_head"
@@ -29,29 +29,6 @@ _COUNTS = re.compile(
 _KV = re.compile(r"kv|key_value")
 _GROUPS = re.compile(r"groups|n_rep")
 _WIDTHS = re.compile(r"dim|size|width|hidden|inner|d_model|features")
-_UNITS = re.compile(r"intermediate|inner|ffn|expert|hidden|size|dim|width")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Into how many parts, and where.
-
-    Attributes:
-        ranks: Number of parts.
-        grain: Parts that heads do not decide end at multiples of this, where they are even enough.
-        group: As `grain`, of a weight format, for what is narrower than the grain.
-        align: Numbers in 16 bytes, at which grouped products want rows of experts to begin and end.
-    """
-
-    ranks: int
-    grain: int
-    group: int = 1
-    align: int = 1
-
-    def even(self, total: int) -> tuple[Runs, ...]:
-        """Runs as even as they go."""
-        return even(total, self.ranks, self.group, self.grain)
-
 
 Rewriting = tuple[bool, bool, bool]
 """Whether widths, entries of a config, and tensors beside the matrices change with the heads."""
@@ -163,7 +140,7 @@ def _renumber(
         changes = {
             key: wanted[value]
             for key, value in vars(module).items()
-            if type(value) is int and value in wanted and _UNITS.search(key)
+            if type(value) is int and value in wanted and UNITS.search(key)
         }
         if changes:
             ranks = range(len(next(iter(changes.values()))))
@@ -193,7 +170,7 @@ def _head_counts(parent: nn.Module, width: int, layer: nn.Module) -> list[int]:
     dims, counts = [], []
     owners = [*parent.modules(), layer]
     for module in owners:
-        named = {**_entries(getattr(module, "config", None)), **vars(module)}
+        named = {**entries(getattr(module, "config", None)), **vars(module)}
         for key, value in named.items():
             if type(value) is not int or value < 1 or width % value:
                 continue
@@ -204,7 +181,8 @@ def _head_counts(parent: nn.Module, width: int, layer: nn.Module) -> list[int]:
     return list(dict.fromkeys((*dims, *counts)))[:4]
 
 
-def _entries(config: Any) -> dict[str, Any]:
+def entries(config: Any) -> dict[str, Any]:
+    """What a config holds, by name; nothing where it is none."""
     return {} if config is None or not hasattr(config, "__dict__") else vars(config)
 
 
@@ -244,7 +222,7 @@ def _attention(
     rewriting: Rewriting,
 ) -> LayerSplit:
     dealt, dim, rows = how
-    widths, entries, tensors = rewriting
+    widths, in_config, tensors = rewriting
     runs = dealt.queries(dim)
     split = _matrices(layer, branch, rows, runs)
     split |= _norms(layer, branch, flow, {**rows, branch.row: runs})
@@ -254,7 +232,7 @@ def _attention(
             continue
         numbers = [_numbers(vars(module), dealt, dim, rank, widths) for rank in range(dealt.size)]
         config = [
-            _numbers(_entries(vars(module).get("config")), dealt, dim, rank, False) if entries else {}
+            _numbers(entries(vars(module).get("config")), dealt, dim, rank, False) if in_config else {}
             for rank in range(dealt.size)
         ]
         cuts = _tensor_cuts(module, dealt) if tensors else {}
@@ -321,79 +299,3 @@ def _by_heads(calls: Sequence[Mapping[int | str, tuple[int, ...]]], heads: int) 
         if of_heads and isinstance(key, str) and re.search("alibi|bias", key):
             found[key] = 0
     return found
-
-
-def whole_experts(module: nn.Module) -> bool:
-    """Whether a module holds the matrices of experts as parameters of its own."""
-    threes = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-    return len(threes) > 1 and not is_matrix(module)
-
-
-def expert_splits(path: str, module: nn.Module, sizes: Sizes) -> Iterator[LayerSplit]:
-    """Experts, each of which is cut inside: its units are dealt out, and what it writes is added up."""
-    matrices = {n: p for n, p in module._parameters.items() if p is not None and p.dim() == 3}
-    downs = [name for name in matrices if re.search(r"down|out|w2|fc2|wo", name)]
-    if len(downs) != 1:
-        return
-    down = matrices[downs[0]]
-    flag = getattr(module, "is_transposed", None)
-    for transposed in (False, True) if flag is None else (bool(flag),):
-        units = down.shape[1 if transposed else 2]
-        if units < sizes.ranks:
-            continue
-        unit = max(sizes.group, sizes.align)
-        aligned = replace(sizes, group=unit if units >= unit * sizes.ranks else sizes.group)
-        runs, config = aligned.even(units), _plainly(module, sizes) if units < unit * sizes.ranks else ()
-        for layout, renames in itertools.product(("stacked", "paired"), (False, True)):
-            split = _experts(module, matrices, downs[0], (runs, units, transposed, layout))
-            if split is not None:
-                wanted = {units: Cut(-1, runs).widths, 2 * units: [2 * w for w in Cut(-1, runs).widths]}
-                numbers = _follow(module, wanted) if renames else ()
-                yield {path: replace(split, numbers=numbers, config=config)}
-
-
-def _plainly(module: nn.Module, sizes: Sizes) -> tuple[Mapping[str, str], ...]:
-    """Lets transformers multiply by one expert after the other, where grouped products want wider rows."""
-    name = "_experts_implementation_internal"
-    return ({name: "eager"},) * sizes.ranks if name in _entries(vars(module).get("config")) else ()
-
-
-def _follow(module: nn.Module, wanted: Mapping[int, Sequence[int]]) -> tuple[Mapping[str, int], ...]:
-    changes = {
-        key: wanted[value]
-        for key, value in vars(module).items()
-        if type(value) is int and value in wanted and _UNITS.search(key) and "hidden" not in key
-    }
-    ranks = range(len(next(iter(wanted.values()))))
-    return tuple({key: values[rank] for key, values in changes.items()} for rank in ranks)
-
-
-def _experts(
-    module: nn.Module, matrices: Mapping[str, nn.Parameter], down: str, how: tuple[Any, ...]
-) -> ModuleSplit | None:
-    runs, units, transposed, layout = how
-    rows, inputs = (2, 1) if transposed else (1, 2)
-    cuts = {down: Cut(inputs, runs)}
-    for name, matrix in matrices.items():
-        if name == down:
-            continue
-        own = _units_of(matrix.shape[rows], units, runs, layout)
-        if own is None:
-            return None
-        cuts[name] = Cut(rows, own)
-    once = set()
-    for name, vector in module._parameters.items():
-        if vector is None or vector.dim() != 2:
-            continue
-        own = _units_of(vector.shape[1], units, runs, layout)
-        if name.startswith(down) or re.search("down|out", name):
-            once.add(name)
-        elif own is not None:
-            cuts[name] = Cut(1, own)
-    return ModuleSplit(cuts, frozenset(once), "sum")
-
-
-def _units_of(length: int, units: int, runs: tuple[Runs, ...], layout: Any) -> tuple[Runs, ...] | None:
-    if length == units:
-        return runs
-    return halves(runs, units, layout) if length == 2 * units else None

@@ -16,11 +16,12 @@ from torch import nn
 from slipstream.errors import InjectionError
 from slipstream.model.autotp import LayerPlan, Recorded, in_float32, is_shared_out, kind_of
 from slipstream.model.check import RecordedCall
-from slipstream.model.cuts import Sizes, gathered
+from slipstream.model.cuts import gathered
 from slipstream.model.flow import is_matrix, watch_flow
 from slipstream.model.layers import Found
 from slipstream.model.rehearsal import Stage
 from slipstream.model.report import SplitReport
+from slipstream.model.sizes import Sizes
 from slipstream.model.split import LayerSplit
 
 __all__ = ["own_parts", "plan_parts"]

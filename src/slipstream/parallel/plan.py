@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slipstream.parallel.shard import deal_heads, spread
+from slipstream.parallel.shard import deal_heads, levelled, spread
 
 __all__ = ["Cut", "Heads", "Runs", "even", "halves", "take"]
 
@@ -47,6 +47,12 @@ class Cut:
         """Length of each rank's part."""
         return [sum(map(len, runs)) for runs in self.runs]
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether several ranks have the same places."""
+        places = [place for runs in self.runs for run in runs for place in run]
+        return len(set(places)) < len(places)
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor out of the parts of all ranks: `of` backwards."""
         total = max(run.stop for runs in self.runs for run in runs)
@@ -65,7 +71,9 @@ class Cut:
         return Cut(dim, self.runs)
 
 
-def even(total: int, parts: int, unit: int, grain: int = 1) -> tuple[Runs, ...]:
+def even(
+    total: int, parts: int, unit: int, grain: int = 1, *, held: Sequence[float] = ()
+) -> tuple[Runs, ...]:
     """Runs as even as they go.
 
     Args:
@@ -73,7 +81,11 @@ def even(total: int, parts: int, unit: int, grain: int = 1) -> tuple[Runs, ...]:
         parts: Ranks.
         unit: They are cut at its multiples where each rank gets one of them at least.
         grain: At multiples of this instead, where that gives no rank over a tenth more than its share.
+        held: What each rank has already, as multiples of the total, which the runs make up for.
     """
+    if held and max(held) > min(held):
+        of_unit = unit if total >= unit * parts else 1
+        return tuple((run,) for run in levelled(total, [total * own for own in held], of_unit))
     runs = spread(total, parts, grain if total >= grain * parts else 1)
     if total < grain * parts or 10 * len(runs[0]) * parts > 11 * total:
         runs = spread(total, parts, unit if total >= unit * parts else 1)

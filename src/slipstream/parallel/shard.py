@@ -5,13 +5,14 @@ Shapes: C hidden, H heads, K kv heads, D head dim, F feed-forward width, E exper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.parallel.mesh import Axis, Mesh
 from slipstream.spec import BlockSpec, Role
 
-__all__ = ["WHOLE", "Share", "Slice", "deal_heads", "share_of", "spread"]
+__all__ = ["WHOLE", "Share", "Slice", "deal_heads", "levelled", "share_of", "spread"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,34 @@ def spread(total: int, parts: int, unit: int = 1) -> list[range]:
     whole, more = divmod(units, parts)
     starts = [min((index * whole + min(index, more)) * unit, total) for index in range(parts + 1)]
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def levelled(total: int, held: Sequence[float], unit: int = 1) -> list[range]:
+    """Cut `total` things so that, with what the parts hold already, all have as many as they can.
+
+    Args:
+        total: As many units as there are parts, or more: each part has one at least.
+        held: By each part, as the same things.
+        unit: Runs start at its multiples.
+    """
+    parts = len(held)
+    if max(held) - min(held) < 1e-6 * total:
+        return spread(total, parts, unit)
+    units, counts, free = -(-total // unit), [1.0] * parts, set(range(parts))
+    while True:  # what holds more than the level has its one unit, which lowers the level for the others
+        level = (units - parts + len(free) + sum(held[part] / unit for part in free)) / len(free)
+        full = {part for part in free if level - held[part] / unit < 1} if len(free) > 1 else set[int]()
+        if not full:
+            break
+        free -= full
+    for part in free:
+        counts[part] = level - held[part] / unit
+    whole = [int(count + 1e-9) for count in counts]
+    short = sorted(range(parts), key=lambda part: (whole[part] - counts[part], part))
+    for part in short[: units - sum(whole)]:
+        whole[part] += 1
+    stops = [min(sum(whole[: part + 1]) * unit, total) for part in range(parts)]
+    return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -254,9 +283,14 @@ def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
     heads, kv_heads, counts = deal_heads(spec.heads, spec.kv_heads, tp, rank)
     moe, shared, experts = spec.moe, range(0), range(0)
     parts, part_of = (tp, rank) if moe is None else (mesh.slices, mesh.slice)
-    ffn = spread(spec.ffn, parts, unit if spec.ffn >= unit * parts else 1)[part_of]
+    held = _held(spec, tp) if parts == tp and mesh.expert_places == 1 else [0.0] * parts
+
+    def dealt(units: int, own: Sequence[float]) -> list[range]:
+        return levelled(units, [units * h for h in own], unit if units >= unit * len(own) else 1)
+
+    ffn = dealt(spec.ffn, held)[part_of]
     if moe is not None:
-        shared = spread(moe.shared, tp, unit if moe.shared >= unit * tp else 1)[rank]
+        shared = dealt(moe.shared, held if len(held) == tp else [0.0] * tp)[rank] if moe.shared else shared
         experts = spread(moe.experts, mesh.expert_places)[mesh.expert_place]
         moe = replace(moe, shared=len(shared))
     part = replace(
@@ -268,3 +302,22 @@ def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
         moe=moe,
     )
     return Share(spec, part, heads, kv_heads, counts, ffn, shared, experts, mesh, unit)
+
+
+def _held(spec: BlockSpec, parts: int) -> list[float]:
+    """What ranks have of a block's attention, as a multiple of the numbers of its feed-forward.
+
+    Where heads are not dealt evenly, the feed-forward makes up for it.
+    """
+    branches = 2 if spec.cross is not None else 1
+    gates = 0 if spec.gate is None else 1
+    moe = spec.moe
+    width = spec.ffn if moe is None else spec.ffn * moe.experts + moe.shared
+    feed = spec.hidden * width * (3 if spec.gated else 2)
+    if spec.mixer is not None or spec.branches != "both":
+        return [0.0] * parts
+    dealt = [deal_heads(spec.heads, spec.kv_heads, parts, place)[:2] for place in range(parts)]
+    return [
+        branches * spec.hidden * spec.head_dim * ((2 + gates) * len(queries) + 2 * len(keys)) / feed
+        for queries, keys in dealt
+    ]
