@@ -26,6 +26,7 @@ from slipstream.engine.request import (
     move_stop_strings,
     read_request,
     repeats_generate,
+    unread_cache,
     why_not_intact,
     why_not_packed,
     why_not_repeated,
@@ -191,7 +192,8 @@ class InferenceEngine(Weights):
             agree_on_tokens(_sequences(found), ranks)
             return found
         decode = Loop(runner, kwargs.get("streamer"), ranks).method()
-        return generate(**{**move_stop_strings(kwargs), "custom_generate": decode})
+        spared = unread_cache(self.module, request)
+        return generate(**{**move_stop_strings(kwargs), **spared, "custom_generate": decode})
 
     def _why_not_the_engine_road(
         self, runner: Runner, request: Request, kwargs: dict[str, Any]

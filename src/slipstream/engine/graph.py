@@ -129,7 +129,6 @@ class Graphs:
         """
         if self.reason or self._cache is None or caches[0][0] is not self._cache.layers[0][0]:
             return None
-        self._forget_what_moved()
         return _Session(self, max(_blocks(longest), self._usual))
 
     @property
@@ -159,13 +158,14 @@ class Graphs:
                 cache = self._cache = self._runner.make_cache(max(blocks, _least_blocks(self._tokens)) + 1)
                 for tensor in _tensors(cache):
                     tensor[-1].zero_()
-            self._forget_what_moved()
+            self.forget_what_moved()
         return cache
 
     def _give_back(self) -> None:
         self._taken = False
 
-    def _forget_what_moved(self) -> None:
+    def forget_what_moved(self) -> None:
+        """Let go of what was captured, unless every tensor that it reads is where it was."""
         places = tuple((t.data_ptr(), t.shape) for t in self._static())
         if places != self._places:
             self._captured.clear()
@@ -280,7 +280,7 @@ class _Session:
     """The steps of one generation; those that are no decode steps are left to the runner."""
 
     def __init__(self, graphs: Graphs, width: int) -> None:
-        self._graphs, self._width = graphs, width
+        self._graphs, self._width, self._has_looked = graphs, width, False
 
     def logits(self, step: Step) -> Tensor | None:
         """New logits `(N, V)` float32 of a decode step, or None for another."""
@@ -334,6 +334,9 @@ class _Session:
         rows = step.token_ids.shape[0]
         if step.max_query_len != 1 or step.kv_lens.shape[0] != rows or step.logit_rows.shape[0] != rows:
             return None
+        if not self._has_looked:  # not before the prompt, whose launches would wait for it
+            self._graphs.forget_what_moved()
+            self._has_looked = True
         captured = self._graphs.rung(rows, self._width, draws=draws)
         if captured is None:
             return None

@@ -223,34 +223,41 @@ def make_step(
         A step whose `logit_rows` are the last tokens of the chunks that want them, in the order of the
         chunks.
     """
-    counts = [chunk.count for chunk in chunks]
-    lens = [chunk.start + chunk.count for chunk in chunks]
-    positions = [p for chunk in chunks for p in range(chunk.start, chunk.start + chunk.count)]
-    owners = [chunk.row for chunk in chunks for _ in range(chunk.count)]
-    slots = [
-        blocks[r][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-        for r, p in zip(owners, positions, strict=True)
-    ]
-    width = -(-max(lens) // BLOCK_SIZE)
-    table = [
-        list(blocks[chunk.row][:width]) + [0] * (width - len(blocks[chunk.row][:width])) for chunk in chunks
-    ]
-    ends, total = [], 0
-    for count in counts:
-        total += count
-        ends.append(total)
-
-    def ints(values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
+    counts, lens = [chunk.count for chunk in chunks], [chunk.start + chunk.count for chunk in chunks]
+    width, total = -(-max(lens) // BLOCK_SIZE), sum(counts)
+    rows = [blocks[chunk.row][:width] for chunk in chunks]
+    table = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+    count, length = torch.tensor(counts), torch.tensor(lens)
+    ends = count.cumsum(0)
+    owner = torch.arange(len(chunks)).repeat_interleave(count, output_size=total)
+    positions = torch.arange(total) + (length - ends)[owner]
+    slots = table[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    logit_rows = ends[torch.tensor([chunk.is_last for chunk in chunks])] - 1
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    made = (positions, slots, logit_rows, starts.int(), length.int(), table.int())
+    positions, slots, logit_rows, starts, length, table = _sent(made, device)
+    ids = [tokens(chunk) for chunk in chunks]
     return Step(
-        token_ids=torch.cat([tokens(chunk) for chunk in chunks]).to(device),
-        positions=ints(positions, torch.int64),
-        query_starts=ints([0, *ends], torch.int32),
-        kv_lens=ints(lens, torch.int32),
-        block_table=ints(table, torch.int32),
-        slots=ints(slots, torch.int64),
-        logit_rows=ints([e - 1 for e, c in zip(ends, chunks, strict=True) if c.is_last], torch.int64),
+        token_ids=(ids[0] if len(ids) == 1 else torch.cat(ids)).to(device),
+        positions=positions,
+        query_starts=starts,
+        kv_lens=length,
+        block_table=table,
+        slots=slots,
+        logit_rows=logit_rows,
         max_query_len=max(counts),
         max_kv_len=max(lens),
     )
+
+
+def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Some tensors of the host on a device, by one copy: each is a launch, and waits for pageable memory.
+
+    They begin at multiples of 16 bytes, as allocated ones do, for which kernels are compiled.
+    """
+    padded = [
+        torch.nn.functional.pad(t.flatten().view(torch.uint8), (0, -t.nbytes % 16)) if t.numel() else t.byte()
+        for t in tensors
+    ]
+    parts = torch.cat(padded).to(device).split([len(part) for part in padded])
+    return [part[: t.nbytes].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,18 @@ class Parts:
     inside: tuple[PartState, ...] = ()
 
 
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """`list(module.modules())` in another order, at a tenth of its time: 400 modules take 0.1 ms."""
+def modules_of(module: nn.Module, closed: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """`list(module.modules())` in another order, at a tenth of its time: 400 modules take 0.1 ms.
+
+    Args:
+        module: Where to begin.
+        closed: Modules that are listed, and those inside of them are not.
+    """
+    unopened = set(closed)
     found, left = {module}, [module]
     for one in left:
+        if one in unopened:
+            continue
         for child in one._modules.values():
             if child is not None and child not in found:
                 found.add(child)
