@@ -13,7 +13,19 @@ from typing import Literal
 from slipstream.branches import Gate, Growth, Latent, MoE, Norm, QKNorm, Rope
 from slipstream.role import Role
 
-__all__ = ["BlockSpec", "FrameSpec", "Gate", "Growth", "Latent", "MoE", "Norm", "QKNorm", "Role", "Rope"]
+__all__ = [
+    "BlockSpec",
+    "EncoderSpec",
+    "FrameSpec",
+    "Gate",
+    "Growth",
+    "Latent",
+    "MoE",
+    "Norm",
+    "QKNorm",
+    "Role",
+    "Rope",
+]
 
 
 @dataclass(frozen=True)
@@ -252,3 +264,32 @@ class FrameSpec:
     logit_bias: str | None = None
     logit_softcap: float | None = None
     restart: int | None = None
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What stands around an encoder's layers, by names from the model that has them (`BertModel`).
+
+    Tokens go `words[id] + types[type] + positions[place]`, `norm`, `project_in`, the layers; a pooler
+    multiplies the first of each row, and takes the hyperbolic tangent.
+
+    Attributes:
+        layers: The module list of the layers.
+        words: The token embedding.
+        positions: The embedding by place.
+        norm: The layer norm before the first layer.
+        types: The embedding by token type, 0 where none is given; None where there is none.
+        padding: Places count tokens that are not of this id, from the number after it, and padding is at the
+            place of its id; None where they are counted from 0 whatever the tokens are.
+        project_in: Linear from the embedding's width to the hidden one, or None.
+        pooler: Has a linear `dense`; what the model lacks is left out.
+    """
+
+    layers: str
+    words: str
+    positions: str
+    norm: str
+    types: str | None = None
+    padding: int | None = None
+    project_in: str | None = None
+    pooler: str = "pooler"

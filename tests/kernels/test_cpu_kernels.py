@@ -91,6 +91,11 @@ def test_what_is_registered_agrees_as_it_is_called(kernel: Kernel) -> None:
         (8, 1536, 576),
         (3, 64, 1000),
         (19, 200, 333),
+        # From 12 rows on a vector holds the same inputs of 16 rows; an odd number of inputs has no pairs.
+        (12, 384, 96),
+        (16, 33, 64),
+        (33, 70, 41),
+        (47, 1026, 24),
         # Many rows: packed tokens; more of them than stay near, and inputs that take several passes.
         (300, 70, 40),
         (577, 33, 130),

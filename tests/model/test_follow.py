@@ -35,8 +35,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+def told(**more: Tensor) -> dict[str, Tensor]:
+    """Inputs with places, upon which the model's own loop runs: it does not answer at once."""
+    return {"input_ids": prompt(2, 9), "position_ids": torch.arange(9)[None], **more}
+
+
 def test_one_layer_is_asked_for_all(bert: Pair, read: list[str]) -> None:
-    inputs = {"input_ids": prompt(2, 9)}
+    inputs = told()
     with torch.no_grad():
         close(bert.original(**inputs), bert.engine(**inputs))
     assert len(read) == 1
@@ -100,7 +105,7 @@ def test_layers_of_several_kinds_are_each_read() -> None:
 
 def test_a_second_forward_is_asked_anew(bert: Pair, read: list[str]) -> None:
     for row in (0, 1):
-        inputs: dict[str, Any] = {"input_ids": prompt(2, 9)}
+        inputs = told()
         if row:
             inputs["attention_mask"] = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
         with torch.no_grad():

@@ -48,6 +48,7 @@ from slipstream.model.packing import PackPlan, pack_layers, plan_packing
 from slipstream.model.parts import Part, fuse_parts, judge_parts
 from slipstream.model.report import Report
 from slipstream.model.watch import watch
+from slipstream.model.whole import answer_at_once
 from slipstream.ops import OPS, Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts, bind
 from slipstream.parallel import ALONE, Mesh
@@ -124,6 +125,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     watch(model if blocks else None, encoder)
     if blocks and mesh.is_alone:
         swap_around(model, plan.layers, settings)
+        answer_at_once(model, plan.layers, encoder, settings.bind(None).linear.run)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner = None if plan.frame is None else _runner(plan.frame, blocks, stack, frame_ops)

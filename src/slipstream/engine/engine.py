@@ -40,6 +40,7 @@ from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.report import Report
+from slipstream.model.whole import answers_at_once, at_once
 from slipstream.parallel import Axis
 from slipstream.parallel.agree import agree_on_tokens, share_random_state
 from slipstream.profile.times import Profile
@@ -146,6 +147,8 @@ class InferenceEngine(Weights):
         Raises:
             RequestError: An input that cannot be run.
         """
+        if (answer := self._at_once(args, kwargs)) is not None:
+            return answer
         args, kwargs = self._here((args, kwargs))
         given = {**{f"{place}": value for place, value in enumerate(args)}, **kwargs}
         small = self._built.small.scope(given)
@@ -156,6 +159,13 @@ class InferenceEngine(Weights):
             else:
                 output = self._graphs(args, kwargs)
         return output if self.inference_config.return_tuple else _first_tensor(output)
+
+    def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The answer of a model that needs no code of its own for it; None of any other, or of bad input."""
+        if not answers_at_once(self.module) or not self.inference_config.return_tuple:
+            return None
+        with torch.no_grad(), self._built.small.scope({"0": args[0], **kwargs} if args else kwargs):
+            return at_once(self.module, args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' `generate` with every option of it.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import bert_like, bert_tiny
+from slipstream.families.common import bert_like, bert_tiny, field
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, Role, Rope
+from slipstream.spec import BlockSpec, EncoderSpec, Role, Rope
 from slipstream.weights.recipe import Recipe, Stack, Take
 
 
@@ -44,6 +45,22 @@ def _refuse_decoder(config: Config) -> str | None:
     return "decoders, which some versions of transformers mask like encoders" if config.is_decoder else None
 
 
+def _around(config: Config) -> EncoderSpec:
+    narrow = field(config, "embedding_size", default=config.hidden_size) != config.hidden_size
+    return EncoderSpec(
+        layers="encoder.layer",
+        words="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        norm="embeddings.LayerNorm",
+        types="embeddings.token_type_embeddings",
+        project_in="embeddings_project" if narrow else None,
+    )
+
+
+def _around_counted(config: Config) -> EncoderSpec:
+    return replace(_around(config), padding=config.pad_token_id)
+
+
 _RECIPES: Mapping[Role, Recipe] = {
     Role.QKV: Stack(tuple(f"attention.self.{part}" for part in ("query", "key", "value"))),
     Role.ATTN_OUT: Take("attention.output.dense"),
@@ -63,6 +80,7 @@ def _family(
     *,
     norms: tuple[str, str] | None = None,
     causal: str | None = "ForCausalLM",
+    encoder: Callable[[Config], EncoderSpec] | None = None,
     **options: Any,
 ) -> Family:
     """One family of the kind; `norms` names those of attention and feed-forward where they come first."""
@@ -77,6 +95,7 @@ def _family(
         spec=_post_norm if norms is None else _pre_norm,
         recipes={**_RECIPES, **first},
         refuse=_refuse_decoder if causal is None else _refuse,
+        encoder=encoder,
         tiny=tuple(tiny),
     )
 
@@ -87,13 +106,13 @@ def _encoder(name: str, layer: str, tiny: Tiny) -> Family:
 
 
 FAMILIES = (
-    _family("bert", "Bert", causal="LMHeadModel"),
-    _family("roberta", "Roberta"),
-    _family("xlm-roberta", "XLMRoberta"),
-    _family("camembert", "Camembert"),
-    _family("electra", "Electra", embedding_size=48),
+    _family("bert", "Bert", causal="LMHeadModel", encoder=_around),
+    _family("roberta", "Roberta", encoder=_around_counted),
+    _family("xlm-roberta", "XLMRoberta", encoder=_around_counted),
+    _family("camembert", "Camembert", encoder=_around_counted),
+    _family("electra", "Electra", encoder=_around, embedding_size=48),
     _family("ernie", "Ernie", use_task_id=True),
-    _family("data2vec-text", "Data2VecText"),
+    _family("data2vec-text", "Data2VecText", encoder=_around_counted),
     _family("rembert", "RemBert", causal=None, input_embedding_size=48, output_embedding_size=80),
     _family(
         "roberta-prelayernorm", "RobertaPreLayerNorm", norms=("attention.LayerNorm", "intermediate.LayerNorm")

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from slipstream.families.common import bert_like
 from slipstream.families.family import Config, Family, Tiny
-from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.spec import BlockSpec, EncoderSpec, Norm, Role
 from slipstream.weights.recipe import Stack, Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
     norm = Norm("layer", 1e-12)
     return bert_like(config, index, ffn=config.hidden_dim, norm=norm, activation=config.activation)
+
+
+def _around(config: Config) -> EncoderSpec:
+    return EncoderSpec(
+        layers="transformer.layer",
+        words="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        norm="embeddings.LayerNorm",
+    )
 
 
 _TINY = {
@@ -26,6 +35,7 @@ FAMILY = Family(
     name="distilbert",
     layers=("modeling_distilbert.TransformerBlock",),
     spec=_spec,
+    encoder=_around,
     recipes={
         Role.QKV: Stack(tuple(f"attention.{part}_lin" for part in "qkv")),
         Role.ATTN_OUT: Take("attention.out_lin"),

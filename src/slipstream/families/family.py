@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from slipstream.spec import BlockSpec, FrameSpec, Role
+from slipstream.spec import BlockSpec, EncoderSpec, FrameSpec, Role
 from slipstream.weights.recipe import Recipe
 
 __all__ = [
@@ -184,6 +184,7 @@ class Family:
         tiny: Small models that the tests build; every variant that takes another path has one.
         frame: What stands around the layers of a causal language model; None where there is nothing to
             generate, or where the engine road could not say what the model says.
+        encoder: What stands around the layers of an encoder of text; None where its own forward is to run.
         refuse: Why a config cannot be served, or None.
         ignored: Patterns of parameters of the layer that carry nothing.
         rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
@@ -204,6 +205,7 @@ class Family:
     recipes: Mapping[Role, Recipe]
     tiny: tuple[Tiny, ...]
     frame: Callable[[Config], FrameSpec | None] | None = None
+    encoder: Callable[[Config], EncoderSpec | None] | None = None
     refuse: Callable[[Config], str | None] = field(default=_no_reason)
     ignored: tuple[str, ...] = ()
     rope_table: str | None = None

@@ -18,7 +18,7 @@ from torch import nn
 from slipstream.model import defer
 from slipstream.model.chain import Encoder
 
-__all__ = ["asks_for_internals", "wants_original", "watch"]
+__all__ = ["asks_for_internals", "asks_for_states", "named", "reads_padding", "wants_original", "watch"]
 
 _ASKED = ("output_attentions", "output_router_logits")
 _STATES = ("output_hidden_states",)
@@ -34,6 +34,11 @@ def wants_original() -> bool:
 def asks_for_internals(kwargs: Mapping[str, Any], config: Any) -> bool:
     """Whether a call, or by default the model's config, asks for what only the original parts produce."""
     return _asks(_ASKED, kwargs, config)
+
+
+def asks_for_states(kwargs: Mapping[str, Any], config: Any) -> bool:
+    """The same of the states between layers."""
+    return _asks(_STATES, kwargs, config)
 
 
 def _asks(names: tuple[str, ...], kwargs: Mapping[str, Any], config: Any) -> bool:
@@ -52,12 +57,12 @@ def _parameters(forward: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
     """The arguments of a call by name."""
     return dict(zip(_parameters(type(module).forward), args, strict=False), **kwargs) if args else kwargs
 
 
-def _reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
+def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether what leaves padded positions counts: in a loss, in frames of sound, in keys for a decoder."""
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return True
@@ -66,11 +71,11 @@ def _reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    config, given = getattr(module, "config", None), _named(module, args, kwargs)
+    config, given = getattr(module, "config", None), named(module, args, kwargs)
     if asks_for_internals(kwargs, config):
         _depth.set(_depth.get() + 1)
-    states = encoder is not None and _asks(_STATES, given, config)
-    defer.enter(None if states else encoder, drops=not _reads_padding(module, given))
+    states = encoder is not None and asks_for_states(given, config)
+    defer.enter(None if states else encoder, drops=not reads_padding(module, given))
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

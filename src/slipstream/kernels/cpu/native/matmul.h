@@ -300,7 +300,18 @@ inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int
             continue;
         with_dtype(m.dtype, [&](auto* type) {
             using T = typename std::remove_pointer<decltype(type)>::type;
-            multiply_run<T>(x, m.runs[i], m.inputs, from - first, to - from, out + from - begin, os);
+            int64_t done = 0;
+#ifdef SLIPSTREAM_BF16_DOT
+            const Run& run = m.runs[i];
+            if constexpr (std::is_same<T, Bf16>::value)
+                if (operand.lanes && !run.transposed)
+                    done = multiply_lanes(operand.lanes, x.count,
+                                          static_cast<const T*>(run.data) + (from - first) * run.stride,
+                                          run.stride, m.inputs, to - from, out + from - begin, os);
+#endif
+            if (from + done < to)
+                multiply_run<T>(x, m.runs[i], m.inputs, from + done - first, to - from - done,
+                                out + from + done - begin, os);
         });
     }
     if (!m.bias)

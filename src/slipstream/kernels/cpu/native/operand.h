@@ -25,6 +25,7 @@ struct Operand {
     // rows, see RowBlock, zero beyond the inputs, int4's in the order of its codes. Null: rows.
     const Bf16* terms = nullptr;
     int64_t apart = 0;
+    const Bf16* lanes = nullptr;         // of a dense matrix, see lanes.h
     const float* sums = nullptr;         // over each group of int4
     int64_t stride = 0, sums_stride = 0; // of a row
     const uint8_t* codes = nullptr; // of a matrix whose inputs are rounded, where the unit multiplies bytes
@@ -136,6 +137,10 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
         return rounded_operand(rows, m, scratch);
     Operand x = {rows};
 #ifdef SLIPSTREAM_BF16_DOT
+    if (rows.rounded && fits_lanes(m, rows.count)) {
+        x.lanes = reinterpret_cast<Bf16*>(scratch);
+        fill_lanes(rows.rounded, rows.stride, rows.count, m.inputs, reinterpret_cast<Bf16*>(scratch));
+    }
     if (!wants_operand(m, rows.count))
         return x;
     const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;

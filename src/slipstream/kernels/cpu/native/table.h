@@ -7,6 +7,7 @@
 #include "isa_avx512_packed.h"
 #endif
 #include "rounding.h"
+#include "lanes.h"
 #include "operand.h"
 #include "few.h"
 #include "bytes.h"
