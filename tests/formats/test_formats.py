@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.formats import FORMATS, VARIANTS, Format
+from slipstream.ops.linear import linear, times
 
 ALL = FORMATS | VARIANTS
 PACKED = [name for name in ALL if name != "plain"]
@@ -197,6 +198,22 @@ def test_columns_at_groups_are_the_planes_of_the_columns(name: str) -> None:
         share = [plane.shape[-1] // groups if plane.dim() == 2 else 0 for plane in planes]
         cut = [p[:, low * n : high * n] if n else p for p, n in zip(planes, share, strict=True)]
         assert_same(expected, tuple(cut))
+
+
+@pytest.mark.parametrize("run", [range(32), range(32, 100), range(5, 77), range(128, 130), range(70, 300)])
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_of_inputs_has_the_weights_of_the_whole_matrix(name: str, run: range) -> None:
+    fmt, dense = ALL[name], torch.cat([matrix("heavy tails", 7, 299), torch.full((7, 1), 1e6)], dim=-1)
+    part = fmt.part(dense, None, run)
+    whole = fmt.weight(dense, None)
+    assert torch.equal(part.dense(), whole.dense()[:, run.start : run.stop])
+    x = matrix("normal", 3, len(run))
+    expected = x @ part.dense().T
+    assert torch.allclose(
+        times(linear, x, part), expected, rtol=1e-4, atol=1e-3 * float(expected.abs().max())
+    )
+    if fmt.group:
+        assert part.shape[-1] < len(run) + 2 * fmt.group
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -75,13 +75,19 @@ def test_more_ranks_than_kv_heads_or_than_heads_divide_answer_as_one(
 PACKED = [
     *((name, "int8") for name in ("llama", "gpt2", "bloom", "gemma2", "qwen2_moe", "bert", "cohere2_moe")),
     *((name, quant) for name in ("llama", "gpt2", "qwen2_moe") for quant in ("fp8", "fp6")),
+    *((name, "int4") for name in ("bloom six heads, residual after the norm", "t5", "mixtral", "gpt_oss")),
 ]
 
 
 @pytest.mark.parametrize(("name", "quant"), [case for case in PACKED if case[0] in map(label, VARIANTS)])
-def test_weights_with_a_scale_per_row_are_those_of_one_process(pool: Pool, name: str, quant: str) -> None:
+def test_packed_weights_are_those_of_one_process(pool: Pool, name: str, quant: str) -> None:
     settings = {**INJECTED, "quant": quant}
     hold(results(pool.run("tests.parallel.jobs:sweep", named(name), 2, settings, ranks=2)))
+
+
+def test_ranks_share_groups_that_their_heads_or_units_end_within(pool: Pool) -> None:
+    settings = {**INJECTED, "quant": "int4"}
+    hold(results(pool.run("tests.parallel.jobs:sweep", named("llama"), 3, settings, ranks=3)))
 
 
 def hold(rows: list[dict[str, Any]], level: str = "block") -> None:

@@ -109,3 +109,4 @@ def test_units_make_up_for_heads_that_are_not_dealt_evenly(heads: int, kv_heads:
 def test_a_rank_whose_heads_are_more_than_its_share_of_a_layer_still_has_a_unit() -> None:
     spec = replace(SPEC, heads=4, kv_heads=4, ffn=9)
     assert [len(share.ffn) for share in shares(spec, 3)] == [1, 4, 4]
+    assert [len(share.ffn) for share in shares(replace(spec, ffn=96), 3, 32)] == [32, 32, 32]

@@ -66,6 +66,7 @@ def int4(group: int = 32, *, symmetric: bool = False) -> Format:
         multiple=group,
         floor=2.0**-11,
         planes=((torch.uint8, 2), *((torch.float16, group),) * (1 if symmetric else 2)),
+        columns=partial(_columns, group=group),
     )
 
 
@@ -95,6 +96,14 @@ def _pack(dense: Tensor, *, group: int, symmetric: bool) -> tuple[Tensor, ...]:
         scales[index] = scale.view(-1, groups)
         codes[index] = _bytes(found.to(torch.uint8)).reshape(-1, codes.shape[-1])
     return (codes, scales, row) if symmetric else (codes, scales, minima, row)
+
+
+def _columns(planes: tuple[Tensor, ...], run: range, *, group: int) -> tuple[Tensor, ...]:
+    """A run of inputs that starts at a group, and ends at one or with the row."""
+    codes, *scales, row = planes
+    first, last = run.start // group, -(-run.stop // group)
+    part = codes[..., first * group // 2 : last * group // 2].contiguous()
+    return (part, *(each[..., first:last].contiguous() for each in scales), row)
 
 
 def _multiplier(x: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ class Format:
         floor: What is added to the bound, relative to the largest magnitude of the row: the scales of groups
             have a narrower range than the weights.
         planes: Of each plane but the last the dtype, and how many inputs one element of it serves.
-        columns: The planes of a run of inputs out of those of all, with the row's own multiplier; None where
-            a part is packed by itself, for its groups have scales of their own.
+        columns: The planes of a run of inputs out of those of all, with the row's own multiplier, where the
+            run starts and ends with groups; None where there is nothing to unpack.
         pack_into: Packs into planes that are there already, and says whether it did; None where nothing can.
         rounding: Of the rows that its matrices multiply; its suffix ends the name. Stacks of matrices, the
             experts', have none.
@@ -70,9 +70,15 @@ class Format:
         return Weight(name, tuple(dense.shape), self.pack(dense), self.unpack, bias, dtype, rounding)
 
     def part(self, dense: Tensor, bias: Tensor | None, run: range) -> Weight:
-        """Pack a run of the inputs of a dense matrix `(..., O, I)` with the multipliers of whole rows."""
+        """Pack a run of the inputs of a dense matrix `(..., O, I)` with the scales of the whole matrix.
+
+        A group that the run begins or ends within is held whole, and said to be by `Weight.inside`.
+        """
         if self.columns is None:
             return self.weight(dense[..., run.start : run.stop], bias)
+        group = self.group or 1
+        wide = range(run.start // group * group, min(-(-run.stop // group) * group, dense.shape[-1]))
         whole = self.weight(dense, bias)
-        shape = (*whole.shape[:-1], len(run))
-        return replace(whole, shape=shape, planes=self.columns(whole.planes, run))
+        shape = (*whole.shape[:-1], len(wide))
+        inside = None if wide == run else range(run.start - wide.start, run.stop - wide.start)
+        return replace(whole, shape=shape, planes=self.columns(whole.planes, wide), inside=inside)

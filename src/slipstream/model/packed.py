@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from slipstream.errors import UnsupportedError
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.namesake import namesake
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Weight, among_all
 
 __all__ = [
     "BESIDE",
@@ -188,7 +188,8 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
         whole = all(_held(self, name) is None for name in names)
         if state.run is not None and whole and not (self.training or kwargs) and len(args) == 1:
             weight, x = state.weights["weight"], args[0]
-            return state.run(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
+            rows = among_all(x.reshape(-1, x.shape[-1]), weight)
+            return state.run(rows, weight).view(*x.shape[:-1], weight.shape[0])
         if embeds and whole:  # it may ask its matrix for a dtype or a device
             self.__dict__[_OPEN] = dict(self._parameters)
         elif state.run is None:  # experts are read once for each that is chosen

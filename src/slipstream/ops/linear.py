@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["OP", "Beside", "Rounding", "Weight", "linear", "round_rows", "times"]
+__all__ = ["OP", "Beside", "Rounding", "Weight", "among_all", "linear", "round_rows", "times"]
 
 _LEAST = 2.0**-100
 """Rows that span less count as zeros: the reciprocal of their step would overflow."""
@@ -127,6 +127,8 @@ class Weight:
         rounding: Of the rows that it multiplies; None for rows as they are.
         beside: What adapters add to the product, which no implementation of the op knows of: `times` adds it.
             It is no part of what the planes stand for.
+        inside: The inputs, of those of `shape`, that the rows have which it multiplies, where they have not
+            all of them: ranks may share a group of inputs with one scale. `times` puts zeros beside them.
     """
 
     format: str
@@ -137,6 +139,7 @@ class Weight:
     dtype: torch.dtype | None = None
     rounding: Rounding | None = None
     beside: Beside | None = None
+    inside: range | None = None
 
     @property
     def computes_in(self) -> torch.dtype:
@@ -144,9 +147,10 @@ class Weight:
         return self.planes[0].dtype if self.dtype is None else self.dtype
 
     def dense(self) -> Tensor:
-        """Return the dense tensor of `shape`: for "plain" the stored one itself, else a new one."""
+        """Return the dense tensor of `shape`, or what is `inside`: a new one, of "plain" the stored one."""
         if self.dtype is not None:
-            return self.unpack(self.planes, self.shape, self.dtype)
+            dense = self.unpack(self.planes, self.shape, self.dtype)
+            return dense if self.inside is None else dense[..., self.inside.start : self.inside.stop]
         return self.planes[0] if len(self.planes) == 1 else torch.cat(self.planes, dim=-2)
 
     def at(self, index: int) -> Weight:
@@ -211,8 +215,10 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         bias = None if weight.bias is None else weight.bias.to(wide)
         dense = weight.unpack(weight.planes, weight.shape, wide)
         return F.linear(round_rows(x, rounding).to(wide), dense, bias).to(x.dtype)
-    if weight.dtype is not None or len(weight.planes) == 1:
-        return F.linear(x, weight.dense(), weight.bias)
+    if weight.dtype is not None:
+        return F.linear(x, weight.unpack(weight.planes, weight.shape, weight.dtype), weight.bias)
+    if len(weight.planes) == 1:
+        return F.linear(x, weight.planes[0], weight.bias)
     runs = weight.planes
     biases = [None] * len(runs) if weight.bias is None else weight.bias.split([len(rows) for rows in runs])
     return torch.cat([F.linear(x, rows, bias) for rows, bias in zip(runs, biases, strict=True)], dim=-1)
@@ -220,8 +226,15 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 def times(run: Callable[[Tensor, Weight], Tensor], x: Tensor, weight: Weight) -> Tensor:
     """Return the product by an implementation of the op, with what adapters add to it."""
-    product = run(x, weight)
+    product = run(among_all(x, weight), weight)
     return product if weight.beside is None else product + weight.beside.of(x)
+
+
+def among_all(x: Tensor, weight: Weight) -> Tensor:
+    """Return rows `(T, I)` of which the matrix has more inputs than they have, with zeros for the others."""
+    if weight.inside is None:
+        return x
+    return F.pad(x, (weight.inside.start, weight.shape[-1] - weight.inside.stop))
 
 
 def _case(

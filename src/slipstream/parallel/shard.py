@@ -63,8 +63,8 @@ def levelled(total: int, held: Sequence[float], unit: int = 1) -> list[range]:
     units, counts, free = -(-total // unit), [1.0] * parts, set(range(parts))
     while True:  # what holds more than the level has its one unit, which lowers the level for the others
         level = (units - parts + len(free) + sum(held[part] / unit for part in free)) / len(free)
-        full = {part for part in free if level - held[part] / unit < 1} if len(free) > 1 else set[int]()
-        if not full:
+        full = {part for part in free if level - held[part] / unit < 1 - 1e-9}
+        if not full or full == free:
             break
         free -= full
     for part in free:
@@ -286,7 +286,8 @@ def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
     held = _held(spec, tp) if parts == tp and mesh.expert_places == 1 else [0.0] * parts
 
     def dealt(units: int, own: Sequence[float]) -> list[range]:
-        return levelled(units, [units * h for h in own], unit if units >= unit * len(own) else 1)
+        even = units >= unit * len(own) or (moe is not None and -(-units // unit) >= len(own))
+        return levelled(units, [units * h for h in own], unit if even else 1)
 
     ffn = dealt(spec.ffn, held)[part_of]
     if moe is not None:

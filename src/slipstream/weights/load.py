@@ -178,12 +178,14 @@ def load_block(
 def read_matrix(
     source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format, *, join: bool = False
 ) -> Weight:
-    """Read a role's matrix and pack it: of a rank's part, with multipliers of whole rows where it can."""
+    """Read a role's matrix and pack it: a rank's part has the scales of the whole where it can."""
     columns = plan.slice.columns
     if columns is not None and matrix_format.columns is not None:
-        # Ranks that share a row share its multiplier, so that together they are the matrix of one process.
         whole = gather(source, plan.weight, replace(plan.slice, columns=None))
-        return matrix_format.part(whole, bias, columns)
+        made = matrix_format.part(whole, bias, columns)
+        if made.inside is None or whole.dim() == 2:
+            return made  # a stack of experts is multiplied by what knows nothing of `inside`
+        return matrix_format.weight(whole[..., columns.start : columns.stop].contiguous(), bias)
     if matrix_format.name != "plain" or not plan.is_whole:
         return matrix_format.weight(gather(source, plan.weight, plan.slice), bias)
     if join:
