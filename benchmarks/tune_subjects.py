@@ -16,6 +16,7 @@ from slipstream.formats import FORMATS as PACKED
 from slipstream.kernels.triton import (
     activation,
     attention,
+    best,
     decode_attention,
     draw,
     fp8_rows,
@@ -69,7 +70,7 @@ def _all(generation: int) -> Iterator[Subject]:
     yield from _attention(generation)
     yield from (
         Subject(draw.BUILDS[0], _drawn),
-        Subject(draw.BUILDS[1], lambda: _bound(draw.KERNELS[1].run, _random(1, 128256).float(), greedy=True)),
+        Subject(best.BUILDS[0], lambda: _bound(best.KERNELS[0].run, _random(1, 128256), greedy=True)),
     )
 
 

@@ -256,3 +256,20 @@ def test_what_cannot_be_captured_runs_and_is_reported(captures: list[Any]) -> No
     assert torch.equal(both.engine.generate(ids, **GREEDY), both.original.generate(ids, **GREEDY))
     assert "enable_cuda_graph has no effect" in str(both.engine.report())
     assert "reads a value back" in str(both.engine.report())
+
+
+def test_angles_that_changed_are_heard(captures: list[Any]) -> None:
+    both = pair("llama", settings=GRAPHS)
+    ids = prompt(2, 9)
+    before = both.engine.generate(ids, **GREEDY)
+    for change in ("values", "numbers"):
+        for model in (both.engine.module, both.original):
+            rotary: Any = model.model.rotary_emb
+            if change == "values":
+                rotary.inv_freq.mul_(0.31)
+            else:
+                rotary.attention_scaling = 1.7
+        expected = both.original.generate(ids, **GREEDY)
+        assert not torch.equal(expected, before), "the change must make a difference"
+        assert torch.equal(both.engine.generate(ids, **GREEDY), expected)
+        before = expected

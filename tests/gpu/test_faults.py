@@ -25,6 +25,7 @@ from slipstream.ops.draw import Warp
 from slipstream.ops.linear import Rounding, Weight, round_rows
 from tests.gpu.place import place
 from tests.gpu.test_draw import edge
+from tests.gpu.test_following import kernel_of, unequal
 from tests.gpu.test_stack import filled, made, step_of
 
 PACKAGE = "slipstream.kernels.triton"
@@ -84,6 +85,11 @@ def of_fp8(module: Any, patch: pytest.MonkeyPatch) -> float:
 def of_edge(scores: Tensor, warp: Warp) -> Check:
     """Which tokens beside the edge of what may be drawn may be."""
     return lambda module, patch: edge(next(k for k in module.KERNELS if k.op == "draw"), scores, warp)
+
+
+def of_following(module: Any, patch: pytest.MonkeyPatch) -> float:
+    """The best tokens of three rows, and the steps that follow."""
+    return unequal(kernel_of("sample", module.KERNELS), 3, 300, torch.float32, [31, 60, 62])
 
 
 def _random(count: int) -> Tensor:
@@ -322,6 +328,34 @@ FAULTS = (
         "chances += tl.where(above, tl.exp2((x - top) * scale), 0.0)",
         "chances = (chances + tl.where(above, tl.exp2((x - top) * scale), 0.0)).to(tl.bfloat16) * 1.0",
         of_edge(_tail(1024), Warp(1.0, top_p=0.994)),
+    ),
+    Fault(
+        "best: of equals in several parts the last one",
+        ("best",),
+        "first = tl.min(tl.where(value == tl.max(value, 0), place, 0x7FFFFFFF), 0)",
+        "first = tl.max(tl.where(value == tl.max(value, 0), place, 0), 0)",
+        of_following,
+    ),
+    Fault(
+        "best: arrivals that are never forgotten",
+        ("best",),
+        "tl.store(arrived + row, 0)",
+        "tl.store(arrived + row, PARTS)",
+        of_following,
+    ),
+    Fault(
+        "the next step: another row's block",
+        ("following", "best"),
+        "tl.load(block_table + row * width + place)",
+        "tl.load(block_table + place)",
+        of_following,
+    ),
+    Fault(
+        "the next step: a length that stays",
+        ("following", "best"),
+        "tl.load(kv_lens + row) + 1",
+        "tl.load(kv_lens + row)",
+        of_following,
     ),
     Fault(
         "rope and cache: another token's slot",

@@ -140,7 +140,17 @@ def test_other_sizes_say_the_same(kernel: Kernel, monkeypatch: pytest.MonkeyPatc
         asked[bucket.kernel] = bucket
         return Launch({**rule.sizes, **{name: min(v) for name, v in bucket.choices.items()}}, rule.warps)
 
-    for module in ("norm", "activation", "rope", "rope_cache", "attention", "one_row", "matmul", "draw"):
+    for module in (
+        "norm",
+        "activation",
+        "rope",
+        "rope_cache",
+        "attention",
+        "one_row",
+        "matmul",
+        "best",
+        "draw",
+    ):
         monkeypatch.setattr(f"slipstream.kernels.triton.{module}.launched", least)
     case = next(c for c in OPS[kernel.op].cases if c.name == CASES[kernel.op])
     arguments = case.make(torch.Generator().manual_seed(3), torch.float32)

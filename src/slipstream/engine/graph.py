@@ -24,9 +24,11 @@ from torch import Tensor
 
 from slipstream.devices import Device
 from slipstream.engine.runner import Runner
+from slipstream.engine.static_angles import StaticAngles
 from slipstream.errors import DeviceError
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
+from slipstream.ops.following import Following
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Step
 
@@ -50,17 +52,15 @@ class _Captured:
 
     Attributes:
         step: Static; what the next replay computes.
-        tokens: `(B, ahead)` int64, the tokens of the replays since `counter` was zero: the best, or drawn.
-        counter: `(1,)` int64.
+        following: What a replay makes of the step; its tokens are the best, or drawn.
         noise: `(B, V)` float32 that the next replay draws with, or None where it takes the best.
         numbers: `(4,)` float32, of `ops.draw.Warp`.
         scratch: The block that rows of nobody write to.
-        replay: Runs the step and returns its logits, `(B, V)` float32, always in the same memory.
+        replay: Runs the step and returns its logits, `(B, V)`, always in the same memory.
     """
 
     step: Step
-    tokens: Tensor
-    counter: Tensor
+    following: Following
     noise: Tensor | None
     numbers: Tensor
     scratch: int
@@ -90,6 +90,7 @@ class Graphs:
         self._taken = False
         self._cache: PagedCache | None = None
         self._captured: OrderedDict[tuple[int, int, bool], _Captured] = OrderedDict()
+        self._angles: StaticAngles | None = None
         self._places: tuple[tuple[int, torch.Size], ...] = ()
         self.reason = device.no_graph() or ""
         if not self.reason and runner.frame.angles_share_a_length:
@@ -101,6 +102,7 @@ class Graphs:
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
         twin._lock, twin._taken, twin._cache, twin._captured = threading.Lock(), False, None, OrderedDict()
+        twin._angles = None
         twin._runner = copy.deepcopy(self._runner, memo)
         return twin
 
@@ -129,6 +131,10 @@ class Graphs:
         """
         if self.reason or self._cache is None or caches[0][0] is not self._cache.layers[0][0]:
             return None
+        # Here nothing runs yet that this would wait for.
+        if self._angles is not None and not self._angles.holds():
+            self._captured.clear()
+            self._angles = None
         return _Session(self, max(_blocks(longest), self._usual))
 
     @property
@@ -195,27 +201,31 @@ class Graphs:
 
     def _capture_upon(self, cache: PagedCache, rows: int, width: int, *, draws: bool) -> _Captured | None:
         runner, device = self._runner, _tensors(cache)[0].device
-        static = _StaticStep(rows, width, cache.capacity - 1, device)
+        step, following = _static_step(rows, width, cache.capacity - 1, device)
         numbers = Warp().numbers(runner.vocabulary, device)
         noise = torch.ones(rows, runner.vocabulary, device=device, dtype=torch.float32) if draws else None
         given = [numbers] if noise is None else [numbers, noise]
+        if self._angles is None or not self._angles.reaches(step.max_kv_len):
+            ropes = [block.spec.rope for block in runner.blocks]
+            self._angles = StaticAngles(runner.frame, ropes, step.max_kv_len, device)
+        angles = self._angles
+        own = [*following.tensors(), step.query_starts, step.logit_rows, *angles.tensors(), *given]
 
         def run() -> Tensor:
-            ops, logits = runner.frame.ops, runner(static.step, cache).float()
-            static.advance(
-                ops.sample.run(logits, greedy=True) if noise is None else ops.draw.run(logits, noise, numbers)
-            )
+            ops, logits = runner.frame.ops, runner(step, cache, angles.angles)
+            if noise is None:
+                ops.sample.run(logits, greedy=True, following=following)
+            else:
+                ops.draw.run(logits, noise, numbers, following=following)
             return logits
 
         try:
-            replay = self._device.capture(run, [*self._static(), *_tensors(cache), *static.tensors(), *given])
+            replay = self._device.capture(run, [*self._static(), *_tensors(cache), *own])
         except DeviceError as error:
             self.reason = str(error)
             log.warning("decode steps run one by one: %s", error)
             return None
-        captured = _Captured(
-            static.step, static.tokens, static.counter, noise, numbers, cache.capacity - 1, replay
-        )
+        captured = _Captured(step, following, noise, numbers, cache.capacity - 1, replay)
         self._captured[rows, width, draws] = captured
         return captured
 
@@ -236,44 +246,26 @@ def _blocks(tokens: int) -> int:
     return 1 << (_least_blocks(tokens) - 1).bit_length()
 
 
-class _StaticStep:
+def _static_step(rows: int, width: int, scratch: int, device: torch.device) -> tuple[Step, Following]:
     """A decode step whose tensors stay, and the way from one step to the next."""
 
-    def __init__(self, rows: int, width: int, scratch: int, device: torch.device) -> None:
-        def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
+    def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
 
-        self.step = Step(
-            token_ids=full(rows),
-            positions=full(rows),
-            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            kv_lens=full(rows, value=1, dtype=torch.int32),
-            block_table=full(rows, width, value=scratch, dtype=torch.int32),
-            slots=full(rows, value=scratch * BLOCK_SIZE),
-            logit_rows=torch.arange(rows, device=device),
-            max_query_len=1,
-            max_kv_len=width * BLOCK_SIZE,
-        )
-        self.tokens, self.counter = full(rows, _MOST_AHEAD), full(1)
-        self._last = full(rows, value=width - 1)
-
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        step = self.step
-        own = (step.token_ids, step.positions, step.query_starts, step.kv_lens, step.block_table)
-        return [*own, step.slots, step.logit_rows, self.tokens, self.counter, self._last]
-
-    def advance(self, best: Tensor) -> None:
-        """Make the step that follows, with these tokens `(B,)`."""
-        step = self.step
-        self.tokens.index_copy_(1, self.counter, best[:, None])
-        self.counter.add_(1)
-        step.token_ids.copy_(best)
-        step.positions.add_(1)
-        step.kv_lens.add_(1)
-        place = torch.minimum(step.positions // BLOCK_SIZE, self._last)
-        block = step.block_table.gather(1, place[:, None])[:, 0]
-        step.slots.copy_(block * BLOCK_SIZE + step.positions % BLOCK_SIZE)
+    step = Step(
+        token_ids=full(rows),
+        positions=full(rows),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        kv_lens=full(rows, value=1, dtype=torch.int32),
+        block_table=full(rows, width, value=scratch, dtype=torch.int32),
+        slots=full(rows, value=scratch * BLOCK_SIZE),
+        logit_rows=torch.arange(rows, device=device),
+        max_query_len=1,
+        max_kv_len=width * BLOCK_SIZE,
+    )
+    own = (step.token_ids, step.positions, step.kv_lens, step.slots, step.block_table)
+    arrived = full(rows, dtype=torch.int32)
+    return step, Following(full(rows, _MOST_AHEAD), full(rows), *own, arrived, BLOCK_SIZE)
 
 
 class _Session:
@@ -285,7 +277,11 @@ class _Session:
     def logits(self, step: Step) -> Tensor | None:
         """New logits `(N, V)` float32 of a decode step, or None for another."""
         captured = self._load(step)
-        return None if captured is None else captured.replay()[: step.token_ids.shape[0]].clone()
+        return (
+            None
+            if captured is None
+            else captured.replay()[: step.token_ids.shape[0]].to(torch.float32, copy=True)
+        )
 
     def best(self, step: Step, steps: int, ends: Sequence[int]) -> Tensor | None:
         """The best tokens of a decode step and of some that follow it, `(N, steps that count)` int64.
@@ -301,7 +297,7 @@ class _Session:
         count = min(steps, _MOST_AHEAD)
         for _ in range(count):
             captured.replay()
-        return _until(ends, captured.tokens[: step.token_ids.shape[0], :count].clone())
+        return _until(ends, captured.following.tokens[: step.token_ids.shape[0], :count].clone())
 
     def drawn(
         self, step: Step, numbers: Tensor, noise: Callable[[], Tensor], steps: int, ends: Sequence[int]
@@ -325,7 +321,7 @@ class _Session:
             states += [device.random_state()] if ends else []
             captured.noise[:rows].copy_(noise())
             captured.replay()
-        tokens = _until(ends, captured.tokens[:rows, :count].clone())
+        tokens = _until(ends, captured.following.tokens[:rows, :count].clone())
         if tokens.shape[1] < count:
             device.set_random_state(states[tokens.shape[1]])
         return tokens
@@ -352,7 +348,7 @@ class _Session:
             tensor[rows:].fill_(value)
         into.block_table.fill_(scratch)
         into.block_table[:rows, : step.block_table.shape[1]].copy_(step.block_table[:, : self._width])
-        captured.counter.zero_()
+        captured.following.counts.zero_()
         return captured
 
 

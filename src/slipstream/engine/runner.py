@@ -28,6 +28,10 @@ Stack = Callable[
 """Runs layers that follow each other; `run_stack` is the definition."""
 
 
+Angles = Callable[[Tensor, Sequence[Rope | None]], dict[Rope, RopeTable]]
+"""The signature of `Frame.angles`."""
+
+
 class WholeSession(Protocol):
     """Runs the steps of one generation in one go each, or returns None for a step that it leaves."""
 
@@ -91,18 +95,20 @@ class Runner:
         self.new_cache: Callable[[int], PagedCache] = self.make_cache
         self.timer: Timer = no_timer
 
-    def __call__(self, step: Step, cache: PagedCache) -> Tensor:
+    def __call__(self, step: Step, cache: PagedCache, angles: Angles | None = None) -> Tensor:
         """Run one step.
 
         Args:
             step: Packed tokens and where they go.
             cache: Updated in place.
+            angles: In the place of `frame.angles`.
 
         Returns:
             Logits `(R, V)` of `step.logit_rows`, in the engine's dtype.
         """
         with self.timer(""):
-            tables = self.frame.angles(step.positions, [block.spec.rope for block in self.blocks])
+            ropes = [block.spec.rope for block in self.blocks]
+            tables = (angles or self.frame.angles)(step.positions, ropes)
             x = self.frame.enter(step.token_ids, step.positions)
             if self.timer is no_timer:
                 x = self.stack(self.blocks, x, step, cache.layers, tables)
@@ -110,7 +116,8 @@ class Runner:
                 for name, block, pair in zip(self.names, self.blocks, cache.layers, strict=True):
                     with self.timer(name):
                         x = self.stack([block], x, step, [pair], tables)
-            return self.frame.leave(x[step.logit_rows])
+            all_of_them = step.logit_rows.shape[0] == x.shape[0]
+            return self.frame.leave(x if all_of_them else x[step.logit_rows])
 
     def begin(self, cache: PagedCache, longest: int) -> Session:
         """Begin a generation.

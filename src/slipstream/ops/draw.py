@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
+from slipstream.ops.following import Following
 
 __all__ = ["OP", "Warp", "draw"]
 
@@ -39,7 +40,7 @@ class Warp:
         return torch.tensor([self.temperature, most, rest, self.min_p], device=device, dtype=torch.float32)
 
 
-def draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
+def draw(scores: Tensor, noise: Tensor, numbers: Tensor, *, following: Following | None = None) -> Tensor:
     """Return a token of each row, drawn from what remains of `softmax(scores / temperature)`.
 
     With `noise` from torch's generator this is `torch.multinomial` of one sample, after transformers' warpers
@@ -50,17 +51,18 @@ def draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
     the largest `chance / noise`.
 
     Args:
-        scores: `(N, V)` float32; `-inf` for tokens that must not be chosen.
+        scores: `(N, V)` float32, or logits in a model's own dtype; `-inf` for tokens that must not be chosen.
         noise: `(N, V)` float32, independent and exponential with mean 1.
         numbers: `(4,)` float32, from `Warp.numbers`: temperature, k, `1 - p` (negative for
             no nucleus), floor.
+        following: Takes the tokens for the step after this one.
 
     Returns:
         `(N,)` int64.
     """
     temperature, most, rest, floor = numbers.unbind()
     hidden = float("-inf")
-    scores = scores / temperature
+    scores = scores.float() / temperature
     place = (scores.shape[-1] - most).long().expand(scores.shape[0], 1)
     scores = scores.masked_fill(scores < scores.sort(-1).values.gather(-1, place), hidden)
     ordered, index = scores.sort(-1)
@@ -69,7 +71,10 @@ def draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
     scores = scores.masked_fill(out.scatter(-1, index, out), hidden)
     chances = scores.softmax(-1)
     scores = scores.masked_fill(chances < floor * chances.amax(-1, keepdim=True), hidden)
-    return (scores.softmax(-1) / noise).argmax(-1)
+    chosen = (scores.softmax(-1) / noise).argmax(-1)
+    if following is not None:
+        following.take(chosen)
+    return chosen
 
 
 def _case(name: str, rows: int, vocabulary: int, warp: Warp, *, hide: int = 0, width: float = 3.0) -> Case:

@@ -11,23 +11,29 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
+from slipstream.ops.following import Following
 
 __all__ = ["OP", "sample"]
 
 
-def sample(scores: Tensor, *, greedy: bool) -> Tensor:
+def sample(scores: Tensor, *, greedy: bool, following: Following | None = None) -> Tensor:
     """Return the best token of each row, or one drawn from `softmax(scores)` with torch's default generator.
 
     Args:
-        scores: `(N, V)` float32; `-inf` for tokens that must not be chosen.
+        scores: `(N, V)` float32, or logits in a model's own dtype; `-inf` for tokens that must not be chosen.
         greedy: Take the best, lowest index first among equals.
+        following: Takes the tokens for the step after this one.
 
     Returns:
         `(N,)` int64.
     """
     if greedy:
-        return scores.argmax(dim=-1)
-    return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+        chosen = scores.argmax(dim=-1)
+    else:
+        chosen = torch.multinomial(scores.float().softmax(-1), num_samples=1).squeeze(1)
+    if following is not None:
+        following.take(chosen)
+    return chosen
 
 
 def _case(name: str, rows: int, vocabulary: int) -> Case:

@@ -26,7 +26,7 @@ class Step:
         kv_lens: `(N,)` int32, tokens of each sequence after this step.
         block_table: `(N, blocks)` int32, blocks of each sequence in order; unused entries are 0.
         slots: `(T,)` int64, `block * Z + offset` where a token's key and value are written.
-        logit_rows: `(R,)` int64, tokens whose logits are wanted.
+        logit_rows: `(R,)` int64, tokens whose logits are wanted, in ascending order.
         max_query_len: Most tokens that a sequence has in this step.
         max_kv_len: Most tokens that a sequence has after this step, or all that its row of the block table
             has room for: lengths grow within a captured step, and this does not.

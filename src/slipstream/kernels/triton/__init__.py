@@ -10,6 +10,7 @@ from __future__ import annotations
 from slipstream.kernels.triton import (
     activation,
     attention,
+    best,
     decode_attention,
     draw,
     fp8_rows,
@@ -27,10 +28,11 @@ from slipstream.ops.bind import Kernel
 
 __all__ = ["BUILDS", "KERNELS"]
 
-_MODULES = (activation, attention, draw, linear, moe, norm, rope, rope_cache)
+_MODULES = (activation, attention, best, draw, linear, moe, norm, rope, rope_cache)
 _COMPILED = (
     activation,
     attention,
+    best,
     decode_attention,
     draw,
     one_row,

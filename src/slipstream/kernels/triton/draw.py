@@ -1,4 +1,4 @@
-"""`sample` and `draw` on the GPU, without sorting the vocabulary: one program per row, all in one launch.
+"""`draw` on the GPU, without sorting the vocabulary: one program per row, all in one launch.
 
 The least score that remains is found by halving: how many scores (or which share of the chances) are at or
 above a pivot decides which half it is in, and the bounds move on to the next score that is there, so that
@@ -19,11 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.attending import LOG2E
+from slipstream.kernels.triton.following import FOLLOWING, follow, given_following
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, interpreted, refuse
 from slipstream.ops.bind import Facts, Kernel
-from slipstream.ops.sample import sample
+from slipstream.ops.following import Following
 
 __all__ = ["BUILDS", "KERNELS"]
 
@@ -32,7 +33,7 @@ __all__ = ["BUILDS", "KERNELS"]
 def _scores_at(scores, begin, vocabulary, BLOCK: tl.constexpr):
     """Some scores, `-inf` beyond the last."""
     at = begin + tl.arange(0, BLOCK)
-    return tl.load(scores + at, mask=at < vocabulary, other=float("-inf"))
+    return tl.load(scores + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -155,8 +156,10 @@ def _bound(scores, few, vocabulary, scale, most, rest, KEPT: tl.constexpr, BLOCK
 
 @triton.jit
 def _draw_row(
-    scores, noise, numbers, few, out, vocabulary,
-    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    scores, noise, numbers, few, out,
+    tokens, counts, token_ids, positions, kv_lens, slots, block_table,
+    vocabulary, ahead, width,
+    FOLLOWS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * vocabulary
@@ -177,69 +180,50 @@ def _draw_row(
         best = tl.maximum(best, value)
     first = tl.min(tl.where(best == tl.max(best, 0), place, vocabulary), 0)
     tl.store(out + row, first.to(tl.int64))
-
-
-@triton.jit
-def _best_of_row(scores, out, vocabulary, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = tl.zeros([BLOCK], tl.int32) + tl.arange(0, BLOCK)
-    for begin in range(0, vocabulary, BLOCK):
-        x = _scores_at(scores + row * vocabulary, begin, vocabulary, BLOCK)
-        place = tl.where(x > best, begin + tl.arange(0, BLOCK), place)
-        best = tl.maximum(best, x)
-    first = tl.min(tl.where(best == tl.max(best, 0), place, vocabulary - 1), 0)
-    tl.store(out + row, first.to(tl.int64))
+    if FOLLOWS:
+        follow(
+            row, first.to(tl.int64), tokens, counts, token_ids, positions, kv_lens, slots, block_table,
+            ahead, width, SIZE,
+        )  # fmt: skip
 
 
 _DRAW = Launch({"KEPT": 2048, "BLOCK": 4096}, warps=8)
 _SMALL = Launch({"KEPT": 64, "BLOCK": 128})
 """Where kernels are interpreted: a vocabulary of hundreds takes the ways of a large one."""
-_BEST = Launch({"BLOCK": 8192}, warps=16)
 _DRAW_BUCKET = Bucket("draw", "any", {"BLOCK": (2048, 4096, 8192)}, warps=(4, 8, 16))
-_BEST_BUCKET = Bucket("best", "any", {"BLOCK": (4096, 8192, 16384)}, warps=(8, 16, 32))
 
 
-def _launch_draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
+def _launch(
+    scores: Tensor, noise: Tensor, numbers: Tensor, following: list[Tensor], block_size: int
+) -> Tensor:
     rows, vocabulary = scores.shape
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     if rows:
         rule = _SMALL if interpreted() else _DRAW
         launch = launched(_DRAW_BUCKET, rule, generation(scores.device))
-        few = scores.new_empty(rows, launch.sizes["KEPT"])
+        few = scores.new_empty(rows, launch.sizes["KEPT"], dtype=torch.float32)
+        tensors, sizes, constants = given_following(following, block_size, out)
         _draw_row[(rows,)](
-            scores.contiguous(), noise.contiguous(), numbers, few, out, vocabulary, **launch.options()
+            *(scores.contiguous(), noise.contiguous(), numbers, few, out),
+            *tensors[:-1],
+            *(vocabulary, *sizes),
+            **constants,
+            **launch.options(),
         )
     return out
 
 
-def _launch_best(scores: Tensor) -> Tensor:
-    rows, vocabulary = scores.shape
-    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
-    if rows:
-        launch = launched(_BEST_BUCKET, _BEST, generation(scores.device))
-        _best_of_row[(rows,)](scores.contiguous(), out, vocabulary, **launch.options())
-    return out
-
-
 _draw = operator(
-    "draw(Tensor scores, Tensor noise, Tensor numbers) -> Tensor",
-    _launch_draw,
-    lambda scores, noise, numbers: scores.new_empty(scores.shape[0], dtype=torch.int64),
-)
-_best = operator(
-    "best(Tensor scores) -> Tensor",
-    _launch_best,
-    lambda scores: scores.new_empty(scores.shape[0], dtype=torch.int64),
+    "draw(Tensor scores, Tensor noise, Tensor numbers, Tensor(a!)[] following, int block_size) -> Tensor",
+    _launch,
+    lambda scores, *rest: scores.new_empty(scores.shape[0], dtype=torch.int64),
 )
 
 
-def _run_draw(scores: Tensor, noise: Tensor, numbers: Tensor) -> Tensor:
-    return _draw(scores, noise, numbers)  # type: ignore[no-any-return]
-
-
-def _run_sample(scores: Tensor, *, greedy: bool) -> Tensor:
-    return _best(scores) if greedy and scores.dtype == torch.float32 else sample(scores, greedy=greedy)
+def _run(scores: Tensor, noise: Tensor, numbers: Tensor, *, following: Following | None = None) -> Tensor:
+    if following is None:
+        return _draw(scores, noise, numbers, [], 1)  # type: ignore[no-any-return]
+    return _draw(scores, noise, numbers, following.tensors(), following.block_size)  # type: ignore[no-any-return]
 
 
 def _refuse(facts: Facts) -> str | None:
@@ -247,29 +231,16 @@ def _refuse(facts: Facts) -> str | None:
     return refuse(facts, dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 
-KERNELS = (
-    Kernel("draw", "triton", "cuda", _refuse, _run_draw),
-    Kernel("sample", "triton", "cuda", _refuse, _run_sample),
-)
+KERNELS = (Kernel("draw", "triton", "cuda", _refuse, _run),)
 
-_TYPES = {"scores": "*fp32", "out": "*i64", "vocabulary": "i32"}
 BUILDS = (
     Build(
         "draw, one of a vocabulary",
         _draw_row,
-        {**_TYPES, "noise": "*fp32", "numbers": "*fp32", "few": "*fp32"},
+        {**FOLLOWING, "scores": "*bf16", "noise": "*fp32", "numbers": "*fp32", "few": "*fp32"},
         _DRAW,
         frozenset({"vocabulary"}),
         wide_loads=4,
         bucket=_DRAW_BUCKET,
-    ),
-    Build(
-        "sample, the best of a vocabulary",
-        _best_of_row,
-        _TYPES,
-        _BEST,
-        frozenset({"vocabulary"}),
-        wide_loads=1,
-        bucket=_BEST_BUCKET,
     ),
 )
