@@ -257,6 +257,37 @@ struct CodeSums {
 inline CodeSums dot(CodeSums sum, Codes x, Codes w) {
     return {(CodeSums::Lanes)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
 }
+// What such sums of the next lower digits are added to: 256 * sum.
+inline CodeSums raise(CodeSums sum) {
+    return {(CodeSums::Lanes)_mm512_slli_epi32((__m512i)sum.v, 8)};
+}
+inline CodeSums operator+(CodeSums a, CodeSums b) {
+    return {a.v + b.v};
+}
+inline Vec as_floats(CodeSums sum) {
+    return {_mm512_cvtepi32_ps((__m512i)sum.v)};
+}
+// Bytes between -128 and 127 as those between 0 and 255.
+inline Codes less_least(Codes x) {
+    return {_mm512_xor_si512(x.v, _mm512_set1_epi8(-128))};
+}
+// The sums of each four lanes.
+inline void store_fours(CodeSums sum, float* out) {
+    __m512 s = as_floats(sum).v;
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+    const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+}
+// Whole numbers as digits of eight bits with a sign, the highest first, `apart` from each other: the sum of
+// digit i * 256^(count - 1 - i).
+inline void store_digits(Vec whole, int count, uint8_t* p, int64_t apart) {
+    __m512i left = _mm512_cvtps_epi32(whole.v);
+    for (int i = count - 1; i >= 0; --i) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + i * apart), _mm512_cvtepi32_epi8(left));
+        left = _mm512_srai_epi32(_mm512_add_epi32(left, _mm512_set1_epi32(128)), 8);
+    }
+}
 // sum - a * b of integers, in float32.
 inline Vec less_product(Vec sum, Vec a, Vec b) {
     const __m512i product = _mm512_mullo_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));

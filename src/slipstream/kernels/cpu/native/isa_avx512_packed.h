@@ -184,6 +184,91 @@ struct Int4Codes {
     __m512i table;
 };
 
+// 64 codes of eight bits less the least, which makes them unsigned; `kLeast` is what was added.
+struct Int8Bytes {
+    static constexpr int kAdded = 128;
+    static constexpr float kUnit = 1;
+    static void ask(const PackedRow& row, int64_t k) { __builtin_prefetch(row.codes + k + kAhead); }
+    static Codes load(const PackedRow& row, int64_t k) { return less_least(Codes::load(row.codes + k)); }
+    static Codes load(const PackedRow& row, int64_t k, int64_t n) {
+        return less_least(Codes::load(row.codes + k, n));
+    }
+};
+
+// The same of fp6 with three bits of mantissa, whose values are whole numbers of eighths, up to 60 of them.
+struct ByteEighths {
+    alignas(64) uint8_t values[64] = {};
+};
+constexpr ByteEighths fp6_eighths() {
+    ByteEighths t;
+    for (int c = 0; c < 64; ++c) {
+        const int m = c & 7, e = c >> 3 & 3, size = e ? (8 + m) << (e - 1) : m;
+        t.values[c] = static_cast<uint8_t>(64 + (c & 32 ? -size : size));
+    }
+    return t;
+}
+constexpr ByteEighths kFp6Eighths = fp6_eighths();
+
+struct Fp6Bytes {
+    static constexpr int kAdded = 64;
+    static constexpr float kUnit = 0.125f;
+    static void ask(const PackedRow& row, int64_t k) {
+        __builtin_prefetch(row.codes + k / 2 + kAhead);
+        __builtin_prefetch(row.crumbs + k / 4 + kAhead / 2);
+    }
+    static Codes load(const PackedRow& row, int64_t k) {
+        __m512i four = _mm512_castsi256_si512(
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.codes + k / 2)));
+        four = _mm512_permutexvar_epi64(_mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0), four);
+        four = _mm512_srlv_epi64(four, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0));
+        __m512i two = _mm512_broadcast_i32x4(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(row.crumbs + k / 4)));
+        two = _mm512_rolv_epi64(two, _mm512_set_epi64(62, 62, 0, 0, 2, 2, 4, 4));
+        // 0xd8: bits of `four` where the mask is set, else of `two`; the table takes six bits
+        const __m512i all = _mm512_ternarylogic_epi32(two, four, _mm512_set1_epi8(15), 0xd8);
+        return {_mm512_permutexvar_epi8(all, _mm512_load_si512(kFp6Eighths.values))};
+    }
+    // Planes are padded to whole blocks, so a tail is read as a block.
+    static Codes load(const PackedRow& row, int64_t k, int64_t) { return load(row, k); }
+};
+
+// 128 codes of int4: those of each 32 inputs lie in 16 bytes, the first sixteen in the lower halves.
+struct Nibbles {
+    Codes low, high;
+    explicit Nibbles(Codes both) {
+        __asm__("" : "+v"(both.v)); // or it is loaded twice
+        const __m512i mask = _mm512_set1_epi8(15);
+        low.v = _mm512_and_si512(both.v, mask);
+        high.v = _mm512_and_si512(_mm512_srli_epi16(both.v, 4), mask);
+    }
+};
+
+// The numbers of the groups in 128 inputs, in the lanes of theirs: lane j of a sum over Nibbles belongs to the
+// 32 inputs number j / 4.
+struct GroupNumbers {
+    explicit GroupNumbers(int64_t group) {
+        const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2);
+        const __m128i block = _mm_srl_epi16(_mm_set_epi16(3, 3, 2, 2, 1, 1, 0, 0), _mm_cvtsi32_si128(shift));
+        const __m256i pairs = _mm256_cvtepu16_epi32(block); // the lower byte of a number, and the upper
+        index = _mm256_add_epi8(_mm256_mullo_epi32(pairs, _mm256_set1_epi32(0x02020202)),
+                                _mm256_set1_epi32(0x01000100));
+    }
+    // `count` numbers are read, as many as 128 inputs have or fewer.
+    template <int kCount>
+    Vec of(const Half* p) const {
+        int64_t numbers = 0;
+        std::memcpy(&numbers, p, kCount * sizeof(*p));
+        return {_mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi64x(numbers), index))};
+    }
+    Vec of(const Half* p, int64_t count) const {
+        int64_t numbers = 0;
+        for (int64_t i = 0; i < count; ++i)
+            numbers |= static_cast<int64_t>(p[i].bits) << 16 * i;
+        return {_mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi64x(numbers), index))};
+    }
+    __m256i index;
+};
+
 // Which of sixteen numbers each lane takes.
 struct Lanes16 {
     __m512i index;

@@ -248,6 +248,9 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
 #ifdef SLIPSTREAM_BF16_DOT
     if (x.codes)
         return multiply_codes(x, m, begin, end, out, os);
+    if (x.digits)
+        return digits_of(m) == 2 ? multiply_digits<2>(x, m, begin, end, out)
+                                 : multiply_digits<3>(x, m, begin, end, out);
     if (x.terms)
         return multiply_few(x, m, begin, end, out, os);
 #endif

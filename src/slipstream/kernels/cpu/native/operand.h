@@ -28,6 +28,10 @@ struct Operand {
     const Bf16* lanes = nullptr;         // of a dense matrix, see lanes.h
     const float* sums = nullptr;         // over each group of int4
     int64_t stride = 0, sums_stride = 0; // of a row
+    // A single row in digits (see digits.h) `stride` apart, in `unit`s; its sums are in units as well.
+    const uint8_t* digits = nullptr;
+    const int32_t* starts = nullptr; // where sums begin, sixteen for each digit; not of int4
+    float unit = 0;
     const uint8_t* codes = nullptr; // of a matrix whose inputs are rounded, where the unit multiplies bytes
     const Grid* grids = nullptr;
 };
@@ -130,6 +134,28 @@ inline void sum_groups(const float* x, int64_t n, int64_t group, float* sums, in
 }
 #endif
 
+#ifdef SLIPSTREAM_BF16_DOT
+inline Operand digit_operand(const Rows& rows, const Matrix& m, char* scratch) {
+    const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
+    const int count = digits_of(m);
+    auto* digits = reinterpret_cast<uint8_t*>(scratch);
+    Operand x = {rows};
+    x.digits = digits;
+    x.stride = operand_stride(m.inputs);
+    x.unit = split_digits(rows.full, m.inputs, int4, count, digits, x.stride);
+    char* rest = scratch + count * x.stride;
+    if (int4) {
+        x.sums = reinterpret_cast<float*>(rest);
+        sum_digits(digits, x.stride, count, m.group, reinterpret_cast<float*>(rest), operand_sums(m.inputs));
+    } else {
+        x.starts = reinterpret_cast<int32_t*>(rest);
+        start_digits(digits, x.stride, count, m.format == kInt8 ? Int8Bytes::kAdded : Fp6Bytes::kAdded,
+                     reinterpret_cast<int32_t*>(rest));
+    }
+    return x;
+}
+#endif
+
 // The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
 // thread until it has multiplied.
 inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
@@ -143,6 +169,8 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     }
     if (!wants_operand(m, rows.count))
         return x;
+    if (rows.count == 1 && takes_digits(m))
+        return digit_operand(rows, m, scratch);
     const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
     x.stride = operand_stride(m.inputs);
     x.sums_stride = operand_sums(m.inputs);

@@ -8,7 +8,9 @@
 #endif
 #include "rounding.h"
 #include "lanes.h"
+#include "digits.h"
 #include "operand.h"
+#include "one_row.h"
 #include "few.h"
 #include "bytes.h"
 #include "matmul.h"

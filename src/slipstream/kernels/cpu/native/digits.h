@@ -1,0 +1,77 @@
+// A row as whole numbers: the digits, of eight bits with a sign, that products of bytes take.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+#ifdef SLIPSTREAM_BF16_DOT
+
+// Digits that hold what the dtype of a matrix does: 15 bits and a sign beside the row's largest, or 23.
+inline int digits_of(const Matrix& m) {
+    return m.dtype == kFloat32 ? 3 : 2;
+}
+
+// Whether a row becomes digits; lanes of int32 hold the sums of so many inputs.
+inline bool takes_digits(const Matrix& m) {
+    return m.format != kFp8 && m.format != kFp6E3m2 && m.inputs <= 1 << 19;
+}
+
+// Where the digit of input j lies: those that meet the halves of int4's bytes are apart, see Nibbles.
+inline int64_t digit_at(int64_t j, bool int4) {
+    return int4 ? j / 128 * 128 + j % 32 / 16 * 64 + j % 128 / 32 * 16 : j;
+}
+
+// The row in units of what is returned, `stride` digits of each place, and zeros behind the inputs. The unit
+// is NaN where the row holds NaN or infinity.
+inline float split_digits(const float* x, int64_t n, bool int4, int count, uint8_t* digits, int64_t stride) {
+    constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: a row of less counts as zeros
+    Vec largest[2] = {Vec::set(0), Vec::set(0)}, odd = Vec::set(0);
+    for (int64_t j = 0, i = 0; j < n; j += Vec::kWidth, i ^= 1) {
+        const Vec v = Vec::load(x + j, least(n - j, Vec::kWidth));
+        largest[i] = max(abs(v), largest[i]);
+        odd = fma(v, Vec::set(0), odd);
+    }
+    const float range = max(largest[0], largest[1]).highest();
+    const float most_units = count == 2 ? 127.0f * 256 : 127.0f * 65536;
+    const Vec times = Vec::set(range >= kLeast ? most_units / range : 0.0f);
+    for (int64_t j = 0; j < stride; j += Vec::kWidth) {
+        const Vec v = Vec::load(x + j, most(0, least(n - j, Vec::kWidth)));
+        store_digits(v * times, count, digits + digit_at(j, int4), stride);
+    }
+    return range / most_units + odd.sum();
+}
+
+// What sums begin with, 16 lanes for each place, so that what was added to the codes does not count.
+inline void start_digits(const uint8_t* digits, int64_t stride, int count, int added, int32_t* starts) {
+    for (int i = 0; i < count; ++i, digits += stride, starts += 16) {
+        CodeSums sums = CodeSums::of(Vec::set(0));
+        for (int64_t k = 0; k < stride; k += 64)
+            sums = dot(sums, Codes::set(static_cast<uint8_t>(added)), Codes::load(digits + k));
+        const CodeSums::Lanes less = -sums.v;
+        std::memcpy(starts, &less, sizeof(less));
+    }
+}
+
+// The sums of the row, in its units, over each group of int4; zeros behind them.
+inline void sum_digits(const uint8_t* digits, int64_t stride, int count, int64_t group, float* sums,
+                       int64_t room) {
+    const int64_t blocks = group / 32;
+    std::memset(sums, 0, static_cast<size_t>(room) * sizeof(float));
+    for (int64_t k = 0; k < stride; k += 128) {
+        CodeSums all = CodeSums::of(Vec::set(0));
+        for (int i = 0; i < count; ++i)
+            for (int half = 0; half < 2; ++half) {
+                const Codes part = Codes::load(digits + i * stride + k + 64 * half);
+                all = dot(i && !half ? raise(all) : all, Codes::set(1), part);
+            }
+        float fours[4];
+        store_fours(all, fours);
+        for (int64_t j = 0; j < 4; ++j)
+            sums[(k / 32 + j) / blocks] += fours[j];
+    }
+}
+
+#endif
+
+} // namespace
+} // namespace slipstream
