@@ -73,11 +73,44 @@ def test_rows_times_a_packed_matrix(name: str, isa: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", PACKED)
 def test_the_last_byte_is_the_last_that_is_read(name: str) -> None:
     """Each plane ends where its memory does (under the sanitizers a read beyond it is an error)."""
-    own = weight(name, 3, 65)
-    x = torch.randn(2, 65)
-    for isa in ISAS:
-        if (lib := load(isa)) is not None:
-            assert error(native_linear(x, own.apply(torch.clone), lib), x, own) <= TOLERANCE[torch.float32]
+    for inputs in (65, 129, 200):
+        own = weight(name, 3, inputs)
+        for x in (torch.randn(1, inputs), torch.randn(2, inputs)):
+            for isa in ISAS:
+                if (lib := load(isa)) is not None:
+                    got = native_linear(x, own.apply(torch.clone), lib)
+                    assert error(got, x, own) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("name", PACKED)
+def test_a_single_row_of_any_size(name: str, isa: str, dtype: torch.dtype) -> None:
+    """One row may be taken as whole numbers of units: what none can hold makes NaN."""
+    lib, own = library(isa), weight(name, 20, 300, dtype=dtype)
+    x = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    largest = torch.finfo(dtype).max / 1e6  # of what is before the multiplier of a row too
+    for size in (1e-4, 10, largest / float(x.abs().max())):
+        scaled = (x.double() * size).to(dtype)
+        assert error(native_linear(scaled, own, lib), scaled, own) <= TOLERANCE[dtype], size
+    outlier = x.clone()
+    outlier[0, 7] = 500
+    assert error(native_linear(outlier, own, lib), outlier, own) <= TOLERANCE[dtype]
+    assert not native_linear(torch.zeros_like(x), own, lib).any()
+    for odd in (float("nan"), float("inf"), -float("inf")):
+        broken = x.clone()
+        broken[0, 299] = odd
+        got = native_linear(broken, own, lib)
+        assert not got[:, own.dense()[:, 299] != 0].isfinite().any()
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("inputs", (1 << 19, (1 << 19) + 1))
+def test_sums_of_a_long_row_do_not_overflow(inputs: int, isa: str) -> None:
+    lib, x = library(isa), torch.ones(1, inputs)
+    own = PACKED["int8"].weight(torch.stack((torch.ones(inputs), -torch.ones(inputs))), None)
+    got = native_linear(x, own, lib)
+    torch.testing.assert_close(got, torch.tensor([[inputs, -inputs]], dtype=torch.float32), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["plain", *PACKED])

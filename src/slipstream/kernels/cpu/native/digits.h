@@ -18,27 +18,34 @@ inline bool takes_digits(const Matrix& m) {
 
 // Where the digit of input j lies: those that meet the halves of int4's bytes are apart, see Nibbles.
 inline int64_t digit_at(int64_t j, bool int4) {
-    return int4 ? j / 128 * 128 + j % 32 / 16 * 64 + j % 128 / 32 * 16 : j;
+    return int4 ? (j & ~int64_t{127}) + (j & 16) * 4 + (j & 96) / 2 : j;
 }
 
 // The row in units of what is returned, `stride` digits of each place, and zeros behind the inputs. The unit
 // is NaN where the row holds NaN or infinity.
 inline float split_digits(const float* x, int64_t n, bool int4, int count, uint8_t* digits, int64_t stride) {
     constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: a row of less counts as zeros
-    Vec largest[2] = {Vec::set(0), Vec::set(0)}, odd = Vec::set(0);
-    for (int64_t j = 0, i = 0; j < n; j += Vec::kWidth, i ^= 1) {
-        const Vec v = Vec::load(x + j, least(n - j, Vec::kWidth));
+    Vec largest[2] = {Vec::set(0), Vec::set(0)}, odd[2] = {Vec::set(0), Vec::set(0)};
+    const auto look = [&](Vec v, int i) {
         largest[i] = max(abs(v), largest[i]);
-        odd = fma(v, Vec::set(0), odd);
+        odd[i] = fma(v, Vec::set(0), odd[i]);
+    };
+    int64_t k = 0;
+    for (; k + 2 * Vec::kWidth <= n; k += 2 * Vec::kWidth) {
+        look(Vec::load(x + k), 0);
+        look(Vec::load(x + k + Vec::kWidth), 1);
     }
+    for (; k < n; k += Vec::kWidth)
+        look(Vec::load(x + k, least(n - k, Vec::kWidth)), 0);
     const float range = max(largest[0], largest[1]).highest();
     const float most_units = count == 2 ? 127.0f * 256 : 127.0f * 65536;
     const Vec times = Vec::set(range >= kLeast ? most_units / range : 0.0f);
-    for (int64_t j = 0; j < stride; j += Vec::kWidth) {
-        const Vec v = Vec::load(x + j, most(0, least(n - j, Vec::kWidth)));
-        store_digits(v * times, count, digits + digit_at(j, int4), stride);
-    }
-    return range / most_units + odd.sum();
+    int64_t j = 0;
+    for (; j + Vec::kWidth <= n; j += Vec::kWidth)
+        store_digits(Vec::load(x + j) * times, count, digits + digit_at(j, int4), stride);
+    for (; j < stride; j += Vec::kWidth)
+        store_digits(Vec::load(x + j, most(0, n - j)) * times, count, digits + digit_at(j, int4), stride);
+    return range / most_units + (odd[0] + odd[1]).sum();
 }
 
 // What sums begin with, 16 lanes for each place, so that what was added to the codes does not count.
@@ -55,7 +62,7 @@ inline void start_digits(const uint8_t* digits, int64_t stride, int count, int a
 // The sums of the row, in its units, over each group of int4; zeros behind them.
 inline void sum_digits(const uint8_t* digits, int64_t stride, int count, int64_t group, float* sums,
                        int64_t room) {
-    const int64_t blocks = group / 32;
+    const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2); // from blocks of 32 to groups
     std::memset(sums, 0, static_cast<size_t>(room) * sizeof(float));
     for (int64_t k = 0; k < stride; k += 128) {
         CodeSums all = CodeSums::of(Vec::set(0));
@@ -64,10 +71,15 @@ inline void sum_digits(const uint8_t* digits, int64_t stride, int count, int64_t
                 const Codes part = Codes::load(digits + i * stride + k + 64 * half);
                 all = dot(i && !half ? raise(all) : all, Codes::set(1), part);
             }
+        float* at = sums + (k / 32 >> shift);
+        if (!shift) {
+            store_fours(all, at);
+            continue;
+        }
         float fours[4];
         store_fours(all, fours);
-        for (int64_t j = 0; j < 4; ++j)
-            sums[(k / 32 + j) / blocks] += fours[j];
+        for (int j = 0; j < 4; ++j)
+            at[j >> shift] += fours[j];
     }
 }
 

@@ -217,12 +217,12 @@ struct Fp6Bytes {
         __builtin_prefetch(row.crumbs + k / 4 + kAhead / 2);
     }
     static Codes load(const PackedRow& row, int64_t k) {
-        __m512i four = _mm512_castsi256_si512(
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.codes + k / 2)));
+        __m512i four =
+            _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.codes + k / 2)));
         four = _mm512_permutexvar_epi64(_mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0), four);
         four = _mm512_srlv_epi64(four, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0));
-        __m512i two = _mm512_broadcast_i32x4(
-            _mm_loadu_si128(reinterpret_cast<const __m128i*>(row.crumbs + k / 4)));
+        __m512i two =
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row.crumbs + k / 4)));
         two = _mm512_rolv_epi64(two, _mm512_set_epi64(62, 62, 0, 0, 2, 2, 4, 4));
         // 0xd8: bits of `four` where the mask is set, else of `two`; the table takes six bits
         const __m512i all = _mm512_ternarylogic_epi32(two, four, _mm512_set1_epi8(15), 0xd8);
@@ -243,8 +243,8 @@ struct Nibbles {
     }
 };
 
-// The numbers of the groups in 128 inputs, in the lanes of theirs: lane j of a sum over Nibbles belongs to the
-// 32 inputs number j / 4.
+// The numbers of the groups in 128 inputs, in the lanes of theirs: lane j of a sum over Nibbles belongs to
+// the 32 inputs number j / 4.
 struct GroupNumbers {
     explicit GroupNumbers(int64_t group) {
         const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2);

@@ -1,5 +1,6 @@
-// One row in digits times a packed matrix, whose codes are whole numbers as they are: sums are exact in int32.
-// That takes a third of the instructions of lanes of bfloat16, so memory is what a single row waits for.
+// One row in digits times a packed matrix, whose codes are whole numbers as they are: sums are exact in
+// int32. That takes a third of the instructions of lanes of bfloat16, so memory is what a single row waits
+// for.
 #pragma once
 
 namespace slipstream {
@@ -48,7 +49,8 @@ inline Vec digit_dot_grouped(const Operand& x, const PackedRow& row, const Group
     for (int64_t g = 0; g < groups; g += Vec::kWidth) {
         __builtin_prefetch(reinterpret_cast<const char*>(row.scales + g) + kAhead / 8);
         __builtin_prefetch(reinterpret_cast<const char*>(minima + g) + kAhead / 8);
-        const Vec here = g + Vec::kWidth <= groups ? Vec::load(minima + g) : Vec::load(minima + g, groups - g);
+        const Vec here =
+            g + Vec::kWidth <= groups ? Vec::load(minima + g) : Vec::load(minima + g, groups - g);
         sums[0] = fma(here, Vec::load(x.sums + g), sums[0]);
     }
     if (!row.minima)
