@@ -18,6 +18,7 @@ from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.moe import NativeExperts
+from slipstream.kernels.cpu.norm import native_norm
 from slipstream.kernels.cpu.paged_attention import native_paged_attention
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Facts, Kernel
@@ -26,6 +27,7 @@ from slipstream.ops.linear import Weight
 NATIVE: dict[str, Callable[..., Tensor]] = {
     "attention": lambda library, **given: NativeAttention(library)(**given),
     "linear": native_linear,
+    "norm": native_norm,
     "moe": lambda library, **given: NativeExperts(library.isa)(**given),
     "paged_attention": native_paged_attention,
 }

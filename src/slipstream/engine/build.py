@@ -175,7 +175,7 @@ def _plan(
         agree_on_weights(model, mesh)
     verdicts = _judge(model, layers, config, settings)
     packing = plan_packing(layers, verdicts, settings)
-    parts = judge_parts(layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
+    parts = judge_parts(model, layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
     attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
     outside, stays = outside_of(model, config, settings, device)
     stays = [*stays, *why_inputs_stay(config, device)]
@@ -191,7 +191,11 @@ def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused
     unmet = []
     if plan.settings.format.bits and not fused and not plan.packing:
         unmet.append(nothing_packed(model, plan.settings.format))
-    if config.replace_with_kernel_inject and not fused and not plan.parts:
+    if (
+        config.replace_with_kernel_inject
+        and not fused
+        and not any(part.swaps for part in plan.parts.values())
+    ):
         unmet.append(nothing_replaced(model, plan.layers))
     for note in unmet:
         warnings.warn(note, UserWarning, stacklevel=5)
@@ -217,11 +221,13 @@ def inspect(model: nn.Module) -> Report:
         settings = settings_for(model, config, device, FORMATS["plain"])
         layers = find_layers(model)
         verdicts = judge(model, layers, settings)
-        parts = judge_parts(layers, verdicts, settings, all_layers=True)
+        parts = judge_parts(model, layers, verdicts, settings, all_layers=True)
     finally:
         for module in training:
             module.training = True
-    replaced = bool(parts) or any(verdict.returns is not None for verdict in verdicts.values())
+    replaced = any(part.swaps for part in parts.values()) or any(
+        verdict.returns is not None for verdict in verdicts.values()
+    )
     notes = [] if replaced else [nothing_replaced(model, layers)]
     return summary(device, notes, layers, verdicts, {}, parts, settings, {})
 

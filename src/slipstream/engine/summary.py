@@ -53,17 +53,28 @@ def summary(
     for found in layers:
         verdict, block, part = verdicts[found.name], blocks.get(found.name), parts.get(found.name)
         fused = verdict.returns is not None
-        level = "block" if fused else "module" if part is not None else "none"
+        level = "block" if fused else "module" if part is not None and part.swaps else "none"
         kernels = {} if part is None else dict(part.kernels)
         kernels |= {"linear": packed[found.name]} if found.name in packed else {}
         kernels = kernels if block is None else block.ops.names()
         size = block.weights.nbytes if block is not None else packed_bytes(found.layer)
-        error = verdict.max_error if fused or part is None else part.max_error
+        error = verdict.max_error if level != "module" or part is None else part.max_error
         family = None if found.family is None else found.family.name
         holds = settings.format.bits and (block is not None or found.name in packed)
         name = settings.format.name if holds else dense
         rows.append(
-            LayerReport(found.name, family, level, kernels, name, size, error, verdict.reason or found.note)
+            LayerReport(
+                found.name,
+                family,
+                level,
+                kernels,
+                name,
+                size,
+                error,
+                verdict.reason or found.note,
+                {} if part is None else part.kinds,
+                {} if part is None else part.refused,
+            )
         )
     levels = {row.level for row in rows}
     level = "block" if levels == {"block"} else "none" if levels <= {"none"} else "module"

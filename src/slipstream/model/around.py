@@ -24,7 +24,8 @@ from slipstream.model.defer import is_plain_run
 from slipstream.model.fuse import Settings
 from slipstream.model.layers import Found
 from slipstream.model.packed import is_packed
-from slipstream.model.parts import disagreement, is_swapped, swap
+from slipstream.model.parts import is_swapped, swap
+from slipstream.model.proof import disagreement
 from slipstream.ops.linear import Weight
 
 __all__ = ["MOST_ROWS", "swap_around"]

@@ -1,26 +1,25 @@
-"""Level `module`: norms and linears of layers that no family fuses, swapped one by one for the bound ops.
+"""Level `module`: norms, linears and gated feed-forwards of layers that no family fuses, swapped one by one.
 
 A swapped module stays the object it was: its class becomes a subclass that runs the op, so its name, its
-parameters and `isinstance` hold. Every kind of norm is recognised by what it computes, never by its name
-alone: on random input one formula of the op must answer as the module does, and the bound implementation must
-agree in the engine's dtype.
+parameters and `isinstance` hold. Every kind is recognised by what it computes, never by its name: on random
+input, and on what it hears while its model runs on random input, one formula must answer as the module does,
+and the bound implementation must agree in the engine's dtype (`norms.py`, `gated.py`).
 
-What gains nothing is left alone: torch's own linear and norms are what the reference of their op calls, so
-they are swapped only where a kernel was bound, or where an `injection_policy` names their layer.
-transformers' RMSNorm takes 1.05 (128 rows) to 1.3 times (one row) as long as the reference; where an offset
-is added to the weight both take the same time, so such norms wait for a kernel too.
+What gains nothing is left alone. torch's own linear and norms are what the reference of their op calls, so
+they are swapped only where a kernel was bound, or where an `injection_policy` names their layer; torch's
+LayerNorm is as fast as the CPU's kernel. In bfloat16 torch multiplies more than a few rows as fast.
 
 Shapes: C hidden, I input width, O output width.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,25 +28,26 @@ from torch import Tensor, nn
 
 from slipstream.formats import FORMATS
 from slipstream.model.check import MODEL_ERRORS
-from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.gated import Gated, may_be_gated, prove_gated
+from slipstream.model.heard import heard_by
 from slipstream.model.layers import Found
 from slipstream.model.namesake import namesake
-from slipstream.model.packed import is_packed
-from slipstream.ops import norm
+from slipstream.model.norms import is_native_norm, may_be_norm, prove_norm
+from slipstream.model.packed import is_packed, weight_of
+from slipstream.model.proof import Heard, Proven, disagreement
+from slipstream.ops import Ops
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
-from slipstream.spec import Norm
 
-__all__ = ["Part", "disagreement", "fuse_parts", "is_swapped", "judge_parts", "swap"]
+__all__ = ["Part", "fuse_parts", "is_swapped", "judge_parts", "swap"]
 
 log = logging.getLogger(__name__)
 
 _STATE = "_slipstream_part"
-_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
-_NATIVE = (nn.LayerNorm.forward, nn.RMSNorm.forward)
-_SCALES = (1e-3, 1.0, 30.0)
-"""Sizes of the random rows: the smallest one shows eps, the others the formula."""
+
+_MOST_ROWS_BFLOAT16 = 4
+"""Between torch's own operations: with 16 rows of 576 to 4096 inputs torch takes 0.7 to 0.9 of the time."""
 
 
 @dataclass(frozen=True)
@@ -57,86 +57,98 @@ class Part:
     Attributes:
         swaps: How each module runs, by its path from the layer.
         kernels: Implementation by op.
-        max_error: Largest absolute error of the swapped modules on random input.
+        max_error: Largest absolute error of the swapped modules.
+        refused: Why a module that looks like one of these runs its own code, by its path.
     """
 
-    swaps: Mapping[str, Callable[[nn.Module, Tensor], Tensor]]
+    swaps: Mapping[str, Proven]
     kernels: Mapping[str, str]
     max_error: float
+    refused: Mapping[str, str] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class _Proven:
-    """One kind of module as it would run, how far that is off, and whether it beats the module's own code."""
-
-    run: Callable[[nn.Module, Tensor], Tensor]
-    op: Bound
-    error: float
-    gains: bool = True
+    @property
+    def kinds(self) -> dict[str, str]:
+        """What each swapped module is, by its path."""
+        return {path: proven.kind for path, proven in self.swaps.items()}
 
 
 def judge_parts(
-    layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings, *, all_layers: bool
+    model: nn.Module,
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    settings: Settings,
+    *,
+    all_layers: bool,
 ) -> dict[str, Part]:
     """Decide what is swapped inside of layers that are not fused whole; the model is only read.
 
     Args:
+        model: In eval mode.
         layers: From `find_layers`.
         verdicts: From `judge`.
         settings: Has the dtype, the device and the implementations.
         all_layers: Whether every layer is looked at, or only those that an `injection_policy` names.
 
     Returns:
-        By layer name, for layers in which anything is swapped.
+        By layer name, for layers in which anything is swapped, or looks as if it could be.
     """
+    asked = [f for f in layers if verdicts[f.name].returns is None and (all_layers or f.wanted)]
     ops = settings.bind(None)
-    kinds: dict[tuple[Any, ...], _Proven | None] = {}
+    heard = _heard(model, layers, asked, settings)
+    kinds: dict[tuple[Any, ...], Proven | str] = {}
     parts: dict[str, Part] = {}
-    for found in layers:
-        if verdicts[found.name].returns is not None or not (all_layers or found.wanted):
-            continue
-        proven: dict[str, _Proven] = {}
+    for found in asked:
+        swaps: dict[str, Proven] = {}
+        refused: dict[str, str] = {}
         with settings.lent(found):
             for path, module in _candidates(found.layer):
-                bound = ops.linear if _is_linear(module) else ops.norm
-                if bound.name == "reference" and _is_native(module) and not found.wanted:
-                    continue
                 name = f"{found.name}.{path}"
-                kept = any(pattern.search(f"{name}.weight") for pattern in settings.keep)
-                key = (
-                    type(module),
-                    _shape(module),
-                    _eps(module),
-                    _has_bias(module),
-                    _settings_of(module),
-                    kept,
-                )
+                key = _kind(module, any(p.search(f"{name}.weight") for p in settings.keep))
                 if key not in kinds:
-                    kinds[key] = _prove(module, bound, settings, name)
+                    kinds[key] = _prove(module, ops, settings, name, heard.get(name), wanted=found.wanted)
                 kind = kinds[key]
-                if kind is not None and (kind.gains or found.wanted):
-                    proven[path] = kind
-        if proven:
-            swaps = {path: kind.run for path, kind in proven.items()}
-            kernels = {kind.op.op: kind.op.name for kind in proven.values()}
-            parts[found.name] = Part(swaps, kernels, max(kind.error for kind in proven.values()))
+                if isinstance(kind, Proven) and (kind.gains or found.wanted):
+                    swaps[path] = kind
+                elif isinstance(kind, str) and kind:
+                    refused[path] = kind
+        if swaps or refused:
+            kernels = {proven.op.op: proven.op.name for proven in swaps.values()}
+            worst = max((proven.error for proven in swaps.values()), default=0.0)
+            parts[found.name] = Part(swaps, kernels, worst, refused)
     return parts
+
+
+def _heard(
+    model: nn.Module, layers: Sequence[Found], asked: Sequence[Found], settings: Settings
+) -> dict[str, Heard]:
+    """What parts are called with in the first layer of each kind."""
+    firsts: dict[tuple[Any, ...], Found] = {}
+    for found in asked:
+        inside = tuple((path, type(part)) for path, part in found.layer.named_modules())
+        firsts.setdefault((found.root, inside), found)
+    paths = {found.name: [path for path, _ in _candidates(found.layer)] for found in firsts.values()}
+    if not any(paths.values()):
+        return {}
+    with nullcontext() if settings.filling is None else settings.filling.lending(layers):
+        return heard_by(model, list(firsts.values()), paths)
 
 
 def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
     """Swap the classes, in place: after `judge_parts` nothing is left that could refuse."""
     for found in layers:
-        part = parts.get(found.name)
-        for path, run in part.swaps.items() if part is not None else ():
+        swaps = parts[found.name].swaps if found.name in parts else {}
+        # What has parts comes last: it remembers them as they will be.
+        for path, proven in sorted(swaps.items(), key=lambda pair: isinstance(pair[1].run, Gated)):
             module = found.layer.get_submodule(path)
             if not is_swapped(module) and not is_packed(module):
-                swap(module, run)
+                run = proven.run
+                swap(module, run.settled(module) if isinstance(run, Gated) else run, takes=proven.takes)
 
 
-def swap(module: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """Let a module run something else than its class' forward."""
+def swap(module: nn.Module, run: Callable[..., Tensor], *, takes: int = 1) -> None:
+    """Let a module run something else than its class' forward, where it is called with so many tensors."""
     module.__dict__[_STATE] = run
-    module.__class__ = _swapped_class(type(module))  # type: ignore[arg-type]
+    module.__class__ = _swapped_class(type(module), takes)  # type: ignore[arg-type]
 
 
 def is_swapped(module: nn.Module) -> bool:
@@ -145,24 +157,37 @@ def is_swapped(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _swapped_class(original: type[nn.Module]) -> type[nn.Module]:
+def _swapped_class(original: type[nn.Module], takes: int) -> type[nn.Module]:
     """A subclass of a module's class whose forward runs the op; it bears the original's name."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.training or kwargs or len(args) != 1:
+        if self.training or kwargs or len(args) != takes or not all(_is_plain(self, x) for x in args):
             return original.forward(self, *args, **kwargs)
-        return self.__dict__[_STATE](self, args[0])
+        return self.__dict__[_STATE](self, *args)
 
     return namesake(original, {"forward": forward})
 
 
+def _is_plain(module: nn.Module, x: Any) -> bool:
+    """Whether an argument stands for its values alone: no gradients, other dtypes, traces or transforms."""
+    if (
+        not isinstance(x, Tensor)
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
+        return False
+    return not torch.is_autocast_enabled(x.device.type) and torch._C._functorch.maybe_current_level() is None
+
+
 def _candidates(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that may be norms or linears, by their paths; such as carry a forward of their own are not."""
+    """Modules that may be swapped, by their paths; such as carry a forward of their own are not."""
     for path, module in layer.named_modules():
         if not path or "forward" in vars(module) or is_swapped(module):
             continue
         if all(p.is_floating_point() for p in module.parameters()) and (
-            _is_linear(module) or _may_be_norm(module)
+            _is_linear(module) or may_be_norm(module) or may_be_gated(module)
         ):
             yield path, module
 
@@ -171,131 +196,80 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
-def _is_native(module: nn.Module) -> bool:
-    return _is_linear(module) or type(module).forward in _NATIVE
-
-
-def _may_be_norm(module: nn.Module) -> bool:
-    if not type(module).__name__.endswith(("RMSNorm", "LayerNorm")) or _eps(module) is None:
-        return False
-    weight = module._parameters.get("weight")
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    parts = {name for name, _ in module.named_parameters()}
-    return weight is not None and weight.dim() == 1 and parts <= {"weight", "bias"} and len(needed) == 1
-
-
-def _shape(module: nn.Module) -> tuple[int, ...]:
-    return tuple(module.get_parameter("weight").shape) if "weight" in module._parameters else ()
-
-
-def _eps(module: nn.Module) -> float | None:
-    """The module's eps, by the names that norms give it."""
-    values = (getattr(module, name, None) for name in _EPS)
-    return next((value for value in values if isinstance(value, float)), None)
+def _kind(module: nn.Module, kept: bool) -> tuple[Any, ...]:
+    """What modules share that are proved together: ConvNeXt's norms differ in where they find channels."""
+    parts = tuple((path, type(part), _settings_of(part)) for path, part in module.named_modules())
+    return parts, tuple((name, p.shape, p.dtype) for name, p in module.named_parameters()), kept
 
 
 def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """What tells modules of one class and shape apart: where ConvNeXt's norms find their channels."""
     plain = ((name, value) for name, value in vars(module).items() if isinstance(value, str | int | float))
-    return tuple(sorted((name, value) for name, value in plain if name != "training"))
+    functions = ((name, value) for name, value in vars(module).items() if inspect.isroutine(value))
+    return tuple(sorted((name, value) for name, value in plain if name != "training")) + tuple(functions)
 
 
-def _has_bias(module: nn.Module) -> bool:
-    return getattr(module, "bias", None) is not None
-
-
-def _prove(module: nn.Module, bound: Bound, settings: Settings, name: str) -> _Proven | None:
-    """Compare one kind of module with the op on random input; None where they differ or the module fails."""
+def _prove(
+    module: nn.Module, ops: Ops, settings: Settings, name: str, heard: Heard | None, *, wanted: bool
+) -> Proven | str:
+    """How one kind of module runs; or why not, empty where there is nothing to say."""
+    bound = ops.norm if may_be_norm(module) and not _is_linear(module) else ops.linear
+    native = _is_linear(module) or is_native_norm(module)
+    if bound.name == "reference" and native and not wanted:
+        return ""
     try:
         with torch.no_grad():
             if _is_linear(module):
-                return _prove_linear(_shape(module), bound, settings)
-            return _prove_norm(module, bound, settings, name)
+                return _prove_linear(module, bound, settings)
+            if may_be_norm(module):
+                why = prove_norm(module, bound, settings, name, heard)
+                return why if isinstance(why, Proven) or _is_named_norm(module) else ""
+            if not settings.mesh.is_alone:
+                return "ranks share its linears"
+            return prove_gated(module, bound, _product(bound, settings).of, settings, name, heard)
     except MODEL_ERRORS as error:
         log.info("%s keeps its own code: %s: %s", name, type(error).__name__, error)
-        return None
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _prove_linear(shape: tuple[int, ...], bound: Bound, settings: Settings) -> _Proven | None:
+def _is_named_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _prove_linear(module: nn.Module, bound: Bound, settings: Settings) -> Proven | str:
+    shape = tuple(module.get_parameter("weight").shape)
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / shape[-1] ** 0.5
     x = torch.randn(3, shape[-1], generator=generator, dtype=torch.float32, device="cpu")
     matrix, x = matrix.to(settings.device, settings.dtype), x.to(settings.device, settings.dtype)
     error = disagreement(F.linear(x, matrix), bound.run(x, FORMATS["plain"].weight(matrix, None)))
-    return None if error is None else _Proven(_Linear(bound.run), bound, error)
-
-
-def _prove_norm(module: nn.Module, bound: Bound, settings: Settings, name: str) -> _Proven | None:
-    generator = torch.Generator().manual_seed(0)
-    exact = copy.deepcopy(module).float()
-    for parameter in exact.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu"))
-    rows = torch.cat(
-        [
-            scale * torch.randn(4, *_shape(module), generator=generator, dtype=torch.float32, device="cpu")
-            for scale in _SCALES
-        ]
-    )
-    rows = rows.to(exact.get_parameter("weight").device)
-    answer = exact.forward(rows)  # not a call: the module's hooks are not to hear of this
-    fits = (
-        s for s in _specs(module) if disagreement(answer, _run_norm(norm.norm, exact, rows, s)) is not None
-    )
-    spec = next(fits, None)
-    if spec is None:
-        return None
-    convert(exact, settings.dtype, keep=settings.keep, prefix=name)
-    as_used = exact.to(settings.device)
-    rows = rows.to(settings.device, settings.dtype)
-    error = disagreement(as_used.forward(rows), _run_norm(bound.run, as_used, rows, spec))
     if error is None:
-        return None
-    return _Proven(_Normed(bound.run, spec), bound, error, bound.name != "reference" or not spec.offset)
+        return f"{bound.name} multiplies it wrong"
+    return Proven("linear", _product(bound, settings), bound, error)
 
 
-def _specs(module: nn.Module) -> Iterator[Norm]:
-    """The formulas that a norm may have."""
-    eps = _eps(module)
-    for kind in ("rms", "layer"):
-        for offset in (0.0, 1.0):
-            yield Norm("rms" if kind == "rms" else "layer", float(eps or 0.0), offset)
-
-
-def disagreement(expected: Tensor, got: Tensor) -> float | None:
-    """The largest absolute difference; None where it is more than rounding, which a norm may do twice."""
-    bound = max(2e-5, 4 * torch.finfo(expected.dtype).eps)
-    if got.dtype != expected.dtype or got.shape != expected.shape:
-        return None
-    if not torch.allclose(got, expected, rtol=bound, atol=bound):
-        return None
-    return float((got.float() - expected.float()).abs().max())
-
-
-def _run_norm(run: Callable[..., Tensor], module: nn.Module, x: Tensor, spec: Norm) -> Tensor:
-    parameters = module._parameters  # as attributes they cost a tenth of the whole norm
-    return run(x, parameters["weight"], parameters.get("bias"), spec=spec)
-
-
-@dataclass(frozen=True)
-class _Normed:
-    """How a swapped norm runs: on the module's own parameters, as they are now."""
-
-    run: Callable[..., Tensor]
-    spec: Norm
-
-    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        return _run_norm(self.run, module, x, self.spec)
+def _product(bound: Bound, settings: Settings) -> _Linear:
+    slow = settings.device.type == "cpu" and settings.dtype == torch.bfloat16 and bound.name != "reference"
+    return _Linear(bound.run, _MOST_ROWS_BFLOAT16 if slow else None)
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """How a swapped linear runs: on the module's own parameters, as they are now."""
+    """How a swapped linear runs, on the module's own parameters as they are now; many rows as torch does."""
 
     run: Callable[[Tensor, Weight], Tensor]
+    most_rows: int | None
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        bias: Any = module.bias
+        own: Any = module._parameters
+        weight, bias = own["weight"], own["bias"]
+        if self.most_rows is not None and x.numel() > self.most_rows * x.shape[-1]:
+            return F.linear(x, weight, bias)
         packed = FORMATS["plain"].weight(weight, bias)
         return self.run(x.reshape(-1, x.shape[-1]), packed).view(*x.shape[:-1], weight.shape[0])
+
+    def of(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The same of any linear, packed or not."""
+        if not is_packed(module):
+            return self(module, x)
+        weight = weight_of(module)
+        return self.run(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])

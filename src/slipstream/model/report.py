@@ -24,6 +24,9 @@ class LayerReport:
         bytes: Of its weights.
         max_error: Largest absolute error of the self-check; None where it did not run.
         reason: Why the level is not higher; for "block" what runs its own code within, if anything.
+        parts: What each swapped module is ("norm", "linear", "gated feed-forward"), by its path from the
+            layer; at level "module" alone.
+        refused: Why a module that looks like one of these runs its own code, by its path.
     """
 
     name: str
@@ -34,6 +37,8 @@ class LayerReport:
     bytes: int
     max_error: float | None
     reason: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,11 +107,13 @@ class Report:
     split: tuple[SplitReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: strings, numbers, lists and dictionaries; `outside` and `split` where anything is."""
+        """Plain data; `outside` and `split`, and of a layer `parts` and `refused`, where there are any."""
         keys = ("name", "family", "level", "kernels", "format", "bytes", "max_error")
         layers = [{key: getattr(layer, key) for key in keys} for layer in self.layers]
         for layer in layers:
             layer["kernels"] = dict(layer["kernels"])
+        for row, layer in zip(self.layers, layers, strict=True):
+            layer |= {key: dict(getattr(row, key)) for key in ("parts", "refused") if getattr(row, key)}
         found = {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
         outside = [{**asdict(part), "kernels": dict(part.kernels)} for part in self.outside]
         split = [asdict(part) for part in self.split]
@@ -137,6 +144,7 @@ class Report:
             lines.extend("  " + _aligned(row, widths) for row in rows)
         lines += [f"  {part}" for part in self.outside]
         lines += [f"  {line}" for line in _split_lines(self.split)]
+        lines += [f"  {line}" for line in _part_lines(self.layers)]
         reasons = {layer.reason: layer.name for layer in reversed(self.layers) if layer.reason}
         lines += [f"  {name}: {reason}" for reason, name in reversed(reasons.items())]
         lines += [f"  note: {note}" for note in self.notes]
@@ -158,6 +166,25 @@ class Report:
         if self.times:
             return (*row, f"{sum(self.times.get(layer.name, 0.0) for layer in group):.3f}")
         return row
+
+
+def _part_lines(layers: tuple[LayerReport, ...]) -> list[str]:
+    """What was swapped inside of layers, and what was not and why; layers that are alike together."""
+    seen: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], str] = {}
+    for layer in layers:
+        kinds = tuple(sorted(layer.parts.values()))
+        if kinds or layer.refused:
+            seen.setdefault((kinds, tuple(layer.refused.items())), layer.name)
+    lines = []
+    for (kinds, refused), name in seen.items():
+        counts = ", ".join(f"{kinds.count(kind)} {_several(kind, kinds)}" for kind in dict.fromkeys(kinds))
+        lines += [f"{name}: {counts} by the bound ops"] if kinds else []
+        lines += [f"{name}.{path} runs its own code: {why}" for path, why in refused]
+    return lines
+
+
+def _several(kind: str, kinds: tuple[str, ...]) -> str:
+    return kind if kinds.count(kind) == 1 else f"{kind}s"
 
 
 def _split_lines(rows: tuple[SplitReport, ...]) -> list[str]:

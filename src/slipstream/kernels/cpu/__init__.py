@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu import attention, linear, moe, paged_attention
+from slipstream.kernels.cpu import attention, linear, moe, norm, paged_attention
 from slipstream.ops.bind import Kernel
 
 __all__ = ["KERNELS"]
@@ -10,6 +10,7 @@ __all__ = ["KERNELS"]
 KERNELS: tuple[Kernel, ...] = (
     *linear.KERNELS,
     *moe.KERNELS,
+    *norm.KERNELS,
     *attention.KERNELS,
     *paged_attention.KERNELS,
 )

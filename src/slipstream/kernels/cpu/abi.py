@@ -28,6 +28,7 @@ __all__ = [
     "ModelCall",
     "Moe",
     "Norm",
+    "NormCall",
     "PackCall",
     "PagedAttentionCall",
     "Run",
@@ -38,7 +39,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 9
+ABI = 10
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -172,6 +173,17 @@ class LinearCall(ctypes.Structure):
         ("rows", c_int64),
         *_each(c_int32, "dtype unused"),
         ("weight", Matrix),
+    ]
+
+
+class NormCall(ctypes.Structure):
+    """Arguments of `slipstream_norm`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "x out"),
+        *_each(c_int64, "rows width"),
+        *_each(c_int32, "dtype unused"),
+        ("norm", Norm),
     ]
 
 

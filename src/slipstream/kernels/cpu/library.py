@@ -20,7 +20,7 @@ from slipstream.config.environment import cpu_isa
 from slipstream.errors import DeviceError
 from slipstream.kernels.cpu.abi import ABI
 
-__all__ = ["EMULATED", "ISAS", "Library", "load", "refuse", "rest_torch", "torch_alone"]
+__all__ = ["EMULATED", "ISAS", "Library", "load", "refuse", "rest_torch", "threads_of_torch", "torch_alone"]
 
 ISAS = ("amx", "avx512bf16", "avx512", "avx2", "baseline")
 """Instruction sets that the library may be built for, best first."""
@@ -48,16 +48,15 @@ class Library:
     index: int
     handle: ctypes.CDLL
 
-    def run(self, name: str, call: ctypes.Structure) -> None:
-        """Run `slipstream_<name>` on as many threads as torch uses, `torch_alone` or not.
+    def run(self, name: str, call: ctypes.Structure, threads: int | None = None) -> None:
+        """Run `slipstream_<name>` on so many threads, or on as many as torch uses, `torch_alone` or not.
 
         Raises:
             DeviceError: The library refuses the arguments; nothing was read or written.
         """
         # As an attribute, for those are kept: an item is looked up in the file every time.
         function = getattr(self.handle, f"slipstream_{name}")
-        threads: int = getattr(_kept, "threads", 0) or torch.get_num_threads()
-        status = function(self.index, threads, byref(call))
+        status = function(self.index, threads or threads_of_torch(), byref(call))
         if status:
             message = self.handle.slipstream_error(status).decode()
             raise DeviceError(f"the native {name} of {self.isa} refuses its arguments: {message}")
@@ -75,7 +74,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
     if number != ABI:
         return f"{path.name} is of version {number}, this package needs {ABI}; install it again"
     handle.slipstream_error.restype = c_char_p
-    for name in ("linear", "attention", "paged_attention", "stack", "model", "pack"):
+    for name in ("linear", "norm", "attention", "paged_attention", "stack", "model", "pack"):
         getattr(handle, f"slipstream_{name}").argtypes = [c_int32, c_int32, c_void_p]
     copy.argtypes = [c_int32, c_void_p, c_void_p, c_int64]
     finite.argtypes = [c_int32, c_void_p, c_int64, c_int32, c_void_p]
@@ -172,6 +171,11 @@ def torch_alone() -> Iterator[None]:
     finally:
         openmp.omp_set_num_threads(_kept.threads)
         del _kept.threads
+
+
+def threads_of_torch() -> int:
+    """How many threads torch uses, `torch_alone` or not."""
+    return getattr(_kept, "threads", 0) or torch.get_num_threads()
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.abi import DTYPES, FORMATS, LinearCall, address
-from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
+from slipstream.kernels.cpu.abi import DTYPES, FORMATS, LinearCall, Matrix, address
+from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch, threads_of_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight, linear
@@ -39,6 +39,15 @@ milliseconds after torch's own operations: 512 rows times 2048 x 2048 take 11.2 
 without, and the next operation 0.1 ms longer."""
 
 
+_MEMORY, _RATES = 15e9, {torch.float32: 8e10, torch.bfloat16: 2.5e11}
+"""Bytes and operations a second of one thread, roughly."""
+
+_WAKE = 5e-4
+"""Seconds that a second thread must save. The library's sleep after 20 us, and torch's, where they have just
+worked, spin on their processors for milliseconds: a decoder of 10 layers of 576 that runs its own code
+between products takes 14.8 ms a token in float32 with two threads in each, and 8.1 with one in the small."""
+
+
 def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
     """Return what `ops.linear.linear` does, always by the library.
 
@@ -58,7 +67,10 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
         raise ValueError(matrix)
     if x.dim() != 2 or x.shape[1] != matrix.inputs or x.dtype not in DTYPES:
         raise ValueError(f"x of shape {tuple(x.shape)} in {x.dtype} does not fit {weight.shape}")
-    x = x.contiguous()
+    return _product(x.contiguous(), matrix, library, None)
+
+
+def _product(x: Tensor, matrix: Matrix, library: Library, threads: int | None) -> Tensor:
     out = torch.empty(x.shape[0], matrix.outputs, dtype=x.dtype, device="cpu")
     if out.numel():
         if 2 * out.numel() * matrix.inputs >= _LONG:
@@ -66,8 +78,15 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
         call = LinearCall(
             x=address(x), out=address(out), rows=x.shape[0], dtype=DTYPES[x.dtype], weight=matrix
         )
-        library.run("linear", call)
+        library.run("linear", call, threads)
     return out
+
+
+def _threads(x: Tensor, weight: Weight) -> int | None:
+    """One where others would save less than it takes to call them: between torch's operations they sleep."""
+    rate = _RATES.get(x.dtype, _RATES[torch.float32])
+    alone = max(weight.nbytes / _MEMORY, 2 * x.shape[0] * weight.shape[0] * weight.shape[1] / rate)
+    return 1 if alone * (1 - 1 / threads_of_torch()) < _WAKE else None
 
 
 def refuse_linear(facts: Facts, *, isa: str) -> str | None:
@@ -93,10 +112,11 @@ def run_linear(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
         and x.dtype in DTYPES
         and 0 < x.shape[0] <= most_rows
         and (packed or (weight.planes[0].dtype == x.dtype and weight.nbytes >= _LEAST_BYTES))
-        and not isinstance(matrix_of(weight), str)
+        and x.shape[1] == weight.shape[-1]
+        and not isinstance(matrix := matrix_of(weight), str)
         and (library := load(isa)) is not None
     ):
-        return native_linear(x, weight, library)
+        return _product(x.contiguous(), matrix, library, _threads(x, weight))
     return linear(x, weight)
 
 

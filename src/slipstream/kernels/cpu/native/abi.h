@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 9;
+constexpr int32_t kAbi = 10;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -229,6 +229,14 @@ struct StackCall {
     const int32_t* failed;
 };
 
+struct NormCall {
+    const void* x; // `(rows, width)` contiguous
+    void* out;     // same, may be x
+    int64_t rows, width;
+    int32_t dtype, unused;
+    Norm norm; // of rms or layer
+};
+
 struct PackCall {
     const void* dense; // `(outputs, inputs)`, `stride` elements between rows; finite
     int64_t stride;
@@ -273,6 +281,7 @@ SLIPSTREAM_API int32_t slipstream_abi();
 SLIPSTREAM_API int32_t slipstream_isa(const char* name);
 SLIPSTREAM_API const char* slipstream_error(int32_t status);
 SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
+SLIPSTREAM_API int32_t slipstream_norm(int32_t isa, int32_t threads, const slipstream::NormCall* call);
 SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
                                             const slipstream::AttentionCall* call);
 SLIPSTREAM_API int32_t slipstream_paged_attention(int32_t isa, int32_t threads,

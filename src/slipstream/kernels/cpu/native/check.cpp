@@ -264,6 +264,15 @@ Status check(const LinearCall& call) {
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
 }
 
+Status check(const NormCall& call) {
+    if (!is_size(call.rows) || !is_size(call.width) || !is_size(call.rows * call.width))
+        return kShape;
+    if (call.norm.kind == kNoNorm)
+        return kUnsupported;
+    const Status status = norm(call.norm, call.width, call.width);
+    return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
+}
+
 Status check(const AttentionCall& call) {
     Status status = heads(call.heads, call.kv_heads, call.head_dim);
     const bool sizes = is_size(call.batch) && is_size(call.queries) && is_size(call.keys);

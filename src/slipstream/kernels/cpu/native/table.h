@@ -112,6 +112,24 @@ inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
     });
 }
 
+inline int64_t norm_bytes(const NormCall& call, int threads) {
+    return (call.width + 16) * static_cast<int64_t>(sizeof(float)) * threads;
+}
+
+// Rows through float32, rounded once.
+inline void norm(const NormCall& call, char* base, Team& team, int rank) {
+    const int64_t width = call.width;
+    float* row = reinterpret_cast<float*>(base) + rank * ceil_div(width, 16) * 16;
+    each(team, call.rows, ceil_div(call.rows, 4 * static_cast<int64_t>(team.size())),
+         [&](int64_t begin, int64_t end) {
+             for (int64_t r = begin; r < end; ++r) {
+                 read_row(call.x, call.dtype, r * width, row, width);
+                 norm_row(row, row, width, call.norm);
+                 write_row(row, call.out, call.dtype, r * width, width);
+             }
+         });
+}
+
 inline int64_t model_bytes(const ModelCall& call, int threads) {
     return Model(call, nullptr, threads).bytes();
 }
@@ -121,8 +139,10 @@ inline void model(const ModelCall& call, char* base, Team& team, int rank) {
 }
 
 constexpr Kernels table() {
-    return {linear_bytes, attention_bytes, paged_attention_bytes, stack_bytes, pack_bytes, model_bytes,
-            linear,       attention,       paged_attention,       stack,       pack,       model};
+    return {linear_bytes, norm_bytes, attention_bytes, paged_attention_bytes,
+            stack_bytes,  pack_bytes, model_bytes,     linear,
+            norm,         attention,  paged_attention, stack,
+            pack,         model};
 }
 
 } // namespace
