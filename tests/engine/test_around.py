@@ -32,10 +32,10 @@ class Calls:
         self.rows: list[int] = []
         run = Library.run
 
-        def counted(library: Library, name: str, call: Any) -> None:
+        def counted(library: Library, name: str, call: Any, threads: int | None = None) -> None:
             if name == "linear":
                 self.rows.append(call.rows)
-            run(library, name, call)
+            run(library, name, call, threads)
 
         monkeypatch.setattr(Library, "run", counted)
 
