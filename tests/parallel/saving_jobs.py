@@ -62,8 +62,34 @@ def load(place: str, size: int) -> dict[str, bool]:
 
 
 def refused(place: str, what: str) -> None:
-    if what == "packed":
-        split(tiny(), 2, **FUSED, quant="int8", save_mp_checkpoint_path=str(Path(place) / "packed"))
-    elif what == "zero":
+    if what == "zero":
         split(tiny(), 2, **FUSED, zero={"offload_param": {"device": "nvme", "nvme_path": place}})
     split(tiny(), 2, **FUSED).load_adapter({}, "one", {})
+
+
+def save_planes(place: str, size: int, quant: str, dtype: torch.dtype, settings: dict[str, Any]) -> list[int]:
+    """Save packed weights; tokens of the engine that did."""
+    described = str(Path(place) / f"{quant}")
+    given = {"quant": quant, "dtype": dtype, **settings}
+    engine = split(tiny(), size, **given, save_mp_checkpoint_path=described)
+    made: list[int] = tokens(engine)[0].tolist()
+    return made
+
+
+def planes(place: str, size: int, quant: str, dtype: torch.dtype, settings: dict[str, Any]) -> dict[str, Any]:
+    """Load them; the tokens, and those of one process that packs the original."""
+    parallel: dict[str, Any] = {"tensor_parallel": {"tp_group": group(size)}} if size > 1 else {}
+    given: dict[str, Any] = {"dtype": dtype, **settings}
+    loaded = slipstream.init_inference(Path(place) / quant, **given, **parallel)
+    alone = slipstream.init_inference(tiny(), quant=quant, **given)
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        error = float((loaded(ids).logits - alone(ids).logits).abs().max())
+    own = loaded.state_dict()
+    same = [name for name, t in alone.state_dict().items() if not torch.equal(t, own[name])]
+    return {
+        "tokens": tokens(loaded)[0].tolist(),
+        "due": tokens(alone)[0].tolist(),
+        "off": same,
+        "error": error,
+    }

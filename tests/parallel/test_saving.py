@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.parallel.pool import Failed, Pool
+from tests.parallel.pool import Failed, Pool, results
 
 
 def test_what_two_ranks_save_loads_on_one_three_and_four(pool: Pool, tmp_path: Path) -> None:
@@ -17,7 +19,27 @@ def test_what_two_ranks_save_loads_on_one_three_and_four(pool: Pool, tmp_path: P
             assert answer == {"checkpoint": True, "described": True, "hollow": True, "packed": True}, answer
 
 
-@pytest.mark.parametrize("what", ["load_adapter", "packed", "zero"])
+JOBS = "tests.parallel.saving_jobs"
+
+
+@pytest.mark.parametrize("settings", [{"replace_with_kernel_inject": True}, {}], ids=["fused", "own code"])
+@pytest.mark.parametrize(
+    ("quant", "dtype"), [("int8", torch.bfloat16), ("int4", torch.float32), ("int4", torch.bfloat16)]
+)
+def test_packed_weights_that_ranks_save_are_those_of_one_process_at_any_degree(
+    pool: Pool, tmp_path: Path, quant: str, dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    given = (str(tmp_path), quant, dtype, settings)
+    saved = results(pool.run(f"{JOBS}:save_planes", given[0], 3, *given[1:], ranks=3))
+    for size in (1, 2, 4):
+        for row in results(pool.run(f"{JOBS}:planes", given[0], size, *given[1:], ranks=size)):
+            assert row["off"] == []
+            if dtype == torch.float32:
+                assert row["tokens"] == row["due"] == saved[0]
+                assert row["error"] <= 1e-5
+
+
+@pytest.mark.parametrize("what", ["load_adapter", "zero"])
 def test_what_ranks_do_not_do_is_refused_on_all_of_them(pool: Pool, tmp_path: Path, what: str) -> None:
     for answer in pool.run("tests.parallel.saving_jobs:refused", str(tmp_path), what, ranks=2):
         assert isinstance(answer, Failed) and answer.kind == "UnsupportedError", answer

@@ -45,13 +45,6 @@ def join(model: nn.Module, config: InferenceConfig) -> Mesh:
     """
     mesh = open_mesh(config)
     agree_on_engine(model, config, mesh)
-    packs = config.weight_format or config.head_format or config.quant.embedding_format
-    if not mesh.is_alone and config.save_mp_checkpoint_path is not None and packs:
-        raise UnsupportedError(
-            f"save_mp_checkpoint_path={config.save_mp_checkpoint_path!r} of packed weights on "
-            f"{mesh.replica.size} ranks, each of which has a part of every plane; write them in one process "
-            "(`slipstream quantize`): the folder loads at any degree"
-        )
     if not mesh.is_alone and config.zero.offload_param.device != "none":
         raise UnsupportedError(
             f"zero.offload_param.device={config.zero.offload_param.device!r} on {mesh.replica.size} ranks: "
@@ -145,7 +138,7 @@ def split_or_pack(
     spread = [f"{here}: {_place_of_experts(mesh)}"] if mesh.expert_places > 1 else []
     if mesh.tp.size == 1:
         return tuple(pack_outside(model, plans, settings.filling)), spread
-    rows, notes = split_vocabulary(model, plans, settings.bind(None).linear, mesh.tp)
+    rows, notes = split_vocabulary(model, plans, settings.bind(None).linear, mesh.tp, settings.filling)
     first = f"{here}: layers are split over {mesh.tp.size} ranks ({', '.join(map(str, mesh.tp.ranks))})"
     return tuple(rows), [first, *spread, *notes]
 

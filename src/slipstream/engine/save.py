@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
+from slipstream.engine.gather import gathered_tensors, is_any_packed
 from slipstream.engine.ranks import first_writes
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.model.inject import injected_state, is_injected
@@ -95,12 +96,22 @@ def save_packed(
         UnsupportedError: A model without a config, by which it could be built again.
         WeightError: Nothing is packed, or the folder cannot be written.
     """
+    _write_packed(model, config, destination, held_tensors(model), tokenizer_from)
+
+
+def _write_packed(
+    model: nn.Module,
+    config: InferenceConfig,
+    destination: Path,
+    held: tuple[dict[str, Matrix], dict[str, Tensor]],
+    tokenizer_from: Path | None = None,
+) -> None:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already; remove it or name another folder")
     model_config: Any = getattr(model, "config", None)
     if not hasattr(model_config, "save_pretrained"):
         raise UnsupportedError(f"{type(model).__name__} has no config of transformers to open it by again")
-    matrices, plain = held_tensors(model)
+    matrices, plain = held
     if not matrices:
         raise WeightError(f"nothing of {type(model).__name__} is packed; give quant a format")
     dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None) or config.dtype
@@ -141,8 +152,9 @@ def save_described(
         ConfigError: The folder holds something.
         WeightError: It cannot be written.
     """
-    if replica.size == 1 and held_tensors(model)[0]:
-        save_packed(model, config, folder)
+    if is_any_packed(model):
+        held = held_tensors(model) if replica.size == 1 else gathered_tensors(model, replica)
+        first_writes(replica, lambda: _write_packed(model, config, folder, held))
         return
     state = model.state_dict()
     first_writes(replica, lambda: _write_described(model, state, folder))

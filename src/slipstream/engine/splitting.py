@@ -24,6 +24,7 @@ from slipstream.model.sizes import Sizes
 from slipstream.model.split import ModuleSplit, cut_tensors, is_split, join_ranks
 from slipstream.parallel.collectives import gather_objects
 from slipstream.parallel.rehearse import Live
+from slipstream.parallel.shard import Slice
 
 __all__ = ["Splitting", "plan_splitting"]
 
@@ -42,15 +43,15 @@ class Splitting:
     plans: Mapping[str, LayerPlan]
     settings: Settings
 
-    def cut(self, packing: Mapping[str, Sequence[PackPlan]]) -> dict[str, range]:
+    def cut(self, packing: Mapping[str, Sequence[PackPlan]]) -> dict[str, Slice]:
         """Give this rank its part of every tensor, in place.
 
         Returns:
-            Inputs of matrices that are cut while they are packed, by full name: their rows share multipliers
-            with what other ranks have of them.
+            What the rank has of matrices that are cut while they are packed, by full name: their rows share
+            scales with what other ranks have of them, or the source has their planes.
         """
         rank = self.settings.mesh.tp.rank
-        runs: dict[str, range] = {}
+        runs: dict[str, Slice] = {}
         for found, split in self._splits():
             while_packed = {}
             for plan in packing.get(found.name, ()):
@@ -58,11 +59,20 @@ class Splitting:
                 cut = None if own is None else own.cuts.get(plan.name)
                 matrix = found.layer.get_submodule(plan.path).get_parameter(plan.name)
                 inputs = matrix.dim() - (2 if plan.transposed else 1)
-                if cut is not None and cut.dim == inputs and self.settings.format.columns is not None:
-                    while_packed[f"{plan.path}.{plan.name}"] = cut.runs[rank][0]
+                if cut is None:
+                    continue
+                if cut.dim == inputs and self.settings.format.columns is not None:
+                    while_packed[f"{plan.path}.{plan.name}"] = Slice(columns=cut.runs[rank][0])
+                elif cut.dim != inputs and self._has_planes(f"{found.name}.{plan.path}.{plan.name}"):
+                    while_packed[f"{plan.path}.{plan.name}"] = Slice(cut.runs[rank])
             self._cut(found, split, rank, while_packed)
             runs |= {f"{found.name}.{name}": run for name, run in while_packed.items()}
         return runs
+
+    def _has_planes(self, name: str) -> bool:
+        """Whether the source of the weights has a matrix packed."""
+        filling = self.settings.filling
+        return filling is not None and filling.awaits(name) and filling.source.is_packed(name)
 
     def _cut(self, found: Found, split: dict[str, ModuleSplit], rank: int, whole: Collection[str]) -> None:
         """Cut one layer's tensors; of a checkpoint only the parts are read."""

@@ -76,9 +76,18 @@ class Format:
         """
         if self.columns is None:
             return self.weight(dense[..., run.start : run.stop], bias)
-        group = self.group or 1
-        wide = range(run.start // group * group, min(-(-run.stop // group) * group, dense.shape[-1]))
+        wide = self.whole_groups(run, dense.shape[-1])
         whole = self.weight(dense, bias)
-        shape = (*whole.shape[:-1], len(wide))
-        inside = None if wide == run else range(run.start - wide.start, run.stop - wide.start)
-        return replace(whole, shape=shape, planes=self.columns(whole.planes, wide), inside=inside)
+        planes = self.columns(whole.planes, wide)
+        return replace(
+            whole, shape=(*whole.shape[:-1], len(wide)), planes=planes, inside=self.inside(run, wide)
+        )
+
+    def whole_groups(self, run: range, inputs: int) -> range:
+        """The inputs, of so many, of all groups that a run has a part of."""
+        group = self.group or 1
+        return range(run.start // group * group, min(-(-run.stop // group) * group, inputs))
+
+    def inside(self, run: range, wide: range) -> range | None:
+        """Where a run stands in what `whole_groups` says of it; None where it is all of that."""
+        return None if wide == run else range(run.start - wide.start, run.stop - wide.start)

@@ -34,6 +34,7 @@ __all__ = [
     "pack",
     "packed_bytes",
     "packed_matrices",
+    "put_matrix",
     "refuse_load",
     "weight_of",
 ]
@@ -130,6 +131,11 @@ def packed_matrices(module: nn.Module) -> dict[str, tuple[Weight, bool]]:
     state: _State = vars(module)[_STATE]
     mine = {name: weight for name, weight in state.weights.items() if _held(module, name) is None}
     return {name: (weight, name in state.transposed) for name, weight in mine.items()}
+
+
+def put_matrix(module: nn.Module, name: str, weight: Weight) -> None:
+    """Put other planes, or the same to be unpacked otherwise, in the place of a packed module's."""
+    vars(module)[_STATE].weights[name] = weight
 
 
 def weight_of(module: nn.Module) -> Weight:

@@ -18,8 +18,10 @@ from slipstream.model.intact import parts_of
 from slipstream.model.layers import Found
 from slipstream.model.packed import holds, pack
 from slipstream.ops.linear import Weight
+from slipstream.parallel.plan import take
+from slipstream.parallel.shard import Slice
 from slipstream.spec import Role
-from slipstream.weights.load import plan_block
+from slipstream.weights.load import part_of_planes, plan_block
 from slipstream.weights.recipe import Plan
 from slipstream.weights.source import ModuleSource
 
@@ -135,7 +137,7 @@ def pack_layers(
     layers: Iterable[Found],
     plans: Mapping[str, Sequence[PackPlan]],
     settings: Settings,
-    inputs: Mapping[str, range] | None = None,
+    parts: Mapping[str, Slice] | None = None,
 ) -> dict[str, str]:
     """Pack, in place, one parameter at a time: each is released before the next one is read.
 
@@ -143,7 +145,7 @@ def pack_layers(
         layers: Already in the engine's dtype and on its device.
         plans: From `plan_packing`.
         settings: Has the format and the implementations.
-        inputs: What this rank has of matrices that are still whole, by full name.
+        parts: What this rank has of matrices that are still whole, by full name.
 
     Returns:
         The implementation that packed linears run, by name of each layer in which anything is packed.
@@ -158,7 +160,7 @@ def pack_layers(
                 settings.filling.take(f"{found.name}.{plan.path}.bias", settings.cast)
             bias = module._parameters.get("bias") if plan.linear else None
             full = f"{found.name}.{plan.path}.{plan.name}"
-            weight = _packed(full, module, plan, settings, (inputs or {}).get(full))
+            weight = _packed(full, module, plan, settings, (parts or {}).get(full))
             run = bound.run if plan.linear else None
             pack(module, plan.name, replace(weight, bias=bias), transposed=plan.transposed, run=run)
         if found.name in plans and is_injected(found.layer):
@@ -167,15 +169,20 @@ def pack_layers(
 
 
 def _packed(
-    full: str, module: nn.Module, plan: PackPlan, settings: Settings, inputs: range | None = None
+    full: str, module: nn.Module, plan: PackPlan, settings: Settings, part: Slice | None = None
 ) -> Weight:
     filling = settings.filling
     if filling is not None and filling.awaits(full):  # or a rank's part of it is there
-        if inputs is None:
+        if part is None:
             return filling.packed(full, settings.format, settings.dtype, transposed=plan.transposed)
+        ready = filling.source.packed(full, settings.format)
+        ready = None if ready is None else part_of_planes(ready, part, settings.format)
+        if ready is not None:
+            return replace(ready, dtype=settings.dtype)
         filling.take(full, settings.cast)
     tensor = module.get_parameter(plan.name).detach()
     dense = tensor.mT if plan.transposed else tensor
-    return (
-        settings.format.weight(dense, None) if inputs is None else settings.format.part(dense, None, inputs)
-    )
+    if part is not None and part.columns is not None:
+        return settings.format.part(dense, None, part.columns)
+    rows = dense if part is None or part.rows is None else take(dense, -2, part.rows)
+    return settings.format.weight(rows, None)

@@ -15,20 +15,26 @@ from torch import nn
 
 from slipstream.errors import InjectionError
 from slipstream.formats import FORMATS, Format
+from slipstream.model.filling import Filling
 from slipstream.model.outside import OutsidePlan, found_table, holders
 from slipstream.model.packed import looks_up_rows, pack
 from slipstream.model.report import OutsideReport
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
 from slipstream.parallel.mesh import Axis
-from slipstream.parallel.shard import spread
+from slipstream.parallel.shard import Slice, spread
 from slipstream.parallel.vocabulary import joined_linear, split_rows
+from slipstream.weights.load import part_of_planes
 
 __all__ = ["split_vocabulary"]
 
 
 def split_vocabulary(
-    model: nn.Module, plans: Sequence[OutsidePlan], linear: Bound, axis: Axis
+    model: nn.Module,
+    plans: Sequence[OutsidePlan],
+    linear: Bound,
+    axis: Axis,
+    filling: Filling | None = None,
 ) -> tuple[list[OutsideReport], list[str]]:
     """Spread what can be, in place, in the formats that were planned.
 
@@ -37,6 +43,7 @@ def split_vocabulary(
         plans: From `plan_outside`.
         linear: Runs a plain projection.
         axis: The ranks.
+        filling: May have planes that are packed already.
 
     Returns:
         Rows for the report, and notes on what every rank keeps whole.
@@ -62,7 +69,7 @@ def split_vocabulary(
             packed = formats.get(role, FORMATS["plain"])
             is_new = packed.name not in made
             if is_new:
-                made[packed.name] = _own_rows(name, module, packed, axis)
+                made[packed.name] = _own_rows(name, module, packed, axis, filling)
             op = bound.get(role) or linear
             run = joined_linear(op.run) if role == "head" else None
             bias = module._parameters.get("bias")
@@ -95,13 +102,18 @@ def _why_whole(model: nn.Module, members: Sequence[tuple[str, nn.Module, str]], 
     return ""
 
 
-def _own_rows(name: str, module: nn.Module, packed: Format, axis: Axis) -> Weight:
+def _own_rows(name: str, module: nn.Module, packed: Format, axis: Axis, filling: Filling | None) -> Weight:
     """The rank's rows of a module's matrix, proved against the whole one."""
     whole = module.get_parameter("weight").detach()
     runs = spread(len(whole), axis.size)
     own = runs[axis.rank]
-    local = whole[own.start : own.stop].clone()
-    weight = split_rows(tuple(whole.shape), packed.weight(local, None), axis)
+    full = f"{name}.weight"
+    ready = filling.source.packed(full, packed) if filling is not None and packed.bits else None
+    if ready is None:
+        local = packed.weight(whole[own.start : own.stop].clone(), None)
+    else:
+        local = replace(part_of_planes(ready, Slice((own,)), packed) or ready, dtype=whole.dtype)
+    weight = split_rows(tuple(whole.shape), local, axis)
     ids = torch.tensor([end for run in runs for end in (run.start, run.stop - 1)], device=whole.device)
     expected, got = whole[ids], weight.rows(ids)
     bound = packed.error + packed.floor + torch.finfo(whole.dtype).eps

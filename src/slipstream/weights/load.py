@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.errors import WeightError
 from slipstream.formats import Format
 from slipstream.ops.linear import Weight
+from slipstream.parallel.shard import Slice
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.recipe import Piece, Plan, Recipe, gather, scatter
 from slipstream.weights.source import Source
@@ -22,6 +23,7 @@ __all__ = [
     "Vector",
     "load_block",
     "own_views",
+    "part_of_planes",
     "plan_block",
     "read_matrix",
     "restore_block",
@@ -164,8 +166,8 @@ def load_block(
         if role.is_matrix:
             packed = role.is_quantizable and role not in plain_roles
             wanted = matrix_format if packed else plain
-            held = wanted.bits and plan.slice.is_whole
-            ready = source.packed(role, wanted, plan.weight) if held else None
+            ready = source.packed(role, wanted, plan.whole or plan.weight) if wanted.bits else None
+            ready = None if ready is None else part_of_planes(ready, plan.slice, wanted)
             if ready is None:
                 ready = read_matrix(source, plan, bias, wanted, join=join)
             matrices[role] = replace(ready, bias=bias)
@@ -193,6 +195,29 @@ def read_matrix(
     planes = tuple(piece.of(source.read(piece.name)) for piece in plan.weight)
     shape = (*planes[0].shape[:-2], sum(plane.shape[-2] for plane in planes), planes[0].shape[-1])
     return Weight(matrix_format.name, shape, planes, matrix_format.unpack, bias)
+
+
+def part_of_planes(ready: Weight, part: Slice, packed: Format) -> Weight | None:
+    """What a rank has of a matrix whose planes are there; None where it has to be packed by itself."""
+    if part.is_whole:
+        return ready
+    shape, planes, inside = ready.shape, ready.planes, None
+    if part.experts is not None:
+        planes = tuple(plane[part.experts.start : part.experts.stop] for plane in planes)
+        shape = (len(part.experts), *shape[1:])
+    if part.rows is not None:
+        *others, last = planes
+        runs = [slice(run.start, run.stop) for run in part.rows]
+        rows = [torch.cat([plane[..., run, :] for run in runs], dim=-2) for plane in others]
+        planes = (*rows, torch.cat([last[..., run] for run in runs], dim=-1))
+        shape = (*shape[:-2], sum(map(len, part.rows)), shape[-1])
+    if part.columns is not None:
+        wide = packed.whole_groups(part.columns, shape[-1])
+        if packed.columns is None or (wide != part.columns and len(shape) > 2):
+            return None
+        shape, planes = (*shape[:-1], len(wide)), packed.columns(planes, wide)
+        inside = packed.inside(part.columns, wide)
+    return replace(ready, shape=shape, planes=tuple(p.contiguous() for p in planes), inside=inside)
 
 
 def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Tensor]:

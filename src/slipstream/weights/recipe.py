@@ -78,11 +78,13 @@ class Plan:
         weight: Pieces of the matrix (or vector), in canonical order; empty for a weightless norm.
         bias: Pieces of the bias; empty where there is none.
         slice: What of the whole role the pieces are; its columns and experts are left for `gather` to take.
+        whole: The pieces of the whole matrix, where these are a part of them.
     """
 
     weight: tuple[Piece, ...]
     bias: tuple[Piece, ...]
     slice: Slice = WHOLE
+    whole: tuple[Piece, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -108,7 +110,7 @@ class Plan:
         weight, bias = self.weight, self.bias if part.bias else ()
         if part.rows is not None:
             weight, bias = cut(weight, part.rows), cut(bias, part.rows)
-        return Plan(weight, bias, part)
+        return Plan(weight, bias, part, self.weight)
 
 
 class Recipe(ABC):

@@ -1,0 +1,136 @@
+"""Packed weights that lie on several ranks, put together as one process holds them, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.engine.settings import format_named
+from slipstream.model.inject import injected_state, is_injected
+from slipstream.model.packed import is_packed, packed_matrices, put_matrix
+from slipstream.ops.linear import Weight
+from slipstream.parallel import Axis
+from slipstream.weights.load import BlockWeights, restore_block
+from slipstream.weights.packed_folder import Matrix
+from slipstream.weights.slot import packed_as
+from slipstream.weights.spread import rejoined
+
+__all__ = ["gathered_tensors", "is_any_packed"]
+
+Kind = tuple[str, bool, int]
+"""Of a packed tensor: its format, whether it is stored transposed, and where its planes are."""
+
+
+def is_any_packed(model: nn.Module) -> bool:
+    """Whether anything of a model is packed."""
+    blocks = (injected_state(part).block.weights for part in model.modules() if is_injected(part))
+    modules = (packed_matrices(part).values() for part in model.modules() if is_packed(part))
+    weights = [weight for held in blocks for weight in held.matrices.values()]
+    return any(w.format != "plain" for w in (*weights, *(weight for own in modules for weight, _ in own)))
+
+
+def gathered_tensors(model: nn.Module, replica: Axis) -> tuple[dict[str, Matrix], dict[str, Tensor]]:
+    """Packed matrices, and all other tensors under the model's names, of a model on several ranks.
+
+    All ranks have to come here. Parts are unpacked to float32, put together, and packed again by the first
+    rank, which finds the planes that they were cut from: a format packs what it unpacked to the same planes.
+
+    Returns:
+        On the first rank, where nothing but the layer at hand is ever unpacked; elsewhere nothing.
+    """
+    matrices: dict[str, Matrix] = {}
+    plain: dict[str, Tensor] = {}
+    made: dict[int, Matrix] = {}
+    for path, part in _units(model, ""):
+        kinds, state = _unpacked(path, part)
+        if replica.rank:
+            continue
+        for name, (named, transposed, place) in kinds.items():
+            dense = state.pop(name)
+            if place not in made:
+                packed = format_named(named)
+                weight = packed.weight(dense.mT.contiguous() if transposed else dense, None)
+                made[place] = Matrix(weight, transposed=transposed)
+            matrices[name] = made[place]
+        plain |= state
+    first = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return matrices, {name: tensor for name, tensor in plain.items() if name in first}
+
+
+def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Parts that are put together one after the other: fused layers, and modules without any in them."""
+    if is_injected(module) or not any(is_injected(part) for part in module.modules()):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _units(child, f"{path}.{name}" if path else name)
+    own = nn.Module()
+    own._parameters, own._buffers = module._parameters, module._buffers
+    own._non_persistent_buffers_set = module._non_persistent_buffers_set
+    yield path, own
+
+
+def _unpacked(path: str, part: nn.Module) -> tuple[dict[str, Kind], dict[str, Tensor]]:
+    """What is packed in a part of the model, and all its tensors, whole: the packed ones in float32."""
+    head = f"{path}." if path else ""
+    kinds: dict[str, Kind] = {}
+    for inside, module in part.named_modules(prefix=path):
+        for name, (weight, transposed) in (packed_matrices(module) if is_packed(module) else {}).items():
+            if weight.format != "plain":  # rows of the vocabulary, of which ranks have some
+                full = f"{inside}.{name}" if inside else name
+                kinds[full] = (packed_as(weight), transposed, weight.planes[0].data_ptr())
+    with _in_float32(part):
+        state: dict[str, Tensor] = part.state_dict(prefix=head)
+    if is_injected(part):
+        names, tensors = _of_block(part)
+        kinds |= {head + name: kind for name, kind in names.items()}
+        state |= {head + name: tensors[name].view(state[head + name].shape) for name in names}
+    return kinds, state
+
+
+def _of_block(layer: nn.Module) -> tuple[dict[str, Kind], Mapping[str, Tensor]]:
+    """The packed tensors of a fused layer."""
+    held = injected_state(layer)
+    packed = {role: w for role, w in held.block.weights.matrices.items() if w.dtype is not None}
+    names = {
+        piece.name: (packed_as(weight), piece.transposed, id(piece))
+        for role, weight in packed.items()
+        for piece in held.whole[role].weight
+    }
+    share = held.block.share
+    wide = {role: replace(_widened(weight), bias=None) for role, weight in packed.items()}
+    plans = {role: replace(held.whole[role], bias=()) for role in packed}
+
+    def like(name: str) -> Tensor:
+        return torch.empty_like(layer.get_parameter(name), dtype=torch.float32, device="meta")
+
+    if share is None:
+        return names, restore_block(BlockWeights(wide, {}), plans)
+    return names, rejoined(BlockWeights(wide, {}), plans, share, like)
+
+
+@contextmanager
+def _in_float32(part: nn.Module) -> Iterator[None]:
+    """Within, packed modules are unpacked to float32."""
+    before = [
+        (module, name, weight)
+        for module in part.modules()
+        if is_packed(module)
+        for name, (weight, _) in packed_matrices(module).items()
+    ]
+    try:
+        for module, name, weight in before:
+            put_matrix(module, name, _widened(weight))
+        yield
+    finally:
+        for module, name, weight in before:
+            put_matrix(module, name, weight)
+
+
+def _widened(weight: Weight) -> Weight:
+    """The same planes, to be unpacked to float32."""
+    return weight.apply(lambda t: t.float() if t.is_floating_point() and not t.numel() else t)
