@@ -17,25 +17,15 @@ public:
     void run(float* partial) {
         const int64_t first = most(item_.begin, first_of(item_.position));
         const int64_t end = least(item_.end, end_of(item_.position + item_.count - 1));
-        const int64_t opening = most(0, least(kTileKeys, end - first));
-        locate(first, opening, next_);
-        if (few_)
-            with_key_dtype(a_.k.dtype, [&](auto* type) {
-                using T = typename std::remove_pointer<decltype(type)>::type;
-                fetch<T>(a_.k, item_.kv, opening, item_.kvs);
-                fetch<T>(a_.v, item_.kv, opening, item_.kvs);
-            });
         begin();
-        for (int64_t key = first; key < end; key += kTileKeys) {
-            const int64_t n = least(kTileKeys, end - key);
-            const int64_t coming = most(0, least(kTileKeys, end - key - n));
-            std::memcpy(at_, next_, sizeof(at_));
-            locate(key + n, coming, next_);
-            for (int64_t kv = 0; kv < item_.kvs; ++kv)
-                with_key_dtype(a_.k.dtype, [&](auto* type) {
-                    take<typename std::remove_pointer<decltype(type)>::type>(kv, key, n, coming);
-                });
-        }
+        with_key_dtype(a_.k.dtype, [&](auto* type) {
+            using T = typename std::remove_pointer<decltype(type)>::type;
+            locate(first, most(0, least(kTileKeys, end - first)), next_);
+            if (few_)
+                go_through<T>(first, end);
+            else
+                pack_through<T>(first, end);
+        });
         if (item_.parts > 1)
             keep(partial + item_.partial * (width_ + 2));
         else
@@ -146,8 +136,8 @@ private:
     // The next tile's rows are asked for while this one's are worked on: they lie apart, and no processor
     // guesses them in time.
     template <class T>
-    void fetch(const View& view, int64_t head, int64_t n, int64_t heads = 1) const {
-        const int64_t bytes = heads * a_.heads.dim * static_cast<int64_t>(sizeof(T));
+    void fetch(const View& view, int64_t head, int64_t n) const {
+        const int64_t bytes = a_.heads.dim * static_cast<int64_t>(sizeof(T));
         for (int64_t j = 0; j < n; ++j) {
             const char* p = reinterpret_cast<const char*>(row<T>(view, head, next_[j]));
             for (int64_t line = 0; line < bytes; line += 64)
@@ -155,37 +145,86 @@ private:
         }
     }
 
-    // Keys [key, key + n) and one kv head; `coming` keys follow them.
+    // Keys and values of one kv head where they lie.
     template <class T>
-    void take(int64_t kv, int64_t key, int64_t n, int64_t coming) {
-        const int64_t head = item_.kv + kv;
+    struct Found {
         const T *keys[kTileKeys], *values[kTileKeys];
+        int64_t n;
+    };
+    template <class T>
+    void find(int64_t head, const int64_t* at, int64_t n, Found<T>& found) const {
+        const T *keys = row<T>(a_.k, head, 0), *values = row<T>(a_.v, head, 0);
         for (int64_t j = 0; j < n; ++j) {
-            keys[j] = row<T>(a_.k, head, at_[j]);
-            values[j] = row<T>(a_.v, head, at_[j]);
+            found.keys[j] = keys + at[j] * a_.k.token;
+            found.values[j] = values + at[j] * a_.v.token;
         }
-        if (few_) {
-            if (kv == 0)
-                fetch<T>(a_.k, head, coming, item_.kvs);
-            if (kv + 1 == item_.kvs)
-                fetch<T>(a_.v, item_.kv, coming, item_.kvs);
-        } else {
-            fetch<T>(a_.k, head, coming);
-            pack_keys<P>(keys, n, a_.heads.dim, room_.keys);
-            fetch<T>(a_.v, head, coming);
-            pack_values<P>(values, n, a_.heads.dim, width_, room_.values);
-            const int64_t used = ceil_div(n, P::kDepth);
-            clear(room_.values + used * width_, (ceil_div(used, P::kSlots) * P::kSlots - used) * width_);
+        found.n = n;
+    }
+
+    // Tile by tile and kv head by kv head; what comes next is asked for in between.
+    template <class T>
+    void go_through(int64_t first, int64_t end) {
+        const int64_t bytes = a_.heads.dim * static_cast<int64_t>(sizeof(T));
+        Found<T> both[2], *now = both, *next = both + 1;
+        find(item_.kv, next_, most(0, least(kTileKeys, end - first)), *next);
+        Soon<T>{next->keys, next->n, bytes}.ask(0, kTileKeys);
+        for (int64_t key = first; key < end; key += kTileKeys) {
+            const int64_t n = least(kTileKeys, end - key);
+            std::memcpy(at_, next_, sizeof(at_));
+            locate(key + n, most(0, least(kTileKeys, end - key - n)), next_);
+            for (int64_t kv = 0; kv < item_.kvs; ++kv) {
+                std::swap(now, next);
+                if (key == first && kv == 0)
+                    Soon<T>{now->values, now->n, bytes}.ask(0, kTileKeys);
+                if (kv + 1 < item_.kvs)
+                    find(item_.kv + kv + 1, at_, n, *next);
+                else
+                    find(item_.kv, next_, most(0, least(kTileKeys, end - key - n)), *next);
+                strips<T>(kv, key, n, now->keys, now->values, {next->keys, next->n, bytes},
+                          {next->values, next->n, bytes});
+            }
         }
+    }
+
+    // The same by way of a layout of keys and values that many rows share.
+    template <class T>
+    void pack_through(int64_t first, int64_t end) {
+        Found<T> found;
+        for (int64_t key = first; key < end; key += kTileKeys) {
+            const int64_t n = least(kTileKeys, end - key), coming = most(0, least(kTileKeys, end - key - n));
+            std::memcpy(at_, next_, sizeof(at_));
+            locate(key + n, coming, next_);
+            for (int64_t kv = 0; kv < item_.kvs; ++kv) {
+                const int64_t head = item_.kv + kv;
+                find(head, at_, n, found);
+                fetch<T>(a_.k, head, coming);
+                pack_keys<P>(found.keys, n, a_.heads.dim, room_.keys);
+                fetch<T>(a_.v, head, coming);
+                pack_values<P>(found.values, n, a_.heads.dim, width_, room_.values);
+                const int64_t used = ceil_div(n, P::kDepth);
+                clear(room_.values + used * width_, (ceil_div(used, P::kSlots) * P::kSlots - used) * width_);
+                strips<T>(kv, key, n, found.keys, found.values, {}, {});
+            }
+        }
+    }
+
+    // All rows of one kv head against keys [key, key + n).
+    template <class T>
+    void strips(int64_t kv, int64_t key, int64_t n, const T* const* keys, const T* const* values,
+                Soon<T> soon_keys, Soon<T> soon_values) {
         if (a_.k_scales)
             for (int64_t j = 0; j < ceil_div(n, P::kKeys) * P::kKeys; ++j) {
-                const int64_t place = at_[least(j, n - 1)] * a_.heads.kv_heads + head;
+                const int64_t place = at_[least(j, n - 1)] * a_.heads.kv_heads + item_.kv + kv;
                 room_.k_scales[j] = a_.k_scales[place];
                 room_.v_scales[j] = a_.v_scales[place];
             }
         const int64_t end = (kv + 1) * group_ * item_.count;
-        for (int64_t r = kv * group_ * item_.count; r < end; r += P::kStripRows)
-            strip(r, least(P::kStripRows, end - r), key, n, keys, values);
+        for (int64_t r = kv * group_ * item_.count; r < end; r += P::kStripRows) {
+            const int64_t count = least(P::kStripRows, end - r);
+            strip<T>(r, count, key, n,
+                     {room_.q + r * slots_, slots_, keys, values, n, a_.heads.dim, soon_keys, soon_values});
+            soon_keys.n = soon_values.n = 0;
+        }
     }
 
     // The keys [first, end) that causality and window leave to the query at a position.
@@ -239,8 +278,7 @@ private:
     }
 
     template <class T>
-    void strip(int64_t row, int64_t count, int64_t key, int64_t n, const T* const* keys,
-               const T* const* values) {
+    void strip(int64_t row, int64_t count, int64_t key, int64_t n, FewRows<P, T> direct) {
         if (!few_ && sees_plainly(row, count, key))
             return plain_strip(row, count, key, n);
         int64_t low = n, high = 0, from, to;
@@ -255,8 +293,9 @@ private:
             return;
         low = low / P::kKeys * P::kKeys;
         high = ceil_div(high, P::kKeys) * P::kKeys;
-        const FewRows<P, T> direct = {room_.q + row * slots_, slots_,      keys + low, values + low,
-                                      least(high, n) - low,   a_.heads.dim};
+        direct.keys += low;
+        direct.values += low;
+        direct.n = least(high, n) - low;
         if (few_)
             direct.score(count, room_.scores + low);
         else
@@ -338,40 +377,6 @@ private:
     const bool few_;                          // rows meet keys and values where they lie
     int64_t at_[kTileKeys], next_[kTileKeys]; // where this tile's keys lie, and the next one's
 };
-
-template <class P>
-inline void attend_with(const Attention& a, Team& team, int rank, const AttentionRoom& room) {
-    const typename P::Session session;
-    (void)session;
-    float* own = room.own + room.own_floats * rank;
-    const Plan& plan = *room.plan;
-    each(team, plan.count, 1, [&](int64_t i, int64_t) {
-        const Item& item = plan.items[i];
-        Worker<P> worker(a, item, own);
-        worker.run(room.partial);
-        // Whoever ends the last part puts them together.
-        if (item.parts > 1 && __atomic_add_fetch(room.done + item.join, 1, __ATOMIC_ACQ_REL) == item.parts) {
-            room.done[item.join] = 0;
-            worker.merge(room.partial);
-        }
-    });
-}
-
-// All of a planned call, by the whole team.
-inline void attend(const Attention& a, Team& team, int rank, const AttentionRoom& room) {
-#if defined(SLIPSTREAM_AMX)
-    if (a.pairs) {
-        attend_with<TileSlots>(a, team, rank, room);
-        return;
-    }
-#elif defined(SLIPSTREAM_BF16_DOT)
-    if (a.pairs) {
-        attend_with<PairSlots>(a, team, rank, room);
-        return;
-    }
-#endif
-    attend_with<FloatSlots>(a, team, rank, room);
-}
 
 } // namespace
 } // namespace slipstream

@@ -8,14 +8,28 @@ namespace {
 // Rows of queries per kv head up to which that is faster.
 constexpr int64_t kFewQueries = 8;
 
+// Rows that are worked on next, asked for while others are: few at a time, for a processor waits where it has
+// asked for more than it can.
+template <class T>
+struct Soon {
+    const T* const* rows;
+    int64_t n, bytes; // of a row
+    void ask(int64_t begin, int64_t end) const {
+        for (int64_t j = begin; j < least(end, n); ++j)
+            for (int64_t line = 0; line < bytes; line += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(rows[j]) + line);
+    }
+};
+
 // scores[i * kTileKeys + j] = row i of queries . key j, for R rows; up to the next whole block of keys they
 // are those of the last key.
 template <class P, int R, class T>
 inline void few_scores(const float* q, int64_t slots, const T* const* rows, int64_t n, int64_t dim,
-                       float* scores) {
+                       const Soon<T>& soon, float* scores) {
     constexpr int kCols = Vec::kCols;
     constexpr int64_t kElements = P::kDepth * Vec::kWidth;
     for (int64_t j = 0; j < n; j += kCols) {
+        soon.ask(j, j + kCols);
         const T* keys[kCols];
         for (int c = 0; c < kCols; ++c)
             keys[c] = rows[least(j + c, n - 1)];
@@ -47,7 +61,7 @@ inline void few_scores(const float* q, int64_t slots, const T* const* rows, int6
 // out[i * os + d] += the sum over keys j of weight (i, j) * value j[d], for R rows and C vectors of columns.
 template <class P, int R, int C, class T>
 inline void few_values(const float* weights, const T* const* rows, int64_t n, int64_t d, int64_t dim,
-                       float* out, int64_t os) {
+                       const Soon<T>& soon, float* out, int64_t os) {
     Vec sums[R][C], parts[C];
     for (int i = 0; i < R; ++i)
         for (int c = 0; c < C; ++c)
@@ -61,6 +75,7 @@ inline void few_values(const float* weights, const T* const* rows, int64_t n, in
     };
     int64_t j = 0;
     for (; j + P::kDepth <= n; j += P::kDepth) {
+        soon.ask(j, j + P::kDepth);
         const T *p = rows[j] + d, *q = rows[j + P::kDepth - 1] + d;
         if constexpr (C > 1)
             P::across(p, q, parts);
@@ -87,23 +102,30 @@ struct FewRows {
     const T* const* keys;
     const T* const* values;
     int64_t n, dim;
+    Soon<T> soon_keys, soon_values;
 
     void score(int64_t count, float* scores) const {
+        Soon<T> soon = soon_keys;
         blocks(count, [&](auto rows, int64_t r) {
-            few_scores<P, decltype(rows)::value>(q + r * slots, slots, keys, n, dim, scores + r * kTileKeys);
+            few_scores<P, decltype(rows)::value>(q + r * slots, slots, keys, n, dim, soon,
+                                                 scores + r * kTileKeys);
+            soon.n = 0;
         });
+        soon_keys.ask(n, kTileKeys);
     }
     void mix(int64_t count, const float* weights, float* out, int64_t os) const {
         constexpr int64_t kWide = Vec::kCols * Vec::kWidth;
+        Soon<T> soon = soon_values;
         blocks(count, [&](auto rows, int64_t r) {
             constexpr int R = decltype(rows)::value;
             const float* w = weights + r * kTileKeys;
             int64_t d = 0;
-            for (; d + kWide <= dim; d += kWide)
-                few_values<P, R, Vec::kCols>(w, values, n, d, dim, out + r * os, os);
-            for (; d < dim; d += Vec::kWidth)
-                few_values<P, R, 1>(w, values, n, d, dim, out + r * os, os);
+            for (; d + kWide <= dim; d += kWide, soon.n = 0)
+                few_values<P, R, Vec::kCols>(w, values, n, d, dim, soon, out + r * os, os);
+            for (; d < dim; d += Vec::kWidth, soon.n = 0)
+                few_values<P, R, 1>(w, values, n, d, dim, soon, out + r * os, os);
         });
+        soon_values.ask(n, kTileKeys);
     }
 
 private:

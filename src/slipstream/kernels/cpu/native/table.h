@@ -32,6 +32,7 @@
 #include "attention_types.h"
 #include "attention_room.h"
 #include "attention.h"
+#include "attend.h"
 #include "attention_calls.h"
 #include "experts.h"
 #include "stack.h"
