@@ -30,7 +30,9 @@ class Still:
         own = list(map(_OWN, self._modules))
         self._types: list[type[Any]] = list(map(type, self._modules))
         self._code = {kind: kind.forward for kind in self._types}
-        self._children = [dict(each["_modules"]) for each in own]
+        # Of torch's own modules without any, the code calls none.
+        self._outer = [m for m in self._modules if m._modules or not _is_torchs(m)]
+        self._children = [dict(module._modules) for module in self._outer]
         self._forwards = [each.get("forward") for each in own]
         self._hooks = list(_BEFORE(own[0])), list(_AFTER(own[0]))
 
@@ -39,7 +41,7 @@ class Still:
         own = list(map(_OWN, self._modules))
         return (
             not any(map(_TRAINING, own))
-            and list(map(_CHILDREN, own)) == self._children
+            and list(map(_CHILDREN, map(_OWN, self._outer))) == self._children
             and all(map(operator.is_, map(_GET, own, repeat("forward")), self._forwards))
             and all(map(operator.is_, map(type, self._modules), self._types))
             and all(kind.forward is forward for kind, forward in self._code.items())
@@ -55,6 +57,10 @@ _OWN = operator.attrgetter("__dict__")
 _TRAINING = operator.itemgetter("training")
 _CHILDREN = operator.itemgetter("_modules")
 _BEFORE, _AFTER = map(operator.itemgetter, ("_forward_pre_hooks", "_forward_hooks"))
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _any(table: Callable[[Any], Any], own: list[dict[str, Any]]) -> bool:

@@ -5,6 +5,7 @@
 #include "formats.h"
 #ifdef SLIPSTREAM_BF16_DOT
 #include "isa_avx512_packed.h"
+#include "isa_avx512_decode.h"
 #endif
 #include "rounding.h"
 #include "lanes.h"
