@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 import slipstream
 from slipstream.engine.save import save_packed
+from tests.families.sweep import VARIANTS, peaked_model
 from tests.parallel.jobs import group, split
 
 FUSED = {"replace_with_kernel_inject": True}
@@ -61,10 +64,83 @@ def load(place: str, size: int) -> dict[str, bool]:
     return same | {"packed": torch.equal(tokens(streamed), tokens(packed))}
 
 
+def adapter_of(model: nn.Module, chosen: Callable[[str], bool], seed: int = 0) -> dict[str, torch.Tensor]:
+    """A LoRA adapter of some of a model's linears, by peft's names."""
+    generator, rank = torch.Generator().manual_seed(seed), 3
+    made: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or not chosen(path):
+            continue
+        turned = type(module).__name__ == "Conv1D"
+        outputs, inputs = reversed(weight.shape) if turned else weight.shape
+        kind = "lora_embedding_" if isinstance(module, nn.Embedding) else "lora_"
+        end = "" if isinstance(module, nn.Embedding) else ".weight"
+        if isinstance(module, nn.Embedding):
+            outputs, inputs = inputs, outputs
+        made[f"base_model.model.{path}.{kind}A{end}"] = torch.randn(rank, inputs, generator=generator) * 0.1
+        made[f"base_model.model.{path}.{kind}B{end}"] = torch.randn(outputs, rank, generator=generator) * 0.1
+    return made
+
+
+def load_adapter(engine: Any, adapter: dict[str, torch.Tensor], name: str = "one") -> None:
+    turned = any("c_attn" in path for path in adapter)
+    engine.load_adapter(
+        adapter, name, {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "fan_in_fan_out": turned}
+    )
+
+
+def adapted(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Two adapters on ranks, one after the other and together, beside one process."""
+    original = peaked_model(VARIANTS[index][1])
+    original.set_attn_implementation("eager")
+    linears = {path for path, module in original.named_modules() if is_linear(module)}
+    engine = split(copy.deepcopy(original), size, **settings)
+    alone = slipstream.init_inference(copy.deepcopy(original), dtype=torch.float32, **settings)
+    ids = torch.arange(3, 14)[None] % 60 + 3
+    errors, same, answers = [], [], []
+    for name, seed in (("one", 1), ("two", 2)):
+        for each in (engine, alone):
+            load_adapter(each, adapter_of(original, linears.__contains__, seed), name)
+    for names in ("one", "two", ["one", "two"], None):
+        for each in (engine, alone):
+            each.set_adapter(names)
+        with torch.no_grad():
+            due = alone(ids).logits
+            answers.append(due)
+            errors.append(float((engine(ids).logits - due).abs().max()) / max(float(due.abs().max()), 1.0))
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+        same.append(torch.equal(engine.generate(ids, **options), alone.generate(ids, **options)))
+        if names == "two":
+            with torch.no_grad():
+                mine, due = (each(ids, output_attentions=True) for each in (engine, alone))
+            errors.append(
+                float((mine.logits - due.logits).abs().max()) / max(float(due.logits.abs().max()), 1.0)
+            )
+            errors.append(float((mine.attentions[-1] - due.attentions[-1]).abs().max()))
+    moved = min(float((answer - answers[-1]).abs().max()) for answer in answers[:-1])
+    return {"error": max(errors), "same": all(same), "moved": moved}
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def other_names() -> None:
+    """Ranks that put different adapters to work."""
+    engine = split(tiny(), 2, **FUSED)
+    load_adapter(engine, adapter_of(tiny(), lambda path: "q_proj" in path))
+    engine.set_adapter("one" if dist.get_rank() else None)
+
+
 def refused(place: str, what: str) -> None:
     if what == "zero":
         split(tiny(), 2, **FUSED, zero={"offload_param": {"device": "nvme", "nvme_path": place}})
-    split(tiny(), 2, **FUSED).load_adapter({}, "one", {})
+    engine = split(tiny(), 2, **FUSED)
+    if what == "table":
+        load_adapter(engine, adapter_of(tiny(), lambda path: path.endswith("embed_tokens")))
+    load_adapter(engine, adapter_of(tiny(), lambda path: "q_proj" in path))
+    engine.merge_adapter("one")
 
 
 def save_planes(place: str, size: int, quant: str, dtype: torch.dtype, settings: dict[str, Any]) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.parallel.pool import Failed, Pool, results
+from tests.parallel.test_families import named
 
 
 def test_what_two_ranks_save_loads_on_one_three_and_four(pool: Pool, tmp_path: Path) -> None:
@@ -39,8 +40,26 @@ def test_packed_weights_that_ranks_save_are_those_of_one_process_at_any_degree(
                 assert row["error"] <= 1e-5
 
 
-@pytest.mark.parametrize("what", ["load_adapter", "zero"])
+@pytest.mark.parametrize("what", ["merge", "table", "zero"])
 def test_what_ranks_do_not_do_is_refused_on_all_of_them(pool: Pool, tmp_path: Path, what: str) -> None:
     for answer in pool.run("tests.parallel.saving_jobs:refused", str(tmp_path), what, ranks=2):
         assert isinstance(answer, Failed) and answer.kind == "UnsupportedError", answer
         assert "2 ranks" in answer.message
+
+
+@pytest.mark.parametrize("settings", [{"replace_with_kernel_inject": True}, {}], ids=["fused", "own code"])
+@pytest.mark.parametrize(
+    ("name", "size"), [("llama", 3), ("gpt2", 2), ("bloom", 2), ("llama biases, tied", 4), ("phi3", 4)]
+)
+def test_adapters_are_cut_as_their_matrices_are(
+    pool: Pool, name: str, size: int, settings: dict[str, Any]
+) -> None:
+    for more in ({}, {"quant": "int8"}):
+        for row in results(pool.run(f"{JOBS}:adapted", named(name), size, {**settings, **more}, ranks=size)):
+            assert row["error"] <= 1e-5 and row["same"] and row["moved"] > 0.1
+
+
+def test_ranks_that_put_other_adapters_to_work_hear_of_it(pool: Pool) -> None:
+    for answer in pool.run(f"{JOBS}:other_names", ranks=2):
+        assert isinstance(answer, Failed) and answer.kind == "ConfigError", answer
+        assert "give every rank the same names" in answer.message

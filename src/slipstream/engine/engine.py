@@ -85,7 +85,7 @@ class InferenceEngine(Weights):
         captures = settings.enable_cuda_graph and built.mesh.ep.size == 1
         self._graphs = ForwardGraphs(model, built.device) if captures else None
         self._profile: Profile | None = None
-        self._adapters = Adapters(format_named)
+        self._adapters = Adapters(format_named, built.mesh.replica.size)
         self.training = False
         self.module = model
         self.__class__ = _named_like(type(self), type(model))  # type: ignore[arg-type]

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
-from slipstream.errors import InjectionError, SlipstreamError, UnsupportedError, WeightError
+from slipstream.errors import ConfigError, InjectionError, SlipstreamError, UnsupportedError, WeightError
 from slipstream.model.block import Block
 from slipstream.model.convert import move
 from slipstream.model.fuse import Settings, Verdict
@@ -20,17 +21,19 @@ from slipstream.model.outside import OutsidePlan, pack_outside
 from slipstream.model.report import OutsideReport
 from slipstream.model.vocabulary import split_vocabulary
 from slipstream.parallel import Axis, Mesh, open_mesh
-from slipstream.parallel.agree import agree_on_call, agree_on_engine
+from slipstream.parallel.agree import agree_on_call, agree_on_engine, agree_on_values
 from slipstream.parallel.collectives import gather_objects
 from slipstream.parallel.experts import Host, apart
 from slipstream.spec import Role
+from slipstream.weights.lora import Adapter
 
 __all__ = [
+    "agree_on_adapter",
     "agree_on_layers",
+    "agree_on_names",
     "first_writes",
     "join",
     "place",
-    "refuse_on_ranks",
     "split_or_pack",
     "taking_part",
 ]
@@ -53,16 +56,39 @@ def join(model: nn.Module, config: InferenceConfig) -> Mesh:
     return mesh
 
 
-def refuse_on_ranks(replica: Axis, what: str) -> None:
-    """Refuse what one process does with a whole model.
+def agree_on_adapter(read: Callable[[], Adapter], replica: Axis) -> Adapter:
+    """An adapter, once all ranks have read it, and the same one.
 
     Raises:
-        UnsupportedError: The model is on several ranks.
+        SlipstreamError: What reading it raised here.
+        WeightError: What it raised elsewhere, or adapters that differ.
     """
-    if replica.size > 1:
-        raise UnsupportedError(
-            f"{what} writes to whole tensors, and each of {replica.size} ranks has a part of them; make a "
-            "new engine, whose checkpoint has the new weights"
+    found: list[Adapter] = []
+
+    def values() -> dict[str, Tensor]:
+        found.append(read())
+        tensors = dict(found[0].whole)
+        for path, pair in found[0].low_rank.items():
+            scale = torch.tensor([pair.scale], device="cpu")
+            tensors |= {f"{path}.lora_A": pair.a, f"{path}.lora_B": pair.b, f"{path}.scale": scale}
+        return tensors
+
+    agree_on_values(values, replica)
+    return found[0]
+
+
+def agree_on_names(names: Sequence[str], replica: Axis) -> None:
+    """See that all ranks put the same adapters to work.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    told = [names] if replica.size == 1 else gather_objects(names, replica, "compared adapters")
+    other = next((rank for rank, own in zip(replica.ranks, told, strict=True) if own != names), None)
+    if other is not None:
+        raise ConfigError(
+            f"rank {other} puts the adapters {list(told[replica.ranks.index(other)])} to work, and this one "
+            f"{list(names)}; give every rank the same names"
         )
 
 

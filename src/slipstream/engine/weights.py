@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.build import Built
 from slipstream.engine.forward_graph import ForwardGraphs
-from slipstream.engine.ranks import first_writes, refuse_on_ranks
+from slipstream.engine.ranks import agree_on_adapter, agree_on_names, first_writes
 from slipstream.engine.reload import reload
 from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import ConfigError, UnsupportedError
@@ -92,7 +92,8 @@ class Weights(nn.Module):
     ) -> None:
         """Read a LoRA adapter in peft's format; `set_adapter` puts it to work.
 
-        One that is loaded under the name of another takes its place, also at work.
+        One that is loaded under the name of another takes its place, also at work. On several ranks all of
+        them make this call and those below; adapters are kept apart there, cut as their matrices are.
 
         Args:
             adapter: The folder that peft wrote, or the tensors by peft's names.
@@ -101,11 +102,12 @@ class Weights(nn.Module):
 
         Raises:
             WeightError: It cannot be read, or is of another model; nothing has changed.
-            UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor.
+            UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor; on several
+                ranks, one that has more than matrices of linears.
             ConfigError: Tensors without a configuration.
         """
-        refuse_on_ranks(self._built.mesh.replica, "load_adapter")
-        self._adapters.add(self.module, name, read_adapter(adapter, config))
+        read = agree_on_adapter(lambda: read_adapter(adapter, config), self._built.mesh.replica)
+        self._adapters.add(self.module, name, read)
 
     def set_adapter(self, name: str | Sequence[str] | None) -> None:
         """Put an adapter to work, or the sum of several, in the place of those that were; None for none.
@@ -119,6 +121,7 @@ class Weights(nn.Module):
             ConfigError: No adapter has this name, or two of them replace one tensor; nothing has changed.
             WeightError: A number is not finite in the engine's dtype; no adapter is at work then.
         """
+        agree_on_names(_names(name), self._built.mesh.replica)
         self._select(_names(name))
 
     def merge_adapter(self, name: str | Sequence[str] | None = None) -> None:
@@ -132,7 +135,8 @@ class Weights(nn.Module):
 
         Raises:
             ConfigError: As for `set_adapter`, or none is named and none is at work.
-            UnsupportedError: A matrix is tied to another, which would change, too; nothing has changed.
+            UnsupportedError: A matrix is tied to another, which would change, too, or is on several ranks;
+                nothing has changed.
             WeightError: The sum is not finite in the engine's dtype; no adapter is at work then.
         """
         names = self._adapters.active if name is None else _names(name)

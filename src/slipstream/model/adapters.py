@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.formats import Format
 from slipstream.model.beside import attach, detach, is_conv1d, stays_apart
-from slipstream.model.slots import find_slots, tensors_of
+from slipstream.model.slots import find_slots, tensors_of, wholes_of
 from slipstream.weights.lora import Adapter
 from slipstream.weights.slot import Slot
 
@@ -33,15 +33,16 @@ class Adapters:
         merged: Whether those are merged into the weights, or kept apart from them.
     """
 
-    def __init__(self, format_named: Callable[[str], Format]) -> None:
+    def __init__(self, format_named: Callable[[str], Format], ranks: int = 1) -> None:
         """Begin without any.
 
         Args:
             format_named: Gives a weight format by its name.
+            ranks: That share the model; several keep adapters apart and merge none.
         """
         self.active: tuple[str, ...] = ()
         self.merged = False
-        self._format_named = format_named
+        self._format_named, self._ranks = format_named, ranks
         self._known: dict[str, Adapter] = {}
         self._kept: dict[tuple[str, ...], tuple[Tensor, ...]] = {}
 
@@ -55,11 +56,18 @@ class Adapters:
 
         Raises:
             WeightError: It is of another model; nothing has changed.
-            UnsupportedError: It adapts one of several tied tensors.
+            UnsupportedError: It adapts one of several tied tensors; or on several ranks what is merged.
         """
         slots = find_slots(model, self._format_named)
         _check_fit(model, adapter)
-        _check_ties(_without(adapter, stays_apart(model, adapter.low_rank)), tensors_of(model), slots)
+        into = _without(adapter, stays_apart(model, adapter.low_rank))
+        if self._ranks > 1 and (into.whole or into.low_rank):
+            raise UnsupportedError(
+                f"the adapter changes {next(iter((*into.whole, *into.low_rank)))}, which is no matrix of a "
+                f"linear, or is read otherwise: it would be merged, and each of {self._ranks} ranks has a "
+                "part of what it changes; merge it into the model before init_inference"
+            )
+        _check_ties(into, tensors_of(model), slots)
         active, merged = self.active, self.merged
         if name in active:
             self.select(model, ())
@@ -92,6 +100,11 @@ class Adapters:
             WeightError: A sum or a factor is not finite in the engine's dtype; no adapter is at work then.
         """
         self._check_known(names)
+        if merged and names and self._ranks > 1:
+            raise UnsupportedError(
+                f"merging would write to whole tensors, and each of {self._ranks} ranks has a part of them; "
+                "set_adapter keeps adapters apart, on ranks too"
+            )
         if not (names or self.active):
             return
         adapters = [self._known[name] for name in dict.fromkeys(names)]
@@ -171,7 +184,7 @@ def _check_apart(names: Sequence[str], adapters: Sequence[Adapter]) -> None:
 
 
 def _check_fit(model: nn.Module, adapter: Adapter) -> None:
-    tensors, modules = tensors_of(model), dict(model.named_modules(remove_duplicate=False))
+    tensors, modules = wholes_of(model), dict(model.named_modules(remove_duplicate=False))
     lost = [p for p in adapter.low_rank if p not in modules or _matrix_of(p) not in tensors]
     lost += [name for name in adapter.whole if name not in tensors]
     if lost:

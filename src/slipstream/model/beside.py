@@ -2,7 +2,8 @@
 
 Every adapted module becomes a subclass of its class whose forward adds the product, so that models at every
 level, and the original code of fused layers, answer with it. A fused block gets the products of all modules
-that one of its matrices is made of as one (`Weight.beside`), in the order of its rows.
+that one of its matrices is made of as one (`Weight.beside`), in the order of its rows. On several ranks a
+product is cut as its matrix is: by the rows of `b`, or by the columns of `a`, and then added up.
 
 Shapes: I input width, O output width, R rank of all adapters at work together.
 """
@@ -22,6 +23,7 @@ from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.intact import parts_of
 from slipstream.model.namesake import namesake
 from slipstream.model.packed import BESIDE, weight_of
+from slipstream.model.split import is_split, split_of, sum_over_ranks
 from slipstream.ops.linear import Beside, Weight
 from slipstream.spec import Role
 from slipstream.weights.lora import LowRank
@@ -78,7 +80,7 @@ def attach(model: nn.Module, pairs: Mapping[str, Sequence[LowRank]]) -> None:
     for path, beside in made.items():
         module = model.get_submodule(path)
         if BESIDE not in vars(module):  # one that stands in two places is one
-            module.__dict__[BESIDE] = beside
+            module.__dict__[BESIDE] = _of_rank(module, beside)
             original: Any = type(module)
             module.__class__ = _adapted_class(original)
     for layer in touched:
@@ -118,10 +120,26 @@ def _attach_to_block(path: str, layer: nn.Module, made: Mapping[str, Beside]) ->
         own = {piece.name: made.get(f"{path}.{piece.name}".removesuffix(".weight")) for piece in pieces}
         found = {name: beside for name, beside in own.items() if beside is not None}
         if found:
-            changed[role] = replace(weight, beside=_by_rows(layer, pieces, found))
+            beside, columns = _by_rows(layer, pieces, found), state.plans[role].slice.columns
+            if columns is not None:
+                beside = replace(beside, a=beside.a[:, columns.start : columns.stop].contiguous())
+            changed[role] = replace(weight, beside=beside)
     if changed:
         matrices = {**state.block.weights.matrices, **changed}
         state.block.weights = replace(state.block.weights, matrices=matrices)
+
+
+def _of_rank(module: nn.Module, beside: Beside) -> Beside:
+    """The part of a product that goes with a rank's part of a module's matrix."""
+    if not is_split(module):
+        return beside
+    plan, rank = split_of(module)
+    cut = plan.cuts.get("weight")
+    if cut is None or plan.finish == "gather":  # what is joined is whole
+        return beside
+    if plan.finish == "sum":
+        return replace(beside, a=cut.along(1).of(beside.a, rank).contiguous())
+    return replace(beside, b=cut.along(0).of(beside.b, rank).contiguous())
 
 
 def _by_rows(layer: nn.Module, pieces: Sequence[Piece], found: Mapping[str, Beside]) -> Beside:
@@ -187,7 +205,9 @@ def _adapted_class(original: type[nn.Module]) -> type[nn.Module]:
         out = original.forward(self, *args, **kwargs)
         x = args[0] if args else kwargs["input"]
         beside: Beside = vars(self)[BESIDE]
-        return out + beside.of(x)
+        added = beside.of(x)
+        # What ranks have added up already is whole, and each has the product of its inputs alone.
+        return out + (sum_over_ranks(self, added) if is_split(self) else added)
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         original._apply(self, fn, recurse)

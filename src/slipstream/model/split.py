@@ -23,7 +23,16 @@ from slipstream.model.namesake import namesake
 from slipstream.parallel.plan import Cut
 from slipstream.parallel.rehearse import Peers
 
-__all__ = ["LayerSplit", "ModuleSplit", "cut_tensors", "is_split", "join_ranks", "refuse_load", "split_of"]
+__all__ = [
+    "LayerSplit",
+    "ModuleSplit",
+    "cut_tensors",
+    "is_split",
+    "join_ranks",
+    "refuse_load",
+    "split_of",
+    "sum_over_ranks",
+]
 
 CPU = torch.device("cpu")
 _STATE = "_slipstream_split"
@@ -76,6 +85,12 @@ def split_of(module: nn.Module) -> tuple[ModuleSplit, int]:
     """What became of a split module, and which rank this is."""
     state: _State = vars(module)[_STATE]
     return state.plan, state.peers.rank
+
+
+def sum_over_ranks(module: nn.Module, part: Tensor) -> Tensor:
+    """What is beside a split module's answer, added up if that is."""
+    state: _State = vars(module)[_STATE]
+    return state.peers.sum(part) if state.plan.finish == "sum" else part
 
 
 def cut_tensors(
