@@ -130,6 +130,7 @@ FAMILIES = (
     ),
     _encoder("clap_text", "ClapTextLayer", bert_tiny("ClapTextModel", "ClapTextConfig")),
     _encoder("layoutlm", "LayoutLMLayer", bert_tiny("LayoutLMForMaskedLM", "LayoutLMConfig")),
+    _encoder("tapas", "TapasLayer", bert_tiny("TapasForMaskedLM", "TapasConfig")),
     _encoder("splinter", "SplinterLayer", bert_tiny("SplinterModel", "SplinterConfig")),
     _encoder("visual_bert", "VisualBertLayer", bert_tiny("VisualBertModel", "VisualBertConfig")),
     _encoder("markuplm", "MarkupLMLayer", bert_tiny("MarkupLMModel", "MarkupLMConfig")),

@@ -95,6 +95,11 @@ FAMILIES = (
         Tiny("VoxtralEncoder", "VoxtralEncoderConfig", _NAMED | _HEARD),
     ),
     _ear(
+        "moss_transcribe_diarize_audio",
+        "MossTranscribeDiarizeAudioLayer",
+        Tiny("MossTranscribeDiarizeAudioModel", "MossTranscribeDiarizeAudioConfig", _EAR),
+    ),
+    _ear(
         "audioflamingo3_encoder",
         "AudioFlamingo3EncoderLayer",
         Tiny("AudioFlamingo3Encoder", "AudioFlamingo3EncoderConfig", _NAMED | _HEARD),

@@ -169,7 +169,10 @@ def prove_gated(
     like = next(module.parameters())
     exact = module if like.dtype == torch.float32 else copy.deepcopy(module).float()
     rows, orders = _rows_for(exact, like), list(_orders(_linears(module) or {}))
+    rows = rows.view(*(1,) * (1 if heard is None else heard[0].dim() - 2), *rows.shape)
     answer = exact.forward(rows)
+    if not isinstance(answer, Tensor):
+        return ""
     if not float(answer.std()) > 1e-6:
         return "its weights are such that its formula does not show"
     formula = _formula_of(exact, rows, answer, orders)
@@ -182,7 +185,7 @@ def prove_gated(
         own.to(settings.device)
     worst = 0.0
     for given in (rows, *(() if heard is None else heard[:1])):
-        x = given.to(settings.device, settings.dtype).reshape(-1, given.shape[-1])
+        x = given.to(settings.device, settings.dtype)
         expected, got = own.forward(x), formula.of(formula.linears(own), x, multiply)
         error = disagreement(expected, got)
         if error is None and is_as_near(expected, got, _exactly(formula, own, x)):

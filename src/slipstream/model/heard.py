@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.model.check import MODEL_ERRORS, left_as_it_was
 from slipstream.model.layers import Found
@@ -60,7 +60,7 @@ def _listen(
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in pending:
                 pending.discard(name)
-                if not kwargs:
+                if args and not kwargs and all(isinstance(x, Tensor) and x.dim() > 1 for x in args):
                     heard[name] = copy.deepcopy(args)
                 if not pending:
                     raise _EnoughError

@@ -117,6 +117,7 @@ def prove_norm(
         parameter.copy_(_random(parameter.shape, generator))
     width = next(iter(exact.parameters())).numel()
     rows = torch.cat([scale * _random((4, width), generator) for scale in _SCALES])
+    rows = rows.view(*(1,) * (1 if heard is None else heard[0].dim() - 2), *rows.shape)
     given: list[Tensor] = [rows.to(next(exact.parameters()).device)]
     if (_tensors_taken(module) or (1, 1))[0] == 2 or (heard is not None and len(heard) == 2):
         given.append(2 * _random(rows.shape, generator).to(given[0]))

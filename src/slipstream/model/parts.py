@@ -228,7 +228,8 @@ def _prove(
             return prove_gated(module, bound, _product(bound, settings).of, settings, name, heard)
     except MODEL_ERRORS as error:
         log.info("%s keeps its own code: %s: %s", name, type(error).__name__, error)
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        is_norm = may_be_norm(module) and _is_named_norm(module)  # others had the shapes alone
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if is_norm else ""
 
 
 def _is_named_norm(module: nn.Module) -> bool:
