@@ -33,10 +33,11 @@ _LEAST_BYTES = 1 << 16
 """Below this a call costs more than it saves, but for packed matrices, which torch would unpack first: 8 us
 beside 13 to 180 for a matrix of 16 x 16."""
 
-_LONG = 3e8
+_LONG = 8e7
 """Additions and multiplications from which on a product waits for torch's threads to end. They spin for
 milliseconds after torch's own operations: 512 rows times 2048 x 2048 take 11.2 ms beside them and 5.5
-without, and the next operation 0.1 ms longer."""
+without, and the next operation 0.1 ms longer; 256 rows through 4 layers of 576 that else run their own code
+take 52 ms and 43."""
 
 
 _MEMORY, _RATES = 15e9, {torch.float32: 8e10, torch.bfloat16: 2.5e11}
