@@ -133,9 +133,7 @@ def other_names() -> None:
     engine.set_adapter("one" if dist.get_rank() else None)
 
 
-def refused(place: str, what: str) -> None:
-    if what == "zero":
-        split(tiny(), 2, **FUSED, zero={"offload_param": {"device": "nvme", "nvme_path": place}})
+def refused(what: str) -> None:
     engine = split(tiny(), 2, **FUSED)
     if what == "table":
         load_adapter(engine, adapter_of(tiny(), lambda path: path.endswith("embed_tokens")))
@@ -169,3 +167,35 @@ def planes(place: str, size: int, quant: str, dtype: torch.dtype, settings: dict
         "off": same,
         "error": error,
     }
+
+
+def offloaded(place: str, size: int, settings: dict[str, Any], device: str) -> dict[str, Any]:
+    """Layers that are streamed on ranks, beside one process without."""
+    zero = {"stage": 3, "offload_param": {"device": device, "nvme_path": place if device == "nvme" else None}}
+    given: dict[str, Any] = {"dtype": torch.float32, **settings, **FUSED}
+    source: Any = tiny()
+    if device == "cpu":
+        folder = Path(place) / "model"
+        if dist.get_rank() == 0:
+            source.save_pretrained(folder)
+        dist.barrier(group(size))
+        source = folder
+    saved = str(Path(place) / "saved")
+    engine = split(source, size, **given, zero=zero, save_mp_checkpoint_path=saved)
+    alone = slipstream.init_inference(tiny(), **given)
+    ids = torch.arange(3, 14)[None]
+    with torch.no_grad():
+        error = float((engine(ids).logits - alone(ids).logits).abs().max())
+    state, due = engine.state_dict(), alone.state_dict()
+    return {
+        "error": error,
+        "same": torch.equal(tokens(engine), tokens(alone)),
+        "state": max(float((state[name] - tensor).abs().max()) for name, tensor in due.items()),
+        "text": str(engine.report()),
+        "saved": _loads_as(Path(saved), due) if settings else (Path(saved) / "model.safetensors").exists(),
+    }
+
+
+def _loads_as(folder: Path, due: dict[str, torch.Tensor]) -> bool:
+    found = slipstream.init_inference(folder, dtype=torch.float32, **FUSED).state_dict()
+    return all(torch.equal(found[name], tensor) for name, tensor in due.items())

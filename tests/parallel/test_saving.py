@@ -40,9 +40,9 @@ def test_packed_weights_that_ranks_save_are_those_of_one_process_at_any_degree(
                 assert row["error"] <= 1e-5
 
 
-@pytest.mark.parametrize("what", ["merge", "table", "zero"])
-def test_what_ranks_do_not_do_is_refused_on_all_of_them(pool: Pool, tmp_path: Path, what: str) -> None:
-    for answer in pool.run("tests.parallel.saving_jobs:refused", str(tmp_path), what, ranks=2):
+@pytest.mark.parametrize("what", ["merge", "table"])
+def test_what_ranks_do_not_do_is_refused_on_all_of_them(pool: Pool, what: str) -> None:
+    for answer in pool.run(f"{JOBS}:refused", what, ranks=2):
         assert isinstance(answer, Failed) and answer.kind == "UnsupportedError", answer
         assert "2 ranks" in answer.message
 
@@ -63,3 +63,15 @@ def test_ranks_that_put_other_adapters_to_work_hear_of_it(pool: Pool) -> None:
     for answer in pool.run(f"{JOBS}:other_names", ranks=2):
         assert isinstance(answer, Failed) and answer.kind == "ConfigError", answer
         assert "give every rank the same names" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "device"),
+    [(2, {"quant": "int8"}, "cpu"), (3, {}, "nvme"), (3, {"quant": "int4"}, "nvme")],
+)
+def test_layers_are_streamed_on_ranks_too(
+    pool: Pool, tmp_path: Path, size: int, settings: dict[str, Any], device: str
+) -> None:
+    for row in results(pool.run(f"{JOBS}:offloaded", str(tmp_path), size, settings, device, ranks=size)):
+        assert row["error"] <= 1e-5 and row["same"] and row["state"] == 0.0 and row["saved"]
+        assert "are streamed from files" in row["text"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -108,9 +108,10 @@ def _of_block(layer: nn.Module) -> tuple[dict[str, Kind], Mapping[str, Tensor]]:
     def like(name: str) -> Tensor:
         return torch.empty_like(layer.get_parameter(name), dtype=torch.float32, device="meta")
 
-    if share is None:
-        return names, restore_block(BlockWeights(wide, {}), plans)
-    return names, rejoined(BlockWeights(wide, {}), plans, share, like)
+    with nullcontext() if held.block.weights.lease is None else held.block.weights.lease:
+        if share is None:
+            return names, restore_block(BlockWeights(wide, {}), plans)
+        return names, rejoined(BlockWeights(wide, {}), plans, share, like)
 
 
 @contextmanager

@@ -48,11 +48,6 @@ def join(model: nn.Module, config: InferenceConfig) -> Mesh:
     """
     mesh = open_mesh(config)
     agree_on_engine(model, config, mesh)
-    if not mesh.is_alone and config.zero.offload_param.device != "none":
-        raise UnsupportedError(
-            f"zero.offload_param.device={config.zero.offload_param.device!r} on {mesh.replica.size} ranks: "
-            "layers are streamed in one process alone; drop one of them"
-        )
     return mesh
 
 
