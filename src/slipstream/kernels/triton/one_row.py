@@ -43,8 +43,10 @@ from slipstream.kernels.triton.target import (
 from slipstream.kernels.triton.words import (
     FIELDS,
     INTEGERS,
+    PAIRED,
     PER_WORD,
     fixed,
+    paired,
     rescale_of,
 )
 from slipstream.ops.activation import KINDS
@@ -81,7 +83,8 @@ def _one_row(
     FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr,
     RESCALE: tl.constexpr, NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    ALIGNED: tl.constexpr, INTEGER: tl.constexpr, HAND: tl.constexpr, OVERLAPS: tl.constexpr,
+    ALIGNED: tl.constexpr, INTEGER: tl.constexpr, PAIRED: tl.constexpr, HAND: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     WORDS: tl.constexpr, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     fields = row_taken(
@@ -92,6 +95,8 @@ def _one_row(
         of_run = sums_of_runs(fields, PARTS * FIELDS)
     if INTEGER:
         fields, counts = fixed(fields, PARTS)
+    if PAIRED:
+        fields, counts = paired(fields, PARTS, FORMAT, HAND)
     word = tl.arange(0, WORDS)
     stored: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     for tile in tl.range(tl.program_id(0), tl.cdiv(outputs, OUTPUTS), tl.num_programs(0), num_stages=AHEAD):
@@ -115,7 +120,20 @@ def _one_row(
         if HAS_RESIDUAL:
             before = tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
         y = row_sums(
-            first, other, high, fields, counts, of_run, scale, least, FORMAT, PARTS, FIELDS, INTEGER, HAND
+            first,
+            other,
+            high,
+            fields,
+            counts,
+            of_run,
+            scale,
+            least,
+            FORMAT,
+            PARTS,
+            FIELDS,
+            INTEGER,
+            PAIRED,
+            HAND,
         )
         if FORMAT > 0:
             y = y * times
@@ -163,6 +181,7 @@ def _constants(
         "GATED": around.gated,
         "HAND": hand,
         "INTEGER": kind in INTEGERS and itemsize == 2,
+        "PAIRED": kind in PAIRED and itemsize == 2 and (hand or interpreted()),
         "OVERLAPS": overlaps(number),
         "WORDS": max(int(triton.next_power_of_2(-(-inputs // PER_WORD[kind]))), 128),
     }

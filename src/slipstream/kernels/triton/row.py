@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.overlap import wait_for_predecessor
-from slipstream.kernels.triton.words import dots, field_at, nothing
+from slipstream.kernels.triton.words import dots, field_at, nothing, pairs
 
 __all__ = ["groups_at", "row_sums", "row_taken", "sums_of_runs", "words_of"]
 
@@ -170,10 +170,12 @@ def sums_of_runs(fields, COUNT: tl.constexpr):
 def row_sums(
     first, other, high, fields, counts, of_run, scale, least,
     FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, INTEGER: tl.constexpr,
-    HAND: tl.constexpr,
+    PAIRED: tl.constexpr, HAND: tl.constexpr,
 ):  # fmt: skip
-    """A tile's words times the row, `(O,)` float32; of integers by codes, `counts` being the row's unit."""
-    if INTEGER:
+    """A tile's words times the row, `(O,)` float32; `counts` is the unit of a row as codes or pairs."""
+    if PAIRED:
+        found = pairs(first, other, high, fields, PARTS, FORMAT, HAND) * counts
+    elif INTEGER:
         found = dots(first.to(tl.int32, bitcast=True), fields, PARTS, HAND) * counts
     else:
         found = _products(first, other, high, fields, FORMAT, PARTS, FIELDS, HAND)
