@@ -83,8 +83,7 @@ def _one_row(
     FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr,
     RESCALE: tl.constexpr, NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    ALIGNED: tl.constexpr, INTEGER: tl.constexpr, PAIRED: tl.constexpr, HAND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    ALIGNED: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr, OVERLAPS: tl.constexpr,
     WORDS: tl.constexpr, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     fields = row_taken(
@@ -93,9 +92,9 @@ def _one_row(
     of_run, counts = 0.0, 1.0
     if FORMAT == 3 or FORMAT == 4:
         of_run = sums_of_runs(fields, PARTS * FIELDS)
-    if INTEGER:
+    if WAY == 1:
         fields, counts = fixed(fields, PARTS)
-    if PAIRED:
+    if WAY == 2:
         fields, counts = paired(fields, PARTS, FORMAT, HAND)
     word = tl.arange(0, WORDS)
     stored: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
@@ -120,20 +119,7 @@ def _one_row(
         if HAS_RESIDUAL:
             before = tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
         y = row_sums(
-            first,
-            other,
-            high,
-            fields,
-            counts,
-            of_run,
-            scale,
-            least,
-            FORMAT,
-            PARTS,
-            FIELDS,
-            INTEGER,
-            PAIRED,
-            HAND,
+            first, other, high, fields, counts, of_run, scale, least, FORMAT, PARTS, FIELDS, WAY, HAND
         )
         if FORMAT > 0:
             y = y * times
@@ -162,6 +148,13 @@ def _form(kind: int, itemsize: int, inputs: int, around: Around, *, narrow: bool
     return Bucket("one row", shape, choices, warps=(2, 4, 8, 16)), Launch(sizes, warps=warps)
 
 
+def _way(kind: int, itemsize: int, *, hand: bool) -> int:
+    """How a row is multiplied: 0 as float32, 1 as integers, 2 as pairs of float16."""
+    if itemsize > 2:
+        return 0
+    return 1 if kind in INTEGERS else 2 if kind in PAIRED and hand else 0
+
+
 def _constants(
     kind: int, itemsize: int, blocks: int, inputs: int, around: Around, number: int
 ) -> dict[str, Any]:
@@ -180,8 +173,7 @@ def _constants(
         "ACTIVATION": around.activation,
         "GATED": around.gated,
         "HAND": hand,
-        "INTEGER": kind in INTEGERS and itemsize == 2,
-        "PAIRED": kind in PAIRED and itemsize == 2 and (hand or interpreted()),
+        "WAY": _way(kind, itemsize, hand=hand or interpreted()),
         "OVERLAPS": overlaps(number),
         "WORDS": max(int(triton.next_power_of_2(-(-inputs // PER_WORD[kind]))), 128),
     }

@@ -169,13 +169,12 @@ def sums_of_runs(fields, COUNT: tl.constexpr):
 @triton.jit
 def row_sums(
     first, other, high, fields, counts, of_run, scale, least,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, INTEGER: tl.constexpr,
-    PAIRED: tl.constexpr, HAND: tl.constexpr,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr,
 ):  # fmt: skip
     """A tile's words times the row, `(O,)` float32; `counts` is the unit of a row as codes or pairs."""
-    if PAIRED:
+    if WAY == 2:
         found = pairs(first, other, high, fields, PARTS, FORMAT, HAND) * counts
-    elif INTEGER:
+    elif WAY == 1:
         found = dots(first.to(tl.int32, bitcast=True), fields, PARTS, HAND) * counts
     else:
         found = _products(first, other, high, fields, FORMAT, PARTS, FIELDS, HAND)
