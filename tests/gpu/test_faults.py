@@ -75,6 +75,16 @@ def of_integers(name: str) -> Check:
     return check
 
 
+def of_pairs(name: str) -> Check:
+    """A row in bfloat16 times small floats: within two of bfloat16's steps, for both sides are rounded."""
+
+    def check(module: Any, patch: pytest.MonkeyPatch) -> float:
+        error = of_integers(name)(module, patch)
+        return error if error > 2**-6 else 0.0
+
+    return check
+
+
 def of_fp8(module: Any, patch: pytest.MonkeyPatch) -> float:
     """Rows that are rounded to fp8, times the identity."""
     x = torch.randn(129, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -251,6 +261,20 @@ FAULTS = (
         "_shifted(high, 11 + more",
         "_shifted(high, 10 + more",
         of_format("fp6", 1),
+    ),
+    Fault(
+        "words: a sum of pairs that begins anew",
+        ("words", "row", "one_row", "linear"),
+        "sums = _onto(_fp8_pair(words[quarter], pair, HAND), number, sums, HAND)",
+        "sums = _onto(_fp8_pair(words[quarter], pair, HAND), number, sums & 0xFFFF, HAND)",
+        of_pairs("fp8"),
+    ),
+    Fault(
+        "words: pairs of a row in another order than the weights'",
+        ("words", "row", "one_row", "linear"),
+        "_packed(fields[part * 4 + pair] * each, fields[part * 4 + pair + 2] * each)",
+        "_packed(fields[part * 4 + 2 * pair] * each, fields[part * 4 + 2 * pair + 1] * each)",
+        of_pairs("fp6"),
     ),
     Fault(
         "words: a bit of the fixed point",
