@@ -233,13 +233,16 @@ def make_step(
     counts, lens = [chunk.count for chunk in chunks], [chunk.start + chunk.count for chunk in chunks]
     width, total = -(-max(lens) // BLOCK_SIZE), sum(counts)
     rows = [blocks[chunk.row][:width] for chunk in chunks]
-    table = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-    count, length = torch.tensor(counts), torch.tensor(lens)
+    table, count, length = (
+        _host([[*row, *[0] * (width - len(row))] for row in rows]),
+        _host(counts),
+        _host(lens),
+    )
     ends = count.cumsum(0)
-    owner = torch.arange(len(chunks)).repeat_interleave(count, output_size=total)
-    positions = torch.arange(total) + (length - ends)[owner]
+    owner = _host(range(len(chunks))).repeat_interleave(count, output_size=total)
+    positions = torch.arange(total, device="cpu") + (length - ends)[owner]
     slots = table[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    logit_rows = ends[torch.tensor([chunk.is_last for chunk in chunks])] - 1
+    logit_rows = ends[_host([row for row, chunk in enumerate(chunks) if chunk.is_last])] - 1
     starts = torch.nn.functional.pad(ends, (1, 0))
     made = (positions, slots, logit_rows, starts.int(), length.int(), table.int())
     positions, slots, logit_rows, starts, length, table = _sent(made, device)
@@ -255,6 +258,10 @@ def make_step(
         max_query_len=max(counts),
         max_kv_len=max(lens),
     )
+
+
+def _host(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
