@@ -24,28 +24,15 @@ inline int64_t digit_at(int64_t j, bool int4) {
 // The row in units of what is returned, `stride` digits of each place, and zeros behind the inputs. The unit
 // is NaN where the row holds NaN or infinity.
 inline float split_digits(const float* x, int64_t n, bool int4, int count, uint8_t* digits, int64_t stride) {
-    constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: a row of less counts as zeros
-    Vec largest[2] = {Vec::set(0), Vec::set(0)}, odd[2] = {Vec::set(0), Vec::set(0)};
-    const auto look = [&](Vec v, int i) {
-        largest[i] = max(abs(v), largest[i]);
-        odd[i] = fma(v, Vec::set(0), odd[i]);
-    };
-    int64_t k = 0;
-    for (; k + 2 * Vec::kWidth <= n; k += 2 * Vec::kWidth) {
-        look(Vec::load(x + k), 0);
-        look(Vec::load(x + k + Vec::kWidth), 1);
-    }
-    for (; k < n; k += Vec::kWidth)
-        look(Vec::load(x + k, least(n - k, Vec::kWidth)), 0);
-    const float range = max(largest[0], largest[1]).highest();
-    const float most_units = count == 2 ? 127.0f * 256 : 127.0f * 65536;
-    const Vec times = Vec::set(range >= kLeast ? most_units / range : 0.0f);
+    const Grid grid = grid_of(x, n, false); // of the highest digit
+    const float below = count == 2 ? 256.0f : 65536.0f;
+    const Vec times = Vec::set(grid.times * below);
     int64_t j = 0;
     for (; j + Vec::kWidth <= n; j += Vec::kWidth)
         store_digits(Vec::load(x + j) * times, count, digits + digit_at(j, int4), stride);
     for (; j < stride; j += Vec::kWidth)
         store_digits(Vec::load(x + j, most(0, n - j)) * times, count, digits + digit_at(j, int4), stride);
-    return range / most_units + (odd[0] + odd[1]).sum();
+    return grid.scale / below;
 }
 
 // What sums begin with, 16 lanes for each place, so that what was added to the codes does not count.
