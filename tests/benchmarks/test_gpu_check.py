@@ -55,6 +55,26 @@ def test_only_the_rows_that_are_asked_for_are_asked_and_time_ends_a_part(tmp_pat
     assert len(rows) == 2 and "float16" in rows[0]["row"] and "left out" in rows[1]["row"]
 
 
+@pytest.mark.parametrize("asked", [2, 3])
+def test_where_the_original_says_something_else_on_the_device_that_counts(
+    asked: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first answer is the engine's, the second the original's on the CPU, the third its on the device."""
+    says, calls = gpu_check._says, []
+
+    def other_choice(model: object, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, tokens = says(model, ids)
+        calls.append(model)
+        return (logits + 7.0 if 1 < len(calls) <= asked else logits), tokens
+
+    monkeypatch.setattr(gpu_check, "_says", other_choice)
+    given = ["--quick", "--part", "families", "--only", "afmoe", "--minutes", "0", "--out", str(tmp_path)]
+    assert gpu_check.main(given) == asked - 2
+    row = json.loads((tmp_path / "gpu_check_families.json").read_text())["rows"][0]
+    assert row["right"] == (asked == 2) and row["error_on_cpu"] > 6 and len(calls) == 3
+    assert row["against"] == "the original on cpu"
+
+
 @pytest.mark.parametrize(
     ("name", "suffix"),
     [
