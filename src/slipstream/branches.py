@@ -151,6 +151,8 @@ class MoE:
         shared_gate: What the shared experts say is multiplied by the sigmoid of the role `SHARED_GATE`.
         residual: The softmax of that role's two outputs weighs experts and shared experts (arXiv 2201.05596).
         weighs_input: Weights multiply what enters an expert, rather than what leaves it.
+        idle: Experts that come after the others and answer what they are asked. The router scores them, and
+            the first matrix has rows for them, which nothing reads. Only courses know of them.
     """
 
     experts: int
@@ -171,6 +173,7 @@ class MoE:
     shared_gate: bool = False
     residual: bool = False
     weighs_input: bool = False
+    idle: int = 0
 
     @property
     def is_plain(self) -> bool:

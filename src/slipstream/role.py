@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
 
-__all__ = ["Role"]
+__all__ = ["SECOND", "Role"]
 
 
 class Role(StrEnum):
@@ -19,6 +22,7 @@ class Role(StrEnum):
     `INPUT_GATE`, `INPUT_OUT` and `INPUT_NORM` are the branch that reads an input of the layer's own;
     `LAYER_SCALE` multiplies what leaves the layer.
     `ROUTER_BIAS` is added to experts' scores for the choice among them, and to nothing else.
+    `SECOND_...` are those of the second half of a layer that has every branch twice.
     """
 
     ATTN_NORM = "attn_norm"
@@ -59,11 +63,28 @@ class Role(StrEnum):
     SHARED_IN = "shared_in"
     SHARED_OUT = "shared_out"
     SHARED_GATE = "shared_gate"
+    SECOND_ATTN_NORM = "second_attn_norm"
+    SECOND_Q_DOWN = "second_q_down"
+    SECOND_Q_DOWN_NORM = "second_q_down_norm"
+    SECOND_Q_UP = "second_q_up"
+    SECOND_KV_DOWN = "second_kv_down"
+    SECOND_KV_DOWN_NORM = "second_kv_down_norm"
+    SECOND_KV_UP = "second_kv_up"
+    SECOND_ATTN_OUT = "second_attn_out"
+    SECOND_MLP_NORM = "second_mlp_norm"
+    SECOND_MLP_IN = "second_mlp_in"
+    SECOND_MLP_OUT = "second_mlp_out"
+
+    @property
+    def kind(self) -> Role:
+        """The role itself, or what one of a second half is there."""
+        return _KINDS.get(self, self)
 
     @property
     def is_matrix(self) -> bool:
         """Whether rows are multiplied by the role; the others are norms and small vectors."""
-        return self.is_quantizable or self in (Role.ROUTER, Role.SHARED_GATE, Role.KV_UP, Role.ATTN_GATE)
+        dense = (Role.ROUTER, Role.SHARED_GATE, Role.KV_UP, Role.ATTN_GATE)
+        return self.is_quantizable or self.kind in dense
 
     @property
     def is_cross(self) -> bool:
@@ -73,7 +94,7 @@ class Role(StrEnum):
     @property
     def is_quantizable(self) -> bool:
         """Whether the role may be stored in a weight format; a router decides too much for its size."""
-        return self in _QUANTIZABLE
+        return self.kind in _QUANTIZABLE
 
 
 _QUANTIZABLE = frozenset(
@@ -96,3 +117,10 @@ _QUANTIZABLE = frozenset(
         Role.INPUT_OUT,
     }
 )
+
+SECOND: Final[Mapping[Role, Role]] = MappingProxyType(
+    {Role(role.removeprefix("second_")): role for role in Role if role.startswith("second_")}
+)
+"""The role in a layer's second half of each that it has there, too."""
+
+_KINDS = {second: role for role, second in SECOND.items()}

@@ -7,13 +7,14 @@ stands around the layers). Layers with equal specs are of one kind: they share k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.branches import Gate, Growth, Latent, MoE, Norm, QKNorm, Rope
-from slipstream.role import Role
+from slipstream.role import SECOND, Role
 
 __all__ = [
+    "SECOND",
     "BlockSpec",
     "EncoderSpec",
     "FrameSpec",
@@ -82,6 +83,9 @@ class BlockSpec:
             feed-forward, with as many heads; None where it attends to itself alone.
         relative: A learned bias by relative position is added to the scores of the layer's own attention.
             "shared" is made by the first layer, returned, and handed to the others; "own" is each layer's.
+        twice: The layer has two halves with a latent attention and a dense feed-forward each, and its
+            experts beside them. The first half's feed-forward has the roles of the shared experts, and their
+            width; the second's roles are those of `SECOND`. Only courses know of halves.
         own_attention: The family's own code says which keys a query meets (`Family.attention`).
         clamp: In float16, sums that are no longer finite are brought back into the dtype's range: after each
             "branch", or at the layer's "end".
@@ -127,6 +131,7 @@ class BlockSpec:
     branches: Literal["both", "attention", "feed_forward", "neither"] = "both"
     cross: int | None = None
     relative: Literal["shared", "own"] | None = None
+    twice: bool = False
     own_attention: bool = False
     clamp: Literal["branch", "end"] | None = None
 
@@ -149,6 +154,11 @@ class BlockSpec:
         if self.latent is None:
             return (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
         return (1, self.latent.rank), (1, self.latent.rope_dim)
+
+    @property
+    def half(self) -> BlockSpec:
+        """One of the halves of a layer that has every branch twice."""
+        return replace(self, twice=False, moe=None, ffn=0 if self.moe is None else self.moe.shared)
 
     @property
     def gate_dim(self) -> int:
@@ -197,12 +207,14 @@ class BlockSpec:
         if self.moe is None:
             shapes |= {Role.MLP_IN: (gate * self.ffn, self.hidden), Role.MLP_OUT: (self.hidden, self.ffn)}
             return shapes
-        experts = self.moe.experts
+        experts, scored = self.moe.experts, self.moe.experts + self.moe.idle
         shapes |= {
-            Role.ROUTER: (experts, self.hidden),
-            Role.EXPERTS_IN: (experts, gate * self.ffn, self.hidden),
+            Role.ROUTER: (scored, self.hidden),
+            Role.EXPERTS_IN: (scored, gate * self.ffn, self.hidden),
             Role.EXPERTS_OUT: (experts, self.hidden, self.ffn),
         }
+        if self.twice:
+            shapes |= {SECOND[role]: shape for role, shape in self.half.matrix_shapes().items()}
         if self.moe.shared:
             shapes[Role.SHARED_IN] = (gate * self.moe.shared, self.hidden)
             shapes[Role.SHARED_OUT] = (self.hidden, self.moe.shared)

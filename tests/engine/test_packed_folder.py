@@ -16,6 +16,7 @@ from slipstream.engine.save import save_packed
 from slipstream.errors import ConfigError, WeightError
 from slipstream.model.inject import injected_state, is_injected
 from tests.cli.conftest import Run, checkpoint, run  # noqa: F401 - fixtures
+from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.models import close, inject, make, prompt
 
 BOTH = {"weight": {"format": "fp6"}, "head": "int4", "embedding": "int4"}
@@ -43,6 +44,18 @@ def test_a_folder_opens_as_the_engine_that_wrote_it(kind: str, quant: Any, tmp_p
         opened(input_ids=ids).logits, engine(input_ids=ids).logits, rtol=1e-5, atol=1e-5
     )
     own, got = engine.state_dict(), opened.state_dict()
+    assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash"])
+def test_a_router_s_correction_which_is_a_buffer_is_written(name: str, tmp_path: Path) -> None:
+    (variant, *_) = (v for v in VARIANTS if label(v) == name)
+    engine = inject(peaked_model(variant[1]), quant="int4")
+    save_packed(engine.module, engine.inference_config, tmp_path / "packed")
+    opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
+    torch.testing.assert_close(opened(prompt()).logits, engine(prompt()).logits, rtol=1e-5, atol=1e-5)
+    own, got = engine.state_dict(), opened.state_dict()
+    assert any("correction_bias" in name for name in own)
     assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import transformers
 
 import slipstream
+from slipstream.model import layer_call
 from slipstream.model.cache import BLOCK_SIZE, bytes_per_token
 from slipstream.model.latent import absorbed, attend_paged, expanded
 from slipstream.ops.attention import attention
 from slipstream.ops.step import Step
 from slipstream.spec import Latent, Norm
+from tests.families.sweep import VARIANTS, label, peaked_model
 
 TOLERANCE = 1e-4
 """The promise for float32."""
@@ -87,6 +90,75 @@ def test_the_cache_keeps_one_latent_and_one_key_per_token() -> None:
         assert kept == ids.numel() * (LATENT.rank + LATENT.rope_dim) * 4
         torch.testing.assert_close(ours.keys, theirs.keys, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(ours.values, theirs.values, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def _of_two_halves(**options: Any) -> Any:
+    (variant, *_) = (v for v in VARIANTS if label(v) == "longcat_flash")
+    return peaked_model(replace(variant[1], options={**variant[1].options, **options}))
+
+
+def test_a_layer_of_two_attentions_keeps_two_latents_per_token_and_absorbs_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = _of_two_halves()
+    engine, config = _injected(original), original.config
+    assert [layer.level for layer in engine.report().layers] == ["block"] * config.num_layers
+    calls: list[torch.Tensor] = []
+    counted = lambda q, *parts, **options: calls.append(q) or absorbed(q, *parts, **options)  # noqa: E731
+    monkeypatch.setattr(layer_call, "absorbed", counted)
+    ids, mask = _padded()
+    caches = transformers.DynamicCache(), transformers.DynamicCache()
+    with torch.no_grad():
+        for end, begin in ((6, 0), (7, 6), (9, 7)):
+            given = {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end], "use_cache": True}
+            expected = original(**given, past_key_values=caches[0]).logits
+            got = engine(**given, past_key_values=caches[1]).logits
+            real = mask[:, begin:end].bool()
+            assert float((expected - got)[real].abs().max()) <= TOLERANCE
+    assert len(calls) == 2 * config.num_layers  # of the one forward of one token
+    numbers = config.kv_lora_rank + config.qk_rope_head_dim
+    kept = [sum(t.numel() for t in (layer.keys, layer.values)) for layer in caches[1].layers]
+    assert kept == [ids.numel() * numbers] * 2 * config.num_layers
+    for theirs, ours in zip(caches[0].layers, caches[1].layers, strict=True):
+        for a, b in ((theirs.keys, ours.keys), (theirs.values, ours.values)):
+            torch.testing.assert_close(a[mask[:, None].bool()], b[mask[:, None].bool()], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"router_bias": True}, "a bias, which the original leaves out"),
+        ({"n_routed_experts": 0}, "none of its experts has weights"),
+    ],
+)
+def test_experts_that_no_block_has_keep_their_layer(options: dict[str, Any], reason: str) -> None:
+    original = _of_two_halves(**options)
+    engine, ids = _injected(original), _padded()[0]
+    assert {layer.reason.partition(": ")[2] for layer in engine.report().layers} == {
+        f"its router has {reason}" if "bias" in reason else reason
+    }
+    with torch.no_grad():
+        torch.testing.assert_close(engine(ids).logits, original(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_both_halves_are_packed_and_come_back_as_what_they_stand_for(quant: str) -> None:
+    original = _of_two_halves()
+    engine = _injected(original, quant=quant)
+    state = engine.state_dict()
+    assert state.keys() == original.state_dict().keys()
+    changed = {name for name, tensor in original.state_dict().items() if not state[name].equal(tensor)}
+    for half in (0, 1):
+        for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"):
+            assert f"model.layers.1.self_attn.{half}.{part}.weight" in changed
+        assert f"model.layers.1.self_attn.{half}.kv_b_proj.weight" not in changed
+        assert f"model.layers.1.mlps.{half}.down_proj.weight" in changed
+    unpacked = copy.deepcopy(original)
+    unpacked.load_state_dict(state)
+    ids, mask = _padded()
+    with torch.no_grad():
+        expected, got = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (unpacked, engine))
+    assert float((expected - got).abs().max()) <= TOLERANCE
 
 
 def test_original_code_goes_on_with_a_cache_that_blocks_began() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.parallel import Axis, Mesh, Share, share_of, spread
 from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
 
@@ -92,6 +92,12 @@ def test_routers_and_norms_are_on_every_rank() -> None:
 def test_more_ranks_than_there_is_to_split_are_refused(spec: BlockSpec, ranks: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         shares(spec, ranks)
+
+
+def test_experts_beside_half_of_their_layer_are_not_spread() -> None:
+    axis = Axis((0, 1), 0)
+    with pytest.raises(UnsupportedError, match="moe.ep_size=2: experts that stand beside half"):
+        share_of(replace(SPEC, moe=MoE(4, 2, shared=10), twice=True), Mesh(Axis(), axis, axis))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])

@@ -25,6 +25,7 @@ from slipstream.weights.load import BlockWeights, restore_block
 from slipstream.weights.packed_folder import Matrix, write_packed_folder
 from slipstream.weights.recipe import scatter
 from slipstream.weights.safe_file import write_safe
+from slipstream.weights.source import ModuleSource
 
 __all__ = ["held_tensors", "save_described", "save_packed"]
 
@@ -75,7 +76,8 @@ def _of_block(path: str, layer: nn.Module, matrices: dict[str, Matrix]) -> dict[
         matrices[f"{path}:{role}"] = Matrix(weight, pieces)
         if weight.bias is not None:
             tensors |= scatter(plans[role].bias, weight.bias)
-    return {name: tensor.reshape(layer.get_parameter(name).shape) for name, tensor in tensors.items()}
+    own = ModuleSource(layer)
+    return {name: tensor.reshape(own.shape(name)) for name, tensor in tensors.items()}
 
 
 def save_packed(

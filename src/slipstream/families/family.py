@@ -140,6 +140,21 @@ class Branches(Protocol):
         """The feed-forward, or the experts, between its norms."""
         ...
 
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each of `(N, C)`, `(N, k)`, after their weights in float32."""
+        ...
+
+    def mix(self, x: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+        """What experts say of `(N, C)`, by a choice, in which -1 adds nothing; without shared ones."""
+        ...
+
+    def halves(self) -> tuple[Branches, Branches]:
+        """The branches of each half of a layer that has them twice, under the same roles.
+
+        Each half has a place of its own in the cache: twice the layer's, and the one after it.
+        """
+        ...
+
     def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of `(B, H, S, D)` over `(B, K, L, D)`: `(B, S, H * D)`; `mask` as torch takes it."""
         ...

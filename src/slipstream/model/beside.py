@@ -49,8 +49,9 @@ def stays_apart(model: nn.Module, paths: Iterable[str]) -> frozenset[str]:
     """
     merged: set[str] = set()
     for path, layer in _layers(model):
-        for role in _READ_OTHERWISE.intersection(injected_state(layer).plans):
-            merged |= {f"{path}.{piece.name}" for piece in injected_state(layer).plans[role].weight}
+        plans = injected_state(layer).plans
+        for plan in (plan for role, plan in plans.items() if role.kind in _READ_OTHERWISE):
+            merged |= {f"{path}.{piece.name}" for piece in plan.weight}
     modules = dict(model.named_modules(remove_duplicate=False))
     return frozenset(path for path in paths if f"{path}.weight" not in merged and _multiplies(modules[path]))
 
@@ -114,7 +115,7 @@ def _attach_to_block(path: str, layer: nn.Module, made: Mapping[str, Beside]) ->
     state = injected_state(layer)
     changed: dict[Role, Weight] = {}
     for role, weight in state.block.weights.matrices.items():
-        if role in _READ_OTHERWISE:
+        if role.kind in _READ_OTHERWISE:
             continue
         pieces = state.plans[role].weight
         own = {piece.name: made.get(f"{path}.{piece.name}".removesuffix(".weight")) for piece in pieces}

@@ -15,12 +15,15 @@ from slipstream.families import OwnCourse
 from slipstream.model.angles import rope_table
 from slipstream.model.block import Block, RopeTable
 from slipstream.model.layer_call import LayerCall, attention_of
-from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.ops.moe import Routed, chosen_by
+from slipstream.spec import SECOND, BlockSpec, MoE, Norm, Role
+from slipstream.weights.load import BlockWeights
 
 __all__ = ["run_course"]
 
 _LATENT_NORMS = (Role.Q_DOWN_NORM, Role.KV_DOWN_NORM)
 _HEAD_NORMS = (Role.Q_NORM, Role.K_NORM)
+_FIRST_FEED = {Role.MLP_IN: Role.SHARED_IN, Role.MLP_OUT: Role.SHARED_OUT}
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,31 @@ class _Branches:
 
     def feed(self, x: Tensor) -> Tensor:
         return self.block.feed_forward(x.flatten(0, -2)).view(x.shape)
+
+    def choose(self, x: Tensor) -> Routed:
+        vector = self.block.weights.vectors.get(Role.ROUTER_BIAS)
+        choice = None if vector is None else vector.weight
+        return chosen_by(x, self.block.weights.matrices[Role.ROUTER], self._moe, choice)
+
+    def mix(self, x: Tensor, chosen: Routed) -> Tensor:
+        return self.block.mix(x, chosen)
+
+    @property
+    def _moe(self) -> MoE:
+        if self.block.spec.moe is None:
+            raise AssertionError("a course chose among experts that the block has not")
+        return self.block.spec.moe
+
+    def halves(self) -> tuple[_Branches, _Branches]:
+        first = {role: role for role in SECOND} | _FIRST_FEED
+        return self._half(0, first), self._half(1, SECOND)
+
+    def _half(self, which: int, roles: Mapping[Role, Role]) -> _Branches:
+        own = self.block.weights
+        matrices = {role: own.matrices[there] for role, there in roles.items() if there in own.matrices}
+        vectors = {role: own.vectors[there] for role, there in roles.items() if there in own.vectors}
+        half = Block(self.block.spec.half, BlockWeights(matrices, vectors), self.block.ops)
+        return replace(self, block=half, index=2 * self.index + which)
 
     def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         options = {"scale": self.block.spec.scale, "softcap": None, "sinks": None}

@@ -243,6 +243,10 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: keys and values that layers share are not split; use one rank"
         )
+    if spec.twice and ep > 1:
+        raise UnsupportedError(
+            f"moe.ep_size={ep}: experts that stand beside half of their layer are not spread; use one rank"
+        )
     if tp > spec.heads:
         raise ConfigError(
             f"tensor_parallel.tp_size={tp} is more than the {spec.heads} attention heads of a layer; use "
