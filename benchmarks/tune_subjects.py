@@ -172,20 +172,20 @@ def _times(name: str, inputs: int, words: str, outputs: int) -> Call:
 
 def _matmul() -> Iterator[Subject]:
     for name in NAMES:
-        for rows in (16, 32, 64):
+        for bucket, rows in ((16, 8), (32, 32), (64, 64)):
             yield Subject(
-                matmul.build_of(name, FORMATS[name], rows),
+                matmul.build_of(name, FORMATS[name], bucket, hand=name != "plain"),
                 lambda n=name, r=rows: _bound(  # type: ignore[misc]
-                    matmul.times_matrix, _random(r, 4096), linear.matrix_of(_matrix(n, 6144, 4096)), Around()
+                    matmul.times_matrix, _random(r, 4096), linear.matrix_of(_matrix(n, 28672, 4096)), Around()
                 ),
             )
     for name in ("plain", "int8", "int4"):
         for rows in (16, 64):
             yield Subject(
-                matmul.build_of(name, FORMATS[name], rows, experts=True),
+                matmul.build_of(name, FORMATS[name], rows, experts=True, hand=name != "plain"),
                 lambda n=name, r=rows: _experts(n, r),  # type: ignore[misc]
             )
-    yield Subject(matmul.BUILDS[0], lambda: _times_many(16))
+    yield Subject(matmul.BUILDS[0], lambda: _times_many(8))
 
 
 def _times_many(rows: int) -> Call:

@@ -292,14 +292,14 @@ FAULTS = (
     ),
     Fault(
         "formats: bias of a nibble",
-        ("decode", "matmul", "linear"),
+        ("decode", "tile", "matmul", "linear"),
         "8.0 if FORMAT == 4 else 0.0",
         "8.0 if FORMAT == 4 else 1.0",
         of_format("int4", 3),
     ),
     Fault(
         "formats: high bits of fp6",
-        ("decode", "matmul", "linear"),
+        ("decode", "tile", "matmul", "linear"),
         "(high >> (2 * PART)) & 3",
         "(high >> PART) & 3",
         of_format("fp6", 3),

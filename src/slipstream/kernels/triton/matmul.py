@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.activation import apply, gate
-from slipstream.kernels.triton.decode import PARTS, RESCALE, codes_at, decoded, group_at, name_of
+from slipstream.kernels.triton.decode import RESCALE, name_of
 from slipstream.kernels.triton.operands import Around, Matrix, planes_of
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, by_hand, generation, processors
-from slipstream.kernels.triton.words import rescale_of
+from slipstream.kernels.triton.tile import weights_at
 
 __all__ = ["BUILDS", "Pairs", "build_of", "tile_rows", "times_matrix"]
 
@@ -56,33 +56,13 @@ class Pairs:
 @triton.jit
 def _inputs_of(
     x, at_row, real, begin, inputs,
-    RUNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    BYTES: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, FIELD: tl.constexpr,
 ):  # fmt: skip
-    """`(ROWS, RUNS * WIDTH)` in the dtype of x: what part PART of the runs from `begin` on stands for."""
+    """`(ROWS, BYTES)` in the dtype of x: what field FIELD of the bytes from run `begin` on stands for."""
     # Written so that the compiler sees which inputs lie side by side, or it would load them one by one.
-    lane = tl.arange(0, RUNS * WIDTH)
-    at = begin * (PARTS * WIDTH) + PART * WIDTH + (lane // WIDTH) * (PARTS * WIDTH) + lane % WIDTH
+    lane = tl.arange(0, BYTES)
+    at = begin * (FIELDS * WIDTH) + FIELD * WIDTH + (lane // WIDTH) * (FIELDS * WIDTH) + lane % WIDTH
     return tl.load(x + at_row[:, None] + at[None, :], mask=real[:, None] & (at < inputs)[None, :], other=0.0)
-
-
-@triton.jit
-def _weights(
-    first, other, high, FIELD: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, HAND: tl.constexpr
-):
-    """Weights of one field; of bytes by the conversions that the compiler has for two or four at a time."""
-    if FORMAT == 1:
-        weights = first.to(tl.int8, bitcast=True).to(KIND)
-    elif FORMAT == 2 and HAND:
-        weights = first.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        weights = decoded(first, other, high, FIELD, FORMAT)
-    return weights
-
-
-@triton.jit
-def _flat(block):
-    """`(OUTPUTS, G, WIDTH)` as `(OUTPUTS, G * WIDTH)`."""
-    return tl.reshape(block, (block.shape[0], block.shape[1] * block.shape[2]))
 
 
 @triton.jit
@@ -107,7 +87,7 @@ def _rows_of(row_of, expert_of, rows, outputs, EXPERTS: tl.constexpr, EACH: tl.c
 def _some_rows(
     x, codes, second, third, multiplier, part, row_of, expert_of,
     rows, inputs, outputs, runs, stride, share,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, RESCALE: tl.constexpr,
+    FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, RESCALE: tl.constexpr,
     EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -118,23 +98,16 @@ def _some_rows(
             return
     row, real, source, before = _rows_of(row_of, expert_of, rows, outputs, EXPERTS, EACH, ROWS)
     matrix_row = before + tl.minimum(output, outputs - 1)
-    own = matrix_row[:, None, None] * stride
     kind = x.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for begin in range(split * share, tl.minimum(split * share + share, runs), RUNS):
-        run = begin + tl.arange(0, RUNS)
-        there = (run < runs)[None, :]
-        first, other, high = codes_at(codes, second, own, run, there, inputs, WIDTH, FORMAT)
-        if FORMAT == 3 or FORMAT == 4:
-            scale, minimum = group_at(second, third, matrix_row, run, runs, there, BLOCKS, FORMAT)
-        for field in tl.static_range(PARTS):
-            inside = _inputs_of(x, source * inputs, real, begin, inputs, RUNS, WIDTH, PARTS, field)
-            weights = _weights(first, other, high, field, FORMAT, kind, HAND)
-            if FORMAT == 3 or FORMAT == 4:
-                weights = weights * scale[:, :, None]
-            if FORMAT == 3:
-                weights += minimum[:, :, None]
-            sums = tl.dot(_flat(weights.to(kind)), tl.trans(inside), sums, input_precision="ieee")
+        weights = weights_at(
+            codes, second, third, matrix_row, begin, stride, inputs, runs,
+            FORMAT, FIELDS, BLOCKS, HAND, kind, RUNS, WIDTH,
+        )  # fmt: skip
+        for field in tl.static_range(FIELDS):
+            inside = _inputs_of(x, source * inputs, real, begin, inputs, RUNS * WIDTH, WIDTH, FIELDS, field)
+            sums = tl.dot(weights[field], tl.trans(inside), sums, input_precision="ieee")
 
     if FORMAT > 0:
         sums = sums * (tl.load(multiplier + matrix_row) * RESCALE)[:, None]
@@ -177,28 +150,47 @@ def _sum_splits(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=there)
 
 
+def _fields(kind: int) -> int:
+    """Runs of inputs that a run of bytes of the first plane stands for."""
+    return 2 if kind >= 3 else 1
+
+
 def tile_rows(rows: int) -> int:
     """Rows of one tile: a matrix unit has at least sixteen."""
     return min(max(int(triton.next_power_of_2(rows)), 16), 64)
 
 
-def _form(kind: int, itemsize: int, rows: int, experts: bool) -> tuple[Bucket, Launch]:
+def _form(kind: int, itemsize: int, rows: int, *, experts: bool, hand: bool) -> tuple[Bucket, Launch]:
     width = 16 // itemsize if kind == 0 else 16
-    # 64 inputs of a field at a time.
-    sizes = {"ROWS": rows, "OUTPUTS": 64, "RUNS": 64 // width, "WIDTH": width}
-    # What is decoded lies in registers: with four warps 64 rows spill on sm_80.
-    launch = Launch(sizes, warps=8 if kind >= 3 and rows >= 64 else 4, stages=4 if kind < 3 else 3)
+    # 128 bytes of a row at a time, half as many where what is decoded, or x, would take too much room.
+    step = 128 if kind == 0 or (hand and (kind < 3 or (kind < 5 and rows < 32))) else 64
+    sizes = {"ROWS": rows, "OUTPUTS": 64, "RUNS": step // itemsize // width if kind == 0 else step // width}
+    # Up to 32 rows each of two warps has 32 outputs, and takes four bytes of a weight's row at once from
+    # shared memory; four warps multiply as one, and take two. By no hand 64 rows spill with four warps.
+    warps = 2 if hand and rows < 64 else 8 if not hand and kind >= 3 and rows >= 64 else 4
+    stages = 5 if hand and kind < 3 and rows < 32 else 4 if hand or kind < 3 else 3
+    launch = Launch({**sizes, "WIDTH": width}, warps=warps, stages=stages)
     shape = (
         f"{name_of(kind)}{', float32' if itemsize > 2 else ''}, {rows} rows{', experts' if experts else ''}"
     )
-    choices = {"OUTPUTS": (32, 64, 128), "RUNS": (32 // width, 64 // width, 128 // width)}
-    return Bucket("matmul", shape, choices, warps=(4, 8), stages=(2, 3, 4, 5)), launch
+    runs = (32 // width, 64 // width, 128 // width) if kind == 0 else (4, 8, 16)
+    choices = {"OUTPUTS": (32, 64, 128), "RUNS": runs}
+    return Bucket("matmul", shape, choices, warps=(1, 2, 4, 8), stages=(3, 4, 5, 6, 8)), launch
 
 
-def _splits(tiles: int, runs: int, each: int, device: torch.device) -> int:
-    """Splits of the inputs that give every processor two programs, each of at least four steps."""
-    wanted = -(-2 * processors(device) // tiles)
-    return max(min(wanted, runs // (4 * each), 16), 1)
+def _splits(tiles: int, steps: int, device: torch.device) -> int:
+    """Splits of the inputs, each of at least four steps.
+
+    A processor has whole programs, at least three and at most six at a time, and a program costs about two
+    steps beside its own.
+    """
+
+    def time(splits: int) -> int:
+        each = -(-tiles * splits // processors(device))
+        return max(each, 3) * (-(-steps // splits) + 2)
+
+    allowed = [s for s in range(1, min(steps // 4, 16) + 1) if tiles * s <= 6 * processors(device)]
+    return min(allowed, key=time, default=1)
 
 
 def times_matrix(
@@ -221,13 +213,14 @@ def times_matrix(
     height = tile_rows(rows) if pairs is None else pairs.height
     tiles = triton.cdiv(rows, height) if pairs is None else pairs.expert_of.shape[0]
     number = generation(x.device)
-    launch = launched(*_form(kind, x.element_size(), height, pairs is not None), number)
-    hand = by_hand(number, least=89)
+    hand = kind > 0 and x.element_size() == 2 and by_hand(number)
+    form = _form(kind, x.element_size(), height, experts=pairs is not None, hand=hand)
+    launch = launched(*form, number)
     width, step = launch.sizes["WIDTH"], launch.sizes["RUNS"]
-    stride = codes.stride(-2) if kind == 0 else codes.shape[-1] // (2 if kind >= 5 else 1)
-    runs = -(-inputs // width) if kind <= 2 else stride // width
+    stride = codes.shape[-1] // (2 if kind >= 5 else 1)
+    runs = -(-inputs // width) if kind <= 2 else codes.shape[-1] // width
     columns = triton.cdiv(outputs, launch.sizes["OUTPUTS"])
-    splits = _splits(columns * tiles, runs, step, x.device)
+    splits = _splits(columns * tiles, triton.cdiv(runs, step), x.device)
     share = triton.cdiv(triton.cdiv(runs, splits), step) * step
     part = x.new_empty((splits, rows, outputs), dtype=torch.float32)
     _some_rows[(columns, tiles, splits)](
@@ -237,9 +230,9 @@ def times_matrix(
         *((part, part) if pairs is None else (pairs.row_of, pairs.expert_of)),
         *(rows, inputs, outputs, runs, stride, share),
         FORMAT=kind,
-        PARTS=PARTS[kind],
+        FIELDS=_fields(kind),
         BLOCKS=matrix.blocks,
-        RESCALE=rescale_of(kind, RESCALE[kind], hand=hand),
+        RESCALE=1.0 if hand else RESCALE[kind],
         EXPERTS=pairs is not None,
         EACH=each,
         HAND=hand,
@@ -283,9 +276,9 @@ def build_of(name: str, kind: int, rows: int, *, experts: bool = False, hand: bo
     }
     types |= {"third": "*fp16", "multiplier": "*fp32", "part": "*fp32", "row_of": "*i32", "expert_of": "*i32"}
     types |= dict.fromkeys(("rows", "inputs", "outputs", "runs", "stride", "share"), "i32")
-    constants: dict[str, float] = {"FORMAT": kind, "PARTS": PARTS[kind], "BLOCKS": 1, "HAND": hand}
-    constants["RESCALE"] = rescale_of(kind, RESCALE[kind], hand=hand)
-    bucket, launch = _form(kind, 2, rows, experts)
+    constants: dict[str, float] = {"FORMAT": kind, "FIELDS": _fields(kind), "BLOCKS": 1, "HAND": hand}
+    constants["RESCALE"] = 1.0 if hand else RESCALE[kind]
+    bucket, launch = _form(kind, 2, rows, experts=experts, hand=hand)
     return Build(
         f"matmul, {name}, {rows} rows{', experts' if experts else ''}{', by hand' if hand else ''}",
         _some_rows,
@@ -293,8 +286,8 @@ def build_of(name: str, kind: int, rows: int, *, experts: bool = False, hand: bo
         launch,
         frozenset({"inputs", "outputs", "runs", "stride", "share"}),
         wide_loads=2,
-        targets=("sm_90",) if hand else ("sm_80", "sm_90", "gfx942"),
-        bucket=bucket,
+        targets=("sm_80", "sm_90") if hand else ("sm_80", "sm_90", "gfx942"),
+        bucket=bucket if hand or kind == 0 else None,
     )
 
 
@@ -327,10 +320,18 @@ BUILDS = (
     build_of("plain", 0, 64),
     build_of("plain", 0, 16, experts=True),
     build_of("int8", 1, 16),
+    build_of("int8", 1, 16, hand=True),
+    build_of("int8", 1, 32, hand=True),
     build_of("fp8", 2, 16),
     build_of("fp8", 2, 16, hand=True),
     build_of("int4", 3, 16),
     build_of("int4", 3, 64),
+    build_of("int4", 3, 16, hand=True),
+    build_of("int4", 3, 32, hand=True),
+    build_of("int4", 3, 64, hand=True),
     build_of("int4", 3, 16, experts=True),
+    build_of("int4", 3, 16, experts=True, hand=True),
     build_of("fp6", 5, 16),
+    build_of("fp6", 5, 16, hand=True),
+    build_of("fp6", 5, 64, hand=True),
 )
