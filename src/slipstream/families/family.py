@@ -123,13 +123,20 @@ class Branches(Protocol):
         ...
 
     def attend(
-        self, x: Tensor, *, mask: Tensor | None = None, keys: float = 1.0, shared_as: Any = None
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        mask_of: Callable[[Tensor], Tensor] | None = None,
+        keys: float = 1.0,
+        shared_as: Any = None,
     ) -> Tensor:
         """The attention between its norms, of `(B, S, C)`.
 
         Args:
             x: Normalised.
             mask: In place of the one that the layer was called with.
+            mask_of: Makes it of the values `(B, K, L, D)` that are attended to, the cache's among them.
             keys: Multiplies keys.
             shared_as: The name of the layer's own, or of the borrowed, keys and values among those that are
                 shared; None for the type of the layer.

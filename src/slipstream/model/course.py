@@ -5,7 +5,7 @@ Shapes: B batch, S rows, C hidden, H heads, K kv heads, D head dim, L keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,9 +52,16 @@ class _Branches:
         return self.block.linear(role, x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
     def attend(
-        self, x: Tensor, *, mask: Tensor | None = None, keys: float = 1.0, shared_as: Any = None
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        mask_of: Callable[[Tensor], Tensor] | None = None,
+        keys: float = 1.0,
+        shared_as: Any = None,
     ) -> Tensor:
-        call = replace(self.call, mask=self.call.mask if mask is None else mask, shared_as=shared_as)
+        given = self.call.mask if mask is None else mask
+        call = replace(self.call, mask=given, mask_of=mask_of, shared_as=shared_as)
         heard = attention_of(self.block, call, self.index)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ Shapes: B batch, S sequence, C hidden, T = B * S packed tokens, H heads, K kv he
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class LayerCall:
         cross: What the model passed of an encoder, or None.
         given: All arguments but the hidden states by name, where the layer mixes tokens by a part of its own.
         inputs: `(B, S, P)`, the layer's own input, or None.
+        mask_of: Makes the mask of the values `(B, K, L, D)` that are attended to, or None.
         offset: Added to the layer's place in the cache, for layers that run more than once.
         shared: Where layers put keys and values for others, or None.
         shared_as: Under which name; None for the type of the layer.
@@ -74,6 +75,7 @@ class LayerCall:
     inputs: Tensor | None = None
     shared: Any = None
     shared_as: Any = None
+    mask_of: Callable[[Tensor], Tensor] | None = None
     offset: int = 0
 
     @property
@@ -267,7 +269,8 @@ def attention_of(
         if spec.latent is not None:
             return _latent_scores(call, block, q, k, v).flatten(0, 1)
         hides_later = spec.causal and (relative is None or relative.causal)
-        mask = _scores_mask(call, block, q, k, bias=bias, causal=hides_later)
+        asked = call if call.mask_of is None else replace(call, mask=call.mask_of(v))
+        mask = _scores_mask(asked, block, q, k, bias=bias, causal=hides_later)
         options = {"scale": spec.scale, "softcap": spec.softcap, "sinks": block.mask.sinks}
         causal = spec.causal and mask is None
         out: Tensor = block.ops.attention.run(q, k, v, mask=mask, causal=causal, **options)
