@@ -130,7 +130,17 @@ def _floats(kind: _Kind, pieces: list[list[_Piece]], bias: int, head: str = "") 
 
 
 def _fp8(kind: _Kind) -> tl.constexpr:
-    return _floats(kind, [[_Piece("$2", 0, kind.mantissa - 3, 7), _Piece("$2", 7, 15, 1)]], 7)
+    """Bytes of e4m3: put into the upper halves of pairs, and all but their signs moved down."""
+    down = 8 - (kind.mantissa - 3)
+    return _text(
+        f"mov.b32 times, {kind.two(2.0 ** (kind.bias - 7))}; mov.b32 less, 0x80008000; mov.b32 high, 0;",
+        *(
+            f"prmt.b32 some, $2, high, {order}; shr.b32 pair, some, {down};"
+            f" and.b32 pair, pair, {(0x7F00 >> down) * 0x00010001}; and.b32 some, some, 0x80008000;"
+            f" or.b32 pair, pair, some; fma.rn.{kind.pair} ${half}, pair, times, less;"
+            for half, order in ((0, "0x1404"), (1, "0x3424"))
+        ),
+    )
 
 
 def _fp6(kind: _Kind, mantissa: int, bias: int) -> tl.constexpr:

@@ -26,11 +26,18 @@ from torch import Tensor
 from slipstream.kernels.triton.activation import apply, gate
 from slipstream.kernels.triton.decode import RESCALE, name_of
 from slipstream.kernels.triton.operands import Around, Matrix, planes_of
+from slipstream.kernels.triton.overlap import overlapping, overlaps, wait_for_predecessor
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, by_hand, generation, processors
 from slipstream.kernels.triton.tile import weights_at
 
 __all__ = ["BUILDS", "Pairs", "build_of", "tile_rows", "times_matrix"]
+
+_OVERLAP = False
+"""Whether launches begin while their predecessors end, where a GPU can."""
+
+_LEAST, _MOST = 3, 6
+"""Programs of a processor at a time: fewer leave it waiting, more do not fit."""
 
 _LAUNCH = Launch({"BLOCK": 1024}, warps=4)
 _BUCKET = Bucket("sum of splits", "any", {"BLOCK": (256, 512, 1024, 2048)})
@@ -88,9 +95,10 @@ def _some_rows(
     x, codes, second, third, multiplier, part, row_of, expert_of,
     rows, inputs, outputs, runs, stride, share,
     FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, RESCALE: tl.constexpr,
-    EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr,
+    EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr, OVERLAPS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(2)
     if EXPERTS:  # noqa: SIM102 - without experts there is nothing to load, which `and` would not prevent
@@ -131,8 +139,9 @@ def _summed(part, bias, first, row, rows, outputs, output, HAS_BIAS: tl.constexp
 def _sum_splits(
     part, bias, expert_of_row, residual, out, rows, outputs, factor,
     HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     width = outputs // 2 if GATED else outputs
@@ -181,15 +190,14 @@ def _form(kind: int, itemsize: int, rows: int, *, experts: bool, hand: bool) -> 
 def _splits(tiles: int, steps: int, device: torch.device) -> int:
     """Splits of the inputs, each of at least four steps.
 
-    A processor has whole programs, at least three and at most six at a time, and a program costs about two
-    steps beside its own.
+    A processor has whole programs, and one costs about two steps beside its own.
     """
 
     def time(splits: int) -> int:
         each = -(-tiles * splits // processors(device))
-        return max(each, 3) * (-(-steps // splits) + 2)
+        return max(each, _LEAST) * (-(-steps // splits) + 2)
 
-    allowed = [s for s in range(1, min(steps // 4, 16) + 1) if tiles * s <= 6 * processors(device)]
+    allowed = [s for s in range(1, min(steps // 4, 16) + 1) if tiles * s <= _MOST * processors(device)]
     return min(allowed, key=time, default=1)
 
 
@@ -236,7 +244,9 @@ def times_matrix(
         EXPERTS=pairs is not None,
         EACH=each,
         HAND=hand,
+        OVERLAPS=_OVERLAP and overlaps(number),
         **launch.options(),
+        **(overlapping(number) if _OVERLAP else {}),
     )
     return _joined(part, matrix.bias, None if pairs is None else pairs.expert_of_pair, around, x.dtype)
 
@@ -250,7 +260,8 @@ def _joined(
     out = part.new_empty(rows, width, dtype=dtype)
     optional = (bias, expert_of_row, around.residual)
     # Of a grid only the first side may be longer than 65535, which pairs of token and expert can be.
-    launch = launched(_BUCKET, _LAUNCH, generation(part.device))
+    number = generation(part.device)
+    launch = launched(_BUCKET, _LAUNCH, number)
     _sum_splits[(rows, triton.cdiv(width, launch.sizes["BLOCK"]))](
         part,
         *(part if tensor is None else tensor for tensor in optional),
@@ -262,7 +273,9 @@ def _joined(
         ACTIVATION=around.activation,
         GATED=around.gated,
         SPLITS=splits,
+        OVERLAPS=_OVERLAP and overlaps(number),
         **launch.options(),
+        **(overlapping(number) if _OVERLAP else {}),
     )
     return out
 
@@ -282,7 +295,7 @@ def build_of(name: str, kind: int, rows: int, *, experts: bool = False, hand: bo
     return Build(
         f"matmul, {name}, {rows} rows{', experts' if experts else ''}{', by hand' if hand else ''}",
         _some_rows,
-        types | constants | {"EXPERTS": experts, "EACH": 2},
+        types | constants | {"EXPERTS": experts, "EACH": 2, "OVERLAPS": False},
         launch,
         frozenset({"inputs", "outputs", "runs", "stride", "share"}),
         wide_loads=2,
@@ -304,6 +317,7 @@ _SUMMED = {
     "ACTIVATION": 3,
     "GATED": True,
     "SPLITS": 4,
+    "OVERLAPS": False,
 }
 
 BUILDS = (
