@@ -14,7 +14,7 @@ from slipstream.spec import Role
 from tests.engine.test_drop_in import storages
 from tests.helpers.models import Pair, close, left_padded, pair, prompt, roads
 
-KINDS = ["llama", "gpt2", "bloom", "mixtral"]
+KINDS = ["llama", "gpt2", "bloom", "mixtral", "dbrx"]
 
 
 @pytest.fixture(params=KINDS)

@@ -31,7 +31,7 @@ def write(folder: Path, kind: str, quant: Any, *, fused: bool = True) -> slipstr
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4", "fp8", BOTH], ids=["int8", "int4", "fp8", "fp6 and int4"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "mixtral", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "mixtral", "dbrx", "bert"])
 def test_a_folder_opens_as_the_engine_that_wrote_it(kind: str, quant: Any, tmp_path: Path) -> None:
     engine = write(tmp_path / "packed", kind, quant)
     opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)

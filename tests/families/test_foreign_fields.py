@@ -47,6 +47,7 @@ FOREIGN: dict[str, Any] = {
 
 _HALF_READ = {
     "bitnet": ("head_dim",),
+    "dbrx": ("head_dim",),
     "dinov2": ("head_dim",),
     "esm": ("head_dim",),
     "dinov2_with_registers": ("head_dim",),

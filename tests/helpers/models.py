@@ -63,6 +63,24 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 128,
         },
     ),
+    "dbrx": (
+        "DbrxForCausalLM",
+        "DbrxConfig",
+        {
+            **_COMMON,
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 128,
+            "attn_config": {"clip_qkv": 2.0, "kv_n_heads": 2, "rope_theta": 1e4},
+            "ffn_config": {
+                "hidden_size": 32,
+                "ffn_hidden_size": 48,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+            },
+        },
+    ),
     "bert": ("BertForMaskedLM", "BertConfig", _BERT),
     "distilbert": (
         "DistilBertForMaskedLM",

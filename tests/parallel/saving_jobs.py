@@ -15,6 +15,7 @@ from torch import nn
 import slipstream
 from slipstream.engine.save import save_packed
 from tests.families.sweep import VARIANTS, peaked_model
+from tests.helpers.models import make
 from tests.parallel.jobs import group, split
 
 FUSED = {"replace_with_kernel_inject": True}
@@ -133,7 +134,9 @@ def other_names() -> None:
     engine.set_adapter("one" if dist.get_rank() else None)
 
 
-def refused(what: str) -> None:
+def refused(what: str, place: str) -> None:
+    if what == "flat experts":
+        split(make("dbrx"), 2, **FUSED, quant="int8", save_mp_checkpoint_path=f"{place}/packed")
     engine = split(tiny(), 2, **FUSED)
     if what == "table":
         load_adapter(engine, adapter_of(tiny(), lambda path: path.endswith("embed_tokens")))

@@ -40,11 +40,12 @@ def test_packed_weights_that_ranks_save_are_those_of_one_process_at_any_degree(
                 assert row["error"] <= 1e-5
 
 
-@pytest.mark.parametrize("what", ["merge", "table"])
-def test_what_ranks_do_not_do_is_refused_on_all_of_them(pool: Pool, what: str) -> None:
-    for answer in pool.run(f"{JOBS}:refused", what, ranks=2):
+@pytest.mark.parametrize("what", ["merge", "table", "flat experts"])
+def test_what_ranks_do_not_do_is_refused_on_all_of_them(pool: Pool, tmp_path: Path, what: str) -> None:
+    for answer in pool.run(f"{JOBS}:refused", what, str(tmp_path), ranks=2):
         assert isinstance(answer, Failed) and answer.kind == "UnsupportedError", answer
         assert "2 ranks" in answer.message
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("settings", [{"replace_with_kernel_inject": True}, {}], ids=["fused", "own code"])

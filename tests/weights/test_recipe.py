@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slipstream.errors import WeightError
 from slipstream.parallel import Slice
-from slipstream.spec import BlockSpec, Norm
+from slipstream.spec import BlockSpec, MoE, Norm
+from slipstream.weights.feed import PerExpert, UpFirst
 from slipstream.weights.recipe import (
     Alternating,
     Conv1D,
@@ -21,14 +22,13 @@ from slipstream.weights.recipe import (
     Stack,
     Take,
     Unit,
-    UpFirst,
     cut,
     gather,
     scatter,
 )
 from slipstream.weights.source import Source
 
-SPEC = BlockSpec(hidden=6, heads=4, kv_heads=2, head_dim=2, ffn=5, norm=Norm("rms", 1e-6))
+SPEC = BlockSpec(hidden=6, heads=4, kv_heads=2, head_dim=2, ffn=5, norm=Norm("rms", 1e-6), moe=MoE(3, 1))
 
 
 class Tensors(Source):
@@ -71,6 +71,8 @@ RECIPES: dict[str, tuple[Recipe, Tensors]] = {
     "interleaved, other order": (Interleaved("a", groups=2, order="qvk"), Tensors(a__weight=FUSED)),
     "interleaved, transposed": (Interleaved("a", transposed=True), Tensors(a__weight=FUSED.t().contiguous())),
     "alternating": (Alternating("a"), Tensors(a__weight=_random(10, 6), a__bias=_random(10))),
+    "flat experts": (PerExpert(("a", "b")), Tensors(a=_random(15, 6), b=2 * _random(15, 6))),
+    "flat experts, transposed": (PerExpert(("a",), transposed=True), Tensors(a=_random(15, 6))),
     "alternating experts": (
         Alternating("a", transposed=True),
         Tensors(a=_random(3, 6, 10), a_bias=_random(3, 10)),
@@ -187,3 +189,24 @@ def test_the_gate_comes_first_whatever_its_place_in_the_file() -> None:
     assert torch.equal(gather(source, plan.weight), torch.cat((gate, up)))
     plain = UpFirst("a").plan(source, replace(SPEC, gated=False))
     assert plain is not None and torch.equal(gather(source, plain.weight), source.read("a.weight"))
+
+
+def test_flat_matrices_have_each_experts_rows_one_expert_after_the_other() -> None:
+    gate, up = _random(15, 6), 2 * _random(15, 6)
+    plan = PerExpert(("a", "b")).plan(source := Tensors(a=gate, b=up), SPEC)
+    assert plan is not None
+    for expert, matrix in enumerate(gather(source, plan.weight)):
+        own = slice(5 * expert, 5 * expert + 5)
+        assert torch.equal(matrix, torch.cat((gate[own], up[own])))
+    plan = PerExpert(("a",), transposed=True).plan(source, SPEC)
+    assert plan is not None
+    for expert, matrix in enumerate(gather(source, plan.weight)):
+        assert torch.equal(matrix, gate[5 * expert : 5 * expert + 5].mT)
+    part = plan.cut(Slice(experts=range(1, 3)))
+    assert torch.equal(gather(source, part.weight, part.slice), gather(source, plan.weight)[1:3])
+
+
+def test_flat_matrices_of_no_whole_experts_are_refused() -> None:
+    with pytest.raises(WeightError, match="a has 16 rows, which are not those of 3 experts"):
+        PerExpert(("a",)).plan(Tensors(a=_random(16, 6)), SPEC)
+    assert PerExpert(("a",)).plan(Tensors(b=_random(16, 6)), SPEC) is None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.engine.settings import format_named
+from slipstream.errors import UnsupportedError
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.packed import is_packed, packed_matrices, put_matrix
 from slipstream.ops.linear import Weight
@@ -96,12 +97,17 @@ def _of_block(layer: nn.Module) -> tuple[dict[str, Kind], Mapping[str, Tensor]]:
     """The packed tensors of a fused layer."""
     held = injected_state(layer)
     packed = {role: w for role, w in held.block.weights.matrices.items() if w.dtype is not None}
+    share = held.block.share
+    if share is not None and any(piece.experts for role in packed for piece in held.whole[role].weight):
+        raise UnsupportedError(
+            f"the packed experts of {type(layer).__name__} make up flat matrices, which are not put together "
+            f"from {share.mesh.replica.size} ranks; save the packed model from one"
+        )
     names = {
         piece.name: (packed_as(weight), piece.transposed, id(piece))
         for role, weight in packed.items()
         for piece in held.whole[role].weight
     }
-    share = held.block.share
     wide = {role: replace(_widened(weight), bias=None) for role, weight in packed.items()}
     plans = {role: replace(held.whole[role], bias=()) for role in packed}
 

@@ -129,7 +129,7 @@ def plan_block(
 
 def _shape(source: Source, plan: Plan) -> tuple[int, ...]:
     first = plan.weight[0]
-    shape = source.shape(first.name)
+    shape = first.lead(source.shape(first.name))
     lead, inputs = shape[:-2], shape[-2] if first.transposed else shape[-1]
     return (*lead, sum(piece.count for piece in plan.weight), inputs)
 
@@ -274,8 +274,10 @@ def _matrix_views(weight: Weight, plan: Plan) -> dict[str, Tensor] | None:
     planes: tuple[Tensor, ...] = weight.planes
     if len(planes) == 1:
         planes = planes[0].split([piece.count for piece in plan.weight], dim=-2)
-    runs = zip(plan.weight, planes, strict=True)
-    return {piece.name: rows.mT if piece.transposed else rows for piece, rows in runs}
+    runs = list(zip(plan.weight, planes, strict=True))
+    if any(piece.experts and not piece.lies_flat(rows) for piece, rows in runs):
+        return None
+    return {piece.name: piece.back(rows) for piece, rows in runs}
 
 
 def _vector_views(pieces: Sequence[Piece], joined: Tensor) -> dict[str, Tensor] | None:

@@ -102,7 +102,7 @@ def write_packed_folder(
             "shape": list(matrix.weight.shape),
             "planes": planes,
             "transposed": matrix.transposed,
-            "pieces": [[p.name, p.start, p.count, p.step, p.transposed] for p in matrix.pieces],
+            "pieces": [_entry(piece) for piece in matrix.pieces],
         }
     manifest = {
         "format": _FORMAT,
@@ -184,6 +184,8 @@ class PackedFolder(Source):
         if matrix.pieces:
             own = [piece for piece in matrix.pieces if piece.name == name]
             rows, transposed = sum(piece.count for piece in own), own[0].transposed
+            if own[0].experts:
+                return (lead[0] * inputs, rows) if transposed else (lead[0] * rows, inputs)
         return (*lead, inputs, rows) if transposed else (*lead, rows, inputs)
 
     def read(self, name: str) -> Tensor:
@@ -219,7 +221,7 @@ class PackedFolder(Source):
         matrix = self._matrices[home]
         self._agree(name, matrix, wanted)
         own = [(index, piece) for index, piece in enumerate(matrix.pieces) if piece.name == name]
-        if len(own) != 1 or own[0][1].step != 1:
+        if len(own) != 1 or own[0][1].step != 1 or own[0][1].experts:
             return None
         index, piece = own[0]
         start = sum(p.count for p in matrix.pieces[:index])
@@ -321,11 +323,21 @@ def _format(where: str, entry: Mapping[str, Any]) -> Format:
 
 def _pieces(where: str, entry: Mapping[str, Any], rows: int) -> tuple[Piece, ...]:
     given = entry.get("pieces", [])
-    kinds = (str, int, int, int, bool)
+    kinds = [str, int, int, int, bool, int]
     good = isinstance(given, list) and all(
-        isinstance(p, list) and [type(v) for v in p] == list(kinds) and p[1] >= 0 and p[2] > 0 and p[3] > 0
+        isinstance(p, list)
+        and len(p) in (5, 6)
+        and [type(v) for v in p] == kinds[: len(p)]
+        and p[1] >= 0
+        and min(p[2:4]) > 0
         for p in given
     )
     if not good or (given and sum(p[2] for p in given) != rows):
         raise WeightError(f"{where}: its pieces do not add up to its {rows} rows; make the folder again")
-    return tuple(Piece(p[0], p[1], p[2], p[3], p[4]) for p in given)
+    return tuple(Piece(p[0], p[1], p[2], p[3], p[4], experts=0 if len(p) < 6 else p[5]) for p in given)
+
+
+def _entry(piece: Piece) -> list[Any]:
+    """A piece as the manifest lists it."""
+    one = [piece.name, piece.start, piece.count, piece.step, piece.transposed]
+    return [*one, piece.experts] if piece.experts else one

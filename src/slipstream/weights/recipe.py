@@ -32,7 +32,6 @@ __all__ = [
     "Stack",
     "Take",
     "Unit",
-    "UpFirst",
     "cut",
     "gather",
     "narrowed",
@@ -53,6 +52,7 @@ class Piece:
         step: Distance between rows.
         transposed: The source matrix is stored `(in, out)`.
         bias: The source is a bias: rows are its last dim, though experts have one each.
+        experts: The source has matrices of this many experts on top of each other; rows are those of one.
     """
 
     name: str
@@ -61,9 +61,25 @@ class Piece:
     step: int = 1
     transposed: bool = False
     bias: bool = False
+    experts: int = 0
+
+    def lead(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the shape of the source, that of a matrix, or of a stack of experts' matrices."""
+        return (self.experts, shape[0] // self.experts, *shape[1:]) if self.experts else tuple(shape)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """All rows of the source, in canonical orientation, as the source has them."""
+        rows = rows.mT if self.transposed and rows.dim() > 1 else rows
+        return rows.flatten(0, 1) if self.experts else rows
+
+    def lies_flat(self, rows: Tensor) -> bool:
+        """Whether `back` makes a view of experts' rows."""
+        return (rows.mT if self.transposed else rows).is_contiguous()
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece's rows of its source tensor, as a view in canonical orientation."""
+        if self.experts:
+            tensor = tensor.unflatten(0, (self.experts, -1))
         if self.transposed and tensor.dim() > 1:
             tensor = tensor.mT
         rows = slice(self.start, self.start + (self.count - 1) * self.step + 1, self.step)
@@ -254,25 +270,6 @@ class Alternating(Recipe):
 
 
 @dataclass(frozen=True)
-class UpFirst(Recipe):
-    """One feed-forward matrix, whose halves are up and gate in this order where it is gated (Moonshine)."""
-
-    name: str
-
-    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
-        """See `Recipe.plan`."""
-        whole = Take(self.name).plan(source, spec)
-        if whole is None or not spec.gated:
-            return whole
-
-        def turned(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-            halves = ((p, p.count // 2) for p in pieces)
-            return tuple(replace(p, start=start, count=half) for p, half in halves for start in (half, 0))
-
-        return Plan(turned(whole.weight), turned(whole.bias))
-
-
-@dataclass(frozen=True)
 class First(Recipe):
     """The first recipe whose tensors are all there: for classes that name a part by configuration."""
 
@@ -384,15 +381,14 @@ def scatter(pieces: Sequence[Piece], canonical: Tensor) -> dict[str, Tensor]:
         offset += piece.count
     out = {}
     for name, runs in parts.items():
-        flip = runs[0][0].transposed and canonical.dim() > 1
+        first, rows = runs[0]
         if len(runs) == 1:
-            whole = runs[0][1]
-            out[name] = whole.mT if flip else whole
+            out[name] = first.back(rows)
             continue
         shape = list(canonical.shape)
         shape[axis] = sum(piece.count for piece, _ in runs)
         whole = canonical.new_empty(shape)
         for piece, rows in runs:
-            replace(piece, transposed=False).of(whole).copy_(rows)
-        out[name] = whole.mT.contiguous() if flip else whole
+            replace(piece, transposed=False, experts=0).of(whole).copy_(rows)
+        out[name] = first.back(whole).contiguous()
     return out

@@ -1,0 +1,63 @@
+"""Recipes of feed-forwards that are stored in their own way: up before gate, experts in flat matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from slipstream.errors import WeightError
+from slipstream.spec import BlockSpec
+from slipstream.weights.recipe import Piece, Plan, Recipe, Stack, Take
+from slipstream.weights.source import Source
+
+__all__ = ["PerExpert", "UpFirst"]
+
+
+@dataclass(frozen=True)
+class PerExpert(Recipe):
+    """Matrices that have the rows of all experts one expert after the other, `(E * n, m)` (DBRX).
+
+    Attributes:
+        names: The matrices; each expert has those of the first, then those of the second.
+        transposed: Each expert's is stored `(in, out)`.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool = False
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`.
+
+        Raises:
+            WeightError: The rows of a matrix are not as many for each expert.
+        """
+        whole = Stack(self.names).plan(source, spec)
+        if whole is None or spec.moe is None:
+            return None
+        experts = spec.moe.experts + spec.moe.idle
+        pieces = []
+        for piece in whole.weight:
+            rows, width = source.shape(piece.name)
+            if rows % experts:
+                raise WeightError(f"{piece.name} has {rows} rows, which are not those of {experts} experts")
+            count = width if self.transposed else rows // experts
+            pieces.append(replace(piece, count=count, transposed=self.transposed, experts=experts))
+        return Plan(tuple(pieces), ())
+
+
+@dataclass(frozen=True)
+class UpFirst(Recipe):
+    """One feed-forward matrix, whose halves are up and gate in this order where it is gated (Moonshine)."""
+
+    name: str
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`."""
+        whole = Take(self.name).plan(source, spec)
+        if whole is None or not spec.gated:
+            return whole
+
+        def turned(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            halves = ((p, p.count // 2) for p in pieces)
+            return tuple(replace(p, start=start, count=half) for p, half in halves for start in (half, 0))
+
+        return Plan(turned(whole.weight), turned(whole.bias))
