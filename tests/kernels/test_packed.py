@@ -73,9 +73,9 @@ def test_rows_times_a_packed_matrix(name: str, isa: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", PACKED)
 def test_the_last_byte_is_the_last_that_is_read(name: str) -> None:
     """Each plane ends where its memory does (under the sanitizers a read beyond it is an error)."""
-    for inputs in (65, 129, 200):
+    for inputs in (65, 129, 200, 545, 576):
         own = weight(name, 3, inputs)
-        for x in (torch.randn(1, inputs), torch.randn(2, inputs)):
+        for x in (torch.randn(rows, inputs) for rows in (1, 2, 4, 8)):
             for isa in ISAS:
                 if (lib := load(isa)) is not None:
                     got = native_linear(x, own.apply(torch.clone), lib)

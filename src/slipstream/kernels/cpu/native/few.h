@@ -113,7 +113,7 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
     store_sums(sums, out, 0);
 }
 
-// int4: sixteen groups at a time, whose scales and minima become float32 together.
+// One or two rows times int4: sixteen groups at a time, whose scales and minima become float32 together.
 template <class F, int R, int C, int N>
 inline void few_grouped(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
                         const Matrix& m, float* out, int64_t os) {
@@ -173,7 +173,9 @@ inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matri
     float* to = columns == C ? out : part;
     const int64_t stride = columns == C ? os : C;
     const auto run = [&](const PackedRow(&w)[C]) {
-        if constexpr (std::is_same<F, Int4Codes>::value)
+        if constexpr (std::is_same<F, Grouped>::value && R >= kFewestTurned)
+            turned_block<R, C, N>(x, r, codes, w, to, stride);
+        else if constexpr (std::is_same<F, Grouped>::value)
             few_grouped<F, R, C, N>(x, r, codes, w, m, to, stride);
         else if constexpr (R == 1)
             few_in_order<F, C, N>(x, r, codes, w, m, to);
@@ -233,7 +235,7 @@ inline void multiply_few(const Operand& x, const Matrix& m, int64_t begin, int64
         return run(Fp8Codes(m));
     case kInt4:
     case kInt4Symmetric:
-        return run(Int4Codes());
+        return run(Grouped(m));
     default:
         return run(Fp6Codes(m));
     }

@@ -78,7 +78,7 @@ inline __m512 fold(__m512 a, __m512 b) {
 // The sum of v[i / C][i % C] in lane i, for sixteen of them: side by side, which takes a third of the
 // instructions.
 template <int R, int C>
-inline __m512 sixteen_sums(const Vec (&v)[R][C]) {
+[[gnu::always_inline]] inline __m512 sixteen_sums(const Vec (&v)[R][C]) {
     static_assert(R * C == 16, "a lane for each");
     const auto at = [&](int r, int c) { return v[(4 * r + c) / C][(4 * r + c) % C].v; };
     __m512 quarter[4]; // by column of four by four; quarter r is what is left of row r
@@ -95,7 +95,7 @@ inline __m512 sixteen_sums(const Vec (&v)[R][C]) {
 
 // out[r * os + c] = the sum of v[r][c].
 template <int R, int C>
-inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
+[[gnu::always_inline]] inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
     if constexpr (R == 8 && C == 2) {
         alignas(64) float sums[16];
         _mm512_store_ps(sums, sixteen_sums(v));

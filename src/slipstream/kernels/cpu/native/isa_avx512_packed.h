@@ -92,6 +92,35 @@ inline void interleave_nibbles(const Bf16* from, Bf16* to) {
     }
 }
 
+// Dword d of the 128 bits of lane l of register q becomes dword q of theirs of register d.
+inline void turn_dwords(__m512i (&v)[4]) {
+    const __m512i low = _mm512_unpacklo_epi32(v[0], v[1]), high = _mm512_unpackhi_epi32(v[0], v[1]);
+    const __m512i next_low = _mm512_unpacklo_epi32(v[2], v[3]), next_high = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(low, next_low);
+    v[1] = _mm512_unpackhi_epi64(low, next_low);
+    v[2] = _mm512_unpacklo_epi64(high, next_high);
+    v[3] = _mm512_unpackhi_epi64(high, next_high);
+}
+
+// Four times 128 inputs of `interleave_nibbles`, `step` elements apart, become those of `Int4Codes::turned`.
+inline void turn_nibbles(Bf16* x, int64_t step) {
+    for (int64_t j = 0; j < 128; j += 32) {
+        __m512i v[4];
+        for (int q = 0; q < 4; ++q)
+            v[q] = _mm512_loadu_si512(x + q * step + j);
+        turn_dwords(v);
+        for (int q = 0; q < 4; ++q)
+            _mm512_storeu_si512(x + q * step + j, v[q]);
+    }
+}
+
+// 64 inputs in the order of `Int4Codes::wide`: the first half of each 32, and the second.
+inline void part_nibbles(const Bf16* from, Bf16* to) {
+    const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
+    _mm512_storeu_si512(to, _mm512_shuffle_i64x2(a, b, 0x44));
+    _mm512_storeu_si512(to + 32, _mm512_shuffle_i64x2(a, b, 0xee));
+}
+
 // 64 codes of a byte each, or assembled to one, as two registers of bfloat16 in their order.
 struct ByteCodes {
     static constexpr int kLanes = 2, kStep = 64;
@@ -173,13 +202,31 @@ struct Int4Codes {
     Int4Codes() : table(_mm512_load_si512(kNibbleTable.values)) {}
     [[gnu::always_inline]] void make(__m512i codes, Bf16Lanes* to) const {
         for (int i = 0; i < 4; ++i)
-            to[i].v = _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(codes, 4 * i) : codes, table);
+            to[i] = some({codes}, i);
     }
     [[gnu::always_inline]] void load(const uint8_t* p, Bf16Lanes* to) const {
         make(_mm512_loadu_si512(p), to);
     }
     [[gnu::always_inline]] void load(const uint8_t* p, int64_t bytes, Bf16Lanes* to) const {
         make(_mm512_maskz_loadu_epi8((uint64_t{1} << bytes) - 1, p), to);
+    }
+    // The weights of nibble i of each word.
+    [[gnu::always_inline]] Bf16Lanes some(Codes codes, int i) const {
+        return {_mm512_permutexvar_epi16(i ? _mm512_srli_epi16(codes.v, 4 * i) : codes.v, table)};
+    }
+    // 512 codes so that a lane has those of 32 inputs alone: lane 4 * l + q those of number 4 * q + l.
+    [[gnu::always_inline]] static void turned(const uint8_t* p, Codes (&to)[4]) {
+        __m512i v[4];
+        for (int q = 0; q < 4; ++q)
+            v[q] = _mm512_loadu_si512(p + 64 * q);
+        turn_dwords(v);
+        for (int q = 0; q < 4; ++q)
+            to[q].v = v[q];
+    }
+    // n <= 32 bytes, each with a word of its own.
+    [[gnu::always_inline]] static Codes wide(const uint8_t* p, int64_t n) {
+        const auto some = static_cast<__mmask32>((uint64_t{1} << n) - 1);
+        return {_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(some, p))};
     }
     __m512i table;
 };
@@ -289,6 +336,21 @@ struct GroupSpread {
     }
     __m512i first;
     int step;
+};
+
+// Of the numbers of the groups that begin with some inputs, those of the lanes of a product: `turned` with
+// 512 inputs of Int4Codes::turned, `quarters` with 128, of which lane j has some of the 32 number j / 4, and
+// `halves` with the 64 of Int4Codes::wide.
+struct TurnedSpread {
+    explicit TurnedSpread(int64_t group) {
+        const __m128i shift = _mm_cvtsi32_si128(group == 32 ? 0 : (group == 64 ? 1 : 2));
+        const __m512i four = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+        const __m512i sixteen = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        turned.index = _mm512_srl_epi32(sixteen, shift);
+        quarters.index = _mm512_srl_epi32(four, shift);
+        halves.index = _mm512_srl_epi32(_mm512_srli_epi32(four, 1), shift);
+    }
+    Lanes16 turned, quarters, halves;
 };
 
 } // namespace

@@ -22,7 +22,7 @@ inline bool rounds(const Matrix& m, int64_t rows) {
 struct Operand {
     Rows rows;
     // Terms that add up to the rows, `apart` from each other, as many as operand_terms; each holds blocks of
-    // rows, see RowBlock, zero beyond the inputs, int4's in the order of its codes. Null: rows.
+    // rows, see RowBlock, zero beyond the inputs, int4's in the order of its codes, see Nibbled. Null: rows.
     const Bf16* terms = nullptr;
     int64_t apart = 0;
     const Bf16* lanes = nullptr;         // of a dense matrix, see lanes.h
@@ -67,6 +67,22 @@ inline int64_t operand_stride(int64_t inputs) {
     return ceil_div(inputs, kOperandStep) * kOperandStep;
 }
 
+// Rows of a block beside int4 whose inputs are turned.
+constexpr int kFewestTurned = 4;
+
+// The order of inputs beside int4: of fewer rows as Int4Codes::load has them, 128 at a time; of others first
+// 512 at a time as Int4Codes::turned has them, then 128, and where no more than 64 are left those as
+// Int4Codes::wide has them.
+struct Nibbled {
+    static constexpr int64_t kTurned = 4 * kOperandStep, kWide = 64;
+    Nibbled(int64_t some, int64_t group, int64_t rows) : inputs(ceil_div(some, group) * group) {
+        const bool turns = rows >= kFewestTurned;
+        turned = turns ? inputs / kTurned * kTurned : 0;
+        whole = turns && inputs % kOperandStep <= kWide ? inputs / kOperandStep * kOperandStep : inputs;
+    }
+    int64_t inputs, turned, whole; // in whole groups; the first of them; all but those that are wide
+};
+
 inline int64_t operand_sums(int64_t inputs) {
     return ceil_div(inputs, 32 * 16) * 16; // of the smallest groups, in whole vectors
 }
@@ -106,9 +122,9 @@ inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch)
 }
 
 #ifdef SLIPSTREAM_BF16_DOT
-// One row as a sum of terms that are `apart`, with `step` elements between the parts of each; the order of
-// int4 where `interleaved`.
-inline void split_row(const float* x, int64_t n, bool interleaved, int terms, Bf16* to, int64_t apart,
+// One row as a sum of terms that are `apart`, with `step` elements between the parts of each; in the order of
+// int4 where there is one.
+inline void split_row(const float* x, int64_t n, const Nibbled* order, int terms, Bf16* to, int64_t apart,
                       int64_t step) {
     alignas(64) Bf16 parts[kMostTerms][kOperandStep];
     for (int64_t k = 0; k < n; k += kOperandStep, to += step) {
@@ -119,8 +135,16 @@ inline void split_row(const float* x, int64_t n, bool interleaved, int terms, Bf
                 left = left - Vec::load(parts[i] + j);
             }
         }
-        for (int i = 0; i < terms; ++i)
-            interleaved ? interleave_nibbles(parts[i], to + i * apart) : copy_lanes(parts[i], to + i * apart);
+        for (int i = 0; i < terms; ++i) {
+            if (!order)
+                copy_lanes(parts[i], to + i * apart);
+            else if (k >= order->whole)
+                part_nibbles(parts[i], to + i * apart);
+            else
+                interleave_nibbles(parts[i], to + i * apart);
+            if (order && k < order->turned && (k + kOperandStep) % Nibbled::kTurned == 0)
+                turn_nibbles(to - 3 * step + i * apart, step);
+        }
     }
 }
 
@@ -184,7 +208,8 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
             block = RowBlock::at(r, rows.count);
         const float* row = rows.full + r * rows.stride;
         const int64_t at = block.first * x.stride + (r - block.first) * kOperandStep;
-        split_row(row, m.inputs, int4, terms, to + at, x.apart, block.rows * kOperandStep);
+        const Nibbled order(m.inputs, int4 ? m.group : kOperandStep, block.rows);
+        split_row(row, m.inputs, int4 ? &order : nullptr, terms, to + at, x.apart, block.rows * kOperandStep);
         if (m.format == kInt4)
             sum_groups(row, m.inputs, m.group, sums + r * x.sums_stride, x.sums_stride);
     }

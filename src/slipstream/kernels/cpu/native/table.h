@@ -12,6 +12,7 @@
 #include "digits.h"
 #include "operand.h"
 #include "one_row.h"
+#include "few_turned.h"
 #include "few.h"
 #include "bytes.h"
 #include "matmul.h"
