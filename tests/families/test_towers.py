@@ -12,6 +12,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.model.inject import injected_state, is_injected
+from tests.helpers.models import roads
 
 TOLERANCE = 1e-4
 """The promise for float32."""
@@ -312,3 +313,21 @@ def test_towers_that_are_no_models_by_themselves_are_fused_where_they_stand() ->
             _agree(expected, engine(input_ids=ids, attention_mask=mask, **given).logits)
         towers = {layer.level for layer in engine.report().layers if ".encoder.layers." in layer.name}
         assert towers == {"block"}, str(engine.report())
+
+
+def test_phi4_generates_text_by_the_engine_and_hears_sound_by_transformers() -> None:
+    towers = {"hidden_size": 32, "intermediate_size": 48}
+    config = transformers.Phi4MultimodalConfig(
+        **{**_TEXT, "num_key_value_heads": 2},
+        vision_config={**towers, "num_hidden_layers": 0, "image_token_id": 126},
+        audio_config={**towers, "num_blocks": 0, "audio_token_id": 127},
+    )
+    original = _grown(config, "Phi4MultimodalForCausalLM")
+    engine = _injected(original)
+    assert engine.report().level == "block" and engine.why_compatible() is None
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(3))
+    for more in ({}, {"audio_input_features": torch.zeros(2, 8, 80)}):
+        options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, **more}
+        with roads(engine) as counts:
+            assert torch.equal(engine.generate(ids, **options), original.generate(ids, **options))
+        assert counts.taken == ("compatible" if more else "engine")

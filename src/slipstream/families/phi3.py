@@ -1,9 +1,14 @@
-"""Phi-3 and Phi-4: llama with q, k, v in one matrix, gate and up in another, and part of a head rotated."""
+"""Phi-3 and Phi-4: llama with q, k, v in one matrix, gate and up in another, and part of a head rotated.
+
+The decoder of Phi-4-multimodal is the same; its towers run their own code.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.families.common import LLAMA_RECIPES, llama_frame, llama_like, tiny
-from slipstream.families.family import Config, Family
+from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import Take
 
@@ -17,7 +22,7 @@ def _frame(config: Config) -> FrameSpec:
     return llama_frame(config, restart=config.original_max_position_embeddings if long else None)
 
 
-def _longrope(pairs: int, original: int) -> dict[str, object]:
+def _longrope(pairs: int, original: int) -> dict[str, Any]:
     factors = {
         "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
         "long_factor": [2.0 + i for i in range(pairs)],
@@ -26,9 +31,24 @@ def _longrope(pairs: int, original: int) -> dict[str, object]:
     return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
 
+_TOWERS: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 0,
+        "image_token_id": 126,
+    },
+    "audio_config": {"hidden_size": 32, "intermediate_size": 48, "num_blocks": 0, "audio_token_id": 127},
+}
+
+
+def _with_towers(label: str, **options: Any) -> Tiny:
+    return tiny("Phi4MultimodalForCausalLM", "Phi4MultimodalConfig", label=label, **{**_TOWERS, **options})
+
+
 FAMILY = Family(
     name="phi3",
-    layers=("Phi3DecoderLayer",),
+    layers=("Phi3DecoderLayer", "Phi4MultimodalDecoderLayer"),
     spec=_spec,
     recipes={**LLAMA_RECIPES, Role.QKV: Take("self_attn.qkv_proj"), Role.MLP_IN: Take("mlp.gate_up_proj")},
     frame=_frame,
@@ -50,5 +70,7 @@ FAMILY = Family(
         tiny(
             "Phi3ForCausalLM", "Phi3Config", label="longrope, across the original length", **_longrope(8, 15)
         ),
+        _with_towers("multimodal, window", sliding_window=5),
+        _with_towers("multimodal, across the original length", **_longrope(8, 15)),
     ),
 )
