@@ -44,7 +44,7 @@ KEEP_THEIR_CODE = (
     *("grids", "longt5", "swin"),  # attention of the family's own
     *("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),  # attention to chosen tokens
     *("doge", "falcon_h1", "jetmoe", "longcat_flash"),  # branches in an order of their own
-    *("mllama_vision_model", "nemotron_h"),  # the same
+    *("mllama_vision_model", "nemotron_h", "xmod"),  # the same
 )
 """Families of which some layers are split as AutoTP splits what it does not know, and not as blocks."""
 

@@ -1,0 +1,75 @@
+"""Layers whose branches follow each other in a way of their family's: what is asked of single calls."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import slipstream
+from tests.families.sweep import VARIANTS, label, peaked_model
+from tests.helpers.models import blocks_that_run
+
+TOLERANCE = 1e-4
+"""The promise for float32."""
+
+
+def _both(name: str) -> tuple[Any, Any]:
+    (variant,) = (v for v in VARIANTS if label(v) == name)
+    original: Any = peaked_model(variant[1])
+    settings: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": True}
+    return original, slipstream.init_inference(copy.deepcopy(original), **settings)
+
+
+def _ids(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def test_each_row_has_the_adapter_of_its_language() -> None:
+    original, engine = _both("xmod")
+    ids = _ids(3, 7)
+    said = []
+    with torch.no_grad():
+        for languages in ([0, 1, 0], [1, 1, 1]):
+            told = torch.tensor(languages)
+            with blocks_that_run() as ran:
+                said.append(engine(ids, lang_ids=told).logits)
+            assert len(ran.blocks) == original.config.num_hidden_layers
+            torch.testing.assert_close(said[-1], original(ids, lang_ids=told).logits, atol=1e-4, rtol=1e-4)
+    assert float((said[0][0] - said[1][0]).abs().max()) > 0.1 and torch.equal(said[0][1], said[1][1])
+
+
+@pytest.mark.parametrize("name", ["doge", "doge few are heard, window, biases"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_mask_that_values_make_counts_those_of_the_cache(name: str, padded: bool) -> None:
+    original, engine = _both(name)
+    ids, mask = _ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    if padded:
+        mask[0, :3] = 0
+    caches = [transformers.DynamicCache(config=original.config) for _ in range(2)]
+    with torch.no_grad():
+        for begin, end in ((0, 5), (5, 6), (6, 10), (10, 11), (11, 12)):
+            given = {"input_ids": ids[:, begin:end], "attention_mask": mask[:, :end], "use_cache": True}
+            with blocks_that_run() as ran:
+                got = engine(**given, past_key_values=caches[1]).logits
+            assert len(ran.blocks) == original.config.num_hidden_layers
+            expected = original(**given, past_key_values=caches[0]).logits
+            real = mask[:, begin:end].bool()
+            assert float((expected - got)[real].abs().max()) <= TOLERANCE
+
+
+def test_experts_that_answer_what_they_are_asked_are_weighed_as_the_others() -> None:
+    original, engine = _both("longcat_flash")
+    ids, said = _ids(2, 9), []
+    for favour in (9.0, -9.0):  # none of them is asked; nobody else is
+        for model in (original, engine.module):
+            for layer in model.model.layers:
+                bias = layer.mlp.router.e_score_correction_bias
+                bias.zero_()[: original.config.n_routed_experts] = favour
+        with torch.no_grad():
+            said.append(engine(ids).logits)
+            assert float((original(ids).logits - said[-1]).abs().max()) <= TOLERANCE
+    assert float((said[0] - said[1]).abs().max()) > 0.1
