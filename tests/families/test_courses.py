@@ -10,6 +10,8 @@ import torch
 import transformers
 
 import slipstream
+from slipstream.kernels.cpu import moe as native
+from slipstream.ops import moe as plain
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.models import blocks_that_run
 
@@ -73,3 +75,18 @@ def test_experts_that_answer_what_they_are_asked_are_weighed_as_the_others() -> 
             said.append(engine(ids).logits)
             assert float((original(ids).logits - said[-1]).abs().max()) <= TOLERANCE
     assert float((said[0] - said[1]).abs().max()) > 0.1
+
+
+def test_kernels_are_handed_as_many_experts_by_both_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, engine = _both("longcat_flash")
+    mix, counts = plain.mix, set()
+
+    def counted(x: Any, routed: Any, first: Any, second: Any, **how: Any) -> torch.Tensor:
+        counts.add((first.shape[0], *(len(part) for part in (*first.planes, *second.planes))))
+        return mix(x, routed, first, second, **how)
+
+    for module in (plain, native):
+        monkeypatch.setattr(module, "mix", counted)
+    with torch.no_grad():
+        engine(_ids(2, 9))
+    assert counts == {(original.config.n_routed_experts,) * 3}

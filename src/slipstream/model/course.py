@@ -78,7 +78,15 @@ class _Branches:
         return chosen_by(x, self.block.weights.matrices[Role.ROUTER], self._moe, choice)
 
     def mix(self, x: Tensor, chosen: Routed) -> Tensor:
-        return self.block.mix(x, chosen)
+        spec, moe, held = self.block.spec, self._moe, self.block.weights.matrices
+        first, busy = held[Role.EXPERTS_IN], moe.experts
+        # Kernels number experts by the first matrix, and the second has none for those that are idle.
+        first = replace(
+            first, shape=(busy, *first.shape[1:]), planes=tuple(plane[:busy] for plane in first.planes)
+        )
+        how = {"spec": moe, "activation": spec.activation, "gated": spec.gated}
+        said: Tensor = self.block.ops.moe.run(x, chosen, first, held[Role.EXPERTS_OUT], **how)
+        return said
 
     @property
     def _moe(self) -> MoE:
