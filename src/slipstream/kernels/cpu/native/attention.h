@@ -269,9 +269,14 @@ private:
         const int64_t width = ceil_div(high, P::kKeys) * P::kKeys;
         P::template multiply<false>(room_.q + row * slots_, slots_, count, room_.keys, kTileKeys, slots_,
                                     width, room_.scores, kTileKeys);
+        const auto scores = [&](int64_t i) {
+            return PlainRow{room_.scores + i * kTileKeys, ends[i], width, a_.mask->scale * kLog2E};
+        };
+        float highest[kMostStripRows]; // of all rows first: none waits for the one before it
         for (int64_t i = 0; i < count; ++i)
-            weigh_plain<P>(room_.scores + i * kTileKeys, ends[i], width, a_.mask->scale * kLog2E,
-                           room_.weights + i * kTileKeys, room_.top + row + i,
+            highest[i] = scores(i).highest();
+        for (int64_t i = 0; i < count; ++i)
+            weigh_plain<P>(scores(i), highest[i], room_.weights + i * kTileKeys, room_.top + row + i,
                            room_.total + (row + i) * Vec::kWidth, room_.sums + (row + i) * width_, width_);
         P::template multiply<true>(room_.weights, kTileKeys, count, room_.values, width_,
                                    ceil_div(high, P::kDepth), width_, room_.sums + row * width_, width_);

@@ -311,25 +311,35 @@ inline void scale_all(float* x, Vec factor, int64_t width) {
         (Vec::load(x + j) * factor).store(x + j);
 }
 
-// All of that for one row whose raw scores need nothing but a positive scale; it sees the first `end` of n
-// keys, a whole number of vectors, of which the others weigh nothing.
-template <class P>
-inline void weigh_plain(float* scores, int64_t end, int64_t n, float scale, float* weights, float* top,
-                        float* total, float* sums, int64_t width) {
-    const int64_t whole = end / Vec::kWidth * Vec::kWidth;
-    if (whole < n) {
-        for (int64_t j = whole; j < n; j += Vec::kWidth)
+// Raw scores of one row that need nothing but a positive scale; it sees the first `end` of n keys, a whole
+// number of vectors.
+struct PlainRow {
+    float* scores;
+    int64_t end, n;
+    float scale;
+
+    int64_t whole() const { return end / Vec::kWidth * Vec::kWidth; }
+    // Hides what the row does not see; the highest of the others, scaled, or kNothing.
+    float highest() const {
+        if (end == 0)
+            return kNothing;
+        for (int64_t j = whole(); j < n; j += Vec::kWidth)
             within(Vec::load(scores + j), j, 0, end, Vec::set(kHidden)).store(scores + j);
-        if (end == 0) {
-            for (int64_t j = 0; j < n; j += Vec::kWidth)
-                P::store(Vec::set(0), weights, j);
-            return;
-        }
+        return scale * highest_of(scores, {0, n, 0, end});
     }
-    Vec highest = Vec::load(scores);
-    for (int64_t j = Vec::kWidth; j < n; j += Vec::kWidth)
-        highest = max(Vec::load(scores + j), highest);
-    const float high = scale * highest.highest();
+};
+
+// All of that for such a row once its highest score is known; keys that it does not see weigh nothing.
+template <class P>
+inline void weigh_plain(const PlainRow& row, float high, float* weights, float* top, float* total,
+                        float* sums, int64_t width) {
+    const int64_t end = row.end, n = row.n, whole = row.whole();
+    const float* scores = row.scores;
+    if (end == 0) {
+        for (int64_t j = 0; j < n; j += Vec::kWidth)
+            P::store(Vec::set(0), weights, j);
+        return;
+    }
     Vec sum = Vec::load(total);
     if (high > *top) {
         if (*top > kNothing) { // before the first keys there is nothing to scale
@@ -339,7 +349,7 @@ inline void weigh_plain(float* scores, int64_t end, int64_t n, float scale, floa
         }
         *top = high;
     }
-    const Vec factor = Vec::set(scale), below = Vec::set(-*top);
+    const Vec factor = Vec::set(row.scale), below = Vec::set(-*top);
     int64_t j = 0;
     for (; j < whole; j += Vec::kWidth) {
         const Vec p = power<P::kTerms>(fma(Vec::load(scores + j), factor, below));
