@@ -50,7 +50,7 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
         if request.only and not wanted:
             continue
         rows: list[dict[str, Any]] = []
-        for row in _rows(name, device, limits, request.rounds or (1 if quick else 2), set(wanted) - {""}):
+        for row in _rows(name, device, limits, request.rounds or (1 if quick else 4), set(wanted) - {""}):
             rows.append(row)
             print(row, flush=True)
             yield f"gpu_{name}", {**limits, "prompt": PROMPT, "rows": rows}

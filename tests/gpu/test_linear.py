@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from slipstream.formats import FORMATS, VARIANTS, Format, rounding_inputs
-from slipstream.kernels.triton.linear import KERNELS
+from slipstream.kernels.triton.linear import KERNELS, matrix_of
+from slipstream.kernels.triton.one_row import times_row
+from slipstream.kernels.triton.operands import Around
+from slipstream.kernels.triton.words import _fp6_bytes
 from slipstream.ops.bind import Facts
 from slipstream.ops.linear import Weight, linear
 from tests.gpu.place import place
@@ -98,3 +103,60 @@ def test_a_row_with_a_number_that_is_none_has_none_afterwards() -> None:
     weight = rounding_inputs(FORMATS["fp8"]).weight(torch.ones(16, 16, dtype=torch.bfloat16), None)
     got = KERNELS[0].run(place(x), place(weight)).cpu()
     assert got[7:9].isnan().all() and got[9:].isfinite().all() and got[:7].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "fp6"])
+@pytest.mark.parametrize("given", ["as it is", "behind another", "a float32 gain", "a layer norm", "a bias"])
+def test_a_row_is_normalised_however_its_vectors_lie(name: str, given: str, dtype: torch.dtype) -> None:
+    """Four numbers at a time where they can be read so, else one by one."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, first = 160, 1 if given == "behind another" else 0
+    x, gain, shift = (torch.randn(inputs + 1, generator=generator) + 1 for _ in range(3))
+    x, gain, shift = (place(v.to(dtype))[first : first + inputs] for v in (x, gain, shift))
+    gain = gain.float() if given == "a float32 gain" else gain
+    norm = 2 if given == "a layer norm" else 1
+    with_shift = given in ("a layer norm", "a bias")
+    weight = FORMATS[name].weight(torch.randn(24, inputs, generator=generator), None)
+    around = Around(norm=norm, eps=1e-5, gain=gain, shift=shift if with_shift else None)
+    matrix = matrix_of(weight.apply(place))
+    assert not isinstance(matrix, str)
+    got = times_row(x[None], matrix, around).cpu().double()
+    row = x.cpu().double() - (x.cpu().double().mean() if norm == 2 else 0.0)
+    row = row * (row.square().mean() + 1e-5).rsqrt() * gain.cpu().double()
+    expected = (row + (shift.cpu().double() if with_shift else 0.0)) @ weight.dense().double().T
+    # Both sides of products of floats are in float16, a row of integers in 16 bits; the rest is the result's.
+    assert float((got - expected).abs().max() / expected.abs().max()) <= (
+        8e-3 if dtype == torch.bfloat16 else 2e-3
+    )
+
+
+@pytest.mark.parametrize("e3m2", [False, True], ids=["e2m3", "e3m2"])
+def test_codes_of_six_bits_are_bytes_that_the_hardware_converts(e3m2: bool) -> None:
+    """Every code, in each place of a word: as bytes of e4m3 or e5m2 they stand for a power of two of it."""
+    codes = torch.arange(64, dtype=torch.int64)
+    codes = torch.stack([codes.roll(n) for n in range(4)], 1)  # four neighbours are four bytes
+    place_of = 256 ** torch.arange(4)
+    for part in range(2):
+        low = ((codes & 15) << (4 * part)).mul(place_of).sum(1)
+        high = ((codes >> 4) << (2 * part)).mul(place_of).sum(1)
+        out = torch.zeros(64, dtype=torch.int32)
+        _six_bits[(1,)](place(low.to(torch.int32)), place(high.to(torch.int32)), out := place(out), PART=part)
+        found = out.cpu().view(torch.uint8).view(64, 4)
+        wide = found.view(torch.float8_e5m2 if e3m2 else torch.float8_e4m3fn).double()
+        mantissa = 2 if e3m2 else 3
+        exponent, rest = (codes & 31) >> mantissa, (codes & (2**mantissa - 1)) / 2**mantissa
+        bias = 3 if e3m2 else 1
+        value = torch.where(exponent > 0, (1 + rest) * 2.0 ** (exponent - bias), rest * 2.0 ** (1 - bias))
+        value = torch.where(codes >= 32, -value, value)
+        assert torch.equal(wide * 2.0 ** (12 if e3m2 else 6), value)
+
+
+@triton.jit
+def _six_bits(low, high, out, PART: tl.constexpr):
+    at = tl.arange(0, 64)
+    lower, upper = (
+        tl.load(low + at).to(tl.uint32, bitcast=True),
+        tl.load(high + at).to(tl.uint32, bitcast=True),
+    )
+    tl.store(out + at, _fp6_bytes(lower, upper, PART).to(tl.int32, bitcast=True))

@@ -33,7 +33,7 @@ from slipstream.ops.step import AttentionMask, Step
 __all__ = ["BUILDS", "Heads", "attend_one", "build_of"]
 
 _MOST_SPLITS = 32
-_LEAST: tl.constexpr = tl.constexpr(3)
+_LEAST: tl.constexpr = tl.constexpr(2)
 """Tiles of keys that are worth a split."""
 
 

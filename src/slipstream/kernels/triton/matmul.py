@@ -26,15 +26,11 @@ from torch import Tensor
 from slipstream.kernels.triton.activation import apply, gate
 from slipstream.kernels.triton.decode import RESCALE, name_of
 from slipstream.kernels.triton.operands import Around, Matrix, planes_of
-from slipstream.kernels.triton.overlap import overlapping, overlaps, wait_for_predecessor
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, by_hand, generation, processors
 from slipstream.kernels.triton.tile import weights_at
 
 __all__ = ["BUILDS", "Pairs", "build_of", "tile_rows", "times_matrix"]
-
-_OVERLAP = False
-"""Whether launches begin while their predecessors end, where a GPU can."""
 
 _LEAST, _MOST = 3, 6
 """Programs of a processor at a time: fewer leave it waiting, more do not fit."""
@@ -95,10 +91,9 @@ def _some_rows(
     x, codes, second, third, multiplier, part, row_of, expert_of,
     rows, inputs, outputs, runs, stride, share,
     FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, RESCALE: tl.constexpr,
-    EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr, OVERLAPS: tl.constexpr,
+    EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     split = tl.program_id(2)
     if EXPERTS:  # noqa: SIM102 - without experts there is nothing to load, which `and` would not prevent
@@ -139,9 +134,8 @@ def _summed(part, bias, first, row, rows, outputs, output, HAS_BIAS: tl.constexp
 def _sum_splits(
     part, bias, expert_of_row, residual, out, rows, outputs, factor,
     HAS_BIAS: tl.constexpr, EXPERTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     width = outputs // 2 if GATED else outputs
@@ -244,9 +238,7 @@ def times_matrix(
         EXPERTS=pairs is not None,
         EACH=each,
         HAND=hand,
-        OVERLAPS=_OVERLAP and overlaps(number),
         **launch.options(),
-        **(overlapping(number) if _OVERLAP else {}),
     )
     return _joined(part, matrix.bias, None if pairs is None else pairs.expert_of_pair, around, x.dtype)
 
@@ -273,9 +265,7 @@ def _joined(
         ACTIVATION=around.activation,
         GATED=around.gated,
         SPLITS=splits,
-        OVERLAPS=_OVERLAP and overlaps(number),
         **launch.options(),
-        **(overlapping(number) if _OVERLAP else {}),
     )
     return out
 
@@ -295,7 +285,7 @@ def build_of(name: str, kind: int, rows: int, *, experts: bool = False, hand: bo
     return Build(
         f"matmul, {name}, {rows} rows{', experts' if experts else ''}{', by hand' if hand else ''}",
         _some_rows,
-        types | constants | {"EXPERTS": experts, "EACH": 2, "OVERLAPS": False},
+        types | constants | {"EXPERTS": experts, "EACH": 2},
         launch,
         frozenset({"inputs", "outputs", "runs", "stride", "share"}),
         wide_loads=2,
@@ -317,7 +307,6 @@ _SUMMED = {
     "ACTIVATION": 3,
     "GATED": True,
     "SPLITS": 4,
-    "OVERLAPS": False,
 }
 
 BUILDS = (

@@ -5,9 +5,9 @@ norm costs no launch of its own and is taken once; from then on nothing but weig
 time, several tiles ahead, through shared memory. Products are summed in float32. After the matrix come bias,
 activation (of gate and up, whose rows a tile takes in pairs), and the residual.
 
-Where the device can, a launch begins while its predecessor ends (`overlap`). The next one is not let in
-any earlier: its programs would go where there is room first, and those of a processor that is given many
-would end last, for each has its share of the tiles from the start.
+Where the device can, a launch begins while its predecessor ends (`overlap`). A next one that multiplies is
+not let in any earlier: its programs would go where there is room first, and those of a processor that is
+given many would end last, for each has its share of the tiles from the start. Attention is, for it is small.
 
 Source: a loop over tiles with the vector held by the program as in persistent GEMV kernels; NVIDIA CUDA
 Programming Guide, "Programmatic Dependent Launch", for the overlap of launches.
@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.activation import apply, gate
-from slipstream.kernels.triton.decode import FORMATS, PARTS, RESCALE, kind_of, name_of
+from slipstream.kernels.triton.decode import FORMATS, RESCALE, kind_of, name_of
 from slipstream.kernels.triton.operands import Around, Matrix, planes_of
-from slipstream.kernels.triton.overlap import overlapping, overlaps
+from slipstream.kernels.triton.overlap import let_in, overlapping, overlaps
 from slipstream.kernels.triton.row import groups_at, row_sums, row_taken, sums_of_runs, words_of
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import (
@@ -41,7 +41,6 @@ from slipstream.kernels.triton.target import (
     processors,
 )
 from slipstream.kernels.triton.words import (
-    FIELDS,
     INTEGERS,
     PAIRED,
     PER_WORD,
@@ -80,22 +79,25 @@ def _store(
 def _one_row(
     x, codes, second, third, multiplier, bias, gain, shift, residual, out,
     inputs, outputs, words, stride, eps, offset, factor,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
     RESCALE: tl.constexpr, NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    ALIGNED: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr, OVERLAPS: tl.constexpr,
-    WORDS: tl.constexpr, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
+    ALIGNED: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr, CONVERTS: tl.constexpr,
+    OVERLAPS: tl.constexpr, LETS: tl.constexpr, WORDS: tl.constexpr, OUTPUTS: tl.constexpr,
+    PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    fields = row_taken(
-        x, gain, shift, inputs, eps, offset, NORM, HAS_GAIN, HAS_SHIFT, FORMAT, PARTS, FIELDS, WORDS, OVERLAPS
-    )
+    let_in(LETS)
+    fields, root, most = row_taken(
+        x, gain, shift, inputs, eps, offset, NORM, HAS_GAIN, HAS_SHIFT, out.dtype.element_ty, WAY,
+        WORDS // 4 if FORMAT > 0 else WORDS, 16 * PARTS if FORMAT > 0 else 1, OVERLAPS,
+    )  # fmt: skip
     of_run, counts = 0.0, 1.0
     if FORMAT == 3 or FORMAT == 4:
-        of_run = sums_of_runs(fields, PARTS * FIELDS)
+        of_run = sums_of_runs(fields, 16 * PARTS)
     if WAY == 1:
-        fields, counts = fixed(fields, PARTS)
+        fields, counts = fixed(fields, most, PARTS, HAND)
     if WAY == 2:
-        fields, counts = paired(fields, PARTS, FORMAT, HAND)
+        fields, counts = paired(fields, most, PARTS, FORMAT, CONVERTS)
     word = tl.arange(0, WORDS)
     stored: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     for tile in tl.range(tl.program_id(0), tl.cdiv(outputs, OUTPUTS), tl.num_programs(0), num_stages=AHEAD):
@@ -108,7 +110,7 @@ def _one_row(
         place = tile * stored + tl.arange(0, stored)
         there = place < (outputs // 2 if GATED else outputs)
         # What is small is asked for first: behind the sums nothing would hide how long it takes.
-        first, other, high = words_of(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
+        first, high = words_of(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
         times, added, before, scale, least = 1.0, 0.0, 0.0, 1.0, 0.0
         if FORMAT == 3 or FORMAT == 4:
             scale, least = groups_at(second, third, row, real, words, WORDS // 4, BLOCKS, FORMAT == 3)
@@ -118,11 +120,9 @@ def _one_row(
             added = tl.load(bias + output, mask=real, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             before = tl.load(residual + place, mask=there, other=0.0).to(tl.float32)
-        y = row_sums(
-            first, other, high, fields, counts, of_run, scale, least, FORMAT, PARTS, FIELDS, WAY, HAND
-        )
-        if FORMAT > 0:
-            y = y * times
+        y = row_sums(first, high, fields, counts, of_run, scale, least, FORMAT, PARTS, WAY, HAND, CONVERTS)
+        if FORMAT > 0 or NORM == 1:
+            y = y * (times * root)
         if HAS_BIAS:
             y += added
         _store(y, before, out, place, there, factor, HAS_RESIDUAL, ACTIVATION, GATED)
@@ -160,12 +160,14 @@ def _constants(
 ) -> dict[str, Any]:
     """What the kernel is compiled for, but for what depends on the tensors at hand."""
     hand = by_hand(number, least=89 if kind == 2 else 80)
+    way = _way(kind, itemsize, hand=hand or interpreted())
+    # By float32 only codes of fp8 are converted by the hardware.
+    converts = by_hand(number, least=89) and kind in PAIRED and (kind == 2 or way == 2)
     return {
         "FORMAT": kind,
-        "PARTS": PARTS[kind],
-        "FIELDS": FIELDS[kind],
+        "PARTS": max(PER_WORD[kind] // 4, 1),
         "BLOCKS": blocks,
-        "RESCALE": rescale_of(kind, RESCALE[kind], hand=hand),
+        "RESCALE": rescale_of(kind, RESCALE[kind], hand=converts),
         "NORM": around.norm,
         "HAS_GAIN": around.gain is not None,
         "HAS_SHIFT": around.shift is not None,
@@ -173,10 +175,20 @@ def _constants(
         "ACTIVATION": around.activation,
         "GATED": around.gated,
         "HAND": hand,
-        "WAY": _way(kind, itemsize, hand=hand or interpreted()),
+        "WAY": way,
+        "CONVERTS": converts,
         "OVERLAPS": overlaps(number),
+        "LETS": overlaps(number) and around.lets,
         "WORDS": max(int(triton.next_power_of_2(-(-inputs // PER_WORD[kind]))), 128),
     }
+
+
+def _by_fours(vector: Tensor | None, x: Tensor, kind: int) -> Tensor | None:
+    """A vector of the row's 16-bit dtype as int64, four to one, where it can be read so."""
+    if vector is None or kind == 0 or vector.dtype != x.dtype or vector.element_size() != 2:
+        return vector
+    fits = vector.numel() % 4 == 0 and vector.storage_offset() % 4 == 0 and vector.is_contiguous()
+    return vector.view(torch.int64) if fits else vector
 
 
 def times_row(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
@@ -198,14 +210,15 @@ def times_row(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
     aligned = kind == 0 or (inputs % 4 == 0 and codes.stride(0) % 4 == 0 and codes.data_ptr() % 16 == 0)
     stride = codes.stride(0)
     if kind and aligned:
-        codes, stride = codes.view(torch.int32), stride // (8 if kind >= 5 else 4)
+        codes, stride = codes.view(torch.int32), stride // 4
         second = second.view(torch.int32) if kind >= 5 else second
     words = -(-inputs // PER_WORD[kind]) if kind <= 2 else stride
     tiles = triton.cdiv(outputs, launch.sizes["OUTPUTS"])
     programs = launch.sizes["PROGRAMS"] * processors(x.device)
-    optional = (matrix.bias, around.gain, around.shift, around.residual)
+    fours = [_by_fours(vector, x, kind) for vector in (x, around.gain, around.shift)]
+    optional = (matrix.bias, *fours[1:], around.residual)
     _one_row[(min(tiles, programs),)](
-        *(x, codes, second, third, multiplier),
+        *(fours[0], codes, second, third, multiplier),
         *(x if tensor is None else tensor for tensor in optional),
         out,
         *(inputs, outputs, words, stride, around.eps, around.offset, around.factor),
@@ -241,6 +254,8 @@ def build_of(name: str, inputs: int, around: str = "", *, narrow: bool = False, 
     )
     vectors = ("x", "bias", "gain", "shift", "residual", "out")
     types: dict[str, Any] = dict.fromkeys(vectors, "*bf16") | {"third": "*fp16", "multiplier": "*fp32"}
+    if kind:
+        types |= dict.fromkeys(("x", "gain", "shift"), "*i64")
     types |= {"codes": "*bf16" if kind == 0 else "*i32", "second": "*i32" if kind >= 5 else "*fp16"}
     types |= dict.fromkeys(("inputs", "outputs", "words", "stride"), "i32")
     types |= dict.fromkeys(("eps", "offset", "factor"), "fp32")

@@ -46,6 +46,7 @@ class Around:
         gated: The matrix is `[gate | up]`.
         residual: `(T, O)` or, where gated, `(T, O / 2)`; or None.
         factor: Multiplies what is added to the residual.
+        lets: Whether the next kernel, which takes little room, may come in while this one runs.
     """
 
     norm: int = 0
@@ -57,6 +58,7 @@ class Around:
     gated: bool = False
     residual: Tensor | None = None
     factor: float = 1.0
+    lets: bool = False
 
 
 def planes_of(planes: list[Tensor], kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The pieces of the kernel of one row: the row in registers, and a tile of the words of some outputs.
 
-Shapes: I inputs, O outputs of a tile, W words of a row (`words.PER_WORD` inputs each); four words are a run
-    of 16 bytes, whose fields stand for PARTS runs of 16 inputs.
+Shapes: I inputs, O outputs of a tile, W words of a row (`words.PER_WORD` inputs each). Four words are a run
+    of 16 bytes, which stand for the 16 inputs of each of PARTS parts; of dense matrices a run is one number.
 """
 
 from __future__ import annotations
@@ -10,55 +10,113 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.overlap import wait_for_predecessor
-from slipstream.kernels.triton.words import dots, field_at, nothing, pairs
+from slipstream.kernels.triton.words import dots, field_at, nothing, pairs, quarters
 
 __all__ = ["groups_at", "row_sums", "row_taken", "sums_of_runs", "words_of"]
 
 
 @triton.jit
-def _row(x, base, inputs, PARTS: tl.constexpr, FIELDS: tl.constexpr):
-    """What each field of the words of a row is multiplied by: a tuple of `(W,)` float32."""
+def _four_of(wide, KIND: tl.constexpr):
+    """Four neighbours out of 64 bits each, of bfloat16 or float16: a tuple of `(W,)` float32."""
+    found = nothing()
+    for half in tl.static_range(2):
+        word = (wide >> (32 * half)).to(tl.int32)
+        if tl.bfloat16 == KIND:
+            found = found + ((word << 16).to(tl.float32, bitcast=True),)  # noqa: RUF005
+            found = found + ((word & -65536).to(tl.float32, bitcast=True),)  # noqa: RUF005
+        else:
+            found = found + (word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)  # noqa: RUF005
+            upper = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            found = found + (upper.to(tl.float32),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _row(vector, inputs, KIND: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr):
+    """A row by runs of PER inputs: a tuple of their first, second, ... inputs, `(COUNT,)` float32 each.
+
+    A vector of 16-bit numbers may come four to an int64: loaded one by one, they keep a program from its
+    weights for microseconds.
+    """
     fields = nothing()
-    for part in tl.static_range(PARTS):
-        for field in tl.static_range(FIELDS):
-            at = base + (16 * part + field)
-            fields = fields + (tl.load(x + at, mask=at < inputs, other=0.0).to(tl.float32),)  # noqa: RUF005
+    run = tl.arange(0, COUNT)
+    if vector.dtype.element_ty == tl.int64:
+        for index in tl.static_range(PER // 4):
+            four = run * (PER // 4) + index
+            fields = fields + _four_of(tl.load(vector + four, mask=four * 4 < inputs, other=0), KIND)  # noqa: RUF005
+    else:
+        for index in tl.static_range(PER):
+            at = run * PER + index
+            one = tl.load(vector + at, mask=at < inputs, other=0.0).to(tl.float32)
+            fields = fields + (one,)  # noqa: RUF005
     return fields
 
 
 @triton.jit
-def _normed(
-    fields, gains, shifts, base, inputs, eps, offset,
-    LAYER: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, PARTS: tl.constexpr,
-    FIELDS: tl.constexpr,
+def _centred(
+    fields, gains, shifts, inputs, eps, offset,
+    LAYER: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, COUNT: tl.constexpr,
+    PER: tl.constexpr,
 ):  # fmt: skip
-    """A row as a norm hands it on, zero beyond its end; all four are tuples as `_row` makes them."""
+    """A row as a norm with a mean or a bias hands it on, zero beyond its end; the first three are tuples."""
+    first = tl.arange(0, COUNT) * PER
     mean = 0.0
     if LAYER:
-        total = tl.zeros(base.shape, tl.float32)
-        for index in tl.static_range(PARTS * FIELDS):
+        total = tl.zeros([COUNT], tl.float32)
+        for index in tl.static_range(PER):
             total += fields[index]
         mean = tl.sum(total) / inputs
-    squares = tl.zeros(base.shape, tl.float32)
-    for index in tl.static_range(PARTS * FIELDS):
-        off = fields[index] - mean
-        if LAYER:
-            at = base + (16 * (index // FIELDS) + index % FIELDS)
-            off = tl.where(at < inputs, off, 0.0)
+    squares = tl.zeros([COUNT], tl.float32)
+    for index in tl.static_range(PER):
+        off = tl.where(first + index < inputs, fields[index] - mean, 0.0)
         squares += off * off
     root = tl.rsqrt(tl.sum(squares) / inputs + eps)
     found = nothing()
-    for index in tl.static_range(PARTS * FIELDS):
+    for index in tl.static_range(PER):
         one = (fields[index] - mean) * root
         if HAS_GAIN:
             one = one * (gains[index] + offset)
         if HAS_SHIFT:
             one += shifts[index]
-        if LAYER:
-            at = base + (16 * (index // FIELDS) + index % FIELDS)
-            one = tl.where(at < inputs, one, 0.0)
-        found = found + (one,)  # noqa: RUF005
+        found = found + (tl.where(first + index < inputs, one, 0.0),)  # noqa: RUF005
     return found
+
+
+@triton.jit
+def _both(total, most, other_total, other_most):
+    return total + other_total, tl.maximum(most, other_most)
+
+
+@triton.jit
+def _measured(
+    fields, gains, offset,
+    SQUARES: tl.constexpr, HAS_GAIN: tl.constexpr, LARGEST: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Fields times the gains, the sum of their squares before, and the largest magnitude after.
+
+    That is infinite where a number is none, so that zero times it is none, too. Threads meet once for both:
+    every such meeting keeps a program from its weights for a tenth of a microsecond.
+    """
+    squares = tl.zeros(fields[0].shape, tl.float32)
+    largest = tl.zeros(fields[0].shape, tl.float32)
+    found = nothing()
+    for index in tl.static_range(COUNT):
+        one = fields[index]
+        if SQUARES:
+            squares += one * one
+            if HAS_GAIN:
+                one = one * (gains[index] + offset)
+        if LARGEST:
+            largest = tl.maximum(largest, tl.where(one == one, tl.abs(one), float("inf")))
+        found = found + (one,)  # noqa: RUF005
+    total, most = 0.0, 0.0
+    if SQUARES and LARGEST:
+        total, most = tl.reduce((squares, largest), 0, _both)
+    elif SQUARES:
+        total = tl.sum(squares)
+    elif LARGEST:
+        most = tl.max(largest)
+    return found, total, most
 
 
 @triton.jit
@@ -79,16 +137,15 @@ def _words_at(codes, at, there, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 def words_of(
     codes, second, row, real, word, words, stride, inputs, FORMAT: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Three blocks of words `(OUTPUTS, W)` of some rows: see `words.field_at`."""
+    """Words `(OUTPUTS, W)` of some rows, and what goes with them in another plane: see `words.field_at`."""
     inside = real[:, None] & (word < words)[None, :]
     if FORMAT >= 5:
-        nibbles = row * (2 * stride) + ((word // 4) * 8 + word % 4)[None, :]
-        first = _words_at(codes, nibbles, inside, FORMAT, True)
-        other = _words_at(codes, nibbles + 4, inside, FORMAT, True)
-        high = _words_at(second, row * stride + word[None, :], inside, FORMAT, True)
+        # Two runs of nibbles share one of upper bits: of a byte the first has the lower four.
+        first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)
+        upper = row * (stride // 2) + (word // 8 * 4 + word % 4)[None, :]
+        high = _words_at(second, upper, inside, FORMAT, True) >> (word // 4 % 2 * 4)[None, :]
     elif ALIGNED:
         first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)
-        other = first
         high = first
     else:
         # What lies beyond the last input belongs to the next row.
@@ -96,24 +153,24 @@ def words_of(
         for byte in tl.static_range(4):
             there = there + (real[:, None] & (4 * word + byte < inputs)[None, :],)  # noqa: RUF005
         first = _words_at(codes, row * stride + (4 * word)[None, :], there, FORMAT, False)
-        other = first
         high = first
-    return first, other, high
+    return first, high
 
 
 @triton.jit
 def _products(
-    first, other, high, fields,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, HAND: tl.constexpr,
+    first, high, fields, FORMAT: tl.constexpr, PARTS: tl.constexpr, HAND: tl.constexpr
 ):  # fmt: skip
-    """Products in float32, of each word `(OUTPUTS, W)`, of int4's of each run `(OUTPUTS, W / 4)`."""
-    sums = tl.zeros(first.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        for field in tl.static_range(FIELDS):
-            weight = field_at(first, other, high, part, field, FORMAT, HAND)
-            sums += weight * fields[part * FIELDS + field][None, :]
-    if FORMAT == 3 or FORMAT == 4:
-        sums = tl.sum(tl.reshape(sums, (first.shape[0], first.shape[1] // 4, 4)), 2)
+    """Products in float32, summed over each run: `(OUTPUTS, W / 4)`, of dense matrices each word alone."""
+    if FORMAT == 0:
+        sums = first.to(tl.float32) * fields[0][None, :]
+    else:
+        firsts, highs = quarters(first), quarters(high)
+        sums = tl.zeros(firsts[0].shape, tl.float32)
+        for part in tl.static_range(PARTS):
+            for at in tl.static_range(16):
+                weight = field_at(firsts[at // 4], highs[at // 4], part, at % 4, FORMAT, HAND)
+                sums += weight * fields[part * 16 + at][None, :]
     return sums
 
 
@@ -135,49 +192,60 @@ def groups_at(
 @triton.jit
 def row_taken(
     x, gain, shift, inputs, eps, offset,
-    NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, FORMAT: tl.constexpr,
-    PARTS: tl.constexpr, FIELDS: tl.constexpr, WORDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, KIND: tl.constexpr,
+    WAY: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A row, normalised: what each field of its words is multiplied by, a tuple of `(W,)` float32."""
-    word = tl.arange(0, WORDS)
-    base = word if FORMAT == 0 else (word // 4) * (16 * PARTS) + (word % 4) * 4
+    """A row as a norm hands it on, but for one factor, by COUNT runs of PER inputs.
+
+    Returns:
+        The first, second, ... inputs of the runs, a tuple of `(COUNT,)` float32; what all of them are still
+        to be multiplied by; and the largest magnitude among them, where WAY makes use of it.
+    """
     # A norm's weight is older than the predecessor, and need not wait for it.
     gains = nothing()
     shifts = nothing()
     if HAS_GAIN:
-        gains = _row(gain, base, inputs, PARTS, FIELDS)
+        gains = _row(gain, inputs, KIND, COUNT, PER)
     if HAS_SHIFT:
-        shifts = _row(shift, base, inputs, PARTS, FIELDS)
+        shifts = _row(shift, inputs, KIND, COUNT, PER)
     wait_for_predecessor(OVERLAPS)
-    fields = _row(x, base, inputs, PARTS, FIELDS)
-    if NORM > 0:
-        fields = _normed(
-            fields, gains, shifts, base, inputs, eps, offset, NORM == 2, HAS_GAIN, HAS_SHIFT, PARTS, FIELDS
+    fields = _row(x, inputs, KIND, COUNT, PER)
+    centred: tl.constexpr = NORM == 2 or HAS_SHIFT
+    if centred:
+        fields = _centred(
+            fields, gains, shifts, inputs, eps, offset, NORM == 2, HAS_GAIN, HAS_SHIFT, COUNT, PER
         )
-    return fields
+    fields, squares, most = _measured(
+        fields, gains, offset, NORM == 1 and not centred, HAS_GAIN, WAY > 0, PER
+    )
+    root = 1.0
+    if NORM == 1 and not centred:
+        root = tl.rsqrt(squares / inputs + eps)
+    return fields, root, most
 
 
 @triton.jit
-def sums_of_runs(fields, COUNT: tl.constexpr):
-    """What the inputs of each run of words come to, `(W / 4,)`."""
+def sums_of_runs(fields, PER: tl.constexpr):
+    """What the inputs of each run come to."""
     total = fields[0]
-    for which in tl.static_range(1, COUNT):
+    for which in tl.static_range(1, PER):
         total += fields[which]
-    return tl.sum(tl.reshape(total, (total.shape[0] // 4, 4)), 1)
+    return total
 
 
 @triton.jit
 def row_sums(
-    first, other, high, fields, counts, of_run, scale, least,
-    FORMAT: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr,
+    first, high, fields, counts, of_run, scale, least,
+    FORMAT: tl.constexpr, PARTS: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """A tile's words times the row, `(O,)` float32; `counts` is the unit of a row as codes or pairs."""
     if WAY == 2:
-        found = pairs(first, other, high, fields, PARTS, FORMAT, HAND) * counts
+        found = pairs(first, high, fields, PARTS, FORMAT, HAND, CONVERTS) * counts
     elif WAY == 1:
         found = dots(first.to(tl.int32, bitcast=True), fields, PARTS, HAND) * counts
     else:
-        found = _products(first, other, high, fields, FORMAT, PARTS, FIELDS, HAND)
+        found = _products(first, high, fields, FORMAT, PARTS, HAND)
     if FORMAT == 4:
         found -= 8.0 * of_run[None, :]
     if FORMAT == 3 or FORMAT == 4:

@@ -195,7 +195,7 @@ def _layer(
     arrived: Tensor,
 ) -> Tensor:
     spec = block.spec
-    qkv = _times(x, block, Role.QKV, _before(block, Role.ATTN_NORM))
+    qkv = _times(x, block, Role.QKV, replace(_before(block, Role.ATTN_NORM), lets=True))
     attended = attend_one(qkv, _heads(block, tables), caches, step, block.mask, arrived)
     middle = _onto(x, attended, block, Role.ATTN_OUT, Role.ATTN_POST_NORM)
     entry = x if spec.parallel else middle
@@ -261,6 +261,7 @@ def _times(x: Tensor, block: BlockLike, role: Role, around: Around) -> Tensor:
         return _by_torch(x, weight, block.spec, around)
     optional = [matrix.bias, around.gain, around.shift, around.residual]
     sizes = [matrix.kind, matrix.blocks, matrix.outputs, around.norm, around.activation, int(around.gated)]
+    sizes.append(int(around.lets))
     return _fused(x, matrix.planes, optional, sizes, [around.eps, around.offset, around.factor])  # type: ignore[no-any-return]
 
 
@@ -278,10 +279,11 @@ def _launch(
     x: Tensor, planes: list[Tensor], optional: list[Tensor | None], sizes: list[int], numbers: list[float]
 ) -> Tensor:
     bias, gain, shift, residual = optional
-    kind, blocks, outputs, norm, activation, gated = sizes
+    kind, blocks, outputs, norm, activation, gated, lets = sizes
     eps, offset, factor = numbers
     matrix = Matrix(planes, bias, kind, blocks, outputs)
-    return times(x, matrix, Around(norm, eps, offset, gain, shift, activation, bool(gated), residual, factor))
+    around = Around(norm, eps, offset, gain, shift, activation, bool(gated), residual, factor, bool(lets))
+    return times(x, matrix, around)
 
 
 _fused = operator(

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "FIELDS",
     "INTEGERS",
     "PAIRED",
     "PER_WORD",
@@ -27,13 +26,11 @@ __all__ = [
     "nothing",
     "paired",
     "pairs",
+    "quarters",
     "rescale_of",
 ]
 
-FIELDS = {0: 1, 1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4}
-"""Weights of one part that a word holds; of dense matrices a word is one weight."""
-
-PER_WORD = {0: 1, 1: 4, 2: 4, 3: 8, 4: 8, 5: 16, 6: 16}
+PER_WORD = {0: 1, 1: 4, 2: 4, 3: 8, 4: 8, 5: 8, 6: 8}
 """Inputs that a word, with what belongs to it in other planes, stands for."""
 
 INTEGERS = (1, 3, 4)
@@ -97,13 +94,25 @@ def _half(pair, UPPER: tl.constexpr, HAND: tl.constexpr):
 
 
 @triton.jit
-def _fp8_pair(word, PAIR: tl.constexpr, HAND: tl.constexpr):
-    """What bytes 2 PAIR and the next stand for; without the hardware 2^-8 times that of PAIR and PAIR + 2."""
-    if HAND:
-        two = _shifted(word, -16 * PAIR).to(tl.uint16)
+def _converted(word, PAIR: tl.constexpr, E5M2: tl.constexpr):
+    """What bytes 2 PAIR and the next stand for, two float16, by the hardware."""
+    two = _shifted(word, -16 * PAIR).to(tl.uint16)
+    if E5M2:
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.e5m2x2 $0, $1;", "=r,h", [two], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
         pair = tl.inline_asm_elementwise(
             "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [two], dtype=tl.uint32, is_pure=True, pack=1
         )
+    return pair
+
+
+@triton.jit
+def _fp8_pair(word, PAIR: tl.constexpr, HAND: tl.constexpr):
+    """What bytes 2 PAIR and the next stand for; without the hardware 2^-8 times that of PAIR and PAIR + 2."""
+    if HAND:
+        pair = _converted(word, PAIR, False)
     else:
         up: tl.constexpr = 8 * (1 - PAIR)
         pair = (_shifted(word, up) & 0x80008000) | (_shifted(word, up - 1) & 0x3F803F80)
@@ -122,15 +131,23 @@ def _fp8_at(word, BYTE: tl.constexpr, HAND: tl.constexpr):
 
 @triton.jit
 def _fp6_pair(low, high, PART: tl.constexpr, PAIR: tl.constexpr, E3M2: tl.constexpr):
-    """Bytes PAIR and PAIR + 2 of the 6-bit codes of one part, two float16.
-
-    `low` holds parts 2n and 2n + 1, `high` all four.
-    """
+    """Bytes PAIR and PAIR + 2 of the 6-bit codes of one part, two float16."""
     odd: tl.constexpr = 8 * PAIR
     more: tl.constexpr = 1 if E3M2 else 0
-    pair = _shifted(low, 7 + more - odd - 4 * (PART % 2)) & (0x07800780 << more)
+    pair = _shifted(low, 7 + more - odd - 4 * PART) & (0x07800780 << more)
     pair = pair | (_shifted(high, 11 + more - odd - 2 * PART) & (0x08000800 << more))
     return pair | (_shifted(high, 14 - odd - 2 * PART) & 0x80008000)
+
+
+@triton.jit
+def _fp6_bytes(low, high, PART: tl.constexpr):
+    """Four 6-bit codes of one part as bytes of a wider exponent: e2m3 as e4m3, and e3m2 as e5m2.
+
+    These stand for 2^-6 and 2^-12 of what the codes do.
+    """
+    # One product brings a code's uppermost bit and its sign from bits 0 and 1 to bits 4 and 7.
+    bits = (_shifted(high, -2 * PART) & 0x03030303) * 0x50
+    return (_shifted(low, -4 * PART) & 0x0F0F0F0F) | (bits & 0x90909090)
 
 
 @triton.jit
@@ -139,12 +156,10 @@ def _fp6_at(low, high, PART: tl.constexpr, BYTE: tl.constexpr, E3M2: tl.constexp
 
 
 @triton.jit
-def field_at(
-    word, other, high, PART: tl.constexpr, BYTE: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr
-):  # fmt: skip
+def field_at(word, high, PART: tl.constexpr, BYTE: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr):
     """Weights of byte BYTE and part PART of some words, float32; of int4 its codes, from zero on.
 
-    Of fp6, `word` holds the nibbles of parts 0 and 1, `other` those of 2 and 3, `high` the upper two bits.
+    Of fp6, `word` holds the lower four bits of two parts, `high` their upper two in the lower half of a byte.
     """
     if FORMAT == 0:
         weight = word.to(tl.float32)
@@ -155,55 +170,66 @@ def field_at(
     elif FORMAT <= 4:
         weight = _placed(word, 4 * PART + 8 * BYTE, 15, 0, 0, HAND)
     else:
-        weight = _fp6_at(word if PART < 2 else other, high, PART, BYTE, FORMAT == 6, HAND)
+        weight = _fp6_at(word, high, PART, BYTE, FORMAT == 6, HAND)
     return weight
 
 
 @triton.jit
-def _quarters(word):
-    """Words 0, 2, 1 and 3 of each run of four: what one thread loads at once."""
+def quarters(word):
+    """The four words of each run, `(..., W / 4)` each: what one thread loads at once."""
     even, odd = tl.split(tl.reshape(word, word.shape[:-1] + [word.shape[-1] // 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    return first, third, second, fourth
+    return first, second, third, fourth
 
 
 @triton.jit
-def _largest(fields, COUNT: tl.constexpr):
-    """Largest magnitude of a row; infinite where a number is none, so that zero times it is none, too.
+def _cast_four(fields, AT: tl.constexpr, each):
+    """Four inputs as integers of 16 bits, two to a word.
 
-    Threads meet once: every such meeting keeps a program from its weights for a tenth of a microsecond.
+    Beside 1.5 * 2^23 a number's lowest bits are those of the integer next to it.
     """
-    most = tl.zeros(fields[0].shape, tl.float32)
-    for index in tl.static_range(COUNT):
-        one = fields[index]
-        most = tl.maximum(most, tl.where(one == one, tl.abs(one), float("inf")))
-    return tl.max(most)
+    first = (fields[AT] * each + 12582912.0).to(tl.int32, bitcast=True)
+    second = (fields[AT + 1] * each + 12582912.0).to(tl.int32, bitcast=True)
+    third = (fields[AT + 2] * each + 12582912.0).to(tl.int32, bitcast=True)
+    fourth = (fields[AT + 3] * each + 12582912.0).to(tl.int32, bitcast=True)
+    return (first & 0xFFFF) | (second << 16), (third & 0xFFFF) | (fourth << 16)
 
 
 @triton.jit
-def fixed(fields, PARTS: tl.constexpr):
-    """A row as integers of 24 bits in three bytes each, four inputs to a word, and what one of them counts.
+def _bytes_of(low, high, UPPER: tl.constexpr, HAND: tl.constexpr):
+    """The lower or the upper bytes of two words with two 16-bit numbers each."""
+    if HAND and UPPER:
+        found = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    elif HAND:
+        found = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        if UPPER:
+            low, high = low >> 8, high >> 8
+        found = (low & 0xFF) | ((low >> 8) & 0xFF00) | ((high & 0xFF) << 16) | ((high << 8) & -0x1000000)
+    return found
 
-    That is as exact as float32 beside the row's largest number. Returned are, for each part, the upper
-    (signed), middle and lower bytes of each quarter (`_quarters`), `(W / 4,)` int32.
+
+@triton.jit
+def fixed(fields, most, PARTS: tl.constexpr, HAND: tl.constexpr):
+    """A row as integers of 16 bits in two bytes each, four inputs to a word, and what one of them counts.
+
+    A number is off by 2^-16 of the largest (`most`), where a model of 16 bits rounds that one to 2^-9 or
+    2^-12 of itself. Returned are the upper (signed) and the lower bytes of the first four inputs of the runs,
+    of the next four, and so on, `(W / 4,)` int32 each.
     """
-    most = _largest(fields, PARTS * 4)
-    # A step and a half less than 2^23, for the largest is rounded, too; a number that is none stays none.
+    # A step less than 2^15, for the largest is rounded, too; a number that is none stays none.
     most = tl.maximum(most, 1e-30)
-    one = most / 8388606.0
-    each = 8388606.0 / most
+    one = most / 32766.0
+    each = 32766.0 / most
     words = nothing()
-    for part in tl.static_range(PARTS):
-        upper = tl.zeros(fields[0].shape, tl.int32)
-        middle = tl.zeros(fields[0].shape, tl.int32)
-        lower = tl.zeros(fields[0].shape, tl.int32)
-        for byte in tl.static_range(4):
-            number = tl.floor(fields[part * 4 + byte] * each + 0.5).to(tl.int32)
-            upper |= ((number >> 16) & 255) << (8 * byte)
-            middle |= ((number >> 8) & 255) << (8 * byte)
-            lower |= (number & 255) << (8 * byte)
-        words = words + _quarters(upper) + _quarters(middle) + _quarters(lower)  # noqa: RUF005
+    for four in tl.static_range(4 * PARTS):
+        low, high = _cast_four(fields, 4 * four, each)
+        words = words + (_bytes_of(low, high, True, HAND), _bytes_of(low, high, False, HAND))  # noqa: RUF005
     return words, one + most * 0.0
 
 
@@ -235,21 +261,20 @@ def _dot4(word, other, onto, SIGNED: tl.constexpr, HAND: tl.constexpr):
 def dots(word, fixed_row, PARTS: tl.constexpr, HAND: tl.constexpr):
     """Words `(O, W)` of integers times a row as `fixed` makes it, summed over each run: `(O, W / 4)` float32.
 
-    Sums are exact: a run's are below 2^22 for each byte.
+    Sums are exact: a run's are below 2^27.
     """
-    quarters = _quarters(word)
-    total = tl.zeros(quarters[0].shape, tl.float32)
-    for place in tl.static_range(3):
-        found = tl.zeros(quarters[0].shape, tl.int32)
+    words = quarters(word)
+    total = tl.zeros(words[0].shape, tl.int32)
+    for place in tl.static_range(2):
+        total = total * 256
         for part in tl.static_range(PARTS):
             for quarter in tl.static_range(4):
-                codes = quarters[quarter]
+                codes = words[quarter]
                 if PARTS == 2:
                     codes = (codes >> (4 * part)) & 0x0F0F0F0F
-                numbers = fixed_row[part * 12 + place * 4 + quarter]
-                found = _dot4(codes, tl.broadcast_to(numbers[None, :], codes.shape), found, place == 0, HAND)
-        total = total * 256.0 + found.to(tl.float32)
-    return total
+                numbers = fixed_row[part * 8 + quarter * 2 + place]
+                total = _dot4(codes, tl.broadcast_to(numbers[None, :], codes.shape), total, place == 0, HAND)
+    return total.to(tl.float32)
 
 
 @triton.jit
@@ -260,25 +285,24 @@ def _packed(low, high):
 
 
 @triton.jit
-def paired(fields, PARTS: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr):
+def paired(fields, most, PARTS: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
     """A row as pairs of float16 in the order of the weights', two for each part, and what they must be times.
 
     They are as large as sums of eight products leave room for: a number that is rounded here is off by 2^-12
     of itself, where a model in bfloat16 would round it to 2^-9.
     """
-    most = _largest(fields, PARTS * 4)
     # Weights are at most 448 as they are, 1.75 where they are placed; of fp6 28 * 2^-12.
-    room: tl.constexpr = 32768.0 if FORMAT >= 5 else 16.0 if HAND else 4096.0
+    room: tl.constexpr = 32768.0 if FORMAT >= 5 else 16.0 if CONVERTS else 4096.0
     most = tl.maximum(most, 1e-30)
     one = most / room
     each = room / most
     found = nothing()
-    for part in tl.static_range(PARTS):
+    for four in tl.static_range(4 * PARTS):
         for pair in tl.static_range(2):
-            if FORMAT == 2 and HAND:
-                both = _packed(fields[part * 4 + 2 * pair] * each, fields[part * 4 + 2 * pair + 1] * each)
+            if CONVERTS:
+                both = _packed(fields[4 * four + 2 * pair] * each, fields[4 * four + 2 * pair + 1] * each)
             else:
-                both = _packed(fields[part * 4 + pair] * each, fields[part * 4 + pair + 2] * each)
+                both = _packed(fields[4 * four + pair] * each, fields[4 * four + pair + 2] * each)
             found = found + (both,)  # noqa: RUF005
     return found, one + most * 0.0
 
@@ -300,30 +324,37 @@ def _onto(pair, other, onto, HAND: tl.constexpr):
 
 @triton.jit
 def pairs(
-    word, other, high, row, PARTS: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr
+    word, high, row, PARTS: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Words `(O, W)` of small floats times a row as `paired` makes it: float32, by words, of fp8 by runs.
+    """Words `(O, W)` of small floats times a row as `paired` makes it: float32, by runs.
 
     Eight products at a time are summed in float16.
     """
-    if FORMAT == 2:
-        words = _quarters(word)
-        sums = tl.zeros(words[0].shape, tl.uint32)
-        for pair in tl.static_range(2):
-            numbers = _quarters(row[pair])
-            for quarter in tl.static_range(4):
-                number = tl.broadcast_to(numbers[quarter][None, :], words[0].shape)
-                sums = _onto(_fp8_pair(words[quarter], pair, HAND), number, sums, HAND)
-    else:
-        sums = tl.zeros(word.shape, tl.uint32)
+    words, highs = quarters(word), quarters(high)
+    total = tl.zeros(words[0].shape, tl.float32)
+    sums = tl.zeros(words[0].shape, tl.uint32)
+    for quarter in tl.static_range(4):
         for part in tl.static_range(PARTS):
             for pair in tl.static_range(2):
-                weights = _fp6_pair(word if part < 2 else other, high, part, pair, FORMAT == 6)
-                number = tl.broadcast_to(row[part * 2 + pair][None, :], word.shape)
+                if FORMAT == 2:
+                    weights = _fp8_pair(words[quarter], pair, CONVERTS)
+                elif CONVERTS:
+                    codes = _fp6_bytes(words[quarter], highs[quarter], part)
+                    weights = _converted(codes, pair, FORMAT == 6)
+                else:
+                    weights = _fp6_pair(words[quarter], highs[quarter], part, pair, FORMAT == 6)
+                number = tl.broadcast_to(row[part * 8 + quarter * 2 + pair][None, :], sums.shape)
                 sums = _onto(weights, number, sums, HAND)
-    return _half(sums, False, HAND) + _half(sums, True, HAND)
+        if (quarter + 1) * PARTS % 4 == 0:
+            total += _half(sums, False, HAND) + _half(sums, True, HAND)
+            sums = tl.zeros(words[0].shape, tl.uint32)
+    return total
 
 
 def rescale_of(kind: int, rescale: float, *, hand: bool) -> float:
-    """What a field must be multiplied by: what `decode.RESCALE` says, unless the hardware has decoded it."""
-    return 1.0 if hand and kind == 2 else rescale
+    """What a field must be multiplied by: what `decode.RESCALE` says, unless the hardware has decoded it.
+
+    It takes codes of e2m3 for such of e4m3, whose exponents are six less, and codes of e3m2 for such of e5m2.
+    """
+    return {2: 1.0, 5: 2.0**6, 6: 2.0**12}.get(kind, rescale) if hand else rescale
