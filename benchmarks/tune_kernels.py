@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,9 @@ from benchmarks.tuning import Found, Subject, chosen, held, neighbours, write
 from slipstream.kernels.triton.ahead import compile_ahead, faults
 from slipstream.kernels.triton.tables import FOLDER, launched, trial
 from slipstream.kernels.triton.target import Launch, generation
+
+_COLD = 300 << 20
+"""Bytes of weights after which no cache has the first of them."""
 
 KNOWN = (80, 90)
 """Generations whose forms can be compiled ahead of time."""
@@ -97,23 +99,28 @@ def _warm_some(asked: list[tuple[str, Launch]], number: int) -> list[tuple[str, 
 
 
 class GpuClock:
-    """Times a subject's call on the GPU, each time with weights that no cache has any more."""
+    """Times a subject's call on the GPU, in a captured graph of many, whose weights no cache has any more.
+
+    In a step launches follow each other so: what one costs beside its work is in the figure.
+    """
 
     def __init__(self, subject: Subject, rule: Launch) -> None:
-        """Prepare the call, and keep what it returns as it is launched now."""
-        self._bucket, self._run = subject.bucket, subject.prepare()
-        self._sweep = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+        """Prepare the calls, and keep what one returns as it is launched now."""
+        self._bucket = subject.bucket
+        before = torch.cuda.memory_allocated()
+        self._calls = [subject.prepare()]
+        each = max(torch.cuda.memory_allocated() - before, 1)
+        self._calls += [subject.prepare() for _ in range(min(max(_COLD // each, 6), 30) - 1)]
         with trial(self._bucket, rule):
-            self._right = self._run().clone()
+            self._right = self._calls[0]().clone()
 
     def __call__(self, launch: Launch) -> float | None:
-        """Median microseconds of some calls; None where it fails, or says something else."""
+        """Microseconds of a call, least of some turns; None where it fails, or says something else."""
         try:
             with trial(self._bucket, launch):
-                got = self._run()
-                if not self._agrees(got):
+                if not self._agrees(self._calls[0]()):
                     return None
-                return statistics.median(self._once() for _ in range(15))
+                return self._chained()
         except Exception as error:  # noqa: BLE001 - a launch that the driver refuses is no candidate
             print(f"    {held(launch)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
             return None
@@ -124,11 +131,22 @@ class GpuClock:
         most = self._right.abs().max().clamp(min=1e-6)
         return float((got.float() - self._right.float()).abs().max() / most) < 2e-2
 
-    def _once(self) -> float:
+    def _chained(self) -> float:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            for call in self._calls:
+                call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for call in self._calls:
+                call()
+        graph.replay()
+        return min(self._once(graph) for _ in range(5)) / len(self._calls)
+
+    def _once(self, graph: torch.cuda.CUDAGraph) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._sweep.zero_()  # takes longer than the host needs to launch the call
         before.record()
-        self._run()
+        graph.replay()
         after.record()
         after.synchronize()
         return 1e3 * before.elapsed_time(after)
