@@ -70,10 +70,23 @@ def test_rows_times_a_packed_matrix(name: str, isa: str, dtype: torch.dtype) -> 
             assert error(native_linear(x, own, lib), x, own) <= TOLERANCE[dtype], (outputs, inputs, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("name", PACKED)
+def test_inputs_that_are_taken_in_several_passes(name: str, isa: str, dtype: torch.dtype) -> None:
+    """Rows too long for the first cache: passes that are full, and ends of every kind."""
+    lib = library(isa)
+    for outputs, inputs in ((3, 1537), (9, 2112), (8, 3073), (17, 4160), (5, 5632 + 65)):
+        own = weight(name, outputs, inputs, dtype=dtype)
+        for rows in (4, 8, 14):
+            x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+            assert error(native_linear(x, own, lib), x, own) <= TOLERANCE[dtype], (outputs, inputs, rows)
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_the_last_byte_is_the_last_that_is_read(name: str) -> None:
     """Each plane ends where its memory does (under the sanitizers a read beyond it is an error)."""
-    for inputs in (65, 129, 200, 545, 576):
+    for inputs in (65, 129, 200, 545, 576, 1601):
         own = weight(name, 3, inputs)
         for x in (torch.randn(rows, inputs) for rows in (1, 2, 4, 8)):
             for isa in ISAS:

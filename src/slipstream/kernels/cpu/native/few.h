@@ -173,9 +173,7 @@ inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matri
     float* to = columns == C ? out : part;
     const int64_t stride = columns == C ? os : C;
     const auto run = [&](const PackedRow(&w)[C]) {
-        if constexpr (std::is_same<F, Grouped>::value && R >= kFewestTurned)
-            turned_block<R, C, N>(x, r, codes, w, to, stride);
-        else if constexpr (std::is_same<F, Grouped>::value)
+        if constexpr (std::is_same<F, Grouped>::value)
             few_grouped<F, R, C, N>(x, r, codes, w, m, to, stride);
         else if constexpr (R == 1)
             few_in_order<F, C, N>(x, r, codes, w, m, to);
@@ -196,12 +194,26 @@ inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t 
                      float* out, int64_t os) {
     const int64_t rows = x.rows.count;
     const PackedRows all(m);
-    for (int64_t o = begin; o < end; o += 4, out += 4) {
-        const int64_t columns = least(4, end - o);
+    constexpr bool kTurns = std::is_same<F, Grouped>::value;
+    constexpr int64_t kColumns = kTurns ? kTurnedColumns : 4;
+    for (int64_t o = begin; o < end; o += kColumns, out += kColumns) {
+        const int64_t columns = least(kColumns, end - o);
         for (RowBlock b = RowBlock::at(0, rows); b.first < rows; b = RowBlock::at(b.first + b.rows, rows)) {
             const int64_t r = b.first;
             float* to = out + r * os;
-            if (b.rows == 8)
+            if constexpr (kTurns) {
+                if (b.rows == 8)
+                    turned_columns<8, N>(x, r, codes, all, o, columns, to, os);
+                else if (b.rows == 4)
+                    turned_columns<4, N>(x, r, codes, all, o, columns, to, os);
+                for (int64_t c = 0; b.rows < kFewestTurned && c < columns; c += 4) {
+                    const int64_t some = least(4, columns - c);
+                    if (b.rows == 2)
+                        few_columns<F, 2, 4, N>(x, r, codes, m, all, o + c, some, to + c, os);
+                    else
+                        few_columns<F, 1, 4, N>(x, r, codes, m, all, o + c, some, to + c, os);
+                }
+            } else if (b.rows == 8)
                 for (int64_t c = 0; c < columns; c += 2)
                     few_columns<F, 8, 2, N>(x, r, codes, m, all, o + c, least(2, columns - c), to + c, os);
             else if (b.rows == 4)

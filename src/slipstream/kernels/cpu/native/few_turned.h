@@ -64,18 +64,16 @@ template <int R, int N, int J, int W>
         sums[i] = fma(parts[0][i], scales, sums[i]);
 }
 
-// sums[i] = x row r + i . a row of the matrix.
+// sums[i] += inputs [from, to) of x row r + i . those of a row of the matrix; `from` is a multiple of 512,
+// and so is `to`, or it is the end.
 template <int R, int N>
-[[gnu::always_inline]] inline void turned_row(const Operand& x, int64_t r, const Grouped& g,
-                                              const PackedRow& row, Vec (&sums)[R]) {
-    for (auto& sum : sums)
-        sum = Vec::set(0);
-    if (g.minima)
-        add_middles(x, r, g, row, sums);
-    const Bf16* terms = x.terms + r * x.stride;
-    const uint8_t* at = row.codes;
-    int64_t left = g.order.inputs;
-    const Half* scales = row.scales;
+[[gnu::always_inline]] inline void turned_inputs(const Operand& x, int64_t r, const Grouped& g,
+                                                 const PackedRow& row, int64_t from, int64_t to,
+                                                 Vec (&sums)[R]) {
+    const Bf16* terms = x.terms + r * x.stride + R * from;
+    const uint8_t* at = row.codes + from / 2;
+    const Half* scales = row.scales + from / Nibbled::kTurned * g.in_turned;
+    int64_t left = to - from;
     for (; left >= Nibbled::kTurned; left -= Nibbled::kTurned, at += Nibbled::kTurned / 2) {
         Codes raw[4];
         Int4Codes::turned(at, raw);
@@ -105,22 +103,49 @@ template <int R, int N>
     }
 }
 
-// out[i * os + c] = x row r + i . row c of the matrix, for R rows and C.
-template <int R, int C, int N>
-[[gnu::noinline]] void turned_block(const Operand& x, int64_t r, const Grouped& g, const PackedRow (&rows)[C],
-                                    float* out, int64_t os) {
-    alignas(64) float all[C][R][Vec::kWidth];
-    for (int c = 0; c < C; ++c) {
-        Vec sums[R];
-        turned_row<R, N>(x, r, g, rows[c], sums);
-        for (int i = 0; i < R; ++i)
-            sums[i].store(all[c][i]);
+// Rows of the matrix that are multiplied by some inputs before the next inputs are.
+constexpr int64_t kTurnedColumns = 8;
+
+// How many inputs at a time: rows of x stay in the first cache while they meet rows of the matrix. Measured
+// on a Zen 5: 8 rows of 5632 inputs take 0.41 of the time of all inputs at once, of 2048 0.78 where the
+// matrix comes from memory; where all fit, sums that are put away in between cost 5 %.
+template <int R>
+inline int64_t turned_deep(int64_t inputs) {
+    constexpr int64_t kFits = 12288 / R, kDeep = 8192 / R;
+    return inputs <= kFits ? inputs : kDeep;
+}
+
+// out[i * os + c] = x row r + i . matrix row o + c, for R rows and `columns` <= kTurnedColumns.
+template <int R, int N>
+[[gnu::noinline]] void turned_columns(const Operand& x, int64_t r, const Grouped& g, const PackedRows& all,
+                                      int64_t o, int64_t columns, float* out, int64_t os) {
+    alignas(64) float kept[kTurnedColumns][R][Vec::kWidth];
+    const int64_t deep = turned_deep<R>(g.order.inputs);
+    for (int64_t from = 0; from < g.order.inputs; from += deep) {
+        const int64_t to = least(from + deep, g.order.inputs);
+        for (int64_t c = 0; c < columns; ++c) {
+            const PackedRow row = all.row(o + c);
+            Vec sums[R];
+            for (int i = 0; i < R; ++i)
+                sums[i] = from ? Vec::load(kept[c][i]) : Vec::set(0);
+            if (!from && g.minima)
+                add_middles(x, r, g, row, sums);
+            turned_inputs<R, N>(x, r, g, row, from, to, sums);
+            for (int i = 0; i < R; ++i)
+                sums[i].store(kept[c][i]);
+        }
     }
-    Vec sums[R][C];
-    for (int c = 0; c < C; ++c)
+    for (int64_t c = 0; c < columns; c += 2) {
+        Vec sums[R][2];
         for (int i = 0; i < R; ++i)
-            sums[i][c] = Vec::load(all[c][i]);
-    store_sums(sums, out, os);
+            for (int j = 0; j < 2; ++j)
+                sums[i][j] = Vec::load(kept[least(c + j, columns - 1)][i]);
+        float two[R * 2];
+        const bool both = c + 1 < columns;
+        store_sums(sums, both ? out + c : two, both ? os : 2);
+        for (int i = 0; !both && i < R; ++i)
+            out[c + i * os] = two[2 * i];
+    }
 }
 
 #endif
