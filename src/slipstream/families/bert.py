@@ -61,7 +61,7 @@ def _around_counted(config: Config) -> EncoderSpec:
     return replace(_around(config), padding=config.pad_token_id)
 
 
-_RECIPES: Mapping[Role, Recipe] = {
+BERT_RECIPES: Mapping[Role, Recipe] = {
     Role.QKV: Stack(tuple(f"attention.self.{part}" for part in ("query", "key", "value"))),
     Role.ATTN_OUT: Take("attention.output.dense"),
     Role.ATTN_NORM: Take("attention.output.LayerNorm"),
@@ -93,7 +93,7 @@ def _family(
         name=name,
         layers=(f"{prefix}Layer",),
         spec=_post_norm if norms is None else _pre_norm,
-        recipes={**_RECIPES, **first},
+        recipes={**BERT_RECIPES, **first},
         refuse=_refuse_decoder if causal is None else _refuse,
         encoder=encoder,
         tiny=tuple(tiny),
@@ -102,7 +102,7 @@ def _family(
 
 def _encoder(name: str, layer: str, tiny: Tiny) -> Family:
     """A class that never decodes, whatever its config says."""
-    return Family(name=name, layers=(layer,), spec=bert_like, recipes=_RECIPES, tiny=(tiny,))
+    return Family(name=name, layers=(layer,), spec=bert_like, recipes=BERT_RECIPES, tiny=(tiny,))
 
 
 FAMILIES = (
@@ -138,7 +138,7 @@ FAMILIES = (
         name="bert-generation",
         layers=("BertGenerationLayer",),
         spec=_post_norm,
-        recipes=_RECIPES,
+        recipes=BERT_RECIPES,
         refuse=_refuse,
         tiny=(
             bert_tiny("BertGenerationDecoder", "BertGenerationConfig", is_decoder=True),
@@ -149,7 +149,11 @@ FAMILIES = (
         name="esm",
         layers=("EsmLayer",),
         spec=_esm,
-        recipes={**_RECIPES, Role.ATTN_NORM: Take("attention.LayerNorm"), Role.MLP_NORM: Take("LayerNorm")},
+        recipes={
+            **BERT_RECIPES,
+            Role.ATTN_NORM: Take("attention.LayerNorm"),
+            Role.MLP_NORM: Take("LayerNorm"),
+        },
         refuse=_refuse_decoder,
         tiny=(
             bert_tiny("EsmForMaskedLM", "EsmConfig", mask_token_id=3, **_ESM),
@@ -166,7 +170,7 @@ FAMILIES = (
         name="roformer",
         layers=("RoFormerLayer",),
         spec=_roformer,
-        recipes=_RECIPES,
+        recipes=BERT_RECIPES,
         refuse=_refuse_roformer,
         tiny=(bert_tiny("RoFormerForMaskedLM", "RoFormerConfig"),),
     ),

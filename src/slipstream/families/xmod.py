@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.families.bert import BERT_RECIPES
 from slipstream.families.common import bert_like, bert_tiny
 from slipstream.families.family import Branches, Config, Family, OwnCourse
 from slipstream.spec import BlockSpec, Role
-from slipstream.weights.recipe import Stack, Take
 
 _ADAPTED = "the adapter of a language"
 _PARTS = ("output.adapter_modules", "output.adapter_layer_norm")
@@ -48,14 +48,7 @@ FAMILY = Family(
     name="xmod",
     layers=("XmodLayer",),
     spec=_spec,
-    recipes={
-        Role.QKV: Stack(tuple(f"attention.self.{part}" for part in ("query", "key", "value"))),
-        Role.ATTN_OUT: Take("attention.output.dense"),
-        Role.ATTN_NORM: Take("attention.output.LayerNorm"),
-        Role.MLP_IN: Take("intermediate.dense"),
-        Role.MLP_OUT: Take("output.dense"),
-        Role.MLP_NORM: Take("output.LayerNorm"),
-    },
+    recipes=BERT_RECIPES,
     courses={_ADAPTED: OwnCourse(_adapt, _PARTS, frozenset({"lang_ids"}), _ADAPTED)},
     refuse=_refuse,
     tiny=(
