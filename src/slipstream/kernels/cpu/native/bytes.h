@@ -76,10 +76,44 @@ inline void codes_rows(const Operand& x, const uint8_t* w, int64_t n, float* out
         codes_block<1, C>(x, r, w, n, out + r * os, os);
 }
 
+// The only row of x . one row of w, in units of its scale; memory is asked for in the order in which it lies.
+inline Vec codes_in_order(const Operand& x, const uint8_t* w, int64_t n, Vec zero) {
+    Vec sums[2], totals[2]; // chains that do not wait for each other
+    for (int i = 0; i < 2; ++i)
+        sums[i] = totals[i] = integers(0);
+    const auto add = [&](int i, int64_t k, Codes column) {
+        totals[i] = dot(totals[i], Codes::set(1), column);
+        sums[i] = dot(sums[i], Codes::load(x.codes + k), column);
+    };
+    int64_t k = 0;
+    for (; k + 128 <= n; k += 128)
+        for (int i = 0; i < 2; ++i) {
+            __builtin_prefetch(w + k + 64 * i + kAhead);
+            add(i, k + 64 * i, Codes::load(w + k + 64 * i));
+        }
+    for (int i = 0; k < n; k += 64, ++i)
+        add(i, k, Codes::load(w + k, least(64, n - k)));
+    return less_product(sums[0], zero, totals[0]) + less_product(sums[1], zero, totals[1]);
+}
+
+inline void multiply_codes_in_order(const Operand& x, const uint8_t* w, int64_t inputs, int64_t columns,
+                                    float* out) {
+    const Vec zero = integers(static_cast<int32_t>(x.grids[0].zero)), scale = Vec::set(x.grids[0].scale);
+    for (int64_t c = 0; c < columns; c += 4, out += 4) {
+        const int64_t count = least(4, columns - c);
+        Vec sums[1][4] = {};
+        for (int64_t i = 0; i < count; ++i, w += inputs)
+            sums[0][i] = codes_in_order(x, w, inputs, zero) * scale;
+        store_some(sums, count, out);
+    }
+}
+
 // out[r * os + o - begin] = x row r . row o of a matrix of int8, before its multiplier.
 inline void multiply_codes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                            int64_t os) {
     const auto* w = static_cast<const uint8_t*>(m.planes[kCodes]) + begin * m.inputs;
+    if (x.rows.count == 1)
+        return multiply_codes_in_order(x, w, m.inputs, end - begin, out);
     int64_t o = begin;
     for (; o + 4 <= end; o += 4, out += 4, w += 4 * m.inputs)
         codes_rows<4>(x, w, m.inputs, out, os);
