@@ -45,8 +45,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-8,
 }
 """Bound on every element's error, relative to the root mean square of the original's output, or to itself.
-One layer rounds a handful of
-times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
+One layer rounds some times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
 
 MODEL_ERRORS = (
     ArithmeticError,
@@ -90,18 +89,20 @@ class _EnoughError(Exception):
     """Cuts a forward short once every kind was seen."""
 
 
-def record_calls(root: nn.Module, layers: Sequence[Found]) -> dict[str, list[RecordedCall]]:
+def record_calls(
+    root: nn.Module, layers: Sequence[Found], runs: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, list[RecordedCall]]:
     """Run the model on random input and record how it calls some of its layers.
 
     Args:
         root: The model that owns the layers.
         layers: One per kind, in the order of the model.
+        runs: Keyword arguments of each run; those of `runs_of` where None.
 
     Returns:
-        Calls by layer name, one for each of `runs_of`; empty where there are none. The model may raise any of
-        `MODEL_ERRORS`.
+        Calls by layer name, one for each run; empty where there are none. The model may raise `MODEL_ERRORS`.
     """
-    runs = runs_of(root, layers)
+    runs = runs_of(root, layers) if runs is None else runs
     if not runs:
         return {}
     calls: dict[str, list[RecordedCall]] = {found.name: [] for found in layers}

@@ -1,4 +1,4 @@
-"""Level `module`: norms, linears and gated feed-forwards of layers that no family fuses, swapped one by one.
+"""Level `module`: norms, linears, gated feed-forwards and attention of layers that no family fuses.
 
 A swapped module stays the object it was: its class becomes a subclass that runs the op, so its name, its
 parameters and `isinstance` hold. Every kind is recognised by what it computes, never by its name: on random
@@ -19,7 +19,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.formats import FORMATS
+from slipstream.model.attending import Attends, is_attending, let_attend
+from slipstream.model.attentions import calls_of, find_attention
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.gated import Gated, may_be_gated, prove_gated
@@ -95,6 +97,7 @@ def judge_parts(
     asked = [f for f in layers if verdicts[f.name].returns is None and (all_layers or f.wanted)]
     ops = settings.bind(None)
     heard = _heard(model, layers, asked, settings)
+    attention = _attention(model, layers, asked, settings, ops.attention)
     kinds: dict[tuple[Any, ...], Proven | str] = {}
     parts: dict[str, Part] = {}
     for found in asked:
@@ -111,6 +114,8 @@ def judge_parts(
                     swaps[path] = kind
                 elif isinstance(kind, str) and kind:
                     refused[path] = kind
+        swaps |= attention[found.name][0]
+        refused |= attention[found.name][1]
         if swaps or refused:
             kernels = {proven.op.op: proven.op.name for proven in swaps.values()}
             worst = max((proven.error for proven in swaps.values()), default=0.0)
@@ -133,6 +138,26 @@ def _heard(
         return heard_by(model, list(firsts.values()), paths)
 
 
+def _attention(
+    model: nn.Module, layers: Sequence[Found], asked: Sequence[Found], settings: Settings, bound: Bound
+) -> dict[str, tuple[Mapping[str, Proven], Mapping[str, str]]]:
+    """Which modules of each layer attend by the op, and why others do not; one of each kind is proved."""
+    nothing: tuple[dict[str, Proven], dict[str, str]] = ({}, {})
+    if bound.name == "reference" or settings.device.type != "cpu" or not settings.mesh.is_alone:
+        return dict.fromkeys((found.name for found in asked), nothing)
+    kinds = {found.name: (found.root, _kind(found.layer, False)) for found in asked}
+    firsts: dict[Any, Found] = {}
+    for found in asked:
+        if next(found.layer.parameters(), None) is not None:
+            firsts.setdefault(kinds[found.name], found)
+    calls = calls_of(model, list(firsts.values()), settings)
+    proved: dict[Any, tuple[dict[str, Proven], dict[str, str]]] = {}
+    for kind, found in firsts.items():
+        with settings.lent(found):
+            proved[kind] = find_attention(found, calls.get(found.name, ()), bound, settings)
+    return {found.name: proved.get(kinds[found.name], nothing) for found in asked}
+
+
 def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
     """Swap the classes, in place: after `judge_parts` nothing is left that could refuse."""
     for found in layers:
@@ -140,7 +165,10 @@ def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
         # What has parts comes last: it remembers them as they will be.
         for path, proven in sorted(swaps.items(), key=lambda pair: isinstance(pair[1].run, Gated)):
             module = found.layer.get_submodule(path)
-            if not is_swapped(module) and not is_packed(module):
+            if isinstance(proven.run, Attends):
+                if not is_attending(module):
+                    let_attend(module, replace(proven.run, proved=set()))
+            elif not is_swapped(module) and not is_packed(module):
                 run = proven.run
                 swap(module, run.settled(module) if isinstance(run, Gated) else run, takes=proven.takes)
 
@@ -153,7 +181,7 @@ def swap(module: nn.Module, run: Callable[..., Tensor], *, takes: int = 1) -> No
 
 def is_swapped(module: nn.Module) -> bool:
     """Whether a module runs a bound op in place of its own code."""
-    return _STATE in module.__dict__
+    return _STATE in module.__dict__ or is_attending(module)
 
 
 @functools.cache

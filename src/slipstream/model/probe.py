@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from slipstream.model.inputs import sample_inputs, vocabulary
 from slipstream.model.layers import Found
 
-__all__ = ["BATCH", "LENGTH", "PADDING", "runs_of"]
+__all__ = ["BATCH", "LENGTH", "PADDING", "guessed_runs", "runs_of"]
 
 BATCH, LENGTH, PADDING = 2, 8, 3
 """Rows, tokens of a prompt, and how many of them are padding, on the left of its first row."""
@@ -70,6 +70,30 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
         if cache is not None:
             return runs
     return [runs[0], runs[2]]
+
+
+def guessed_runs(root: nn.Module) -> Iterator[list[dict[str, Any]]]:
+    """What a model of one's own may take, of which nothing is known: tokens, or states, in each argument.
+
+    Args:
+        root: The model; where its forward needs more than two arguments, nothing is guessed.
+    """
+    parameters = inspect.signature(root.forward).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    like = next((p for p in root.parameters() if p.is_floating_point()), None)
+    if not 1 <= len(needed) <= 2 or like is None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    tables = (module for module in root.modules() if isinstance(module, nn.Embedding))
+    table = next(tables, None)
+    if table is not None:
+        ids = torch.randint(0, table.num_embeddings, (BATCH, LENGTH), generator=generator).to(like.device)
+        yield [dict.fromkeys(needed, ids)]
+    width = next((m.in_features for m in root.modules() if isinstance(m, nn.Linear)), None)
+    if width is not None:
+        states = torch.randn(BATCH, LENGTH, width, generator=generator, dtype=torch.float32, device="cpu")
+        yield [dict.fromkeys(needed, states.to(like))]
 
 
 def _widths_heard(layer: nn.Module) -> Iterator[int]:

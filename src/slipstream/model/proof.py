@@ -5,7 +5,6 @@ Shapes: any.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +27,8 @@ class Proven:
     """One kind of module as it would run.
 
     Attributes:
-        kind: "norm", "linear" or "gated feed-forward".
-        run: Called with the module and its arguments.
+        kind: "norm", "linear", "gated feed-forward" or "attention".
+        run: Called with the module and its arguments; of attention, what `attending` keeps with the module.
         op: Whose implementation it is.
         error: Largest absolute error, on random input and on what the module hears in its model.
         gains: Whether it beats the module's own code.
@@ -37,7 +36,7 @@ class Proven:
     """
 
     kind: str
-    run: Callable[..., Tensor]
+    run: Any
     op: Bound
     error: float
     gains: bool = True

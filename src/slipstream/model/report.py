@@ -24,8 +24,8 @@ class LayerReport:
         bytes: Of its weights.
         max_error: Largest absolute error of the self-check; None where it did not run.
         reason: Why the level is not higher; for "block" what runs its own code within, if anything.
-        parts: What each swapped module is ("norm", "linear", "gated feed-forward"), by its path from the
-            layer; at level "module" alone.
+        parts: What each swapped module is ("norm", "linear", "gated feed-forward", "attention"), by its
+            path from the layer; at level "module" alone.
         refused: Why a module that looks like one of these runs its own code, by its path.
     """
 
@@ -179,7 +179,7 @@ def _part_lines(layers: tuple[LayerReport, ...]) -> list[str]:
     for (kinds, refused), name in seen.items():
         counts = ", ".join(f"{kinds.count(kind)} {_several(kind, kinds)}" for kind in dict.fromkeys(kinds))
         lines += [f"{name}: {counts} by the bound ops"] if kinds else []
-        lines += [f"{name}.{path} runs its own code: {why}" for path, why in refused]
+        lines += [f"{name}.{path}".rstrip(".") + f" runs its own code: {why}" for path, why in refused]
     return lines
 
 
