@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 import slipstream
@@ -34,6 +35,49 @@ def shares(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     model = peaked_model(VARIANTS[index][1])
     given = {"dtype": torch.float32, "tensor_parallel": {"tp_group": GROUPS[size]}, **settings}
     return counted(slipstream.init_inference(copy.deepcopy(model), **given), model, size, settings)
+
+
+def with_wide_heads(kind: str) -> nn.Module:
+    """Three layers of four heads, which make up most of them."""
+    torch.manual_seed(0)
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=96, d_model=64, d_kv=64, d_ff=24, num_layers=3, num_heads=4, decoder_start_token_id=0
+        )
+        return transformers.T5ForConditionalGeneration(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 64}
+    config = transformers.LlamaConfig(
+        vocab_size=96, num_attention_heads=4, num_key_value_heads=2 if kind == "grouped" else 4, **sizes
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def wide_heads(kind: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """A model whose heads are not dealt evenly in any of its layers, beside one process."""
+    model = with_wide_heads(kind)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    row = shares_of(model, size, settings)
+    engine, reference = row.pop("engine"), model
+    if settings.get("quant"):
+        reference = slipstream.init_inference(copy.deepcopy(model), dtype=torch.float32, **settings)
+    ids = torch.arange(3, 12).view(1, -1)
+    more = {"decoder_input_ids": ids} if kind == "t5" else {}
+    with torch.no_grad():
+        row["error"] = float((engine(ids, **more).logits - reference(ids, **more).logits).abs().max())
+    row["tokens"] = [
+        model.generate(ids, max_new_tokens=8, do_sample=False).tolist() for model in (engine, reference)
+    ]
+    found = engine.state_dict()
+    if not settings.get("quant"):
+        row["off"] = max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
+    return row
+
+
+def shares_of(model: Any, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """As `counted`, with the engine."""
+    given = {"dtype": torch.float32, "tensor_parallel": {"tp_group": GROUPS[size]}, **settings}
+    engine = slipstream.init_inference(copy.deepcopy(model), **given)
+    return {"engine": engine, **counted(engine, copy.deepcopy(model), size, settings)}
 
 
 def share(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import slipstream
@@ -47,11 +49,23 @@ def test_the_packed_memory_of_a_rank_is_its_share(pool: Pool, name: str, quant: 
     )
 
 
-def check_share(rows: list[dict[str, int]]) -> None:
+def check_share(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         everywhere = row["everywhere"]
         assert row["own"] <= 1.1 * (row["whole"] - everywhere) / len(rows) + everywhere, rows
     assert sum(row["own"] for row in rows) >= rows[0]["whole"]
+
+
+@pytest.mark.parametrize("settings", [{}, INJECTED, {"quant": "int8"}, {**INJECTED, "quant": "int8"}])
+@pytest.mark.parametrize("kind", ["all", "grouped", "t5"])
+def test_ranks_take_turns_in_having_a_head_more(pool: Pool, kind: str, settings: dict[str, Any]) -> None:
+    """Half of the heads of each of three layers would be one rank's: 1.5 times its share."""
+    rows = results(pool.run("tests.parallel.share_jobs:wide_heads", kind, 3, settings, ranks=3))
+    check_share(rows)
+    for row in rows:
+        assert row["error"] <= TOLERANCE
+        assert row["tokens"][0] == row["tokens"][1]
+        assert row.get("off", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("size", [2, 3])

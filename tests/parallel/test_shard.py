@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.errors import ConfigError, UnsupportedError
-from slipstream.parallel import Axis, Mesh, Share, share_of, spread
+from slipstream.parallel import Axis, Mesh, Share, Turns, loads_of, share_of, spread
 from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role
 
 SPEC = BlockSpec(64, 8, 2, 8, 96, Norm("rms", 1e-6))
@@ -45,6 +45,31 @@ def test_every_query_head_is_on_one_rank_beside_its_keys(heads: int, kv_heads: i
         assert (share.spec.heads, share.spec.kv_heads) == (len(share.heads), len(share.kv_heads))
     if kv_heads >= ranks:
         assert max(len(s.heads) for s in found) - min(len(s.heads) for s in found) <= group
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (8, 1), (9, 3), (14, 2)])
+def test_turns_even_out_what_heads_cannot(heads: int, kv_heads: int, ranks: int) -> None:
+    spec = replace(SPEC, heads=heads, kv_heads=kv_heads, head_dim=64, ffn=ranks)
+    axes = [Axis(tuple(range(ranks)), rank) for rank in range(ranks)]
+    meshes = [Mesh(axis, Axis(), axis) for axis in axes]
+    turns, held = Turns(ranks), [0] * ranks
+    for _ in range(2 * ranks):
+        loads, of_heads = loads_of(spec, meshes[0])
+        turn = turns.next(loads, of_heads)
+        found = [share_of(spec, mesh, 0, turn) for mesh in meshes]
+        assert sorted(h for share in found if share for h in share.heads) == list(range(heads))
+        assert sorted(k for s in found if s and s.counts_keys for k in s.kv_heads) == list(range(kv_heads))
+        assert all(share.at(0).heads == found[0].heads for share in found if share and found[0])
+        held = [had + loads[(rank + turn) % ranks] for rank, had in enumerate(held)]
+    assert max(held) <= 1.05 * sum(held) / ranks
+
+
+def test_ranks_take_no_turns_where_a_feed_forward_evens_heads_out_or_is_uneven_itself() -> None:
+    turns, spec = Turns(3), replace(SPEC, heads=4, kv_heads=4, ffn=960)
+    axis = Axis((0, 1, 2), 0)
+    assert [turns.next([64, 32, 32], [10, 10, 10]) for _ in range(2)] == [0, 0]
+    assert [turns.next(*loads_of(spec, Mesh(axis, Axis(), axis))) for _ in range(4)] == [0] * 4
 
 
 def test_both_halves_of_a_gate_are_cut_alike_and_outputs_by_their_columns() -> None:

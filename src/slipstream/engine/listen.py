@@ -91,6 +91,7 @@ class Listening:
                 bias = shared = self._bias(self.first, x, step) if shared is None else shared
             elif relative is not None:
                 bias = self._bias(block, x, step)
+            bias = None if bias is None else own_heads(bias, block.share)
 
             def attend(
                 q: Tensor,
@@ -123,13 +124,13 @@ class Listening:
         return across
 
     def _bias(self, block: Block, x: Tensor, step: Step) -> Tensor:
-        """The bias of a step by relative position, with causality in it: `(1, H, S, L)`."""
+        """The bias of a step by relative position, with causality in it: `(1, H, S, L)`, of all heads."""
         relative = self.relatives[id(block)]
         if relative is None:
             raise AssertionError("a block with a bias by relative position has a part that makes it")
         keys, queries = step.max_kv_len, step.max_query_len
         like = x.new_empty(1, block.spec.heads, queries, 0, dtype=_dtype_of(block))
-        made = own_heads(relative.make(like, keys, keys - queries), block.share).to(like.dtype)
+        made = relative.make(like, keys, keys - queries).to(like.dtype)
         if queries == 1 or not relative.causal:
             return made
         visible = torch.ones(queries, keys, dtype=torch.bool, device=x.device).tril(keys - queries)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 from torch import nn
 
 from slipstream.config import InferenceConfig
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
-from slipstream.model.autotp import LayerPlan, plan_layers, record_layers
+from slipstream.model.autotp import LayerPlan
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.intact import parts_of
 from slipstream.model.layers import Found
 from slipstream.model.mixers import own_parts, plan_parts
 from slipstream.model.packing import PackPlan
+from slipstream.model.plan_layers import plan_layers, record_layers
 from slipstream.model.policy import target_of
 from slipstream.model.report import SplitReport
 from slipstream.model.sizes import Sizes
@@ -133,7 +135,7 @@ def plan_splitting(
     """Decide about every layer that is not fused; the model is only read.
 
     Raises:
-        UnsupportedError: Nothing can be split, or layers share keys and values.
+        UnsupportedError: Nothing can be split.
         InjectionError: Ranks that come to different plans, or a policy that the model does not bear out.
     """
     mesh = settings.mesh
@@ -152,12 +154,6 @@ def plan_splitting(
             f"own code ({verdicts[whole[0].name].reason}); use replace_with_kernel_inject=True, or "
             "tensor_parallel.tp_size, which cuts every expert"
         )
-    lenders = [found.name for found in whole if found.spec is not None and found.spec.sharing != "own"]
-    if lenders:
-        raise UnsupportedError(
-            f"tensor_parallel.tp_size={mesh.tp.size}: {lenders[0]} shares keys and values with other layers, "
-            "whose heads would have to be dealt alike; use one process"
-        )
     named: dict[str, Sequence[str]] = {}
     for found in whole:
         target = target_of(config.injection_policy, type(found.layer))
@@ -171,10 +167,20 @@ def plan_splitting(
         calls = record_layers(model, [*whole, *mixed])
     plans = plan_layers(model, whole, sizes, calls, reducing=named, strict=strict, lent=settings.lent)
     plans |= plan_parts(mixed, sizes, calls, settings.lent)
-    mine = [(name, row.name, row.how) for name, plan in plans.items() for row in plan.rows]
+    mine: list[tuple[str, ...]] = [(name, r.name, r.how) for name, plan in plans.items() for r in plan.rows]
+    mine += [(name, repr(sorted(_runs(plan).items()))) for name, plan in plans.items()]
     if any(other != mine for other in gather_objects(mine, mesh.replica, "compared how layers are split")):
         raise InjectionError(
             f"the ranks {list(mesh.replica.ranks)} would not split the layers alike; give all of them one "
             "model, and machines of one kind"
         )
     return Splitting([*whole, *mixed], plans, settings)
+
+
+def _runs(plan: LayerPlan) -> dict[str, int]:
+    """What each rank has of a layer's tensors, as short as it goes."""
+    return {
+        f"{path}.{name}": crc32(repr(cut).encode())
+        for path, own in plan.split.items()
+        for name, cut in own.cuts.items()
+    }

@@ -13,16 +13,14 @@ import copy
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.errors import InjectionError, UnsupportedError
-from slipstream.model.check import MODEL_ERRORS, RecordedCall, record_calls
+from slipstream.errors import InjectionError
+from slipstream.model.check import RecordedCall
 from slipstream.model.convert import convert
 from slipstream.model.cuts import attention_splits, gathered, unit_splits
 from slipstream.model.expert_cuts import expert_splits, whole_experts
@@ -33,7 +31,7 @@ from slipstream.model.report import SplitReport
 from slipstream.model.sizes import Sizes
 from slipstream.model.split import LayerSplit, ModuleSplit
 
-__all__ = ["LayerPlan", "Recorded", "in_float32", "is_shared_out", "kind_of", "plan_layers", "record_layers"]
+__all__ = ["LayerPlan", "in_float32", "is_shared_out", "plan_layer"]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +57,11 @@ class LayerPlan:
     rows: tuple[SplitReport, ...]
     max_error: float | None
 
+    def of_heads(self) -> LayerSplit:
+        """What of it follows heads, which may not be dealt evenly."""
+        chosen = {row.name for row in self.rows if "by heads" in row.how}
+        return {path: own for path, own in self.split.items() if path in chosen}
+
 
 @dataclass
 class _Draft:
@@ -76,111 +79,7 @@ class _Draft:
         return {path: own for path, own in self.split.items() if "by heads" in self.how.get(path, ("",))[0]}
 
 
-Recorded = Mapping[str, tuple[dict[str, list[RecordedCall]], str]]
-"""By the layers' root: the calls of each layer by its name, and why there are none."""
-
-
-def record_layers(model: nn.Module, layers: Sequence[Found]) -> Recorded:
-    """The calls that a model in eval mode makes of some of its layers, which must have their values."""
-    of_root: dict[str, list[Found]] = {}
-    for found in layers:
-        of_root.setdefault(found.root, []).append(found)
-    return {root: _record(model.get_submodule(root), members) for root, members in of_root.items()}
-
-
-def plan_layers(
-    model: nn.Module,
-    layers: Sequence[Found],
-    sizes: Sizes,
-    recorded: Recorded,
-    *,
-    reducing: Mapping[str, Sequence[str]],
-    strict: bool,
-    lent: Callable[[Found], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> dict[str, LayerPlan]:
-    """Decide how layers are cut; the model is only read.
-
-    Args:
-        model: In eval mode.
-        layers: Those that are not fused.
-        sizes: Into how many parts.
-        recorded: From `record_layers`.
-        reducing: By layer, the ends of the paths of linears that a user says end branches.
-        strict: A linear that a user names and that ends no branch is an error.
-        lent: Within, a layer has its values.
-
-    Returns:
-        By layer name.
-
-    Raises:
-        InjectionError: See `strict`.
-        UnsupportedError: Layers that share a part and would cut it differently.
-    """
-    kinds: dict[tuple[Any, ...], list[Found]] = {}
-    for found in layers:
-        kinds.setdefault(kind_of(found), []).append(found)
-    plans: dict[str, LayerPlan] = {}
-    for root in sorted({members[0].root for members in kinds.values()}):
-        of_root = [members for members in kinds.values() if members[0].root == root]
-        calls, why = recorded[root]
-        known = _plan_of(model, root)
-        for members in of_root:
-            fits: list[LayerPlan] = []
-            for found in members:
-                own = calls.get(found.name, [])
-                with lent(found):
-                    plan = next((plan for plan in fits if _fits(found, own, plan, sizes)), None)
-                    if plan is None:
-                        names = reducing.get(found.name, ())
-                        plan = _plan(found, own, sizes, (names, known, why), strict=strict)
-                        fits.append(plan)
-                plans[found.name] = plan
-    _check_shared(layers, plans)
-    return plans
-
-
-def kind_of(found: Found) -> tuple[Any, ...]:
-    """What layers of one kind share: classes, shapes, and the numbers that may be counts of heads."""
-    modules = tuple(
-        (
-            path,
-            type(module),
-            tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None),
-            tuple((n, v) for n, v in vars(module).items() if type(v) is int and "head" in n),
-        )
-        for path, module in found.layer.named_modules()
-    )
-    return found.root, modules
-
-
-def _record(root: nn.Module, layers: Sequence[Found]) -> tuple[dict[str, list[RecordedCall]], str]:
-    try:
-        calls = record_calls(root, layers)
-    except MODEL_ERRORS as error:
-        return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return calls, "" if any(calls.values()) else "no input is known for it"
-
-
-def _plan_of(model: nn.Module, root: str) -> tuple[str, ...]:
-    """Patterns of what transformers' own plan adds up over ranks, as ends of paths."""
-    config = getattr(model.get_submodule(root), "config", None)
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    return tuple(name.replace("*", "#") for name, style in plan.items() if style.startswith("rowwise"))
-
-
-def _fits(found: Found, calls: Sequence[RecordedCall], plan: LayerPlan, sizes: Sizes) -> bool:
-    """Whether another layer's plan is right for this one, which may be called with other arguments."""
-    if not calls or plan.max_error is None:
-        return not calls and plan.max_error is None
-    try:
-        Stage(in_float32(found.layer), calls[:1]).error(plan.split, sizes.ranks)
-    except InjectionError as failure:
-        log.info("%s is not cut as a layer like it: %s", found.name, failure)
-        return False
-    return True
-
-
-def _plan(
+def plan_layer(
     first: Found,
     calls: Sequence[RecordedCall],
     sizes: Sizes,
@@ -230,6 +129,9 @@ def _branches(
     for branch in sorted(branches_of(stage.layer, flow, named), key=lambda found: not found.attends):
         paths = (branch.row, *branch.columns)
         if any(path in draft.split for path in paths):
+            continue
+        if branch.attends and found.spec is not None and found.spec.sharing != "own":
+            reasons[branch.row] = "its keys and values are other layers' too"
             continue
         full = f"{found.name}.{branch.row}"
         by_plan = any(_matches(full, pattern) for pattern in patterns)
@@ -377,22 +279,3 @@ def _rows(
         reason = reason or ("" if source in ("structure",) else why)
         rows.append(SplitReport(path, how, source, reason or reasons.get("", "")))
     return tuple(rows)
-
-
-def _check_shared(layers: Sequence[Found], plans: Mapping[str, LayerPlan]) -> None:
-    """Refuse layers that hold a module together and would cut it differently.
-
-    Raises:
-        UnsupportedError: With both layers.
-    """
-    seen: dict[int, tuple[str, ModuleSplit | None]] = {}
-    for found in layers:
-        split = plans[found.name].split
-        for path, module in found.layer.named_modules():
-            own = split.get(path)
-            name, other = seen.setdefault(id(module), (found.name, own))
-            if own != other:
-                raise UnsupportedError(
-                    f"{found.name} and {name} share {path or 'a module'}, and would cut it differently for "
-                    "several ranks; use one rank"
-                )

@@ -157,7 +157,7 @@ def attention_splits(layer: nn.Module, branch: Branch, flow: Flow, sizes: Sizes)
         if heads < sizes.ranks:
             continue
         for kv_heads in _kv_counts(heads, dim, list(outs.values())):
-            dealt = Heads(heads, kv_heads, sizes.ranks)
+            dealt = Heads(heads, kv_heads, sizes.ranks, sizes.turn)
             options = [list(_row_options(out, dim, dealt)) for out in outs.values()]
             for chosen in itertools.product(*options):
                 rows = dict(zip(outs, chosen, strict=True))

@@ -36,7 +36,7 @@ from slipstream.model.returns import returns_of
 from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS, LEARNED
-from slipstream.parallel import ALONE, Mesh, share_of
+from slipstream.parallel import ALONE, Mesh, Turns, loads_of, share_of
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
 from slipstream.weights.source import ModuleSource, Source
@@ -297,7 +297,9 @@ def _has_bool_mask(calls: Sequence[RecordedCall]) -> bool:
     return any(isinstance(value, Tensor) and value.dtype == torch.bool for value in given)
 
 
-def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verdict) -> Injected:
+def make_block(
+    found: Found, layer: nn.Module, settings: Settings, verdict: Verdict, turn: int = 0
+) -> Injected:
     """Build a layer's block out of the layer's own tensors (or a copy's), which it shares where it can."""
     family, spec = _known(found)
     if verdict.returns is None:
@@ -306,7 +308,7 @@ def make_block(found: Found, layer: nn.Module, settings: Settings, verdict: Verd
     if settings.filling is not None and (layer is found.layer or settings.format.bits):
         source = settings.filling.of(found, settings.dtype, settings.keep)
     whole = plans = plan_block(source, family.recipes, spec, ignored=family.ignores(spec))
-    share = share_of(spec, settings.mesh, settings.format.group)
+    share = share_of(spec, settings.mesh, settings.format.group, turn)
     if share is not None:
         plans, spec = cut_plans(whole, share, ModuleSource(layer).read), share.spec
     weights = load_block(
@@ -352,11 +354,13 @@ def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Set
         Blocks by layer name.
     """
     blocks: dict[str, Block] = {}
+    turns = Turns(settings.mesh.tp.size)
     for found in layers if settings.filling is None else settings.filling.progress(layers):
         verdict = verdicts[found.name]
         if verdict.returns is None:
             continue
-        state = make_block(found, found.layer, settings, verdict)
+        turn = turns.next(*loads_of(_known(found)[1], settings.mesh, settings.format.group))
+        state = make_block(found, found.layer, settings, verdict, turn)
         if settings.streamer is not None:
             offload_block(state.block, settings.streamer)
         inject_layer(found.layer, state)

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.autotp import LayerPlan, Recorded, in_float32, is_shared_out, kind_of
+from slipstream.model.autotp import LayerPlan, in_float32, is_shared_out
 from slipstream.model.check import RecordedCall
 from slipstream.model.cuts import gathered
 from slipstream.model.flow import is_matrix, watch_flow
 from slipstream.model.layers import Found
+from slipstream.model.plan_layers import Recorded, kind_of
 from slipstream.model.rehearsal import Stage
 from slipstream.model.report import SplitReport
 from slipstream.model.sizes import Sizes

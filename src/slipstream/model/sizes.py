@@ -26,6 +26,7 @@ class Sizes:
         group: As `grain`, of a weight format, for what is narrower than the grain.
         align: Numbers in 16 bytes, at which grouped products want rows of experts to begin and end.
         held: What ranks have of heads that are not dealt evenly, as multiples of what is left to cut.
+        turn: By how many places the ranks are moved that heads are dealt to.
     """
 
     ranks: int
@@ -33,6 +34,7 @@ class Sizes:
     group: int = 1
     align: int = 1
     held: tuple[float, ...] = ()
+    turn: int = 0
 
     def even(self, total: int) -> tuple[Runs, ...]:
         """Runs as even as they go, or such that they make up for what ranks hold of heads."""
@@ -40,7 +42,13 @@ class Sizes:
 
     def beside(self, layer: nn.Module, split: LayerSplit) -> Sizes:
         """Sizes that make up for what a split gives to ranks, in whatever else of its layer is cut."""
-        held, whole = [0.0] * self.ranks, 0
+        loads, whole = self.loads(layer, split)
+        left = sum(p.numel() for p in layer.parameters() if p.dim() > 1) - whole
+        return replace(self, held=tuple(load / left for load in loads)) if left > 0 else self
+
+    def loads(self, layer: nn.Module, split: LayerSplit) -> tuple[list[int], int]:
+        """How many numbers of the matrices that a split cuts each rank has, and how many there are."""
+        loads, whole = [0] * self.ranks, 0
         for path, own in split.items():
             module = layer.get_submodule(path)
             tensors = {**module._parameters, **module._buffers}
@@ -48,7 +56,6 @@ class Sizes:
                 tensor = tensors[name]
                 if tensor is not None and tensor.dim() > 1:
                     whole += tensor.numel()
-                    each = tensor.numel() / tensor.shape[cut.dim]
-                    held = [had + width * each for had, width in zip(held, cut.widths, strict=True)]
-        left = sum(p.numel() for p in layer.parameters() if p.dim() > 1) - whole
-        return replace(self, held=tuple(had / left for had in held)) if left > 0 else self
+                    each = tensor.numel() // tensor.shape[cut.dim]
+                    loads = [had + width * each for had, width in zip(loads, cut.widths, strict=True)]
+        return loads, whole

@@ -107,15 +107,18 @@ class Heads:
         heads: H.
         kv_heads: K, which divides H.
         size: Ranks, H at most.
+        turn: By how many places the ranks are moved (`Turns`).
     """
 
     heads: int
     kv_heads: int
     size: int
+    turn: int = 0
 
     def own(self, rank: int) -> tuple[range, range]:
         """A rank's query heads and kv heads."""
-        queries, keys, _ = deal_heads(self.heads, self.kv_heads, self.size, rank)
+        place = (rank + self.turn) % self.size
+        queries, keys, _ = deal_heads(self.heads, self.kv_heads, self.size, place)
         return queries, keys
 
     def queries(self, dim: int) -> tuple[Runs, ...]:

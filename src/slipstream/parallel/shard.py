@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.parallel.mesh import Axis, Mesh
 from slipstream.spec import BlockSpec, Role
 
-__all__ = ["WHOLE", "Share", "Slice", "deal_heads", "levelled", "share_of", "spread"]
+__all__ = ["WHOLE", "Share", "Slice", "Turns", "deal_heads", "levelled", "loads_of", "share_of", "spread"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ class Slice:
 
 WHOLE = Slice()
 """All of a role."""
+
+_EVEN = 1.05
+"""Shares of the largest rank up to which a layer's ranks have as much as each other."""
 
 
 def spread(total: int, parts: int, unit: int = 1) -> list[range]:
@@ -77,6 +80,37 @@ def levelled(total: int, held: Sequence[float], unit: int = 1) -> list[range]:
     return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
+class Turns:
+    """Whose turn it is, layer by layer, to have what cannot be dealt evenly: a head more than others.
+
+    A rank that has more of every layer would have more of the model; one that has more of some layers only
+    waits for others in others.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Of so many ranks, which have nothing yet."""
+        self._loads = [0] * size
+
+    def next(self, own: Sequence[int], of_heads: Sequence[int], turn: int | None = None) -> int:
+        """The next layer's turn: the rank at place r gets what was meant for place `(r + turn) % size`.
+
+        Args:
+            own: How many numbers of the layer each rank has without a turn.
+            of_heads: How many of them go with heads; what does not make up for them has no turns.
+            turn: One that is decided already.
+        """
+        size = len(own)
+        if turn is None:
+            uneven = min(max(own) / max(sum(own), 1), max(of_heads) / max(sum(of_heads), 1)) * size > _EVEN
+            turns = range(size) if uneven else range(1)
+            turn = min(turns, key=lambda turn: sum(load**2 for load in self._after(own, turn)))
+        self._loads = self._after(own, turn)
+        return turn
+
+    def _after(self, own: Sequence[int], turn: int) -> list[int]:
+        return [had + own[(rank + turn) % len(own)] for rank, had in enumerate(self._loads)]
+
+
 @dataclass(frozen=True)
 class Share:
     """A rank's part of one block.
@@ -95,6 +129,7 @@ class Share:
         experts: Its experts.
         mesh: The ranks.
         unit: Where a feed-forward may be cut: a multiple of a weight format's groups.
+        turn: By how many places the ranks are moved that heads are dealt to.
     """
 
     whole: BlockSpec
@@ -107,6 +142,7 @@ class Share:
     experts: range
     mesh: Mesh
     unit: int
+    turn: int = 0
 
     @property
     def tp(self) -> Axis:
@@ -125,7 +161,7 @@ class Share:
 
     def at(self, place: int) -> Share:
         """The share of another rank of the replica, which is only looked at."""
-        return _share(self.whole, self.mesh.at(place), self.unit)
+        return _share(self.whole, self.mesh.at(place), self.unit, self.turn)
 
     def slice(self, role: Role, rows: int, dims: int) -> Slice:
         """What the rank has of a role.
@@ -205,13 +241,14 @@ def _moved(run: range, offset: int) -> range:
     return range(run.start + offset, run.stop + offset)
 
 
-def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
+def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Share | None:
     """This rank's part of a block, or None where it has all of it.
 
     Args:
         spec: The whole block.
         mesh: The ranks.
         group: Inputs that share a scale in the weight format, or 0.
+        turn: By how many places the ranks are moved that heads are dealt to (`Turns`).
 
     Raises:
         ConfigError: More ranks than heads, feed-forward units or experts.
@@ -262,7 +299,22 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> Share | None:
         raise ConfigError(
             f"moe.ep_size={ep} is more than the {moe.experts} experts of a layer; use {moe.experts} at most"
         )
-    return _share(spec, mesh, max(group, 1))
+    return _share(spec, mesh, max(group, 1), turn)
+
+
+def loads_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> tuple[list[int], list[int]]:
+    """How many numbers of a block's matrices each rank that splits it has without a turn; of these, by heads.
+
+    Nothing of a block whose experts are spread as well: who has more of it is not decided by heads.
+    """
+    size = mesh.tp.size
+    if size == 1 or mesh.replica.size != size or mesh.expert_places > 1:
+        return [0] * size, [0] * size
+    shares = [_share(spec, mesh.at(place), max(group, 1), 0) for place in range(size)]
+    experts, feed = 1 if spec.moe is None else spec.moe.experts, 3 if spec.gated else 2
+    of_heads = [spec.hidden * _of_heads(spec, s.heads, s.kv_heads) for s in shares]
+    units = [spec.hidden * feed * (experts * len(s.ffn) + len(s.shared)) for s in shares]
+    return [had + more for had, more in zip(of_heads, units, strict=True)], of_heads
 
 
 def deal_heads(heads: int, kv_heads: int, parts: int, place: int) -> tuple[range, range, bool]:
@@ -282,12 +334,13 @@ def deal_heads(heads: int, kv_heads: int, parts: int, place: int) -> tuple[range
     return queries, range(key, key + 1), within == 0
 
 
-def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
+def _share(spec: BlockSpec, mesh: Mesh, unit: int, turn: int) -> Share:
     tp, rank = mesh.tp.size, mesh.tp.rank
-    heads, kv_heads, counts = deal_heads(spec.heads, spec.kv_heads, tp, rank)
+    heads, kv_heads, counts = deal_heads(spec.heads, spec.kv_heads, tp, (rank + turn) % tp)
     moe, shared, experts = spec.moe, range(0), range(0)
     parts, part_of = (tp, rank) if moe is None else (mesh.slices, mesh.slice)
     held = _held(spec, tp) if parts == tp and mesh.expert_places == 1 else [0.0] * parts
+    held = [held[(place + turn) % parts] for place in range(parts)] if parts == tp else held
 
     def dealt(units: int, own: Sequence[float]) -> list[range]:
         even = units >= unit * len(own) or (moe is not None and -(-units // unit) >= len(own))
@@ -306,7 +359,7 @@ def _share(spec: BlockSpec, mesh: Mesh, unit: int) -> Share:
         alibi=None if spec.alibi is None else spec.alibi[heads.start : heads.stop],
         moe=moe,
     )
-    return Share(spec, part, heads, kv_heads, counts, ffn, shared, experts, mesh, unit)
+    return Share(spec, part, heads, kv_heads, counts, ffn, shared, experts, mesh, unit, turn)
 
 
 def _held(spec: BlockSpec, parts: int) -> list[float]:
@@ -314,15 +367,16 @@ def _held(spec: BlockSpec, parts: int) -> list[float]:
 
     Where heads are not dealt evenly, the feed-forward makes up for it.
     """
-    branches = 2 if spec.cross is not None else 1
-    gates = 0 if spec.gate is None else 1
     moe = spec.moe
     width = spec.ffn if moe is None else spec.ffn * moe.experts + moe.shared
     feed = spec.hidden * width * (3 if spec.gated else 2)
     if spec.mixer is not None or spec.branches != "both":
         return [0.0] * parts
     dealt = [deal_heads(spec.heads, spec.kv_heads, parts, place)[:2] for place in range(parts)]
-    return [
-        branches * spec.hidden * spec.head_dim * ((2 + gates) * len(queries) + 2 * len(keys)) / feed
-        for queries, keys in dealt
-    ]
+    return [spec.hidden * _of_heads(spec, queries, keys) / feed for queries, keys in dealt]
+
+
+def _of_heads(spec: BlockSpec, queries: Sequence[int], keys: Sequence[int]) -> int:
+    """Rows of a block's matrices, each as wide as its input, that go with some heads."""
+    branches, gates = 1 if spec.cross is None else 2, 0 if spec.gate is None else 1
+    return branches * spec.head_dim * ((2 + gates) * len(queries) + 2 * len(keys))
