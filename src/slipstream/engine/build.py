@@ -113,6 +113,8 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     around, whole = split_or_pack(model, plan.outside, settings)
     notes += [*plan.notes, *whole, *swap_attention(model, plan.attention)]
     fuse_parts(plan.layers, plan.parts)
+    if blocks or packed:
+        model.requires_grad_(False)  # whoever wants gradients says so; fused layers have none of their own
     plan.splitting.join()
     guard_loads(model)
     if filling is not None:

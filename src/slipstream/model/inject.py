@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
@@ -153,7 +154,8 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = injected_state(self)
         call = None
-        if not (self.training or wants_original()) and is_untouched(self):
+        own = self.training or wants_original() or _records(self, args, kwargs)
+        if not own and is_untouched(self):
             if state.attention is not None:
                 return _run_own(self, state, state.attention, signature, args, kwargs)
             if state.is_plain and not is_heard(self):
@@ -208,6 +210,31 @@ def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
         f"{type(self).__name__} runs a fused block, which cannot be pickled; pickle its state_dict(), or "
         "use save_checkpoint"
     )
+
+
+def _records(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autograd is to go through a layer: a block has no derivative, and its original code has.
+
+    Raises:
+        UnsupportedError: A gradient is asked for of a parameter that lies in the block in another layout.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    asked = [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
+    elsewhere = {one.name for one in injected_state(layer).links if not one.address}
+    if not elsewhere.isdisjoint(asked):
+        raise UnsupportedError(
+            f"{next(name for name in asked if name in elsewhere)} of {type(layer).__name__} requires a "
+            "gradient, and its values lie in a fused block in another layout; train the model itself and "
+            "hand its weights to engine.refresh_weights, or leave requires_grad False: inputs have gradients"
+        )
+    return bool(asked) or _needs_gradient((*args, *kwargs.values()))
+
+
+def _needs_gradient(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_needs_gradient(one) for one in value)
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | None) -> tuple[Tensor, ...]:

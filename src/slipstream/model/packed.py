@@ -182,6 +182,13 @@ def packed_bytes(module: nn.Module) -> int:
     return dense + sum(replace(w, bias=None).nbytes for state in states for w in state.weights.values())
 
 
+def _records(module: nn.Module, x: Any) -> bool:
+    """Whether autograd is to go through a module: packed products have no derivative, its own code has."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(p is not None and p.requires_grad for p in module._parameters.values())
+
+
 @functools.cache
 def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of a module's class in which some parameters are unpacked when they are read."""
@@ -192,7 +199,8 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = vars(self)[_STATE]
         whole = all(_held(self, name) is None for name in names)
-        if state.run is not None and whole and not (self.training or kwargs) and len(args) == 1:
+        own = self.training or kwargs or len(args) != 1 or _records(self, args[0])
+        if state.run is not None and whole and not own:
             weight, x = state.weights["weight"], args[0]
             rows = among_all(x.reshape(-1, x.shape[-1]), weight)
             return state.run(rows, weight).view(*x.shape[:-1], weight.shape[0])

@@ -200,6 +200,7 @@ def _answer(
         or not is_plain_run(ids)
         or (scope is not None and scope.encoder is not whole.encoder)
         or wants_original()
+        or (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
         or any(v is not None and _IDLE.get(k) is not v for k, v in given.items() if k not in _READ)
         or asks_for_internals(given, config)
         or asks_for_states(given, config)
