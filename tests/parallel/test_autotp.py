@@ -29,6 +29,7 @@ CHOSEN = {
     "gpt_oss": (2, 3),  # sinks, 3-D experts with interleaved halves and biases
     "qwen2_moe": (2, 4),  # 3-D experts, shared ones beside them
     "granitemoe": (2,),
+    "dbrx": (2, 3),  # experts below each other in matrices of a part of their own
     "codegen": (2,),  # an order of rows that no candidate has
     "deepseek_v2": (2,),  # latent attention
     "gemma2": (3,),

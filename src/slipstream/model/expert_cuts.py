@@ -23,13 +23,42 @@ __all__ = ["expert_splits", "whole_experts"]
 
 
 def whole_experts(module: nn.Module) -> bool:
-    """Whether a module holds the matrices of experts as parameters of its own."""
+    """Whether a module holds the matrices of experts as parameters of its own, or of a part without more."""
     threes = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-    return len(threes) > 1 and not is_matrix(module)
+    return (len(threes) > 1 and not is_matrix(module)) or _flat(module) is not None
+
+
+def _flat(module: nn.Module) -> tuple[str, int, int] | None:
+    """A part with matrices `(E * I, C)` whose owner knows E and I; DBRX's experts lie below each other so."""
+    counts = [v for n, v in vars(module).items() if type(v) is int and re.search("num.*expert", n)]
+    for name, part in module.named_children():
+        shapes = {tuple(p.shape) for p in part._parameters.values() if p is not None}
+        if counts and len(part._parameters) > 1 and len(shapes) == 1 and not is_matrix(part):
+            rows, *inputs = shapes.pop()
+            units = rows // counts[0]
+            if len(inputs) == 1 and units * counts[0] == rows and units in vars(module).values():
+                return name, counts[0], units
+    return None
 
 
 def expert_splits(path: str, module: nn.Module, sizes: Sizes) -> Iterator[LayerSplit]:
     """Experts, each of which is cut inside: its units are dealt out, and what it writes is added up."""
+    flat = _flat(module)
+    if flat is not None:
+        name, experts, units = flat
+        part = module.get_submodule(name)
+        own = sizes.even(units) if units >= sizes.ranks else ()
+        runs = tuple(
+            tuple(range(e * units + r.start, e * units + r.stop) for e in range(experts) for r in each)
+            for each in own
+        )
+        wanted = {units: Cut(-1, own).widths}
+        if runs:
+            cuts = {matrix: Cut(0, runs) for matrix in part._parameters}
+            yield {
+                path: ModuleSplit(finish="sum", numbers=_follow(module, wanted)),
+                f"{path}.{name}": ModuleSplit(cuts, numbers=_follow(part, wanted)),
+            }
     matrices = {n: p for n, p in module._parameters.items() if p is not None and p.dim() == 3}
     downs = [name for name in matrices if re.search(r"down|out|w2|fc2|wo", name)]
     if len(downs) != 1:
@@ -61,7 +90,7 @@ def _follow(module: nn.Module, wanted: Mapping[int, Sequence[int]]) -> tuple[Map
     changes = {
         key: wanted[value]
         for key, value in vars(module).items()
-        if type(value) is int and value in wanted and UNITS.search(key) and "hidden" not in key
+        if type(value) is int and value in wanted and UNITS.search(key) and not key.startswith("hidden")
     }
     ranks = range(len(next(iter(wanted.values()))))
     return tuple({key: values[rank] for key, values in changes.items()} for rank in ranks)
