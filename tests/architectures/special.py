@@ -27,7 +27,19 @@ _GEMMA4 = {
 
 _WINDOWS = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
 
+_STAGES = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}  # a segmenter reads four of them
+_NECK = {
+    "num_hidden_layers": 4,
+    "backbone_out_indices": [0, 1, 2, 3],
+    "neck_hidden_sizes": [16, 16, 32, 32],
+    "fusion_hidden_size": 32,
+}
+
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "beit/segment": _STAGES,
+    "data2vec-vision/segment": _STAGES,
+    "dpt/segment": _NECK,
+    "dpt/depth": _NECK,
     "donut-swin": _WINDOWS,
     "swin": _WINDOWS,
     "swinv2": _WINDOWS,

@@ -121,15 +121,20 @@ def _inputs(model: Any, kind: Kind) -> dict[str, Tensor]:
     if kind in TEXT:
         return _tokens(model, kind)
     generator = torch.Generator().manual_seed(2)
-    made = [_seen_or_heard(model)] if _tower(model) is not model.config else sample_inputs(model)[-1:]
-    made = made or [_seen_or_heard(model)]
+    accepts = inspect.signature(model.forward).parameters
+    if kind == "picture" and "input_ids" in accepts:
+        return _tokens(model, kind)  # a language model that may look; without a picture it reads
+    tower = next(
+        (part for part in (model, *model.children()) if getattr(part, "config", None) is _tower(model)), model
+    )
+    patches = "spatial_shapes" in accepts or tower is model
+    made = (sample_inputs(tower)[-1:] if patches else []) or [_seen_or_heard(model)]
     # The engine checks itself on inputs of these shapes: the values are others.
     inputs = {
         name: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
         for given in made
         for name, t in given.items()
     }
-    accepts = inspect.signature(model.forward).parameters
     if kind == "two towers":
         ids = torch.randint(10, 60, (3, 7), generator=generator)
         ids[:, -1] = 2  # where some towers end a text

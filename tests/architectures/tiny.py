@@ -102,7 +102,10 @@ def tiny_model(model_type: str, kind: Kind) -> Any:
     """A random model of a type, in float32 and eval mode."""
     config = tiny_config(model_type, kind)
     torch.manual_seed(0)
-    suffix = _MAPPINGS[kind][1]
+    mapping, suffix = _MAPPINGS[kind]
+    named = getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")[model_type]
+    if isinstance(named, tuple | list):  # of several classes, checkpoints say which
+        config.architectures = [named[0]]
     auto_class = getattr(transformers, f"AutoModelFor{suffix}" if suffix else "AutoModel")
     model: Any = auto_class.from_config(config, dtype=torch.float32)
     for (
