@@ -192,6 +192,21 @@ def test_an_op_that_answers_otherwise_is_found_out_at_the_first_call() -> None:
         assert attends.served == 0
 
 
+def test_a_call_too_large_to_be_made_both_ways_waits_for_one_that_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, DIM).unbind()
+    attends = Attends(bound(torch.float32), always=True)
+    served = []
+    for most in (BATCH * HEADS * LENGTH * LENGTH - 1, BATCH * HEADS * LENGTH * LENGTH, 0):
+        monkeypatch.setattr(attending, "_MOST_PROVED", most)
+        with torch.no_grad(), Attending(attends):
+            plain(q, k, v)
+            by_torch(q, k, v)
+        served.append(attends.served)
+    assert served == [0, 2, 4]
+
+
 class Attention(nn.Module):
     """A decoder's, with a cache and a mask of its own making; its weights are handed on."""
 

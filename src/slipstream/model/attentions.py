@@ -155,8 +155,9 @@ def find_attention(
         why = "its weights are handed on" if heard.served else "no product of queries, keys and values"
         return {}, {} if hint is None or not (heard.served or heard.missed) else {hint: why}
     paths = [path for path in places if not any(path != other and _holds(other, path) for other in places)]
+    attends = {path: Attends(bound.run, always=True) for path in paths}
     for path in paths:
-        let_attend(twin.get_submodule(path), Attends(bound.run, always=True))
+        let_attend(twin.get_submodule(path), attends[path])
     exact = partial(_in_float32, found.layer) if settings.dtype.itemsize == 2 else None
     try:
         plain = copy.deepcopy(found.layer)
@@ -164,7 +165,8 @@ def find_attention(
         worst = compare(found.name, calls, plain.forward, twin.forward, like, exact=exact)
     except InjectionError as failure:
         return {}, dict.fromkeys(paths, str(failure).partition(";")[0])
-    return {path: Proven("attention", Attends(bound.run), bound, worst) for path in paths}, {}
+    runs = {path: Attends(bound.run, proved=attends[path].proved) for path in paths}
+    return {path: Proven("attention", run, bound, worst) for path, run in runs.items()}, {}
 
 
 def _hint(layer: nn.Module) -> str | None:

@@ -167,7 +167,7 @@ def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
             module = found.layer.get_submodule(path)
             if isinstance(proven.run, Attends):
                 if not is_attending(module):
-                    let_attend(module, replace(proven.run, proved=set()))
+                    let_attend(module, replace(proven.run, proved=set(proven.run.proved)))
             elif not is_swapped(module) and not is_packed(module):
                 run = proven.run
                 swap(module, run.settled(module) if isinstance(run, Gated) else run, takes=proven.takes)
