@@ -24,9 +24,13 @@ KINDS = (
     "zero rows",
     "all zero",
     "two values",
+    "groups far apart",
     "huge",
     "tiny",
+    "almost infinite",
 )
+UNLIKE_OTHERS = 3
+"""The last kinds, which no scale beside their own leaves finite, or normal numbers."""
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -53,8 +57,13 @@ def matrix(kind: str, *shape: int, seed: int = 0) -> Tensor:
         normal.zero_()
     elif kind == "two values":
         normal = normal.sign() * 0.3
+    elif kind == "groups far apart":
+        runs = 2.0 ** torch.randint(-40, 11, (*shape[:-1], -(-shape[-1] // 32)), generator=generator(seed))
+        normal = normal * runs.repeat_interleave(32, dim=-1)[..., : shape[-1]]
     elif kind == "huge":
         normal = normal * 1e30
+    elif kind == "almost infinite":
+        normal = normal / normal.abs().amax() * torch.finfo(torch.float32).max / 4
     elif kind == "tiny":
         normal = normal * 1e-20
     return normal
@@ -86,8 +95,10 @@ def assert_stable(fmt: Format, dense: Tensor, kind: str) -> None:
     found = unpack(fmt, planes, dense, torch.float32)
     again = fmt.pack(found)
     assert torch.equal(unpack(fmt, again, dense, torch.float32), found)
+    # A row that was rounded below the least magnitude of its multiplier gets another one for the same numbers.
+    same_rows = not fmt.group or torch.equal(again[-1], planes[-1])
     # Where a group has one magnitude, several scales may stand for the very same numbers.
-    if kind not in ("constant", "nearly constant", "two values", "offset"):
+    if same_rows and kind not in ("constant", "nearly constant", "two values", "offset"):
         assert_same(again, planes)
 
 
@@ -259,7 +270,7 @@ def test_random_shapes_and_scales(name: str) -> None:
         rows, inputs = (int(torch.randint(1, limit, (1,), generator=rng)) for limit in (12, 300))
         experts = (int(torch.randint(1, 4, (1,), generator=rng)),) if trial % 3 == 0 else ()
         scale = 10.0 ** float(torch.randint(-12, 13, (1,), generator=rng))
-        kind = KINDS[int(torch.randint(0, len(KINDS) - 2, (1,), generator=rng))]
+        kind = KINDS[int(torch.randint(0, len(KINDS) - UNLIKE_OTHERS, (1,), generator=rng))]
         dense = matrix(kind, *experts, rows, inputs, seed=trial) * scale
         assert_within_bound(fmt, dense)
         if name != "plain":
@@ -289,13 +300,15 @@ def test_fewer_bits_lose_more() -> None:
         for name, fmt in ALL.items()
     }
     assert errors["plain"] == 0.0
-    order = ["int8", "fp8", "fp6", "fp6-e3m2", "int4", "int4-g64", "int4-g128"]
+    # fp6 has the mantissa of fp8, and scales of groups, within which it needs no more exponents.
+    order = ["int8", "fp6", "fp8", "fp6-e3m2", "int4", "int4-g64", "int4-g128"]
     assert sorted(order, key=lambda name: errors[name]) == order
     assert errors["int4"] < errors["int4-g32-sym"] < errors["int4-g64-sym"] < errors["int4-g128-sym"]
     # Of weights with a standard deviation of 1; a search that stopped working would show here.
     assert errors["int8"] < 0.0084
     assert errors["fp8"] < 0.0262
-    assert errors["fp6"] < 0.0283
+    assert errors["fp6"] < 0.0237
+    assert errors["fp6-e3m2"] < 0.0449
     assert errors["int4"] < 0.0732
 
 
@@ -327,14 +340,14 @@ def test_every_six_bit_code_survives(name: str) -> None:
         numbers.append(-size if code >> 5 else size)
     dense = torch.tensor(numbers)[None] * 0.25
     fmt = ALL[name]
-    low, high, row = fmt.pack(dense)
-    assert row.tolist() == [0.25]
+    low, high, scales, row = fmt.pack(dense)
+    assert (scales.tolist(), row.tolist()) == ([[0.25]], [1.0])
     codes = torch.arange(64)
     expected = torch.cat([(codes[k : k + 16] & 15) | (codes[k + 16 : k + 32] & 15) << 4 for k in (0, 32)])
     assert torch.equal(low[0].long(), expected)
     top = codes >> 4
     assert torch.equal(high[0].long(), top[:16] | top[16:32] << 2 | top[32:48] << 4 | top[48:] << 6)
-    assert torch.equal(unpack(fmt, (low, high, row), dense, torch.float32), dense)
+    assert torch.equal(unpack(fmt, (low, high, scales, row), dense, torch.float32), dense)
 
 
 def test_the_bytes_of_int4_lie_as_drawn() -> None:

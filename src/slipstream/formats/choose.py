@@ -56,10 +56,11 @@ def format_of(
     if name not in known:
         raise ConfigError(f"no weight format has {num_bits} bits; num_bits is 4, 6 or 8")
     found = known[name]
-    if not found.group:
+    if not name.startswith("int4"):
         if q_groups != 1:
+            scales = f"a scale per {found.group} inputs" if found.group else "one scale per row"
             raise ConfigError(
-                f"q_groups={q_groups} does not go with {name}, which has one scale per row; leave "
+                f"q_groups={q_groups} does not go with {name}, which has {scales}; leave "
                 'q_groups at 1, or use format="int4"'
             )
         if q_type == "asymmetric":

@@ -33,7 +33,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.formats.rows import chunks, from_nibbles, inverse, read_chunk, unpack_rows
+from slipstream.formats.rows import (
+    chunks,
+    from_nibbles,
+    group_columns,
+    inverse,
+    read_chunk,
+    row_multiplier,
+    unpack_rows,
+)
 from slipstream.formats.search import fit_range, fit_signed
 from slipstream.formats.weight_format import Format
 
@@ -41,8 +49,6 @@ __all__ = ["INT4", "INT4_VARIANTS", "int4"]
 
 _GROUPS = (32, 64, 128)
 _BLOCK = 32
-_LOW, _STEP, _MOST_STEPS = -10, 24, 4
-"""Rows are brought to magnitudes of [2^-10, 2^14) by up to four steps of 2^24."""
 
 
 def int4(group: int = 32, *, symmetric: bool = False) -> Format:
@@ -66,7 +72,7 @@ def int4(group: int = 32, *, symmetric: bool = False) -> Format:
         multiple=group,
         floor=2.0**-11,
         planes=((torch.uint8, 2), *((torch.float16, group),) * (1 if symmetric else 2)),
-        columns=partial(_columns, group=group),
+        columns=partial(group_columns, group=group),
     )
 
 
@@ -80,7 +86,7 @@ def _pack(dense: Tensor, *, group: int, symmetric: bool) -> tuple[Tensor, ...]:
     row = torch.empty(lead, dtype=torch.float32, device=dense.device)
     for index in chunks(dense):
         x = read_chunk(dense, index)
-        row[index] = multiplier = _multiplier(x)
+        row[index] = multiplier = row_multiplier(x)
         x = x * (1.0 / multiplier)[:, None]
         if groups * group > inputs:
             x = F.pad(x[None], (0, groups * group - inputs), mode="replicate")[0]
@@ -96,22 +102,6 @@ def _pack(dense: Tensor, *, group: int, symmetric: bool) -> tuple[Tensor, ...]:
         scales[index] = scale.view(-1, groups)
         codes[index] = _bytes(found.to(torch.uint8)).reshape(-1, codes.shape[-1])
     return (codes, scales, row) if symmetric else (codes, scales, minima, row)
-
-
-def _columns(planes: tuple[Tensor, ...], run: range, *, group: int) -> tuple[Tensor, ...]:
-    """A run of inputs that starts at a group, and ends at one or with the row."""
-    codes, *scales, row = planes
-    first, last = run.start // group, -(-run.stop // group)
-    part = codes[..., first * group // 2 : last * group // 2].contiguous()
-    return (part, *(each[..., first:last].contiguous() for each in scales), row)
-
-
-def _multiplier(x: Tensor) -> Tensor:
-    """The row's multiplier, a power of 2^24; 1 for a row of zeros."""
-    largest = x.abs().amax(dim=-1)
-    _, exponent = torch.frexp(largest)  # the magnitude is in [2^(exponent - 1), 2^exponent)
-    steps = torch.div(exponent - 1 - _LOW, _STEP, rounding_mode="floor").clamp_(-_MOST_STEPS, _MOST_STEPS)
-    return torch.ldexp(torch.ones_like(largest), torch.where(largest == 0, 0, steps * _STEP))
 
 
 def _bytes(codes: Tensor) -> Tensor:

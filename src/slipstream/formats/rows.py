@@ -18,9 +18,11 @@ __all__ = [
     "fit_rows",
     "from_crumbs",
     "from_nibbles",
+    "group_columns",
     "inverse",
     "nibbles",
     "read_chunk",
+    "row_multiplier",
     "unpack_rows",
 ]
 
@@ -30,6 +32,8 @@ _CHUNK_ELSEWHERE = 1 << 24
 _LEAST = 2.0**-100
 """Rows without a larger magnitude are packed as zeros: their scales would not be normal numbers."""
 _LANES = 16
+_LOW, _STEP, _MOST_STEPS = -10, 24, 5
+"""Rows are brought to magnitudes of [2^-10, 2^14) by up to five steps of 2^24: any normal number is."""
 
 
 def chunks(tensor: Tensor) -> Iterator[tuple[int | slice, ...]]:
@@ -49,6 +53,22 @@ def read_chunk(dense: Tensor, index: tuple[int | slice, ...]) -> Tensor:
 def inverse(scale: Tensor) -> Tensor:
     """`1 / scale`, and 0 where that is 0."""
     return torch.where(scale == 0, 0.0, 1.0 / scale)
+
+
+def row_multiplier(x: Tensor) -> Tensor:
+    """What brings rows into the range of float16, in which groups have their scales.
+
+    Args:
+        x: `(R, I)` float32.
+
+    Returns:
+        `(R,)` float32: 1 where the row's largest magnitude lies in [2^-10, 2^14), as that of trained weights
+        does, and for a row of zeros; else the power of 2^24 that brings it there when it is divided out.
+    """
+    largest = x.abs().amax(dim=-1)
+    _, exponent = torch.frexp(largest)  # the magnitude is in [2^(exponent - 1), 2^exponent)
+    steps = torch.div(exponent - 1 - _LOW, _STEP, rounding_mode="floor").clamp_(-_MOST_STEPS, _MOST_STEPS)
+    return torch.ldexp(torch.ones_like(largest), torch.where(largest == 0, 0, steps * _STEP))
 
 
 def fit_rows(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], Tensor]) -> Tensor:
@@ -95,6 +115,25 @@ def byte_columns(planes: tuple[Tensor, ...], run: range) -> tuple[Tensor, ...]:
     """A run of inputs of codes of a byte each, `(..., O, I)`, beside multipliers `(..., O)`."""
     codes, row = planes
     return codes[..., run.start : run.stop].contiguous(), row
+
+
+def group_columns(planes: tuple[Tensor, ...], run: range, *, group: int) -> tuple[Tensor, ...]:
+    """A run of inputs that starts at a group, and ends at one or with the row.
+
+    Args:
+        planes: Of any number of inputs of each group, the last the scales, then the multipliers `(..., O)`.
+        run: Of inputs.
+        group: Inputs per group.
+    """
+    *codes, row = planes
+    groups = codes[-1].shape[-1]
+    first, last = run.start // group, -(-run.stop // group)
+    widths = [plane.shape[-1] // groups for plane in codes]
+    cut = [
+        plane[..., first * width : last * width].contiguous()
+        for plane, width in zip(codes, widths, strict=True)
+    ]
+    return (*cut, row)
 
 
 def unpack_rows(

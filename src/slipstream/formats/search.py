@@ -1,20 +1,22 @@
-"""Finds the scale (and minimum) of groups of 4-bit integers that makes their squared error least.
+"""Finds the scale (and minimum) of groups of 4-bit integers or small floats that makes their squared error least.
 
-What is found uses the codes at both ends of the range. Packing what was unpacked therefore starts from the
-very same range and finds no better one: it gives the same numbers, and but for groups of one magnitude the
-same planes.
+What is found of integers uses the codes at both ends of the range, of floats a code that its search begins
+with. Packing what was unpacked therefore starts from the very same range and finds no better one: it gives
+the same numbers, and but for groups of one magnitude the same planes.
 
 Shapes: g weights of a group, N groups; tensors are `(g, N)`, results `(N,)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from slipstream.formats.rows import inverse
 
-__all__ = ["fit_range", "fit_signed"]
+__all__ = ["fit_float", "fit_range", "fit_signed"]
 
 _LEVELS = 15
 _WIDER = 0.9
@@ -139,6 +141,30 @@ def fit_signed(x: Tensor) -> Tensor:
         fits &= error < least - _NOISE * sum_xx
         scale, least = torch.where(fits, fit, scale), torch.where(fits, error, least)
     return scale
+
+
+def fit_float(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """Scale for codes of small floats, a float32 number that float16 holds.
+
+    Args:
+        x: `(g, N)` float32; not changed.
+        targets: Values of codes that the group's largest magnitude may have. The scale is rounded down to what
+            float16 holds, so that this magnitude is a little more and rounds to the same code.
+        rounded: Rounds scaled weights, a tensor of its own that it may change, to what codes stand for.
+
+    Returns:
+        Scales, not negative; 0 for a group of zeros.
+    """
+    largest = x.abs().amax(dim=0)
+    best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    spare = torch.empty_like(x)
+    for target in targets:
+        scale = _toward_zero(largest / target)
+        values = rounded(x * inverse(scale))
+        error = _sum(values.mul_(scale).sub_(x).square_(), spare)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return best
 
 
 def _sum(x: Tensor, spare: Tensor) -> Tensor:
