@@ -11,9 +11,13 @@ from torch import Tensor
 
 __all__ = [
     "ABI",
+    "CODES",
     "DTYPES",
     "FACTORS",
     "FORMATS",
+    "MINIMA",
+    "SCALES",
+    "UPPER",
     "BOOLEAN",
     "INT8_CODES",
     "SCORINGS",
@@ -39,7 +43,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 10
+ABI = 11
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -59,8 +63,8 @@ FORMATS = {
 }
 """Weight formats that the library reads, by their number."""
 
-FACTORS = 3
-"""Where a packed matrix has the multipliers of its rows among its four planes."""
+CODES, SCALES, MINIMA, UPPER, FACTORS = range(5)
+"""Where a packed matrix has its planes."""
 
 SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2}
 """Ways to choose experts by their number."""

@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.abi import DTYPES, FACTORS, FORMATS, Matrix, Run, address
+from slipstream.kernels.cpu.abi import CODES, DTYPES, FACTORS, FORMATS, MINIMA, SCALES, UPPER, Matrix, Run, address
 from slipstream.ops.linear import Weight
 
 __all__ = ["matrix_of"]
@@ -79,9 +79,11 @@ def _packed(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
     *others, factors = planes
     if factors.dtype != torch.float32:
         return f"multipliers of rows in {factors.dtype} are not read"
-    if others[-1].dtype == torch.float16:
-        matrix.group = 2 * planes[0].shape[-1] // planes[1].shape[-1]
-    for place, plane in (*enumerate(others), (FACTORS, factors)):
+    six = len(others) > 1 and others[1].dtype == torch.uint8
+    places = (CODES, UPPER, SCALES) if six else (CODES, SCALES, MINIMA)[: len(others)]
+    if SCALES in places:
+        matrix.group = 2 * others[0].shape[-1] // others[places.index(SCALES)].shape[-1]
+    for place, plane in (*zip(places, others, strict=True), (FACTORS, factors)):
         if plane.device.type != "cpu" or not plane.is_contiguous():
             return f"a plane with strides {plane.stride()} on {plane.device} is not read"
         matrix.planes[place] = address(plane)

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 10;
+constexpr int32_t kAbi = 11;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -56,10 +56,11 @@ enum Format : int32_t {
 // Planes of a packed matrix, by what they hold. Each is contiguous with the matrix's rows one after another.
 enum Plane : int32_t {
     kCodes = 0,   // every format; of fp6 the lower four bits
-    kScales = 1,  // int4: float16 per group; of fp6 the upper two bits of each code
+    kScales = 1,  // int4, fp6: float16 per group
     kMinima = 2,  // int4 with a minimum: float16 per group
-    kFactors = 3, // every format: float32 per row
-    kPlanes = 4
+    kUpper = 3,   // fp6: the upper two bits of each code
+    kFactors = 4, // every format: float32 per row
+    kPlanes = 5
 };
 
 // `(outputs, inputs)`. Dense, its rows lie in one run or several (the model's own q, k and v), all of one
@@ -69,7 +70,7 @@ struct Matrix {
     const void* bias; // `(outputs,)` or null
     int64_t num_runs, outputs, inputs;
     int32_t dtype, bias_dtype;
-    int32_t format, group;        // inputs per group: int4 32, 64 or 128, else 0
+    int32_t format, group;        // inputs per group: int4 32, 64 or 128, fp6 64, else 0
     int32_t input_bits;           // 0; 8: each row that it multiplies is rounded to 8 bits first (int8 only)
     int32_t input_zero;           // 0, or 1: and that with a zero point
     const void* planes[kPlanes];  // packed only; null where the format has none

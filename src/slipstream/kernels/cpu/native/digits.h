@@ -16,33 +16,74 @@ inline bool takes_digits(const Matrix& m) {
     return m.format != kFp8 && m.format != kFp6E3m2 && m.inputs <= 1 << 19;
 }
 
-// Where the digit of input j lies: those that meet the halves of int4's bytes are apart, see Nibbles.
-inline int64_t digit_at(int64_t j, bool int4) {
-    return int4 ? (j & ~int64_t{127}) + (j & 16) * 4 + (j & 96) / 2 : j;
+inline bool is_int4(const Matrix& m) {
+    return m.format == kInt4 || m.format == kInt4Symmetric;
 }
+
+inline bool is_fp6(const Matrix& m) {
+    return m.format == kFp6E2m3 || m.format == kFp6E3m2;
+}
+
+// Inputs of fp6 that are taken 256 at a time; of others none.
+inline int64_t turned_sixes(const Matrix& m) {
+    return is_fp6(m) ? ceil_div(m.inputs, m.group) * m.group / Sixes::kTurned * Sixes::kTurned : 0;
+}
+
+// Where digits lie: of int4 those that meet the halves of bytes are apart, see Nibbles; of fp6 those that meet
+// one register of Sixes::turned are together.
+struct DigitOrder {
+    explicit DigitOrder(const Matrix& m) : int4(is_int4(m)), turned(turned_sixes(m)) {}
+    int64_t at(int64_t j) const {
+        if (j < turned)
+            return (j & ~int64_t{255}) + (j & 48) * 4 + (j & 192) / 4 + (j & 15);
+        return int4 ? (j & ~int64_t{127}) + (j & 16) * 4 + (j & 96) / 2 : j;
+    }
+    bool int4;
+    int64_t turned;
+};
 
 // The row in units of what is returned, `stride` digits of each place, and zeros behind the inputs. The unit
 // is NaN where the row holds NaN or infinity.
-inline float split_digits(const float* x, int64_t n, bool int4, int count, uint8_t* digits, int64_t stride) {
+inline float split_digits(const float* x, int64_t n, const DigitOrder& order, int count, uint8_t* digits,
+                          int64_t stride) {
     const Grid grid = grid_of(x, n, false); // of the highest digit
     const float below = count == 2 ? 256.0f : 65536.0f;
     const Vec times = Vec::set(grid.times * below);
     int64_t j = 0;
     for (; j + Vec::kWidth <= n; j += Vec::kWidth)
-        store_digits(Vec::load(x + j) * times, count, digits + digit_at(j, int4), stride);
+        store_digits(Vec::load(x + j) * times, count, digits + order.at(j), stride);
     for (; j < stride; j += Vec::kWidth)
-        store_digits(Vec::load(x + j, most(0, n - j)) * times, count, digits + digit_at(j, int4), stride);
+        store_digits(Vec::load(x + j, most(0, n - j)) * times, count, digits + order.at(j), stride);
     return grid.scale / below;
 }
 
 // What sums begin with, 16 lanes for each place, so that what was added to the codes does not count.
-inline void start_digits(const uint8_t* digits, int64_t stride, int count, int added, int32_t* starts) {
+inline void start_digits(const uint8_t* digits, int64_t stride, int count, int32_t* starts) {
     for (int i = 0; i < count; ++i, digits += stride, starts += 16) {
         CodeSums sums = CodeSums::of(Vec::set(0));
         for (int64_t k = 0; k < stride; k += 64)
-            sums = dot(sums, Codes::set(static_cast<uint8_t>(added)), Codes::load(digits + k));
+            sums = dot(sums, Codes::set(Int8Bytes::kAdded), Codes::load(digits + k));
         const CodeSums::Lanes less = -sums.v;
         std::memcpy(starts, &less, sizeof(less));
+    }
+}
+
+// The same of fp6, for each 256 inputs and each 64 behind them; as digit_dot_sixes takes them.
+inline void start_sixes(const uint8_t* digits, int64_t stride, int count, const Matrix& m, int32_t* starts) {
+    const int64_t turned = turned_sixes(m);
+    for (int64_t k = 0; k < m.inputs;) {
+        const int64_t end = k + (k < turned ? Sixes::kTurned : 64);
+        CodeSums all = CodeSums::of(Vec::set(0));
+        for (int i = 0; i < count; ++i) {
+            all = i == 1 ? raise(all) : (i == 2 ? CodeSums::of(Vec::set(0)) : all);
+            for (int64_t j = k; j < end; j += 64)
+                all = dot(all, Codes::set(Fp6Bytes::kAdded), Codes::load(digits + i * stride + j));
+            const CodeSums::Lanes less = -all.v;
+            if (i > 0)
+                std::memcpy(starts + 16 * (i - 1), &less, sizeof(less));
+        }
+        starts += 16 * (count - 1);
+        k = end;
     }
 }
 

@@ -17,12 +17,6 @@ inline void store_columns(const Vec (&v)[C][R], float* out, int64_t os) {
     store_sums(rows, out, os);
 }
 
-// Where input k of the first of R rows lies.
-template <int R>
-inline int64_t operand_at(int64_t k) {
-    return k / kOperandStep * (R * kOperandStep) + k % kOperandStep;
-}
-
 // sums[i] += x row i . the inputs in `w`, for R rows of x in N terms; parts of one row follow each other in
 // its lanes.
 template <int R, int L, int N>
@@ -194,14 +188,24 @@ inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t 
                      float* out, int64_t os) {
     const int64_t rows = x.rows.count;
     const PackedRows all(m);
+    constexpr bool kSixes = std::is_same<F, GroupedSixes>::value;
     constexpr bool kTurns = std::is_same<F, Grouped>::value;
-    constexpr int64_t kColumns = kTurns ? kTurnedColumns : 4;
+    constexpr int64_t kColumns = kTurns || kSixes ? kTurnedColumns : 4;
     for (int64_t o = begin; o < end; o += kColumns, out += kColumns) {
         const int64_t columns = least(kColumns, end - o);
         for (RowBlock b = RowBlock::at(0, rows); b.first < rows; b = RowBlock::at(b.first + b.rows, rows)) {
             const int64_t r = b.first;
             float* to = out + r * os;
-            if constexpr (kTurns) {
+            if constexpr (kSixes) {
+                if (b.rows == 8)
+                    turned_columns<8, N>(x, r, codes, all, o, columns, to, os);
+                else if (b.rows == 4)
+                    turned_columns<4, N>(x, r, codes, all, o, columns, to, os);
+                else if (b.rows == 2)
+                    turned_columns<2, N>(x, r, codes, all, o, columns, to, os);
+                else
+                    turned_columns<1, N>(x, r, codes, all, o, columns, to, os);
+            } else if constexpr (kTurns) {
                 if (b.rows == 8)
                     turned_columns<8, N>(x, r, codes, all, o, columns, to, os);
                 else if (b.rows == 4)
@@ -249,7 +253,7 @@ inline void multiply_few(const Operand& x, const Matrix& m, int64_t begin, int64
     case kInt4Symmetric:
         return run(Grouped(m));
     default:
-        return run(Fp6Codes(m));
+        return run(GroupedSixes(m));
     }
 }
 

@@ -1,5 +1,5 @@
-// Four or eight rows times int4, in an order in which each lane has inputs of one group alone: sums are
-// multiplied by scales once for 512 inputs, where `few_grouped` does so for 128.
+// Four or eight rows times int4, and any few times fp6, in an order in which each lane has inputs of one group
+// alone: sums are multiplied by scales once for 512 inputs (256 of fp6), where `few_grouped` does so for 128.
 //
 // Measured against the latter in L2, one thread of a Zen 5: 4 rows of 576, 1536 and 2048 inputs take 0.91,
 // 0.92 and 0.88 of its time, 8 rows 0.92, 0.98 and 0.98; products alone would take half of that.
@@ -9,6 +9,12 @@ namespace slipstream {
 namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
+
+// Where input k of the first of R rows lies.
+template <int R>
+inline int64_t operand_at(int64_t k) {
+    return k / kOperandStep * (R * kOperandStep) + k % kOperandStep;
+}
 
 // What all rows of a matrix of int4 have in common: divisions take longer than a short row.
 struct Grouped : Int4Codes {
@@ -21,10 +27,27 @@ struct Grouped : Int4Codes {
     bool minima;
 };
 
+// The same of fp6.
+struct GroupedSixes : Fp6Codes {
+    explicit GroupedSixes(const Matrix& m)
+        : Fp6Codes(m), numbers(32), inputs(ceil_div(m.inputs, m.group) * m.group) {}
+    GroupNumbers numbers; // a quarter of the lanes each
+    int64_t inputs;
+};
+
+inline int64_t grouped_inputs(const Grouped& g) {
+    return g.order.inputs;
+}
+inline int64_t grouped_inputs(const GroupedSixes& g) {
+    return g.inputs;
+}
+
 // sums[i] += the sum of x row r + i times what code 8 stands for, which the tables leave out.
 template <int R>
 [[gnu::always_inline]] inline void add_middles(const Operand& x, int64_t r, const Grouped& g,
                                                const PackedRow& row, Vec (&sums)[R]) {
+    if (!g.minima)
+        return;
     const float* of_x = x.sums + r * x.sums_stride;
     for (int64_t k = 0; k < g.groups; k += Vec::kWidth) {
         const int64_t n = least(Vec::kWidth, g.groups - k);
@@ -36,9 +59,10 @@ template <int R>
 }
 
 // sums[i] += R rows of x, in N terms, times W registers of codes of which each word has J, and their scales.
-template <int R, int N, int J, int W>
-[[gnu::always_inline]] inline void turned_dots(const Int4Codes& codes, const Codes (&raw)[W], const Bf16* x,
+template <int R, int N, int J, class F, int W>
+[[gnu::always_inline]] inline void turned_dots(const F& codes, const Codes (&raw)[W], const Bf16* x,
                                                int64_t apart, Vec scales, Vec (&sums)[R]) {
+    constexpr int64_t kRegisters = kOperandStep / 32; // of a row, before those of the next
     constexpr int kChains = static_cast<int>(least(W * J, 16 / R)); // none waits for the sum before it
     Vec parts[kChains][R];
     for (auto& chain : parts)
@@ -47,7 +71,7 @@ template <int R, int N, int J, int W>
 #pragma GCC unroll 16
     for (int j = 0; j < W * J; ++j) {
         const Bf16Lanes w[1][1] = {{codes.some(raw[j / J], j % J)}};
-        const Bf16* from = x + j / J * (R * kOperandStep) + j % J * 32;
+        const Bf16* from = x + j / kRegisters * (R * kOperandStep) + j % kRegisters * 32;
 #pragma GCC unroll 8
         for (int i = 0; i < R; ++i)
 #pragma GCC unroll 3
@@ -64,8 +88,32 @@ template <int R, int N, int J, int W>
         sums[i] = fma(parts[0][i], scales, sums[i]);
 }
 
+// sums[i] += what is the same for all inputs of a group.
+template <int R>
+[[gnu::always_inline]] inline void add_middles(const Operand&, int64_t, const GroupedSixes&, const PackedRow&,
+                                               Vec (&)[R]) {}
+
 // sums[i] += inputs [from, to) of x row r + i . those of a row of the matrix; `from` is a multiple of 512,
 // and so is `to`, or it is the end.
+template <int R, int N>
+[[gnu::always_inline]] inline void turned_inputs(const Operand& x, int64_t r, const GroupedSixes& g,
+                                                 const PackedRow& row, int64_t from, int64_t to,
+                                                 Vec (&sums)[R]) {
+    const Bf16* terms = x.terms + r * x.stride;
+    const uint8_t *codes = row.codes + from / 2, *upper = row.crumbs + from / 4;
+    const Half* scales = row.scales + from / 64;
+    for (; to - from >= Sixes::kTurned; from += Sixes::kTurned, codes += 128, upper += 64, scales += 4) {
+        Codes raw[4];
+        Sixes::turned(codes, upper, raw);
+        Sixes::ask<kPackedAhead>(codes, upper, scales);
+        turned_dots<R, N, 2>(g, raw, terms + R * from, x.apart, g.numbers.of<4>(scales), sums);
+    }
+    for (; from < to; from += 64, codes += 32, upper += 16, ++scales) {
+        const Codes raw[1] = {Sixes::plain(codes, upper)};
+        turned_dots<R, N, 2>(g, raw, terms + operand_at<R>(from), x.apart, everywhere(scales), sums);
+    }
+}
+
 template <int R, int N>
 [[gnu::always_inline]] inline void turned_inputs(const Operand& x, int64_t r, const Grouped& g,
                                                  const PackedRow& row, int64_t from, int64_t to,
@@ -116,19 +164,19 @@ inline int64_t turned_deep(int64_t inputs) {
 }
 
 // out[i * os + c] = x row r + i . matrix row o + c, for R rows and `columns` <= kTurnedColumns.
-template <int R, int N>
-[[gnu::noinline]] void turned_columns(const Operand& x, int64_t r, const Grouped& g, const PackedRows& all,
+template <int R, int N, class G>
+[[gnu::noinline]] void turned_columns(const Operand& x, int64_t r, const G& g, const PackedRows& all,
                                       int64_t o, int64_t columns, float* out, int64_t os) {
     alignas(64) float kept[kTurnedColumns][R][Vec::kWidth];
-    const int64_t deep = turned_deep<R>(g.order.inputs);
-    for (int64_t from = 0; from < g.order.inputs; from += deep) {
-        const int64_t to = least(from + deep, g.order.inputs);
+    const int64_t inputs = grouped_inputs(g), deep = turned_deep<R>(inputs);
+    for (int64_t from = 0; from < inputs; from += deep) {
+        const int64_t to = least(from + deep, inputs);
         for (int64_t c = 0; c < columns; ++c) {
             const PackedRow row = all.row(o + c);
             Vec sums[R];
             for (int i = 0; i < R; ++i)
                 sums[i] = from ? Vec::load(kept[c][i]) : Vec::set(0);
-            if (!from && g.minima)
+            if (!from)
                 add_middles(x, r, g, row, sums);
             turned_inputs<R, N>(x, r, g, row, from, to, sums);
             for (int i = 0; i < R; ++i)

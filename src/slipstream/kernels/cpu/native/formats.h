@@ -23,7 +23,7 @@ inline const float* row_factors(const Matrix& m) {
 // A row of the planes.
 struct PackedRow {
     const uint8_t *codes, *crumbs; // a code's lower bits (or all), and the upper two of fp6
-    const Half *scales, *minima;   // null where the format has none
+    const Half *scales, *minima;   // null where the format has none, as are the upper bits
 };
 
 // Where rows lie: what takes divisions to know is found out once, for they would take longer than a block.
@@ -34,17 +34,16 @@ public:
           code_bytes_(m.inputs) {
         if (m.format == kInt8 || m.format == kFp8)
             return;
-        const int64_t group = m.group ? m.group : kPackedBlock;
-        groups_ = ceil_div(m.inputs, group);
-        code_bytes_ = groups_ * group / 2;
-        first_.crumbs = static_cast<const uint8_t*>(m.planes[kScales]);
+        groups_ = ceil_div(m.inputs, m.group);
+        code_bytes_ = groups_ * m.group / 2;
+        first_.crumbs = static_cast<const uint8_t*>(m.planes[kUpper]);
         first_.scales = static_cast<const Half*>(m.planes[kScales]);
-        if (m.format == kInt4)
-            first_.minima = static_cast<const Half*>(m.planes[kMinima]);
+        first_.minima = static_cast<const Half*>(m.planes[kMinima]);
     }
     PackedRow row(int64_t o) const {
-        return {first_.codes + o * code_bytes_, first_.crumbs + o * (code_bytes_ / 2),
-                first_.scales + o * groups_, first_.minima ? first_.minima + o * groups_ : nullptr};
+        return {first_.codes + o * code_bytes_, first_.crumbs ? first_.crumbs + o * (code_bytes_ / 2) : nullptr,
+                first_.scales ? first_.scales + o * groups_ : nullptr,
+                first_.minima ? first_.minima + o * groups_ : nullptr};
     }
 
 private:
@@ -125,16 +124,17 @@ inline void decode_block(const Matrix& m, const PackedRow& row, int group_shift,
         nibbles(halves, codes);
         nibbles(halves + 16, codes + 32);
         add_crumbs(row.crumbs + from / 4, codes);
+        const float scale = widen_one(row.scales + (from >> group_shift)); // a code times it is exact
         if (m.format == kFp6E2m3)
-            minifloats(codes, 64, 5, 7, 16384.0f, out);
+            minifloats(codes, 64, 5, 7, 16384.0f * scale, out);
         else
-            minifloats(codes, 64, 5, 8, 4096.0f, out);
+            minifloats(codes, 64, 5, 8, 4096.0f * scale, out);
     }
 }
 
 // Weights before the multiplier of their row: out[i * stride + j] = weight (o + i, k + j), for `rows` rows
 // and `n` inputs of a packed matrix. k is a multiple of kPackedBlock; exactly n numbers of each row are
-// written. To is float or Bf16; the codes of all formats but int4 are exact in both.
+// written. To is float or Bf16; the codes of formats without groups are exact in both.
 template <class To>
 inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, To* out, int64_t stride) {
     alignas(64) float block[kPackedBlock];

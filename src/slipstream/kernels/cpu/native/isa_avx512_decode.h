@@ -84,6 +84,47 @@ inline void decode_nibbles(const Matrix& m, int64_t o, int64_t rows, int64_t k, 
     }
 }
 
+// The magnitudes of fp6 without their sign.
+struct Magnitudes {
+    alignas(64) float values[32] = {};
+};
+constexpr Magnitudes magnitudes(int mantissa, int bias) {
+    Magnitudes t;
+    for (int c = 0; c < 32; ++c) {
+        const int m = c & ((1 << mantissa) - 1), e = c >> mantissa, place = (e ? e : 1) - bias - mantissa;
+        const auto whole = static_cast<float>(e ? m + (1 << mantissa) : m);
+        t.values[c] = place < 0 ? whole / static_cast<float>(1 << -place) : whole * static_cast<float>(1 << place);
+    }
+    return t;
+}
+constexpr Magnitudes kE2m3Magnitudes = magnitudes(3, 1), kE3m2Magnitudes = magnitudes(2, 3);
+
+// fp6: what all magnitudes stand for with the scale of a group, rounded, is one table.
+inline void decode_sixes(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, Bf16* out,
+                         int64_t stride) {
+    const Magnitudes& t = m.format == kFp6E2m3 ? kE2m3Magnitudes : kE3m2Magnitudes;
+    const Vec low = Vec::load(t.values), high = Vec::load(t.values + 16);
+    const __m512i sign = _mm512_set1_epi16(static_cast<short>(0x8000));
+    const PackedRows all(m);
+    for (int64_t i = 0; i < rows; ++i) {
+        const PackedRow row = all.row(o + i);
+        for (int64_t b = 0; b < n; b += kPackedBlock) {
+            const int64_t from = k + b;
+            const Vec scale = everywhere(row.scales + from / kPackedBlock);
+            const __m512i table = rounded_lanes((low * scale).v, (high * scale).v).v;
+            const __m512i codes = Sixes::plain(row.codes + from / 2, row.crumbs + from / 4).v;
+            const auto weights = [&](__m256i some) {
+                const __m512i wide = _mm512_cvtepu8_epi16(some), size = _mm512_permutexvar_epi16(wide, table);
+                // 0xf8: size | (bits & sign)
+                return Bf16Lanes{_mm512_ternarylogic_epi32(size, _mm512_slli_epi16(wide, 10), sign, 0xf8)};
+            };
+            const Bf16Lanes lanes[2] = {weights(_mm512_castsi512_si256(codes)),
+                                        weights(_mm512_extracti64x4_epi64(codes, 1))};
+            store_lanes(lanes, least(kPackedBlock, n - b), out + i * stride + b);
+        }
+    }
+}
+
 inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, Bf16* out,
                    int64_t stride) {
     switch (m.format) {
@@ -95,7 +136,7 @@ inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t 
     case kInt4Symmetric:
         return decode_nibbles(m, o, rows, k, n, out, stride);
     default:
-        return decode_bytes<Fp6Codes>(m, o, rows, k, n, out, stride);
+        return decode_sixes(m, o, rows, k, n, out, stride);
     }
 }
 

@@ -164,36 +164,88 @@ struct SignedBytes : ByteCodes {
 using Int8Codes = SignedBytes<true>;
 using Fp8Codes = SignedBytes<false>;
 
-struct Fp6Codes : ByteCodes {
+// Codes of six bits, a byte each with two bits above that say nothing: of 64 inputs in their order, or of 256,
+// four registers of which have sixteen of each group in a quarter of their own, so that a lane of any sum over
+// them belongs to one group.
+struct Sixes {
+    static constexpr int64_t kTurned = 256;
+    // Bits of `four` below, else of `two`.
+    static Codes join(__m512i four, __m512i two) {
+        return {_mm512_ternarylogic_epi32(two, four, _mm512_set1_epi8(15), 0xd8)};
+    }
+    [[gnu::always_inline]] static Codes plain(const uint8_t* codes, const uint8_t* upper) {
+        __m512i four = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+        four = _mm512_permutexvar_epi64(_mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0), four);
+        four = _mm512_srlv_epi64(four, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0));
+        const __m512i two =
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper)));
+        return join(four, _mm512_rolv_epi64(two, _mm512_set_epi64(62, 62, 0, 0, 2, 2, 4, 4)));
+    }
+    [[gnu::always_inline]] static void turned(const uint8_t* codes, const uint8_t* upper, Codes (&to)[4]) {
+        const __m512i a = _mm512_loadu_si512(codes), b = _mm512_loadu_si512(codes + 64);
+        const __m512i first = _mm512_shuffle_i64x2(a, b, 0x88), second = _mm512_shuffle_i64x2(a, b, 0xdd);
+        const __m512i two = _mm512_loadu_si512(upper);
+        to[0] = join(first, _mm512_slli_epi16(two, 4));
+        to[1] = join(_mm512_srli_epi16(first, 4), _mm512_slli_epi16(two, 2));
+        to[2] = join(second, two);
+        to[3] = join(_mm512_srli_epi16(second, 4), _mm512_srli_epi16(two, 2));
+    }
+    // Asks for what lies behind 256 inputs.
+    template <int64_t kDistance>
+    static void ask(const uint8_t* codes, const uint8_t* upper, const Half* scales) {
+        __builtin_prefetch(codes + kDistance);
+        __builtin_prefetch(codes + 64 + kDistance);
+        __builtin_prefetch(upper + kDistance / 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(scales) + kDistance / 16);
+    }
+};
+
+// Codes of a register of Sixes as two of bfloat16, in the order that unpacking bytes leaves them in.
+struct Fp6Codes {
     explicit Fp6Codes(const Matrix& m) {
         const ByteTable& t = m.format == kFp6E2m3 ? kE2m3Table : kE3m2Table;
         high = _mm512_load_si512(t.high);
         low = _mm512_load_si512(t.low);
     }
-    template <int64_t kDistance>
-    static void ask(const PackedRow& row, int64_t k) {
-        __builtin_prefetch(row.codes + k / 2 + kDistance);
-        __builtin_prefetch(row.crumbs + k / 4 + kDistance / 2);
-    }
-    // Planes are padded to whole blocks, so a tail is read as a block.
-    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, int64_t, Bf16Lanes* to) const {
-        load(row, k, to);
-    }
-    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, Bf16Lanes* to) const {
-        const auto* codes = reinterpret_cast<const __m256i*>(row.codes + k / 2);
-        const auto* crumbs = reinterpret_cast<const __m128i*>(row.crumbs + k / 4);
-        __m512i four = _mm512_castsi256_si512(_mm256_loadu_si256(codes));
-        four = _mm512_permutexvar_epi64(_mm512_set_epi64(3, 1, 2, 0, 3, 1, 2, 0), four);
-        four = _mm512_srlv_epi64(four, _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
-        __m512i two = _mm512_castsi128_si512(_mm_loadu_si128(crumbs));
-        two = _mm512_permutexvar_epi64(_mm512_set_epi64(1, 1, 0, 0, 1, 1, 0, 0), two);
-        two = _mm512_rolv_epi64(two, _mm512_set_epi64(62, 2, 62, 2, 0, 4, 0, 4));
-        // 0xd8: bits of `four` where the mask is set, else of `two`; the tables take six bits
-        const __m512i all = _mm512_ternarylogic_epi32(two, four, _mm512_set1_epi8(15), 0xd8);
-        join(_mm512_permutexvar_epi8(all, high), _mm512_permutexvar_epi8(all, low), to);
+    [[gnu::always_inline]] Bf16Lanes some(Codes codes, int half) const {
+        const __m512i upper = _mm512_permutexvar_epi8(codes.v, high);
+        const __m512i lower = _mm512_permutexvar_epi8(codes.v, low);
+        return {half ? _mm512_unpackhi_epi8(lower, upper) : _mm512_unpacklo_epi8(lower, upper)};
     }
     __m512i high, low;
 };
+
+// Quarter q of register d becomes quarter d of register q.
+inline void turn_quarters(__m512i (&v)[4]) {
+    const __m512i even = _mm512_shuffle_i64x2(v[0], v[1], 0x88), odd = _mm512_shuffle_i64x2(v[0], v[1], 0xdd);
+    const __m512i next_even = _mm512_shuffle_i64x2(v[2], v[3], 0x88);
+    const __m512i next_odd = _mm512_shuffle_i64x2(v[2], v[3], 0xdd);
+    v[0] = _mm512_shuffle_i64x2(even, next_even, 0x88);
+    v[1] = _mm512_shuffle_i64x2(odd, next_odd, 0x88);
+    v[2] = _mm512_shuffle_i64x2(even, next_even, 0xdd);
+    v[3] = _mm512_shuffle_i64x2(odd, next_odd, 0xdd);
+}
+
+// Twice 128 inputs, `step` elements apart, in the order of Sixes::turned and Fp6Codes.
+inline void turn_sixes(Bf16* x, int64_t step) {
+    __m512i v[2][4];
+    for (int half = 0; half < 2; ++half) {
+        for (int q = 0; q < 4; ++q)
+            v[half][q] = _mm512_loadu_si512(x + q / 2 * step + q % 2 * 64 + half * 32);
+        turn_quarters(v[half]);
+    }
+    for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < 4; ++i)
+            _mm512_storeu_si512(x + half * step + i * 32, v[half][i]);
+}
+
+// 64 inputs as Sixes::plain and Fp6Codes have them.
+inline void part_sixes(Bf16* x) {
+    const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32);
+    const __m512i first = _mm512_set_epi64(13, 12, 9, 8, 5, 4, 1, 0);
+    _mm512_storeu_si512(x, _mm512_permutex2var_epi64(a, first, b));
+    _mm512_storeu_si512(x + 32, _mm512_permutex2var_epi64(a, _mm512_add_epi64(first, _mm512_set1_epi64(2)), b));
+}
 
 // 128 codes of four bits as four registers, in the order of `interleave_nibbles`; sums over them are still to
 // be multiplied by the group's scale.
@@ -259,24 +311,9 @@ constexpr ByteEighths kFp6Eighths = fp6_eighths();
 struct Fp6Bytes {
     static constexpr int kAdded = 64;
     static constexpr float kUnit = 0.125f;
-    static void ask(const PackedRow& row, int64_t k) {
-        __builtin_prefetch(row.codes + k / 2 + kAhead);
-        __builtin_prefetch(row.crumbs + k / 4 + kAhead / 2);
+    static Codes of(Codes codes) {
+        return {_mm512_permutexvar_epi8(codes.v, _mm512_load_si512(kFp6Eighths.values))};
     }
-    static Codes load(const PackedRow& row, int64_t k) {
-        __m512i four =
-            _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row.codes + k / 2)));
-        four = _mm512_permutexvar_epi64(_mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0), four);
-        four = _mm512_srlv_epi64(four, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0));
-        __m512i two =
-            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row.crumbs + k / 4)));
-        two = _mm512_rolv_epi64(two, _mm512_set_epi64(62, 62, 0, 0, 2, 2, 4, 4));
-        // 0xd8: bits of `four` where the mask is set, else of `two`; the table takes six bits
-        const __m512i all = _mm512_ternarylogic_epi32(two, four, _mm512_set1_epi8(15), 0xd8);
-        return {_mm512_permutexvar_epi8(all, _mm512_load_si512(kFp6Eighths.values))};
-    }
-    // Planes are padded to whole blocks, so a tail is read as a block.
-    static Codes load(const PackedRow& row, int64_t k, int64_t) { return load(row, k); }
 };
 
 // 128 codes of int4: those of each 32 inputs lie in 16 bytes, the first sixteen in the lower halves.
@@ -315,6 +352,11 @@ struct GroupNumbers {
     }
     __m256i index;
 };
+
+// One number in all lanes.
+inline Vec everywhere(const Half* p) {
+    return {_mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(p->bits)))};
+}
 
 // Which of sixteen numbers each lane takes.
 struct Lanes16 {

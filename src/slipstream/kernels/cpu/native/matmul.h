@@ -338,7 +338,9 @@ inline int64_t grain(const Matrix& m, int64_t outputs, int threads) {
     constexpr int64_t kPieceBytes = 32 << 10;
     int64_t bytes = m.inputs * (m.dtype == kFloat32 ? 4 : 2);
     if (m.format != kPlain)
-        bytes = (m.plane_bytes[kCodes] + m.plane_bytes[kScales] + m.plane_bytes[kMinima]) / m.outputs;
+        bytes = (m.plane_bytes[kCodes] + m.plane_bytes[kUpper] + m.plane_bytes[kScales] +
+                 m.plane_bytes[kMinima]) /
+                m.outputs;
     const int64_t piece = least(kPieceBytes / bytes, outputs / (4 * static_cast<int64_t>(threads)));
     return most(8, least(kMostColumns, piece / 8 * 8));
 }

@@ -40,6 +40,49 @@ inline Vec digit_dot(const Operand& x, const PackedRow& row, int64_t inputs) {
     return sum;
 }
 
+// The row . a row of fp6. Lanes of int32 hold the sums over sixteen inputs, of the two highest digits together.
+template <int N>
+inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& numbers, int64_t groups) {
+    Vec sums[2] = {Vec::set(0), Vec::set(0)};
+    const uint8_t* digits = x.digits;
+    const int32_t* starts = x.starts;
+    const auto add = [&](const auto& codes, Vec scale, Vec& sum) {
+        CodeSums all[N] = {CodeSums::of(Vec::set(0))};
+        for (int i = 1; i < N; ++i, starts += 16)
+            std::memcpy(&all[i], starts, sizeof(all[i]));
+        for (const Codes& some : codes) {
+            const Codes eighths = Fp6Bytes::of(some);
+#pragma GCC unroll 3
+            for (int i = 0; i < N; ++i)
+                all[i] = dot(all[i], eighths, Codes::load(digits + i * x.stride));
+            digits += 64;
+        }
+        Vec whole = as_floats(raise(all[0]) + all[1]);
+        for (int i = 2; i < N; ++i)
+            whole = fma(whole, Vec::set(256), as_floats(all[i]));
+        sum = fma(whole, scale, sum);
+    };
+    const auto four = [&](Vec& sum) {
+        Codes codes[4];
+        Sixes::turned(row.codes, row.crumbs, codes);
+        Sixes::ask<kAhead>(row.codes, row.crumbs, row.scales);
+        add(codes, numbers.of<4>(row.scales), sum);
+        row.codes += 128, row.crumbs += 64, row.scales += 4;
+    };
+    for (; groups >= 8; groups -= 8) {
+        four(sums[0]);
+        four(sums[1]);
+    }
+    if (groups >= 4)
+        four(sums[0]);
+    for (groups %= 4; groups > 0; --groups) {
+        const Codes codes[1] = {Sixes::plain(row.codes, row.crumbs)};
+        add(codes, everywhere(row.scales), sums[1]);
+        row.codes += 32, row.crumbs += 16, ++row.scales;
+    }
+    return sums[0] + sums[1];
+}
+
 // The row . a row of int4; G groups in 128 inputs.
 template <int N, int G>
 inline Vec digit_dot_grouped(const Operand& x, const PackedRow& row, const GroupNumbers& numbers,
@@ -123,10 +166,17 @@ inline void multiply_digits(const Operand& x, const Matrix& m, int64_t begin, in
             return digit_dot_grouped<N, decltype(in_128)::value>(x, row, numbers, groups);
         });
     };
+    const auto sixes = [&] {
+        const GroupNumbers numbers(32); // a quarter of the lanes each
+        const int64_t groups = ceil_div(m.inputs, m.group);
+        multiply_rows(m, x.unit * Fp6Bytes::kUnit, begin, end, out, [&](const PackedRow& row) {
+            return digit_dot_sixes<N>(x, row, numbers, groups);
+        });
+    };
     if (m.format == kInt8)
         by_row(Int8Bytes());
     else if (m.format == kFp6E2m3)
-        by_row(Fp6Bytes());
+        sixes();
     else if (m.group == 32)
         by_group(std::integral_constant<int, 4>());
     else if (m.group == 64)

@@ -30,7 +30,7 @@ struct Operand {
     int64_t stride = 0, sums_stride = 0; // of a row
     // A single row in digits (see digits.h) `stride` apart, in `unit`s; its sums are in units as well.
     const uint8_t* digits = nullptr;
-    const int32_t* starts = nullptr; // where sums begin, sixteen for each digit; not of int4
+    const int32_t* starts = nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
     float unit = 0;
     const uint8_t* codes = nullptr; // of a matrix whose inputs are rounded, where the unit multiplies bytes
     const Grid* grids = nullptr;
@@ -122,9 +122,33 @@ inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch)
 }
 
 #ifdef SLIPSTREAM_BF16_DOT
-// One row as a sum of terms that are `apart`, with `step` elements between the parts of each; in the order of
-// int4 where there is one.
-inline void split_row(const float* x, int64_t n, const Nibbled* order, int terms, Bf16* to, int64_t apart,
+// How a term lies beside a matrix.
+struct TermOrder {
+    TermOrder(const Matrix& m, int64_t rows)
+        : int4(is_int4(m)), fp6(is_fp6(m)), nibbled(m.inputs, int4 ? m.group : kOperandStep, rows),
+          sixes(turned_sixes(m)) {}
+    // Inputs k to k + 128 to `to`; those before them lie `step` elements before.
+    void put(const Bf16* from, int64_t k, Bf16* to, int64_t step) const {
+        if (int4 && k < nibbled.whole)
+            interleave_nibbles(from, to);
+        else if (int4)
+            part_nibbles(from, to);
+        else
+            copy_lanes(from, to);
+        if (int4 && k < nibbled.turned && (k + kOperandStep) % Nibbled::kTurned == 0)
+            turn_nibbles(to - 3 * step, step);
+        if (fp6 && k < sixes && (k + kOperandStep) % Sixes::kTurned == 0)
+            turn_sixes(to - step, step);
+        for (int64_t j = 0; fp6 && k >= sixes && j < kOperandStep; j += 64)
+            part_sixes(to + j);
+    }
+    bool int4, fp6;
+    Nibbled nibbled;
+    int64_t sixes;
+};
+
+// One row as a sum of terms that are `apart`, with `step` elements between the parts of each.
+inline void split_row(const float* x, int64_t n, const TermOrder& order, int terms, Bf16* to, int64_t apart,
                       int64_t step) {
     alignas(64) Bf16 parts[kMostTerms][kOperandStep];
     for (int64_t k = 0; k < n; k += kOperandStep, to += step) {
@@ -135,16 +159,8 @@ inline void split_row(const float* x, int64_t n, const Nibbled* order, int terms
                 left = left - Vec::load(parts[i] + j);
             }
         }
-        for (int i = 0; i < terms; ++i) {
-            if (!order)
-                copy_lanes(parts[i], to + i * apart);
-            else if (k >= order->whole)
-                part_nibbles(parts[i], to + i * apart);
-            else
-                interleave_nibbles(parts[i], to + i * apart);
-            if (order && k < order->turned && (k + kOperandStep) % Nibbled::kTurned == 0)
-                turn_nibbles(to - 3 * step + i * apart, step);
-        }
+        for (int i = 0; i < terms; ++i)
+            order.put(parts[i], k, to + i * apart, step);
     }
 }
 
@@ -160,21 +176,22 @@ inline void sum_groups(const float* x, int64_t n, int64_t group, float* sums, in
 
 #ifdef SLIPSTREAM_BF16_DOT
 inline Operand digit_operand(const Rows& rows, const Matrix& m, char* scratch) {
-    const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
     const int count = digits_of(m);
     auto* digits = reinterpret_cast<uint8_t*>(scratch);
     Operand x = {rows};
     x.digits = digits;
     x.stride = operand_stride(m.inputs);
-    x.unit = split_digits(rows.full, m.inputs, int4, count, digits, x.stride);
+    x.unit = split_digits(rows.full, m.inputs, DigitOrder(m), count, digits, x.stride);
     char* rest = scratch + count * x.stride;
-    if (int4) {
+    if (is_int4(m)) {
         x.sums = reinterpret_cast<float*>(rest);
         sum_digits(digits, x.stride, count, m.group, reinterpret_cast<float*>(rest), operand_sums(m.inputs));
     } else {
         x.starts = reinterpret_cast<int32_t*>(rest);
-        start_digits(digits, x.stride, count, m.format == kInt8 ? Int8Bytes::kAdded : Fp6Bytes::kAdded,
-                     reinterpret_cast<int32_t*>(rest));
+        if (is_fp6(m))
+            start_sixes(digits, x.stride, count, m, reinterpret_cast<int32_t*>(rest));
+        else
+            start_digits(digits, x.stride, count, reinterpret_cast<int32_t*>(rest));
     }
     return x;
 }
@@ -195,7 +212,6 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
         return x;
     if (rows.count == 1 && takes_digits(m))
         return digit_operand(rows, m, scratch);
-    const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
     x.stride = operand_stride(m.inputs);
     x.sums_stride = operand_sums(m.inputs);
     x.apart = rows.count * x.stride;
@@ -208,8 +224,8 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
             block = RowBlock::at(r, rows.count);
         const float* row = rows.full + r * rows.stride;
         const int64_t at = block.first * x.stride + (r - block.first) * kOperandStep;
-        const Nibbled order(m.inputs, int4 ? m.group : kOperandStep, block.rows);
-        split_row(row, m.inputs, int4 ? &order : nullptr, terms, to + at, x.apart, block.rows * kOperandStep);
+        split_row(row, m.inputs, TermOrder(m, block.rows), terms, to + at, x.apart,
+                  block.rows * kOperandStep);
         if (m.format == kInt4)
             sum_groups(row, m.inputs, m.group, sums + r * x.sums_stride, x.sums_stride);
     }

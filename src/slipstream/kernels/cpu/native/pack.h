@@ -1,27 +1,28 @@
 // The packing of a dense matrix, shared out by rows.
 #pragma once
 
+// clang-format off: the last builds upon both
 #include "pack_groups.h"
 #include "pack_rows.h"
+#include "pack_floats.h"
+// clang-format on
 
 namespace slipstream {
 namespace {
 
-constexpr int64_t kPackTile = 16;  // rows of one tile of int4: whole vectors of groups, whatever their number
+constexpr int64_t kPackTile = 16;  // rows of one tile: whole vectors of groups, whatever their number
 constexpr int64_t kLongRow = 4096; // longer rows are packed in tiles of one
 
 struct PackScratch {
     PackScratch(const PackCall& call, char* base, int threads) {
         const Matrix& m = call.packed;
-        int4 = m.format == kInt4 || m.format == kInt4Symmetric;
-        rows = int4 && m.inputs <= kLongRow ? kPackTile : 1;
-        own_floats = int4 ? rows * ceil_div(m.inputs, m.group) * m.group : 2 * m.inputs;
+        rows = m.group && m.inputs <= kLongRow ? kPackTile : 1;
+        own_floats = m.group ? rows * ceil_div(m.inputs, m.group) * m.group : 2 * m.inputs;
         own_floats = ceil_div(own_floats, 16) * 16;
         Scratch scratch(base);
         own = scratch.part<float>(own_floats * threads);
         bytes = scratch.used();
     }
-    bool int4;
     int64_t rows, own_floats, bytes;
     float* own;
 };
@@ -34,7 +35,9 @@ inline void pack(const PackCall& call, char* base, Team& team, int rank) {
     const PackScratch scratch(call, base, team.size());
     float* own = scratch.own + scratch.own_floats * rank;
     each(team, call.packed.outputs, scratch.rows, [&](int64_t begin, int64_t end) {
-        if (scratch.int4)
+        if (call.packed.format == kFp6E2m3 || call.packed.format == kFp6E3m2)
+            pack_floats(call, begin, end - begin, own);
+        else if (call.packed.group)
             pack_groups(call, begin, end - begin, own);
         else
             pack_row(call, begin, own);

@@ -182,13 +182,15 @@ inline float row_multiplier(const float* x, int64_t n) {
     int exponent;
     std::frexp(largest, &exponent);
     const int steps = static_cast<int>(std::floor(static_cast<double>(exponent + 9) / 24.0));
-    return std::ldexp(1.0f, 24 * (steps < -4 ? -4 : (steps > 4 ? 4 : steps)));
+    return std::ldexp(1.0f, 24 * (steps < -5 ? -5 : (steps > 5 ? 5 : steps)));
 }
 
-// Reads some rows, finds their multipliers, and pads what is left when they are divided out.
+// Reads some rows, finds their multipliers, and pads what is left when they are divided out: int4 by its last
+// number, of which a range is not wider, others by zeros.
 inline void read_padded(const PackCall& call, int64_t first, int64_t count, int64_t padded, float* x) {
     const Matrix& m = call.packed;
     auto* factors = static_cast<float*>(const_cast<void*>(m.planes[kFactors]));
+    const bool repeats = m.format == kInt4 || m.format == kInt4Symmetric;
     for (int64_t r = 0; r < count; ++r) {
         float* row = x + r * padded;
         read_row(call.dense, call.dtype, (first + r) * call.stride, row, m.inputs);
@@ -197,7 +199,7 @@ inline void read_padded(const PackCall& call, int64_t first, int64_t count, int6
         for (int64_t j = 0; j < m.inputs; ++j)
             row[j] *= back;
         for (int64_t j = m.inputs; j < padded; ++j)
-            row[j] = row[m.inputs - 1];
+            row[j] = repeats ? row[m.inputs - 1] : 0.0f;
     }
 }
 

@@ -1,4 +1,4 @@
-// Packs rows with one scale each (int8, fp8, fp6): the same operations as formats/rows.py and minifloat.py.
+// Packs rows with one scale each (int8, fp8): the same operations as formats/rows.py and minifloat.py.
 // Sums of whole rows are in double, where their order decides nothing but ties.
 #pragma once
 
@@ -27,7 +27,7 @@ inline Rounding rounding_of(int32_t format) {
     case kFp8:
         return {7, 7, 0x7e, 1.0f / 256, 4, {448.0f, 384.0f, 320.0f, 256.0f}};
     case kFp6E2m3:
-        return {7, 5, 31, 1.0f / 16384, 3, {7.5f, 7.625f, 7.75f, 0.0f}};
+        return {7, 5, 31, 1.0f / 16384, 4, {7.5f, 7.0f, 6.5f, 6.0f}};
     case kFp6E3m2:
         return {8, 5, 31, 1.0f / 4096, 4, {28.0f, 24.0f, 20.0f, 16.0f}};
     default:
@@ -36,6 +36,20 @@ inline Rounding rounding_of(int32_t format) {
 }
 
 constexpr int64_t kPackBlock = 256; // weights of a row at a time, a multiple of every width
+
+// Each of n numbers to the nearest that has a code, but for a factor; with `codes`, what that is.
+inline void round_halves(const Rounding& to, Half* halves, int64_t n, uint8_t* codes) {
+    const int shift = to.shift, sign = to.sign, largest = to.largest, half_step = (1 << (shift - 1)) - 1;
+    for (int64_t j = 0; j < n; ++j) {
+        const int bits = halves[j].bits, size = bits & 0x7fff;
+        const int code = (size + ((size >> shift) & 1) + half_step) >> shift;
+        halves[j].bits = static_cast<uint16_t>((code < largest ? code : largest) << shift | (bits & 0x8000));
+    }
+    for (int64_t j = 0; codes && j < n; ++j) {
+        const int bits = halves[j].bits;
+        codes[j] = static_cast<uint8_t>((bits & 0x7fff) >> shift | (bits >> 15) << sign);
+    }
+}
 
 // codes[j] of x[j] * factor; with values, what they stand for.
 inline void round_block(const Rounding& to, const float* x, float factor, int64_t n, uint8_t* codes,
@@ -59,15 +73,7 @@ inline void round_block(const Rounding& to, const float* x, float factor, int64_
             codes[j] = static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(scaled[j])));
         return;
     }
-    const int half_step = (1 << (to.shift - 1)) - 1;
-    for (int64_t j = 0; j < n; ++j) {
-        const int bits = halves[j].bits, size = bits & 0x7fff;
-        const int code = (size + ((size >> to.shift) & 1) + half_step) >> to.shift;
-        const int bounded = code < to.largest ? code : to.largest;
-        if (codes)
-            codes[j] = static_cast<uint8_t>(bounded | (bits >> 15) << to.sign);
-        halves[j].bits = static_cast<uint16_t>(bounded << to.shift | (bits & 0x8000));
-    }
+    round_halves(to, halves, n, codes);
     for (int64_t j = 0; values && j < n; j += Vec::kWidth)
         (Vec::load(halves + j) * back).store(values + j);
 }
@@ -130,31 +136,12 @@ inline float fit_row(const Rounding& to, const float* x, int64_t n, float* unit_
 inline void pack_row(const PackCall& call, int64_t r, float* x) {
     const Matrix& m = call.packed;
     const Rounding to = rounding_of(m.format);
-    const bool six = m.format == kFp6E2m3 || m.format == kFp6E3m2;
-    const int64_t padded = six ? ceil_div(m.inputs, 64) * 64 : m.inputs;
     read_row(call.dense, call.dtype, r * call.stride, x, m.inputs);
     const float scale = fit_row(to, x, m.inputs, x + m.inputs);
     static_cast<float*>(const_cast<void*>(m.planes[kFactors]))[r] = scale;
-    uint8_t codes[kPackBlock];
-    auto* whole = static_cast<uint8_t*>(const_cast<void*>(m.planes[kCodes])) + r * padded / (six ? 2 : 1);
-    auto* crumbs = static_cast<uint8_t*>(const_cast<void*>(m.planes[kScales])) + r * padded / 4;
-    for (int64_t b = 0; b < m.inputs; b += kPackBlock) {
-        const int64_t n = least(kPackBlock, m.inputs - b);
-        if (!six) {
-            round_block(to, x + b, inverse(scale), n, whole + b, nullptr);
-            continue;
-        }
-        std::memset(codes, 0, sizeof(codes));
-        round_block(to, x + b, inverse(scale), n, codes, nullptr);
-        for (int64_t k = 0; k < n; k += 64)
-            for (int64_t j = 0; j < 16; ++j) {
-                const uint8_t* c = codes + k + j;
-                whole[(b + k) / 2 + j] = static_cast<uint8_t>((c[0] & 15) | (c[16] & 15) << 4);
-                whole[(b + k) / 2 + 16 + j] = static_cast<uint8_t>((c[32] & 15) | (c[48] & 15) << 4);
-                crumbs[(b + k) / 4 + j] =
-                    static_cast<uint8_t>(c[0] >> 4 | c[16] >> 4 << 2 | c[32] >> 4 << 4 | c[48] >> 4 << 6);
-            }
-    }
+    auto* codes = static_cast<uint8_t*>(const_cast<void*>(m.planes[kCodes])) + r * m.inputs;
+    for (int64_t b = 0; b < m.inputs; b += kPackBlock)
+        round_block(to, x + b, inverse(scale), least(kPackBlock, m.inputs - b), codes + b, nullptr);
 }
 
 } // namespace

@@ -1,0 +1,85 @@
+// Packs groups of weights to floats of six bits: the same operations in the same order as formats/fp6.py,
+// search.py and minifloat.py, so that planes are the same to the bit wherever a model is packed.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+constexpr int64_t kFloatGroup = 64;
+
+// As many groups as a vector has lanes: x[j][l] is weight j of group l.
+struct FloatGroups {
+    alignas(64) float x[kFloatGroup][Vec::kWidth];
+    alignas(64) Half halves[kFloatGroup * Vec::kWidth];
+    alignas(64) uint8_t codes[kFloatGroup * Vec::kWidth];
+
+    // Codes of x / scale; what they stand for lies in `halves`, but for a factor.
+    void encode(const Rounding& to, Vec scale, uint8_t* into) {
+        const Vec by = inverse(scale), narrow = Vec::set(to.factor);
+        for (int64_t j = 0; j < kFloatGroup; ++j)
+            (Vec::load(x[j]) * by * narrow).store(halves + j * Vec::kWidth);
+        round_halves(to, halves, kFloatGroup * Vec::kWidth, into);
+    }
+    Vec error(const Rounding& to, Vec scale) {
+        encode(to, scale, nullptr);
+        const Vec back = Vec::set(1.0f / to.factor);
+        return tree<kFloatGroup>([&](int64_t j) {
+            const Vec off = Vec::load(halves + j * Vec::kWidth) * back * scale - Vec::load(x[j]);
+            return off * off;
+        });
+    }
+    // See formats/search.py: `fit_float`.
+    Vec fit(const Rounding& to) {
+        Vec largest = abs(Vec::load(x[0])), best = Vec::set(0.0f);
+        for (int64_t j = 1; j < kFloatGroup; ++j)
+            largest = max(abs(Vec::load(x[j])), largest);
+        Vec least_error = Vec::set(std::numeric_limits<float>::infinity());
+        for (int t = 0; t < to.num_targets; ++t) {
+            const Vec scale = toward_zero(largest / Vec::set(to.targets[t])), found = error(to, scale);
+            best = if_less(found, least_error, scale, best);
+            least_error = min(found, least_error);
+        }
+        return best;
+    }
+};
+
+// The codes of the first n lanes, each lane's 64 to 32 bytes at `low` and 16 at `upper`.
+inline void join_sixes(const uint8_t* codes, int64_t n, uint8_t* low, uint8_t* upper) {
+    constexpr int64_t kLanes = Vec::kWidth, kRun = 16 * kLanes; // sixteen codes of all lanes
+    uint8_t joined[3][kRun];
+    for (int64_t j = 0; j < kRun; ++j) {
+        const int a = codes[j], b = codes[j + kRun], c = codes[j + 2 * kRun], d = codes[j + 3 * kRun];
+        joined[0][j] = static_cast<uint8_t>((a & 15) | (b & 15) << 4);
+        joined[1][j] = static_cast<uint8_t>((c & 15) | (d & 15) << 4);
+        joined[2][j] = static_cast<uint8_t>(a >> 4 | b >> 4 << 2 | c >> 4 << 4 | d >> 4 << 6);
+    }
+    for (int64_t l = 0; l < n; ++l)
+        for (int64_t j = 0; j < 16; ++j) {
+            low[32 * l + j] = joined[0][j * kLanes + l];
+            low[32 * l + 16 + j] = joined[1][j * kLanes + l];
+            upper[16 * l + j] = joined[2][j * kLanes + l];
+        }
+}
+
+// Some rows at once; `x` has room for them, padded.
+inline void pack_floats(const PackCall& call, int64_t first, int64_t count, float* x) {
+    const Matrix& m = call.packed;
+    const int64_t groups = ceil_div(m.inputs, kFloatGroup), padded = groups * kFloatGroup;
+    const Rounding to = rounding_of(m.format);
+    read_padded(call, first, count, padded, x);
+    auto* low = static_cast<uint8_t*>(const_cast<void*>(m.planes[kCodes])) + first * padded / 2;
+    auto* upper = static_cast<uint8_t*>(const_cast<void*>(m.planes[kUpper])) + first * padded / 4;
+    auto* scales = static_cast<Half*>(const_cast<void*>(m.planes[kScales])) + first * groups;
+    FloatGroups g;
+    for (int64_t b = 0; b < count * groups; b += Vec::kWidth) {
+        const int64_t n = least(Vec::kWidth, count * groups - b);
+        side_by_side(x + b * kFloatGroup, kFloatGroup, n, g.x);
+        const Vec scale = g.fit(to);
+        g.encode(to, scale, g.codes);
+        scale.store(scales + b, n);
+        join_sixes(g.codes, n, low + b * 32, upper + b * 16);
+    }
+}
+
+} // namespace
+} // namespace slipstream
