@@ -148,6 +148,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an absurd shape": (manifest(lambda t: t["matrices"][QKV].update(shape=[1 << 50, 8])), "no matrix has"),
     "a plane that is not there": (
         manifest(lambda t: t["matrices"][QKV]["planes"].__setitem__(0, "x")), "lacks the plane .x."),
+    "another version's planes": (
+        manifest(lambda t: t["matrices"][QKV]["planes"].pop(1)), "4 planes, and .* quantize the original again"),
     "rows in another order": (
         manifest(lambda t: t["matrices"][QKV]["pieces"].reverse()), "rows in another order"),
     "rows that do not add up": (

@@ -20,7 +20,7 @@ MODELS = ("llama", "gpt2", "mixtral", "bert", "bloom")
 INJECTED = {"replace_with_kernel_inject": True}
 NOT_INJECTED = {"replace_with_kernel_inject": False}
 
-DISTANCE = {"int8": 0.06, "fp8": 0.17, "fp6": 0.19, "int4": 0.45}
+DISTANCE = {"int8": 0.06, "fp8": 0.17, "fp6": 0.16, "int4": 0.45}
 """Distance of the logits from the unquantized model's, relative to their own size: two or three times what
 the format's error does to a random model of two layers with weights of twice the usual size."""
 

@@ -23,7 +23,7 @@ SHAPES = ((1, 32), (7, 96), (33, 129), (64, 128), (40, 1), (19, 576), (70, 1100)
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Beside the product with the unpacked matrix in double: rounding of the result; in 16 bits also of rows, and
-of int4's scaled weights, in products of bfloat16."""
+of the weights of groups times their scales, in products of bfloat16."""
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")

@@ -29,8 +29,8 @@ inline int64_t turned_sixes(const Matrix& m) {
     return is_fp6(m) ? ceil_div(m.inputs, m.group) * m.group / Sixes::kTurned * Sixes::kTurned : 0;
 }
 
-// Where digits lie: of int4 those that meet the halves of bytes are apart, see Nibbles; of fp6 those that meet
-// one register of Sixes::turned are together.
+// Where digits lie: of int4 those that meet the halves of bytes are apart, see Nibbles; of fp6 those that
+// meet one register of Sixes::turned are together.
 struct DigitOrder {
     explicit DigitOrder(const Matrix& m) : int4(is_int4(m)), turned(turned_sixes(m)) {}
     int64_t at(int64_t j) const {

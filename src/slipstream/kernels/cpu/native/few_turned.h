@@ -1,5 +1,6 @@
-// Four or eight rows times int4, and any few times fp6, in an order in which each lane has inputs of one group
-// alone: sums are multiplied by scales once for 512 inputs (256 of fp6), where `few_grouped` does so for 128.
+// Four or eight rows times int4, and any few times fp6, in an order in which each lane has inputs of one
+// group alone: sums are multiplied by scales once for 512 inputs (256 of fp6), where `few_grouped` does so
+// for 128.
 //
 // Measured against the latter in L2, one thread of a Zen 5: 4 rows of 576, 1536 and 2048 inputs take 0.91,
 // 0.92 and 0.88 of its time, 8 rows 0.92, 0.98 and 0.98; products alone would take half of that.
@@ -21,6 +22,8 @@ struct Grouped : Int4Codes {
     explicit Grouped(const Matrix& m)
         : order(m.inputs, m.group, kFewestTurned), spread(m.group), groups(order.inputs / m.group),
           in_turned(Nibbled::kTurned / m.group), in_step(kOperandStep / m.group), minima(m.format == kInt4) {}
+    static constexpr int64_t kFits = 12288; // inputs of all rows of x, see turned_columns
+    int64_t padded() const { return order.inputs; }
     Nibbled order;
     TurnedSpread spread;
     int64_t groups, in_turned, in_step;
@@ -31,16 +34,11 @@ struct Grouped : Int4Codes {
 struct GroupedSixes : Fp6Codes {
     explicit GroupedSixes(const Matrix& m)
         : Fp6Codes(m), numbers(32), inputs(ceil_div(m.inputs, m.group) * m.group) {}
+    static constexpr int64_t kFits = 16384;
+    int64_t padded() const { return inputs; }
     GroupNumbers numbers; // a quarter of the lanes each
     int64_t inputs;
 };
-
-inline int64_t grouped_inputs(const Grouped& g) {
-    return g.order.inputs;
-}
-inline int64_t grouped_inputs(const GroupedSixes& g) {
-    return g.inputs;
-}
 
 // sums[i] += the sum of x row r + i times what code 8 stands for, which the tables leave out.
 template <int R>
@@ -62,7 +60,7 @@ template <int R>
 template <int R, int N, int J, class F, int W>
 [[gnu::always_inline]] inline void turned_dots(const F& codes, const Codes (&raw)[W], const Bf16* x,
                                                int64_t apart, Vec scales, Vec (&sums)[R]) {
-    constexpr int64_t kRegisters = kOperandStep / 32; // of a row, before those of the next
+    constexpr int64_t kRegisters = kOperandStep / 32;               // of a row, before those of the next
     constexpr int kChains = static_cast<int>(least(W * J, 16 / R)); // none waits for the sum before it
     Vec parts[kChains][R];
     for (auto& chain : parts)
@@ -105,7 +103,7 @@ template <int R, int N>
     for (; to - from >= Sixes::kTurned; from += Sixes::kTurned, codes += 128, upper += 64, scales += 4) {
         Codes raw[4];
         Sixes::turned(codes, upper, raw);
-        Sixes::ask<kPackedAhead>(codes, upper, scales);
+        Sixes::ask<kPackedAhead, 2>(codes, upper, scales);
         turned_dots<R, N, 2>(g, raw, terms + R * from, x.apart, g.numbers.of<4>(scales), sums);
     }
     for (; from < to; from += 64, codes += 32, upper += 16, ++scales) {
@@ -155,12 +153,13 @@ template <int R, int N>
 constexpr int64_t kTurnedColumns = 8;
 
 // How many inputs at a time: rows of x stay in the first cache while they meet rows of the matrix. Measured
-// on a Zen 5: 8 rows of 5632 inputs take 0.41 of the time of all inputs at once, of 2048 0.78 where the
-// matrix comes from memory; where all fit, sums that are put away in between cost 5 %.
-template <int R>
-inline int64_t turned_deep(int64_t inputs) {
-    constexpr int64_t kFits = 12288 / R, kDeep = 8192 / R;
-    return inputs <= kFits ? inputs : kDeep;
+// on a Zen 5 with int4: 8 rows of 5632 inputs take 0.41 of the time of all inputs at once, of 2048 0.78 where
+// the matrix comes from memory; where all fit, sums that are put away in between cost 5 %. With fp6, whose
+// codes take more operations, 8 rows of 5632 take 0.8 and of 2048 1.05.
+template <int R, class G>
+inline int64_t turned_deep(const G& g) {
+    constexpr int64_t kFits = G::kFits / R, kDeep = 8192 / R;
+    return g.padded() <= kFits ? g.padded() : kDeep;
 }
 
 // out[i * os + c] = x row r + i . matrix row o + c, for R rows and `columns` <= kTurnedColumns.
@@ -168,9 +167,9 @@ template <int R, int N, class G>
 [[gnu::noinline]] void turned_columns(const Operand& x, int64_t r, const G& g, const PackedRows& all,
                                       int64_t o, int64_t columns, float* out, int64_t os) {
     alignas(64) float kept[kTurnedColumns][R][Vec::kWidth];
-    const int64_t inputs = grouped_inputs(g), deep = turned_deep<R>(inputs);
-    for (int64_t from = 0; from < inputs; from += deep) {
-        const int64_t to = least(from + deep, inputs);
+    const int64_t deep = turned_deep<R>(g);
+    for (int64_t from = 0; from < g.padded(); from += deep) {
+        const int64_t to = least(from + deep, g.padded());
         for (int64_t c = 0; c < columns; ++c) {
             const PackedRow row = all.row(o + c);
             Vec sums[R];

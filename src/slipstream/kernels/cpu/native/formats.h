@@ -41,7 +41,8 @@ public:
         first_.minima = static_cast<const Half*>(m.planes[kMinima]);
     }
     PackedRow row(int64_t o) const {
-        return {first_.codes + o * code_bytes_, first_.crumbs ? first_.crumbs + o * (code_bytes_ / 2) : nullptr,
+        return {first_.codes + o * code_bytes_,
+                first_.crumbs ? first_.crumbs + o * (code_bytes_ / 2) : nullptr,
                 first_.scales ? first_.scales + o * groups_ : nullptr,
                 first_.minima ? first_.minima + o * groups_ : nullptr};
     }

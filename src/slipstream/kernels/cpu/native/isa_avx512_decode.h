@@ -93,7 +93,8 @@ constexpr Magnitudes magnitudes(int mantissa, int bias) {
     for (int c = 0; c < 32; ++c) {
         const int m = c & ((1 << mantissa) - 1), e = c >> mantissa, place = (e ? e : 1) - bias - mantissa;
         const auto whole = static_cast<float>(e ? m + (1 << mantissa) : m);
-        t.values[c] = place < 0 ? whole / static_cast<float>(1 << -place) : whole * static_cast<float>(1 << place);
+        t.values[c] =
+            place < 0 ? whole / static_cast<float>(1 << -place) : whole * static_cast<float>(1 << place);
     }
     return t;
 }

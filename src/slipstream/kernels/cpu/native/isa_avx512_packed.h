@@ -164,9 +164,9 @@ struct SignedBytes : ByteCodes {
 using Int8Codes = SignedBytes<true>;
 using Fp8Codes = SignedBytes<false>;
 
-// Codes of six bits, a byte each with two bits above that say nothing: of 64 inputs in their order, or of 256,
-// four registers of which have sixteen of each group in a quarter of their own, so that a lane of any sum over
-// them belongs to one group.
+// Codes of six bits, a byte each with two bits above that say nothing: of 64 inputs in their order, or of
+// 256, four registers of which have sixteen of each group in a quarter of their own, so that a lane of any
+// sum over them belongs to one group.
 struct Sixes {
     static constexpr int64_t kTurned = 256;
     // Bits of `four` below, else of `two`.
@@ -177,8 +177,7 @@ struct Sixes {
         __m512i four = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
         four = _mm512_permutexvar_epi64(_mm512_set_epi64(3, 2, 3, 2, 1, 0, 1, 0), four);
         four = _mm512_srlv_epi64(four, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0));
-        const __m512i two =
-            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper)));
+        const __m512i two = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper)));
         return join(four, _mm512_rolv_epi64(two, _mm512_set_epi64(62, 62, 0, 0, 2, 2, 4, 4)));
     }
     [[gnu::always_inline]] static void turned(const uint8_t* codes, const uint8_t* upper, Codes (&to)[4]) {
@@ -190,13 +189,13 @@ struct Sixes {
         to[2] = join(second, two);
         to[3] = join(_mm512_srli_epi16(second, 4), _mm512_srli_epi16(two, 2));
     }
-    // Asks for what lies behind 256 inputs.
-    template <int64_t kDistance>
+    // Asks for what lies behind 256 inputs, for the first cache (3) or the second (2).
+    template <int64_t kDistance, int kCache>
     static void ask(const uint8_t* codes, const uint8_t* upper, const Half* scales) {
-        __builtin_prefetch(codes + kDistance);
-        __builtin_prefetch(codes + 64 + kDistance);
-        __builtin_prefetch(upper + kDistance / 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(scales) + kDistance / 16);
+        __builtin_prefetch(codes + kDistance, 0, kCache);
+        __builtin_prefetch(codes + 64 + kDistance, 0, kCache);
+        __builtin_prefetch(upper + kDistance / 2, 0, kCache);
+        __builtin_prefetch(reinterpret_cast<const char*>(scales) + kDistance / 16, 0, kCache);
     }
 };
 
@@ -244,7 +243,8 @@ inline void part_sixes(Bf16* x) {
     const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32);
     const __m512i first = _mm512_set_epi64(13, 12, 9, 8, 5, 4, 1, 0);
     _mm512_storeu_si512(x, _mm512_permutex2var_epi64(a, first, b));
-    _mm512_storeu_si512(x + 32, _mm512_permutex2var_epi64(a, _mm512_add_epi64(first, _mm512_set1_epi64(2)), b));
+    _mm512_storeu_si512(x + 32,
+                        _mm512_permutex2var_epi64(a, _mm512_add_epi64(first, _mm512_set1_epi64(2)), b));
 }
 
 // 128 codes of four bits as four registers, in the order of `interleave_nibbles`; sums over them are still to

@@ -40,7 +40,8 @@ inline Vec digit_dot(const Operand& x, const PackedRow& row, int64_t inputs) {
     return sum;
 }
 
-// The row . a row of fp6. Lanes of int32 hold the sums over sixteen inputs, of the two highest digits together.
+// The row . a row of fp6. Lanes of int32 hold the sums over sixteen inputs, of the two highest digits
+// together.
 template <int N>
 inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& numbers, int64_t groups) {
     Vec sums[2] = {Vec::set(0), Vec::set(0)};
@@ -65,7 +66,7 @@ inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& 
     const auto four = [&](Vec& sum) {
         Codes codes[4];
         Sixes::turned(row.codes, row.crumbs, codes);
-        Sixes::ask<kAhead>(row.codes, row.crumbs, row.scales);
+        Sixes::ask<kAhead, 3>(row.codes, row.crumbs, row.scales);
         add(codes, numbers.of<4>(row.scales), sum);
         row.codes += 128, row.crumbs += 64, row.scales += 4;
     };
@@ -169,9 +170,8 @@ inline void multiply_digits(const Operand& x, const Matrix& m, int64_t begin, in
     const auto sixes = [&] {
         const GroupNumbers numbers(32); // a quarter of the lanes each
         const int64_t groups = ceil_div(m.inputs, m.group);
-        multiply_rows(m, x.unit * Fp6Bytes::kUnit, begin, end, out, [&](const PackedRow& row) {
-            return digit_dot_sixes<N>(x, row, numbers, groups);
-        });
+        multiply_rows(m, x.unit * Fp6Bytes::kUnit, begin, end, out,
+                      [&](const PackedRow& row) { return digit_dot_sixes<N>(x, row, numbers, groups); });
     };
     if (m.format == kInt8)
         by_row(Int8Bytes());

@@ -30,7 +30,8 @@ struct Operand {
     int64_t stride = 0, sums_stride = 0; // of a row
     // A single row in digits (see digits.h) `stride` apart, in `unit`s; its sums are in units as well.
     const uint8_t* digits = nullptr;
-    const int32_t* starts = nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
+    const int32_t* starts =
+        nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
     float unit = 0;
     const uint8_t* codes = nullptr; // of a matrix whose inputs are rounded, where the unit multiplies bytes
     const Grid* grids = nullptr;
