@@ -83,6 +83,34 @@ def test_inputs_that_are_taken_in_several_passes(name: str, isa: str, dtype: tor
             assert error(native_linear(x, own, lib), x, own) <= TOLERANCE[dtype], (outputs, inputs, rows)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_the_largest_codes_times_the_largest_numbers_overflow_no_sum(name: str, dtype: torch.dtype) -> None:
+    signs = torch.ones(5, 1100)
+    signs[1], signs[2, ::2], signs[3, 700:] = -1, -1, -1
+    own = PACKED[name].weight(signs.to(dtype), None)
+    for lib in filter(None, map(load, ISAS)):
+        for x in (torch.ones(1, 1100, dtype=dtype), -torch.ones(3, 1100, dtype=dtype)):
+            assert error(native_linear(x, own, lib), x, own) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_groups_of_very_different_size_keep_their_own_scales(name: str, dtype: torch.dtype) -> None:
+    """Each group alone is met by a row that is zero elsewhere: nothing larger hides a scale that is not its own."""
+    inputs, width = 832, 32
+    dense = torch.randn(3, inputs, generator=torch.Generator().manual_seed(1))
+    sizes = 2.0 ** -(torch.arange(inputs // width) % 5).repeat_interleave(width)
+    own = PACKED[name].weight((dense * sizes).to(dtype), None)
+    exact = own.apply(lambda t: t.double()).dense()
+    x = torch.eye(inputs // width).repeat_interleave(width, dim=1).to(dtype)
+    for lib in filter(None, map(load, ISAS)):
+        for rows in (x, *x.split(1), *x.split(3)):
+            got, expected = native_linear(rows, own, lib).double(), rows.double() @ exact.t()
+            size = rows.double() @ exact.abs().t()
+            assert bool(((got - expected).abs() <= TOLERANCE[dtype] * size).all())
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_the_last_byte_is_the_last_that_is_read(name: str) -> None:
     """Each plane ends where its memory does (under the sanitizers a read beyond it is an error)."""

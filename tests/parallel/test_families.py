@@ -80,8 +80,9 @@ def test_packed_weights_are_those_of_one_process(pool: Pool, name: str, quant: s
     hold(results(pool.run("tests.parallel.jobs:sweep", named(name), 2, settings, ranks=2)))
 
 
-def test_ranks_share_groups_that_their_heads_or_units_end_within(pool: Pool) -> None:
-    settings = {**INJECTED, "quant": "int4"}
+@pytest.mark.parametrize("quant", ["int4", "fp6"])
+def test_ranks_share_groups_that_their_heads_or_units_end_within(pool: Pool, quant: str) -> None:
+    settings = {**INJECTED, "quant": quant}
     hold(results(pool.run("tests.parallel.jobs:sweep", named("llama"), 3, settings, ranks=3)))
 
 

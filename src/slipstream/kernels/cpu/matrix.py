@@ -10,7 +10,18 @@ import ctypes
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.abi import CODES, DTYPES, FACTORS, FORMATS, MINIMA, SCALES, UPPER, Matrix, Run, address
+from slipstream.kernels.cpu.abi import (
+    CODES,
+    DTYPES,
+    FACTORS,
+    FORMATS,
+    MINIMA,
+    SCALES,
+    UPPER,
+    Matrix,
+    Run,
+    address,
+)
 from slipstream.ops.linear import Weight
 
 __all__ = ["matrix_of"]
