@@ -16,6 +16,8 @@ import torch
 
 from slipstream.formats.minifloat import MiniFloat
 from slipstream.kernels.triton import fields
+from slipstream.kernels.triton.decode import kind_of
+from slipstream.kernels.triton.matmul import _factors
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALL = torch.arange(256, dtype=torch.int32).to(torch.uint8)
@@ -100,16 +102,32 @@ def test_nibbles_are_scaled(name: str, symmetric: bool) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    ("form", "kind_of"), [("E2M3", MiniFloat(2, 3, 7.5)), ("E3M2", MiniFloat(3, 2, 28.0))]
+    ("form", "small"), [("E2M3", MiniFloat(2, 3, 7.5)), ("E3M2", MiniFloat(3, 2, 28.0))]
 )
 @pytest.mark.parametrize("odd", [False, True])
-def test_six_bits_are_what_they_stand_for(name: str, form: str, kind_of: MiniFloat, odd: bool) -> None:
+def test_six_bits_are_scaled(name: str, form: str, small: MiniFloat, odd: bool) -> None:
+    """By the smallest and the largest scales that there are, too."""
     kind = KINDS[name]
     low = ALL.repeat(256)
     high = ALL.repeat_interleave(256)
     nothing = torch.zeros_like(high)
+    exponent = torch.randint(-14, 11, low.shape, generator=torch.Generator().manual_seed(1))
+    scale = torch.ldexp(1 + torch.rand(low.shape, generator=torch.Generator().manual_seed(2)), exponent)
+    scale = scale.half().float()
+    factors = _factors(kind_number(f"fp6{'-e3m2' * (form == 'E3M2')}"), kind, hand=True)
+    lifted = (scale * factors["LIFT"]).to(kind)
     given = [packed(part) for part in ((low, nothing, high) if odd else (low, high, nothing))]
-    got = fields_of(getattr(fields, f"{form}_{name.upper()}"), kind, 4, given)
+    given += [words_of(lifted.view(-1, 4)[:, at : at + 2], kind) for at in (0, 2)]
+    got = fields_of(getattr(fields, f"{form}_{name.upper()}"), kind, 4, given) * factors["RESCALE"]
     four = high >> 4 if odd else high & 15
-    codes = torch.stack([(low & 15) | (four & 3) << 4, low >> 4 | (four >> 2) << 4])
-    assert got.equal(kind_of.decode(codes).double())
+    codes = small.decode(torch.stack([(low & 15) | (four & 3) << 4, low >> 4 | (four >> 2) << 4])).double()
+    assert got.equal((codes * scale.to(kind).double()).to(kind).double())
+    # A scale has 11 bits, and one of bfloat16 has 8: it is rounded, and so is its product with a code.
+    bound = (codes * scale.double()).abs() * (2.0**-7 if kind == torch.bfloat16 else 2.0**-11)
+    assert bool(((got - codes * scale.double()).abs() <= 1.01 * bound + 2.0**-25).all())
+
+
+def kind_number(name: str) -> int:
+    known = kind_of(name)
+    assert known is not None
+    return known[0]

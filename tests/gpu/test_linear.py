@@ -52,6 +52,31 @@ def test_packed_weights_are_multiplied_as_they_are_stored(packed: Format, dtype:
         assert float(error) <= (1e-5 if dtype == torch.float32 else 8e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["fp6", "fp6-e3m2", "int4-g64", "int4-g128"])
+@pytest.mark.parametrize("rows", [1, 3, 40, 130])
+def test_each_group_has_its_own_scale(name: str, rows: int, dtype: torch.dtype) -> None:
+    """Neighbours a thousand times as large, the first and the last ones too, of rows large and tiny."""
+    (kernel,) = KERNELS
+    inputs, outputs = 4 * 320 + 17, 12
+    generator = torch.Generator().manual_seed(rows)
+    dense = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-1, 1, outputs)[:, None]
+    dense *= 10.0 ** (torch.arange(inputs) // 64 * 7 % 5 - 3.0)
+    # Of each output only one group of inputs counts: a scale of another one would change all of the sum.
+    alone = torch.arange(inputs) // 64 == torch.arange(outputs)[:, None] * 2 % 20
+    dense = torch.where(alone, dense, 0.0)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    weight = ALL[name].weight(dense, None)
+    exact = weight.unpack(weight.planes, weight.shape, torch.float32).double()
+    weight = replace(weight, dtype=dtype)
+    expected, most = x.double() @ exact.T, x.double().abs() @ exact.abs().T
+    got = kernel.run(place(x), place(weight)).cpu().double()
+    # As above; results that are small in float16 are as far apart as its smallest numbers.
+    apart = 2.0**-24 if dtype == torch.float16 else 0.0
+    error = ((got - expected).abs() - apart).amax(0) / most.amax(0)
+    assert float(error.max()) <= (1e-5 if dtype == torch.float32 else 8e-3)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_lies_behind_a_matrix_is_not_read(rows: int) -> None:
     """Another tensor may be there, or nothing: a number times zero is no zero where it is none."""
@@ -137,8 +162,8 @@ def test_codes_of_six_bits_are_bytes_that_the_hardware_converts(e3m2: bool) -> N
     codes = torch.arange(64, dtype=torch.int64)
     codes = torch.stack([codes.roll(n) for n in range(4)], 1)  # four neighbours are four bytes
     place_of = 256 ** torch.arange(4)
-    for part in range(2):
-        low = ((codes & 15) << (4 * part)).mul(place_of).sum(1)
+    for part in range(4):
+        low = ((codes & 15) << (4 * (part % 2))).mul(place_of).sum(1)
         high = ((codes >> 4) << (2 * part)).mul(place_of).sum(1)
         out = torch.zeros(64, dtype=torch.int32)
         _six_bits[(1,)](place(low.to(torch.int32)), place(high.to(torch.int32)), out := place(out), PART=part)

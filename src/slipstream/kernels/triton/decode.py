@@ -98,13 +98,13 @@ def decoded(first, other, high, PART: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def group_at(second, third, row, run, runs, there, BLOCKS: tl.constexpr, FORMAT: tl.constexpr):
-    """Scale and minimum of the groups of int4 that some runs are in, `(OUTPUTS, G)` float32 each."""
-    group = row[:, None] * (runs // BLOCKS) + (run // BLOCKS)[None, :]
-    scale = tl.load(second + group, mask=there, other=0.0).to(tl.float32)
+def group_at(second, third, row, group, groups, there, FORMAT: tl.constexpr):
+    """Scale and minimum of some of the groups of some rows, `(OUTPUTS, G)` float32 each."""
+    at = row[:, None] * groups + group[None, :]
+    scale = tl.load((third if FORMAT >= 5 else second) + at, mask=there, other=0.0).to(tl.float32)
     minimum = scale
     if FORMAT == 3:
-        minimum = tl.load(third + group, mask=there, other=0.0).to(tl.float32)
+        minimum = tl.load(third + at, mask=there, other=0.0).to(tl.float32)
     return scale, minimum
 
 
@@ -121,4 +121,4 @@ def kind_of(name: str) -> tuple[int, int] | None:
         return FORMATS["int4"], {"int4": 1, "int4-g64": 2, "int4-g128": 4}[name]
     if name.startswith("int4-") and name.endswith("-sym"):
         return FORMATS["int4-sym"], int(name.removeprefix("int4-g").removesuffix("-sym")) // 32
-    return (FORMATS[name], 1) if name in FORMATS else None
+    return (FORMATS[name], 2 if name.startswith("fp6") else 1) if name in FORMATS else None

@@ -116,14 +116,23 @@ def _nibbles(kind: _Kind, zero: int) -> tl.constexpr:
     return _text(*lines)
 
 
-def _floats(kind: _Kind, pieces: list[list[_Piece]], bias: int, head: str = "") -> tl.constexpr:
-    """Small floats: their bits where those of the larger stand, times what the biases differ by."""
+def _floats(kind: _Kind, pieces: list[list[_Piece]], bias: int, head: str) -> tl.constexpr:
+    """Small floats times the scales in `$7` and `$8`: their bits where those of the larger stand.
+
+    What the biases differ by is multiplied away first where pairs are of float16; of bfloat16 the scale brings
+    its own share of that.
+    """
     # Nought that is added is negative, or minus nought would lose its sign.
-    lines = [head, f"mov.b32 times, {kind.two(2.0 ** (kind.bias - bias))}; mov.b32 less, 0x80008000;"]
+    lines = [head, "mov.b32 less, 0x80008000;"]
+    first = ""
+    if kind is _FP16:
+        lines.append(f"mov.b32 times, {kind.two(2.0 ** (kind.bias - bias))};")
+        first = f"fma.rn.{kind.pair} pair, pair, times, less;"
     for field, some in enumerate(pieces):
         lines += [_moved(some, "low", 0), _moved(some, "high", 8)]
         lines += [
-            f"prmt.b32 pair, low, high, {order}; fma.rn.{kind.pair} ${2 * field + half}, pair, times, less;"
+            f"prmt.b32 pair, low, high, {order}; {first}"
+            f" fma.rn.{kind.pair} ${2 * field + half}, pair, ${7 + half}, less;"
             for half, order in _HALVES
         ]
     return _text(*lines)
@@ -195,7 +204,8 @@ def fields_of(codes, even, odd, scale, minimum, FORMAT: tl.constexpr, BF16: tl.c
         codes: Bytes of the first plane.
         even: Of fp6 bytes of the second whose lower nibbles belong to these, or nought.
         odd: Those whose upper nibbles do.
-        scale: Of int4, in bfloat16 or float16, for each byte.
+        scale: Of int4 and fp6, in bfloat16 or float16, for each byte; of fp6 in bfloat16 times what makes up for
+            exponents that are 126 too small (e2m3), or 124 (e3m2), as far as that is to be made up for here.
         minimum: The same; nought where there is none.
         FORMAT: Not 0.
         BF16: Whether weights become bfloat16, else float16.
@@ -211,7 +221,9 @@ def fields_of(codes, even, odd, scale, minimum, FORMAT: tl.constexpr, BF16: tl.c
         given = [codes, scale, minimum]
         found = _two(INT4_SYM_BF16 if BF16 else INT4_SYM_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
     elif FORMAT == 5:
-        found = _two(E2M3_BF16 if BF16 else E2M3_FP16, [codes, even, odd], "=r,=r,=r,=r,r,r,r", BF16)
+        given = [codes, even, odd, scale]
+        found = _two(E2M3_BF16 if BF16 else E2M3_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
     else:
-        found = _two(E3M2_BF16 if BF16 else E3M2_FP16, [codes, even, odd], "=r,=r,=r,=r,r,r,r", BF16)
+        given = [codes, even, odd, scale]
+        found = _two(E3M2_BF16 if BF16 else E3M2_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
     return found

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.activation import apply, gate
-from slipstream.kernels.triton.decode import RESCALE, name_of
+from slipstream.kernels.triton.decode import RESCALE, kind_of, name_of
 from slipstream.kernels.triton.operands import Around, Matrix, planes_of
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, by_hand, generation, processors
@@ -90,8 +90,8 @@ def _rows_of(row_of, expert_of, rows, outputs, EXPERTS: tl.constexpr, EACH: tl.c
 def _some_rows(
     x, codes, second, third, multiplier, part, row_of, expert_of,
     rows, inputs, outputs, runs, stride, share,
-    FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, RESCALE: tl.constexpr,
-    EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr,
+    FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, LIFT: tl.constexpr,
+    RESCALE: tl.constexpr, EXPERTS: tl.constexpr, EACH: tl.constexpr, HAND: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -106,7 +106,7 @@ def _some_rows(
     for begin in range(split * share, tl.minimum(split * share + share, runs), RUNS):
         weights = weights_at(
             codes, second, third, matrix_row, begin, stride, inputs, runs,
-            FORMAT, FIELDS, BLOCKS, HAND, kind, RUNS, WIDTH,
+            FORMAT, FIELDS, BLOCKS, LIFT, HAND, kind, RUNS, WIDTH,
         )  # fmt: skip
         for field in tl.static_range(FIELDS):
             inside = _inputs_of(x, source * inputs, real, begin, inputs, RUNS * WIDTH, WIDTH, FIELDS, field)
@@ -156,6 +156,19 @@ def _sum_splits(
 def _fields(kind: int) -> int:
     """Runs of inputs that a run of bytes of the first plane stands for."""
     return 2 if kind >= 3 else 1
+
+
+def _factors(kind: int, dtype: torch.dtype, *, hand: bool) -> dict[str, float]:
+    """What a scale of fp6 is multiplied by before it meets codes, and what sums are, to be what they stand for.
+
+    By hand in bfloat16 one product does both, a scale's and that of the exponent (`fields`), which is 126 off:
+    as much of it as leaves room for the largest scale. In float16 nothing may be left for the sums, for a
+    weight that is 2^-14 of what it stands for would have lost its bits.
+    """
+    if hand:
+        whole = kind < 5 or dtype != torch.bfloat16
+        return {"LIFT": 1.0 if whole else 2.0**112, "RESCALE": 1.0 if whole else RESCALE[kind]}
+    return {"LIFT": RESCALE[kind], "RESCALE": 1.0} if kind >= 5 else {"LIFT": 1.0, "RESCALE": RESCALE[kind]}
 
 
 def tile_rows(rows: int) -> int:
@@ -234,7 +247,7 @@ def times_matrix(
         FORMAT=kind,
         FIELDS=_fields(kind),
         BLOCKS=matrix.blocks,
-        RESCALE=1.0 if hand else RESCALE[kind],
+        **_factors(kind, x.dtype, hand=hand),
         EXPERTS=pairs is not None,
         EACH=each,
         HAND=hand,
@@ -279,8 +292,8 @@ def build_of(name: str, kind: int, rows: int, *, experts: bool = False, hand: bo
     }
     types |= {"third": "*fp16", "multiplier": "*fp32", "part": "*fp32", "row_of": "*i32", "expert_of": "*i32"}
     types |= dict.fromkeys(("rows", "inputs", "outputs", "runs", "stride", "share"), "i32")
-    constants: dict[str, float] = {"FORMAT": kind, "FIELDS": _fields(kind), "BLOCKS": 1, "HAND": hand}
-    constants["RESCALE"] = 1.0 if hand else RESCALE[kind]
+    constants: dict[str, float] = {"FORMAT": kind, "FIELDS": _fields(kind), "HAND": hand}
+    constants |= {"BLOCKS": (kind_of(name) or (0, 1))[1], **_factors(kind, torch.bfloat16, hand=hand)}
     bucket, launch = _form(kind, 2, rows, experts=experts, hand=hand)
     return Build(
         f"matmul, {name}, {rows} rows{', experts' if experts else ''}{', by hand' if hand else ''}",

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.activation import apply, gate
-from slipstream.kernels.triton.decode import FORMATS, RESCALE, kind_of, name_of
+from slipstream.kernels.triton.decode import FORMATS, PARTS, RESCALE, kind_of, name_of
 from slipstream.kernels.triton.operands import Around, Matrix, planes_of
 from slipstream.kernels.triton.overlap import let_in, overlapping, overlaps
 from slipstream.kernels.triton.row import groups_at, row_sums, row_taken, sums_of_runs, words_of
@@ -87,9 +87,10 @@ def _one_row(
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     let_in(LETS)
+    TAKEN: tl.constexpr = WORDS if FORMAT == 0 else WORDS // 8 if FORMAT >= 5 else WORDS // 4
     fields, root, most = row_taken(
         x, gain, shift, inputs, eps, offset, NORM, HAS_GAIN, HAS_SHIFT, out.dtype.element_ty, WAY,
-        WORDS // 4 if FORMAT > 0 else WORDS, 16 * PARTS if FORMAT > 0 else 1, OVERLAPS,
+        TAKEN, 16 * PARTS if FORMAT > 0 else 1, OVERLAPS,
     )  # fmt: skip
     of_run, counts = 0.0, 1.0
     if FORMAT == 3 or FORMAT == 4:
@@ -110,10 +111,14 @@ def _one_row(
         place = tile * stored + tl.arange(0, stored)
         there = place < (outputs // 2 if GATED else outputs)
         # What is small is asked for first: behind the sums nothing would hide how long it takes.
-        first, high = words_of(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
         times, added, before, scale, least = 1.0, 0.0, 0.0, 1.0, 0.0
+        if FORMAT >= 5:
+            # Before the words: the compiler then brings scales to the threads that have the sums, and not sums
+            # to those that asked for scales. Of int4, whose sums are twice as many, that is no better.
+            scale, least = groups_at(third, third, row, real, words // BLOCKS, TAKEN, 1, False)
+        first, high = words_of(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
         if FORMAT == 3 or FORMAT == 4:
-            scale, least = groups_at(second, third, row, real, words, WORDS // 4, BLOCKS, FORMAT == 3)
+            scale, least = groups_at(second, third, row, real, words, TAKEN, BLOCKS, FORMAT == 3)
         if FORMAT > 0:
             times = tl.load(multiplier + output, mask=real, other=0.0) * RESCALE
         if HAS_BIAS:
@@ -165,7 +170,7 @@ def _constants(
     converts = by_hand(number, least=89) and kind in PAIRED and (kind == 2 or way == 2)
     return {
         "FORMAT": kind,
-        "PARTS": max(PER_WORD[kind] // 4, 1),
+        "PARTS": PARTS[kind],
         "BLOCKS": blocks,
         "RESCALE": rescale_of(kind, RESCALE[kind], hand=converts),
         "NORM": around.norm,
@@ -207,7 +212,9 @@ def times_row(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
     number = generation(x.device)
     launch = launched(*_form(kind, x.element_size(), inputs, around, narrow=outputs <= _NARROW), number)
     codes, second, third, multiplier = planes_of(matrix.planes, kind)
-    aligned = kind == 0 or (inputs % 4 == 0 and codes.stride(0) % 4 == 0 and codes.data_ptr() % 16 == 0)
+    # Rows whose codes are less than a byte are padded to whole runs, those of a byte a code are not.
+    whole = inputs % 4 == 0 and codes.stride(0) % 4 == 0 and codes.data_ptr() % 16 == 0
+    aligned = kind not in (1, 2) or whole
     stride = codes.stride(0)
     if kind and aligned:
         codes, stride = codes.view(torch.int32), stride // 4

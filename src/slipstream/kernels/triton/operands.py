@@ -65,4 +65,5 @@ def planes_of(planes: list[Tensor], kind: int) -> tuple[Tensor, Tensor, Tensor, 
     """Codes, second and third plane and multipliers of rows; what a format lacks is never read."""
     codes = planes[0].view(torch.uint8) if kind == 1 else planes[0]
     second = planes[1] if kind >= 3 else codes
-    return codes, second, planes[2] if kind == 3 else codes, codes if kind == 0 else planes[-1]
+    third = planes[2] if kind == 3 or kind >= 5 else codes
+    return codes, second, third, codes if kind == 0 else planes[-1]

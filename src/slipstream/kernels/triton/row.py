@@ -1,7 +1,8 @@
 """The pieces of the kernel of one row: the row in registers, and a tile of the words of some outputs.
 
-Shapes: I inputs, O outputs of a tile, W words of a row (`words.PER_WORD` inputs each). Four words are a run
-    of 16 bytes, which stand for the 16 inputs of each of PARTS parts; of dense matrices a run is one number.
+Shapes: I inputs, O outputs of a tile, W words of a row (`words.PER_WORD` inputs each). A thread takes a run of
+    four words, 16 bytes, of fp6 a group of two runs beside one of upper bits; they stand for the 16 inputs of
+    each of PARTS parts. Of dense matrices it takes one number.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.overlap import wait_for_predecessor
-from slipstream.kernels.triton.words import dots, field_at, nothing, pairs, quarters
+from slipstream.kernels.triton.words import dots, field_at, nothing, pairs, taken
 
 __all__ = ["groups_at", "row_sums", "row_taken", "sums_of_runs", "words_of"]
 
@@ -137,13 +138,14 @@ def _words_at(codes, at, there, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 def words_of(
     codes, second, row, real, word, words, stride, inputs, FORMAT: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Words `(OUTPUTS, W)` of some rows, and what goes with them in another plane: see `words.field_at`."""
+    """Words `(OUTPUTS, W)` of some rows, and of fp6 those of the upper bits, `(OUTPUTS, W / 2)`."""
     inside = real[:, None] & (word < words)[None, :]
     if FORMAT >= 5:
-        # Two runs of nibbles share one of upper bits: of a byte the first has the lower four.
+        # Every word of the upper bits is read once: two threads that read the same would be two requests.
+        half = tl.arange(0, word.shape[0] // 2)
+        upper = real[:, None] & (half < words // 2)[None, :]
         first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)
-        upper = row * (stride // 2) + (word // 8 * 4 + word % 4)[None, :]
-        high = _words_at(second, upper, inside, FORMAT, True) >> (word // 4 % 2 * 4)[None, :]
+        high = _words_at(second, row * (stride // 2) + half[None, :], upper, FORMAT, True)
     elif ALIGNED:
         first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)
         high = first
@@ -161,15 +163,16 @@ def words_of(
 def _products(
     first, high, fields, FORMAT: tl.constexpr, PARTS: tl.constexpr, HAND: tl.constexpr
 ):  # fmt: skip
-    """Products in float32, summed over each run: `(OUTPUTS, W / 4)`, of dense matrices each word alone."""
+    """Products in float32, summed over what a thread takes; of dense matrices each word alone."""
     if FORMAT == 0:
         sums = first.to(tl.float32) * fields[0][None, :]
     else:
-        firsts, highs = quarters(first), quarters(high)
+        firsts, highs = taken(first, high, FORMAT)
         sums = tl.zeros(firsts[0].shape, tl.float32)
         for part in tl.static_range(PARTS):
             for at in tl.static_range(16):
-                weight = field_at(firsts[at // 4], highs[at // 4], part, at % 4, FORMAT, HAND)
+                word = firsts[part // 2 * 4 + at // 4]
+                weight = field_at(word, highs[at // 4], part, at % 4, FORMAT, HAND)
                 sums += weight * fields[part * 16 + at][None, :]
     return sums
 
@@ -178,7 +181,7 @@ def _products(
 def groups_at(
     second, third, row, real, words, RUNS: tl.constexpr, BLOCKS: tl.constexpr, MINIMUM: tl.constexpr
 ):  # fmt: skip
-    """Scale and minimum of int4's groups by runs of 16 bytes, `(OUTPUTS, RUNS)` float32 each."""
+    """Scale and minimum of the groups of runs of 16 bytes, `(OUTPUTS, RUNS)` float32 each."""
     run = tl.arange(0, RUNS)
     group = row * (words // 4 // BLOCKS) + (run // BLOCKS)[None, :]
     there = real[:, None] & (run < words // 4)[None, :]
@@ -248,7 +251,7 @@ def row_sums(
         found = _products(first, high, fields, FORMAT, PARTS, HAND)
     if FORMAT == 4:
         found -= 8.0 * of_run[None, :]
-    if FORMAT == 3 or FORMAT == 4:
+    if FORMAT >= 3:
         found = found * scale
     if FORMAT == 3:
         found += of_run[None, :] * least

@@ -40,6 +40,35 @@ def _upper_bits(second, own, begin, limit, ODD: tl.constexpr, BYTES: tl.constexp
 
 
 @triton.jit
+def _first_half(group):
+    """The first half of the columns of `(OUTPUTS, 2 G)`."""
+    halves = tl.reshape(group, (group.shape[0], 2, group.shape[1] // 2))
+    first, _ = tl.split(tl.permute(halves, (0, 2, 1)))
+    return first
+
+
+@triton.jit
+def _groups(
+    second, third, matrix_row, begin, runs, BLOCKS: tl.constexpr, FORMAT: tl.constexpr, RUNS: tl.constexpr
+):  # fmt: skip
+    """Scale and minimum of the groups of some runs, `(OUTPUTS, RUNS / BLOCKS)` float32 each."""
+    GROUPS: tl.constexpr = RUNS // BLOCKS
+    # Four columns of 16 bits at least: each thread of four warps then has two of them, and no less can be on
+    # its way while the step before is computed.
+    WIDE: tl.constexpr = GROUPS if GROUPS > 4 else 4
+    column = tl.arange(0, WIDE)
+    # Written so that the compiler sees what the first group is a multiple of.
+    group = begin // RUNS * GROUPS + column
+    there = (column < GROUPS) & (group < runs // BLOCKS)
+    scale, minimum = group_at(second, third, matrix_row, group, runs // BLOCKS, there[None, :], FORMAT)
+    if GROUPS <= 2:
+        scale, minimum = _first_half(scale), _first_half(minimum)
+    if GROUPS == 1:
+        scale, minimum = _first_half(scale), _first_half(minimum)
+    return scale, minimum
+
+
+@triton.jit
 def _field(
     codes, even, odd, scale, minimum,
     FIELD: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
@@ -49,7 +78,7 @@ def _field(
         weights = codes.to(tl.int8, bitcast=True).to(KIND)
     else:
         weights = decoded(codes, codes, (even | (odd >> 4)) if FORMAT >= 5 else codes, FIELD, FORMAT)
-    if FORMAT == 3 or FORMAT == 4:
+    if FORMAT >= 3:
         weights = weights * scale
     if FORMAT == 3:
         weights += minimum
@@ -59,8 +88,8 @@ def _field(
 @triton.jit
 def weights_at(
     codes, second, third, matrix_row, begin, stride, inputs, runs,
-    FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, HAND: tl.constexpr,
-    KIND: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, LIFT: tl.constexpr,
+    HAND: tl.constexpr, KIND: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A tuple of the weights `(OUTPUTS, BYTES)` of each field of some runs of some rows."""
     BYTES: tl.constexpr = RUNS * WIDTH
@@ -72,14 +101,15 @@ def weights_at(
         codes + (own * 2 if FORMAT >= 5 else own) + at[None, :], mask=(at < limit)[None, :], other=0
     )
     even, odd, scale, minimum = first, first, 0.0, 0.0
-    if FORMAT == 3 or FORMAT == 4:
-        run = begin + tl.arange(0, RUNS)
-        scale, minimum = group_at(second, third, matrix_row, run, runs, (run < runs)[None, :], BLOCKS, FORMAT)
-        if FORMAT == 4:
+    if FORMAT >= 3:
+        scale, minimum = _groups(second, third, matrix_row, begin, runs, BLOCKS, FORMAT, RUNS)
+        if FORMAT != 3:
             minimum = tl.zeros_like(minimum)
+        if FORMAT >= 5:
+            scale = scale * LIFT
         if HAND:
             scale, minimum = scale.to(KIND), minimum.to(KIND)
-        scale, minimum = _each(scale, WIDTH), _each(minimum, WIDTH)
+        scale, minimum = _each(scale, BLOCKS * WIDTH), _each(minimum, BLOCKS * WIDTH)
     if FORMAT >= 5:
         even = _upper_bits(second, own, begin, limit, 0, BYTES, WIDTH)
         odd = _upper_bits(second, own, begin, limit, 1, BYTES, WIDTH)

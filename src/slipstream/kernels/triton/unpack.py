@@ -34,17 +34,23 @@ def _unpack(
     own = output[:, None, None] * stride
     first, other, high = codes_at(codes, second, own, run, there, inputs, WIDTH, FORMAT)
     whole = (tl.load(multiplier + output, mask=real, other=0.0) * RESCALE)[:, None, None]
-    if FORMAT == 3 or FORMAT == 4:
-        scale, minimum = group_at(second, third, output, run, runs, there, BLOCKS, FORMAT)
+    if FORMAT >= 3:
+        group = run // BLOCKS
+        scale, minimum = group_at(second, third, output, group, runs // BLOCKS, there, FORMAT)
     for part in tl.static_range(PARTS):
         weights = decoded(first, other, high, part, FORMAT)
-        if FORMAT == 3 or FORMAT == 4:
+        if FORMAT >= 3:
             weights = weights * scale[:, :, None]
         if FORMAT == 3:
             weights += minimum[:, :, None]
         at = run[None, :, None] * (PARTS * WIDTH) + part * WIDTH + tl.arange(0, WIDTH)[None, None, :]
         place = out + output[:, None, None] * inputs + at
         tl.store(place, (weights * whole).to(out.dtype.element_ty), mask=there[:, :, None] & (at < inputs))
+
+
+def _runs_of_group(kind: int, blocks: int) -> int:
+    """Runs that a group of some blocks of 32 inputs has: here one of fp6 stands for 64 inputs."""
+    return max(2 * blocks // PARTS[kind], 1)
 
 
 def _form(kind: int) -> tuple[Bucket, Launch]:
@@ -67,7 +73,7 @@ def _launch(planes: list[Tensor], kind: int, blocks: int, shape: list[int], dtyp
         *(inputs, outputs, runs, stride),
         FORMAT=kind,
         PARTS=PARTS[kind],
-        BLOCKS=blocks,
+        BLOCKS=_runs_of_group(kind, blocks),
         RESCALE=RESCALE[kind],
         **launch.options(),
     )
@@ -93,7 +99,7 @@ def build_of(name: str) -> Build:
     types = {"codes": "*u8", "second": "*u8" if kind >= 5 else "*fp16", "third": "*fp16"}
     types |= {"multiplier": "*fp32", "out": "*bf16"}
     types |= dict.fromkeys(("inputs", "outputs", "runs", "stride"), "i32")
-    constants = {"FORMAT": kind, "PARTS": PARTS[kind], "BLOCKS": blocks, "RESCALE": RESCALE[kind]}
+    constants = {"FORMAT": kind, "PARTS": PARTS[kind], "BLOCKS": _runs_of_group(kind, blocks), "RESCALE": RESCALE[kind]}
     divisible = frozenset({"inputs", "outputs", "runs", "stride"})
     bucket, launch = _form(kind)
     return Build(

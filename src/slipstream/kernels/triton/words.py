@@ -28,6 +28,7 @@ __all__ = [
     "pairs",
     "quarters",
     "rescale_of",
+    "taken",
 ]
 
 PER_WORD = {0: 1, 1: 4, 2: 4, 3: 8, 4: 8, 5: 8, 6: 8}
@@ -131,23 +132,25 @@ def _fp8_at(word, BYTE: tl.constexpr, HAND: tl.constexpr):
 
 @triton.jit
 def _fp6_pair(low, high, PART: tl.constexpr, PAIR: tl.constexpr, E3M2: tl.constexpr):
-    """Bytes PAIR and PAIR + 2 of the 6-bit codes of one part, two float16."""
+    """Bytes PAIR and PAIR + 2 of the 6-bit codes of one part of four, two float16."""
     odd: tl.constexpr = 8 * PAIR
     more: tl.constexpr = 1 if E3M2 else 0
-    pair = _shifted(low, 7 + more - odd - 4 * PART) & (0x07800780 << more)
+    pair = _shifted(low, 7 + more - odd - 4 * (PART % 2)) & (0x07800780 << more)
     pair = pair | (_shifted(high, 11 + more - odd - 2 * PART) & (0x08000800 << more))
     return pair | (_shifted(high, 14 - odd - 2 * PART) & 0x80008000)
 
 
 @triton.jit
 def _fp6_bytes(low, high, PART: tl.constexpr):
-    """Four 6-bit codes of one part as bytes of a wider exponent: e2m3 as e4m3, and e3m2 as e5m2.
+    """Four 6-bit codes of one part of four as bytes of a wider exponent: e2m3 as e4m3, and e3m2 as e5m2.
 
     These stand for 2^-6 and 2^-12 of what the codes do.
     """
-    # One product brings a code's uppermost bit and its sign from bits 0 and 1 to bits 4 and 7.
-    bits = (_shifted(high, -2 * PART) & 0x03030303) * 0x50
-    return (_shifted(low, -4 * PART) & 0x0F0F0F0F) | (bits & 0x90909090)
+    # One product brings a code's uppermost bit and its sign, side by side, to bits 4 and 7 of its byte.
+    down: tl.constexpr = 2 if PART == 3 else 0
+    place: tl.constexpr = 2 * PART - down
+    bits = (_shifted(high, -down) & (0x03030303 << place)) * (0x50 >> place)
+    return (_shifted(low, -4 * (PART % 2)) & 0x0F0F0F0F) | (bits & 0x90909090)
 
 
 @triton.jit
@@ -159,7 +162,7 @@ def _fp6_at(low, high, PART: tl.constexpr, BYTE: tl.constexpr, E3M2: tl.constexp
 def field_at(word, high, PART: tl.constexpr, BYTE: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr):
     """Weights of byte BYTE and part PART of some words, float32; of int4 its codes, from zero on.
 
-    Of fp6, `word` holds the lower four bits of two parts, `high` their upper two in the lower half of a byte.
+    Of fp6, `word` holds the lower four bits of PART and its neighbour, `high` the upper two of all four parts.
     """
     if FORMAT == 0:
         weight = word.to(tl.float32)
@@ -181,6 +184,21 @@ def quarters(word):
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
+
+
+@triton.jit
+def taken(word, high, FORMAT: tl.constexpr):
+    """The words that a thread takes, one tuple, and those of the other plane, another: of a run, or of two."""
+    if FORMAT < 5:
+        words = quarters(word)
+    else:
+        runs = quarters(tl.reshape(word, word.shape[:-1] + [word.shape[-1] // 8, 8]))
+        first, fifth = tl.split(runs[0])
+        second, sixth = tl.split(runs[1])
+        third, seventh = tl.split(runs[2])
+        fourth, eighth = tl.split(runs[3])
+        words = (first, second, third, fourth, fifth, sixth, seventh, eighth)
+    return words, quarters(high)
 
 
 @triton.jit
@@ -327,26 +345,28 @@ def pairs(
     word, high, row, PARTS: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Words `(O, W)` of small floats times a row as `paired` makes it: float32, by runs.
+    """Words `(O, W)` of small floats times a row as `paired` makes it: float32, by what a thread takes.
 
     Eight products at a time are summed in float16.
     """
-    words, highs = quarters(word), quarters(high)
+    words, highs = taken(word, high, FORMAT)
     total = tl.zeros(words[0].shape, tl.float32)
     sums = tl.zeros(words[0].shape, tl.uint32)
-    for quarter in tl.static_range(4):
-        for part in tl.static_range(PARTS):
+    # Of a word both parts are taken before the next.
+    for at in tl.static_range(8 if PARTS == 4 else 4):
+        for side in tl.static_range(2 if PARTS == 4 else 1):
             for pair in tl.static_range(2):
                 if FORMAT == 2:
-                    weights = _fp8_pair(words[quarter], pair, CONVERTS)
+                    weights = _fp8_pair(words[at], pair, CONVERTS)
                 elif CONVERTS:
-                    codes = _fp6_bytes(words[quarter], highs[quarter], part)
+                    codes = _fp6_bytes(words[at], highs[at % 4], at // 4 * 2 + side)
                     weights = _converted(codes, pair, FORMAT == 6)
                 else:
-                    weights = _fp6_pair(words[quarter], highs[quarter], part, pair, FORMAT == 6)
-                number = tl.broadcast_to(row[part * 8 + quarter * 2 + pair][None, :], sums.shape)
+                    weights = _fp6_pair(words[at], highs[at % 4], at // 4 * 2 + side, pair, FORMAT == 6)
+                number = row[(at // 4 * 2 + side) * 8 + at % 4 * 2 + pair]
+                number = tl.broadcast_to(number[None, :], sums.shape)
                 sums = _onto(weights, number, sums, HAND)
-        if (quarter + 1) * PARTS % 4 == 0:
+        if PARTS == 1 and at == 3 or PARTS == 4 and at % 2 == 1:
             total += _half(sums, False, HAND) + _half(sums, True, HAND)
             sums = tl.zeros(words[0].shape, tl.uint32)
     return total
