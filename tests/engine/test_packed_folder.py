@@ -149,7 +149,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a plane that is not there": (
         manifest(lambda t: t["matrices"][QKV]["planes"].__setitem__(0, "x")), "lacks the plane .x."),
     "another version's planes": (
-        manifest(lambda t: t["matrices"][QKV]["planes"].pop(1)), "4 planes, and .* quantize the original again"),
+        manifest(lambda t: t["matrices"][QKV]["planes"].pop(1)), "4 planes, and .* quantize the original"),
     "rows in another order": (
         manifest(lambda t: t["matrices"][QKV]["pieces"].reverse()), "rows in another order"),
     "rows that do not add up": (

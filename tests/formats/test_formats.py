@@ -95,7 +95,7 @@ def assert_stable(fmt: Format, dense: Tensor, kind: str) -> None:
     found = unpack(fmt, planes, dense, torch.float32)
     again = fmt.pack(found)
     assert torch.equal(unpack(fmt, again, dense, torch.float32), found)
-    # A row that was rounded below the least magnitude of its multiplier gets another one for the same numbers.
+    # A row that was rounded below the least magnitude of its multiplier gets another for the same numbers.
     same_rows = not fmt.group or torch.equal(again[-1], planes[-1])
     # Where a group has one magnitude, several scales may stand for the very same numbers.
     if same_rows and kind not in ("constant", "nearly constant", "two values", "offset"):

@@ -101,9 +101,7 @@ def test_nibbles_are_scaled(name: str, symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    ("form", "small"), [("E2M3", MiniFloat(2, 3, 7.5)), ("E3M2", MiniFloat(3, 2, 28.0))]
-)
+@pytest.mark.parametrize(("form", "small"), [("E2M3", MiniFloat(2, 3, 7.5)), ("E3M2", MiniFloat(3, 2, 28.0))])
 @pytest.mark.parametrize("odd", [False, True])
 def test_six_bits_are_scaled(name: str, form: str, small: MiniFloat, odd: bool) -> None:
     """By the smallest and the largest scales that there are, too."""

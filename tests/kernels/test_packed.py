@@ -97,7 +97,7 @@ def test_the_largest_codes_times_the_largest_numbers_overflow_no_sum(name: str, 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", PACKED)
 def test_groups_of_very_different_size_keep_their_own_scales(name: str, dtype: torch.dtype) -> None:
-    """Each group alone is met by a row that is zero elsewhere: nothing larger hides a scale that is not its own."""
+    """Each group alone is met by a row that is zero elsewhere: nothing larger hides a scale of another."""
     inputs, width = 832, 32
     dense = torch.randn(3, inputs, generator=torch.Generator().manual_seed(1))
     sizes = 2.0 ** -(torch.arange(inputs // width) % 5).repeat_interleave(width)

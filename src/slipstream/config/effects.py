@@ -187,8 +187,8 @@ _QUANT = {
         "have one. Asymmetric beside another format is refused."
     ),
     "quant.weight.q_groups": _acts(
-        "1 means the format's own groups: rows, 32 inputs with int4, 64 with fp6. More means int4 in groups of the "
-        "hidden width divided by it, which must be 32, 64 or 128 inputs; anything else is refused."
+        "1 means the format's own groups: rows, 32 inputs with int4, 64 with fp6. More means int4 in groups "
+        "of the hidden width divided by it, which must be 32, 64 or 128 inputs; anything else is refused."
     ),
     "quant.weight.format": _acts("int8, int4, fp8, fp6 (e2m3) or fp6-e3m2."),
     "quant.weight.quantized_initialization": _refused(_GROUPWISE),

@@ -9,17 +9,18 @@ A row is padded with zeros to P, a multiple of 64 inputs. Bits 3-0 of 32 weights
 bits 5-4 of 64 weights in 16 bytes of plane 1, so that one field of 16 consecutive bytes holds 16 consecutive
 weights:
 
-plane 0   byte j (0-15) of a 32-block:   low[j] | low[j+16] << 4                     uint8   `(..., O, P / 2)`
+plane 0   byte j (0-15) of a 32-block:   low[j] | low[j+16] << 4                    uint8   `(..., O, P / 2)`
 plane 1   byte j (0-15) of a 64-block:   high[j] | high[j+16] << 2 | high[j+32] << 4 | high[j+48] << 6
-                                                                                     uint8   `(..., O, P / 4)`
-plane 2   scale of group 0, 1, ...       not negative, 0 for a group of zeros        float16 `(..., O, P / 64)`
-plane 3   row[0] row[1] ...                                                          float32 `(..., O)`
+                                                                                    uint8   `(..., O, P / 4)`
+plane 2   scale of group 0, 1, ...       not negative, 0 for a group of zeros       float16 `(..., O, P / 64)`
+plane 3   row[0] row[1] ...                                                         float32 `(..., O)`
 
-The row's multiplier is that of int4, see `row_multiplier`. The largest magnitude of a group becomes 7.5, 7, 6.5
-or 6 (e2m3), or 28, 24, 20 or 16 (e3m2), whichever makes the squared error of the group least: against 7.5 alone
-it falls by a sixth. No weight is off by more than 1/24 of the largest magnitude of its group (e2m3), or 1/10
-(e3m2), and 2^-11 of itself for rounding by way of float16. Where a group is so much smaller than others of its
-row that its scale is no normal float16, it is 2^-11 (e2m3) or 2^-10 (e3m2) of the row's largest magnitude.
+The row's multiplier is that of int4, see `row_multiplier`. The largest magnitude of a group becomes 7.5, 7,
+6.5 or 6 (e2m3), or 28, 24, 20 or 16 (e3m2), whichever makes the squared error of the group least: against 7.5
+alone it falls by a sixth. No weight is off by more than 1/24 of the largest magnitude of its group (e2m3), or
+1/10 (e3m2), and 2^-11 of itself for rounding by way of float16. Where a group is so much smaller than others
+of its row that its scale is no normal float16, it is 2^-11 (e2m3) or 2^-10 (e3m2) of the row's largest
+magnitude.
 
 Source: formats: OCP Microscaling Formats 1.0, section 5.3.2; the split in 4 + 2 bits: Xia et al. 2024
 (arXiv 2401.14112), section 5.2, with another order of the weights.

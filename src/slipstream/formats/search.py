@@ -1,4 +1,4 @@
-"""Finds the scale (and minimum) of groups of 4-bit integers or small floats that makes their squared error least.
+"""Finds the scale (and minimum) of groups of 4-bit integers or small floats that makes squared errors least.
 
 What is found of integers uses the codes at both ends of the range, of floats a code that its search begins
 with. Packing what was unpacked therefore starts from the very same range and finds no better one: it gives
@@ -148,8 +148,8 @@ def fit_float(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], T
 
     Args:
         x: `(g, N)` float32; not changed.
-        targets: Values of codes that the group's largest magnitude may have. The scale is rounded down to what
-            float16 holds, so that this magnitude is a little more and rounds to the same code.
+        targets: Values of codes that the group's largest magnitude may have. The scale is rounded down to
+            what float16 holds, so that this magnitude is a little more and rounds to the same code.
         rounded: Rounds scaled weights, a tensor of its own that it may change, to what codes stand for.
 
     Returns:
@@ -159,7 +159,8 @@ def fit_float(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], T
     best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     spare = torch.empty_like(x)
     for target in targets:
-        scale = _toward_zero(largest / target)
+        # A number over a tensor would multiply by the reciprocal on a GPU.
+        scale = _toward_zero(largest / torch.full_like(largest, target))
         values = rounded(x * inverse(scale))
         error = _sum(values.mul_(scale).sub_(x).square_(), spare)
         better = error < least

@@ -153,8 +153,8 @@ class PackedFolder(Source):
         names = entry.get("planes")
         if not isinstance(names, list) or len(names) != len(layout):
             raise WeightError(
-                f"{where}: {found.name} has {len(layout)} planes, and {str(names)[:200]} are named; quantize the "
-                "original again, or install the Slipstream that wrote it"
+                f"{where}: {found.name} has {len(layout)} planes, and {str(names)[:200]} are named; quantize "
+                "the original again, or install the Slipstream that wrote it"
             )
         for plane, (due, dtype) in zip(names, layout, strict=True):
             stored = self._file.entries.get(plane) if isinstance(plane, str) else None
