@@ -205,7 +205,7 @@ def fields_of(codes, even, odd, scale, minimum, FORMAT: tl.constexpr, BF16: tl.c
         even: Of fp6 bytes of the second whose lower nibbles belong to these, or nought.
         odd: Those whose upper nibbles do.
         scale: Of int4 and fp6, in bfloat16 or float16, for each byte; of fp6 in bfloat16 times what makes up
-            for exponents that are 126 too small (e2m3), or 124 (e3m2), as far as that is to be made up for here.
+            for exponents that are 126 too small (e2m3), or 124 (e3m2), as far as that is made up for here.
         minimum: The same; nought where there is none.
         FORMAT: Not 0.
         BF16: Whether weights become bfloat16, else float16.

@@ -162,8 +162,8 @@ def _factors(kind: int, dtype: torch.dtype, *, hand: bool) -> dict[str, float]:
     """What a scale of fp6 is multiplied by before it meets codes, and what sums are.
 
     By hand in bfloat16 one product does both, a scale's and that of the exponent (`fields`), which is 126
-    off: as much of it as leaves room for the largest scale. In float16 nothing may be left for the sums, for a
-    weight that is 2^-14 of what it stands for would have lost its bits.
+    off: as much of it as leaves room for the largest scale. In float16 nothing may be left for the sums, for
+    a weight that is 2^-14 of what it stands for would have lost its bits.
     """
     if hand:
         whole = kind < 5 or dtype != torch.bfloat16

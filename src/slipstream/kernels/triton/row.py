@@ -1,8 +1,8 @@
 """The pieces of the kernel of one row: the row in registers, and a tile of the words of some outputs.
 
 Shapes: I inputs, O outputs of a tile, W words of a row (`words.PER_WORD` inputs each). A thread takes a run
-    of four words, 16 bytes, of fp6 a group of two runs beside one of upper bits; they stand for the 16 inputs of
-    each of PARTS parts. Of dense matrices it takes one number.
+    of four words, 16 bytes, of fp6 a group of two runs beside one of upper bits; they stand for the 16 inputs
+    of each of PARTS parts. Of dense matrices it takes one number.
 """
 
 from __future__ import annotations
