@@ -119,8 +119,8 @@ def _nibbles(kind: _Kind, zero: int) -> tl.constexpr:
 def _floats(kind: _Kind, pieces: list[list[_Piece]], bias: int, head: str) -> tl.constexpr:
     """Small floats times the scales in `$7` and `$8`: their bits where those of the larger stand.
 
-    What the biases differ by is multiplied away first where pairs are of float16; of bfloat16 the scale
-    brings its own share of that.
+    What the biases differ by is multiplied away first where pairs are of float16; of bfloat16 scales bring
+    their share of that.
     """
     # Nought that is added is negative, or minus nought would lose its sign.
     lines = [head, "mov.b32 less, 0x80008000;"]
@@ -205,7 +205,7 @@ def fields_of(codes, even, odd, scale, minimum, FORMAT: tl.constexpr, BF16: tl.c
         even: Of fp6 bytes of the second whose lower nibbles belong to these, or nought.
         odd: Those whose upper nibbles do.
         scale: Of int4 and fp6, in bfloat16 or float16, for each byte; of fp6 in bfloat16 times what makes up
-            for exponents that are 126 too small (e2m3), or 124 (e3m2), as far as that is made up for here.
+            for exponents that are 126 too small (e2m3), or 124 (e3m2), as far as it is made up for here.
         minimum: The same; nought where there is none.
         FORMAT: Not 0.
         BF16: Whether weights become bfloat16, else float16.

@@ -114,7 +114,7 @@ def _one_row(
         times, added, before, scale, least = 1.0, 0.0, 0.0, 1.0, 0.0
         if FORMAT >= 5:
             # Before the words: the compiler then brings scales to the threads that have the sums, and not
-            # sums to those that asked for scales. Of int4, whose sums are twice as many, that is no better.
+            # sums to those that asked for scales. Of int4, with more sums a thread, it is more operations.
             scale, least = groups_at(third, third, row, real, words // BLOCKS, TAKEN, 1, False)
         first, high = words_of(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
         if FORMAT == 3 or FORMAT == 4:

@@ -141,7 +141,7 @@ def words_of(
     """Words `(OUTPUTS, W)` of some rows, and of fp6 those of the upper bits, `(OUTPUTS, W / 2)`."""
     inside = real[:, None] & (word < words)[None, :]
     if FORMAT >= 5:
-        # Every word of the upper bits is read once: two threads that read the same would be two requests.
+        # Every word of the upper bits is asked for by one thread alone, and a warp asks for whole lines.
         half = tl.arange(0, word.shape[0] // 2)
         upper = real[:, None] & (half < words // 2)[None, :]
         first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)

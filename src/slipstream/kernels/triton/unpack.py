@@ -99,12 +99,8 @@ def build_of(name: str) -> Build:
     types = {"codes": "*u8", "second": "*u8" if kind >= 5 else "*fp16", "third": "*fp16"}
     types |= {"multiplier": "*fp32", "out": "*bf16"}
     types |= dict.fromkeys(("inputs", "outputs", "runs", "stride"), "i32")
-    constants = {
-        "FORMAT": kind,
-        "PARTS": PARTS[kind],
-        "BLOCKS": _runs_of_group(kind, blocks),
-        "RESCALE": RESCALE[kind],
-    }
+    constants = {"FORMAT": kind, "PARTS": PARTS[kind], "RESCALE": RESCALE[kind]}
+    constants["BLOCKS"] = _runs_of_group(kind, blocks)
     divisible = frozenset({"inputs", "outputs", "runs", "stride"})
     bucket, launch = _form(kind)
     return Build(

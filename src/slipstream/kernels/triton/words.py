@@ -162,7 +162,7 @@ def _fp6_at(low, high, PART: tl.constexpr, BYTE: tl.constexpr, E3M2: tl.constexp
 def field_at(word, high, PART: tl.constexpr, BYTE: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr):
     """Weights of byte BYTE and part PART of some words, float32; of int4 its codes, from zero on.
 
-    Of fp6, `word` holds the lower four bits of PART and its neighbour, `high` the upper two of all parts.
+    Of fp6, `word` holds the lower four bits of PART and its neighbour, `high` the upper two of all four.
     """
     if FORMAT == 0:
         weight = word.to(tl.float32)
@@ -188,7 +188,7 @@ def quarters(word):
 
 @triton.jit
 def taken(word, high, FORMAT: tl.constexpr):
-    """The words that a thread takes, one tuple, and those of the other plane: of a run, or of two."""
+    """The words that a thread takes, of a run or of two, and those of the other plane: two tuples."""
     if FORMAT < 5:
         words = quarters(word)
     else:
