@@ -165,8 +165,8 @@ def _factors(kind: int, dtype: torch.dtype, *, hand: bool) -> dict[str, float]:
     (e2m3) or 124: as much of it as leaves room for the largest scale. In float16 nothing may be left for the
     sums, for a weight that is 2^-14 of what it stands for would have lost its bits.
 
-    A scale is rounded to the 8 bits of bfloat16 before, and its product with a code once more, by 2^-8 at most
-    each, where the weights of a model in bfloat16 are rounded once, and codes by 2^-4. On random numbers
+    A scale is rounded to the 8 bits of bfloat16 before, and its product with a code once more, by 2^-8 at
+    most each, where the weights of a model in bfloat16 are rounded once, and codes by 2^-4. On random numbers
     results are off by 2.8e-3 of theirs; of weights that are rounded once by 2.3e-3, of none by 1.7e-3.
     """
     if hand:
