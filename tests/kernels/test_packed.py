@@ -196,15 +196,18 @@ def test_planes_that_do_not_fit_are_refused_before_memory_is_touched() -> None:
     ):
         with pytest.raises(DeviceError, match=message):
             run(own, **change)
-    for place in range(4):
-        matrix = matrix_of(own)
-        assert isinstance(matrix, Matrix)
-        for value, message in ((None, "missing"), (own.planes[place].data_ptr() + 1, "aligned")):
-            if place or value is None:
-                matrix.planes[place] = value
-                call = LinearCall(x=x.data_ptr(), out=out.data_ptr(), rows=1, dtype=0, weight=matrix)
-                with pytest.raises(DeviceError, match=message):
-                    lib.run("linear", call)
+    bytes_of_codes = 0, 3  # of those no alignment is asked
+    for name, places in (("int4", (0, 1, 2, 4)), ("fp6", (0, 1, 3, 4))):
+        own = weight(name, 8, 96)
+        for place in places:
+            matrix = matrix_of(own)
+            assert isinstance(matrix, Matrix)
+            for value, message in ((None, "missing"), (matrix.planes[place] + 1, "aligned")):
+                if value is None or place not in bytes_of_codes:
+                    matrix.planes[place] = value
+                    call = LinearCall(x=x.data_ptr(), out=out.data_ptr(), rows=1, dtype=0, weight=matrix)
+                    with pytest.raises(DeviceError, match=message):
+                        lib.run("linear", call)
 
 
 def test_a_plane_with_holes_is_no_native_one() -> None:

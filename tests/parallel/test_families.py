@@ -69,7 +69,9 @@ def test_more_ranks_than_kv_heads_or_than_heads_divide_answer_as_one(
 
 PACKED = [
     *((name, "int8") for name in ("llama", "gpt2", "bloom", "gemma2", "qwen2_moe", "bert", "cohere2_moe")),
-    *((name, quant) for name in ("llama", "gpt2", "qwen2_moe") for quant in ("fp8", "fp6")),
+    *((name, "fp8") for name in ("llama", "gpt2", "qwen2_moe")),
+    # With groups, no mixture whose experts are narrower than one for each rank: see docs/parallel.md.
+    *((name, "fp6") for name in ("llama", "gpt2", "mixtral", "gpt_oss")),
     *((name, "int4") for name in ("bloom six heads, residual after the norm", "t5", "mixtral", "gpt_oss")),
 ]
 

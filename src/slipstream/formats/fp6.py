@@ -16,11 +16,11 @@ plane 2   scale of group 0, 1, ...       not negative, 0 for a group of zeros   
 plane 3   row[0] row[1] ...                                                         float32 `(..., O)`
 
 The row's multiplier is that of int4, see `row_multiplier`. The largest magnitude of a group becomes 7.5, 7,
-6.5 or 6 (e2m3), or 28, 24, 20 or 16 (e3m2), whichever makes the squared error of the group least: against 7.5
-alone it falls by a sixth. No weight is off by more than 1/24 of the largest magnitude of its group (e2m3), or
-1/10 (e3m2), and 2^-11 of itself for rounding by way of float16. Where a group is so much smaller than others
-of its row that its scale is no normal float16, it is 2^-11 (e2m3) or 2^-10 (e3m2) of the row's largest
-magnitude.
+6.5, 6, 5.5 or 5 (e2m3), or 28, 24, 20 or 16 (e3m2), whichever makes the squared error of the group least:
+against 7.5 alone it falls by a sixth. No weight is off by more than 1/20 of its group's largest magnitude
+(e2m3), or 1/10 (e3m2), and 2^-11 of itself for rounding by way of float16. Where a group is so much smaller
+than others of its row that its scale is no normal float16, it is 2^-11 (e2m3) or 2^-10 (e3m2) of the row's
+largest magnitude.
 
 Source: formats: OCP Microscaling Formats 1.0, section 5.3.2; the split in 4 + 2 bits: Xia et al. 2024
 (arXiv 2401.14112), section 5.2, with another order of the weights.
@@ -106,5 +106,5 @@ def _format(name: str, kind: MiniFloat, targets: tuple[float, ...], *, error: fl
     )
 
 
-FP6 = _format("fp6", _E2M3, (7.5, 7.0, 6.5, 6.0), error=0.0422, floor=2.0**-11)
+FP6 = _format("fp6", _E2M3, (7.5, 7.0, 6.5, 6.0, 5.5, 5.0), error=0.0506, floor=2.0**-11)
 FP6_E3M2 = _format("fp6-e3m2", _E3M2, (28.0, 24.0, 20.0, 16.0), error=0.1006, floor=2.0**-10)

@@ -19,7 +19,7 @@ struct Rounding {
     uint16_t largest;
     float factor;
     int num_targets;
-    float targets[4];
+    float targets[6];
 };
 
 inline Rounding rounding_of(int32_t format) {
@@ -27,7 +27,7 @@ inline Rounding rounding_of(int32_t format) {
     case kFp8:
         return {7, 7, 0x7e, 1.0f / 256, 4, {448.0f, 384.0f, 320.0f, 256.0f}};
     case kFp6E2m3:
-        return {7, 5, 31, 1.0f / 16384, 4, {7.5f, 7.0f, 6.5f, 6.0f}};
+        return {7, 5, 31, 1.0f / 16384, 6, {7.5f, 7.0f, 6.5f, 6.0f, 5.5f, 5.0f}};
     case kFp6E3m2:
         return {8, 5, 31, 1.0f / 4096, 4, {28.0f, 24.0f, 20.0f, 16.0f}};
     default:
