@@ -284,7 +284,7 @@ def _exactly(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], blind: T
     """The same in float32, with the scores written out."""
     mask = given["mask"]
     if given["causal"]:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[None, None]
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
     wide = (t.float() for t in (q, k, v))
     out = scores_to_output(*wide, mask=mask, scale=given["scale"], softcap=None, sinks=None).transpose(1, 2)
     return out if blind is None else out.masked_fill(blind, 0)

@@ -143,7 +143,7 @@ def find_attention(
         return {}, {} if hint is None else {hint: "its layer cannot be called on random input to prove it"}
     twin = copy.deepcopy(found.layer)
     convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
-    like = torch.empty(0, dtype=settings.dtype)
+    like = torch.empty(0, dtype=settings.dtype, device="cpu")
     heard = _Heard()
     try:
         _listen(twin, calls, bound, like, heard)

@@ -287,7 +287,7 @@ def _view(scores: Any, *sizes: Any) -> Scores | None:
     if pending.made is not None or not all(isinstance(size, int) for size in wanted):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        wanted = tuple(torch.empty(shape, device="meta").view(*wanted).shape)
+        wanted = tuple(torch.empty(shape, dtype=torch.float32, device="meta").view(*wanted).shape)
     batch, heads = pending.q.shape[:2]
     if wanted == shape or wanted in ((batch, heads, *shape[-2:]), (batch * heads, *shape[-2:])):
         return Scores.of(pending, wanted)
