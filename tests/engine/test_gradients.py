@@ -62,6 +62,11 @@ def made(build: Any) -> nn.Module:
     return model
 
 
+def packed(model: nn.Module) -> slipstream.InferenceEngine:
+    quant = {"weight": {"enabled": True, "num_bits": 8}}
+    return slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True, quant=quant)
+
+
 def states(build: Any) -> dict[str, Tensor]:
     """What a model reads instead of tokens, which have no gradient."""
     generator = torch.Generator().manual_seed(1)
@@ -118,10 +123,7 @@ def test_parameters_that_are_asked_have_the_gradients_of_the_original(build: Any
 def test_packed_weights_give_inputs_the_gradients_of_what_they_stand_for(build: Any) -> None:
     model = made(build)
     unpacked = copy.deepcopy(model)
-    quant = {"weight": {"enabled": True, "num_bits": 8}}
-    engine = slipstream.init_inference(
-        model, dtype=torch.float32, replace_with_kernel_inject=True, quant=quant
-    )
+    engine = packed(model)
     unpacked.load_state_dict(engine.module.state_dict())
     for got, expected in zip(of_inputs(engine.module, build), of_inputs(unpacked, build), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
@@ -129,10 +131,7 @@ def test_packed_weights_give_inputs_the_gradients_of_what_they_stand_for(build: 
 
 @pytest.mark.parametrize("build", [_llama, _bert])
 def test_packed_parameters_refuse_to_be_trained(build: Any) -> None:
-    quant = {"weight": {"enabled": True, "num_bits": 8}}
-    engine = slipstream.init_inference(
-        made(build), dtype=torch.float32, replace_with_kernel_inject=True, quant=quant
-    )
+    engine = packed(made(build))
     engine.module.requires_grad_(True)
     with pytest.raises(slipstream.UnsupportedError, match=r"requires a gradient, .*refresh_weights"):
         loss(engine.module, states(build))
@@ -161,10 +160,7 @@ def test_packed_linears_of_an_unknown_layer_pass_gradients_on() -> None:
 
     model = made(Model)
     unpacked = copy.deepcopy(model)
-    quant = {"weight": {"enabled": True, "num_bits": 8}}
-    engine = slipstream.init_inference(
-        model, dtype=torch.float32, replace_with_kernel_inject=True, quant=quant
-    )
+    engine = packed(model)
     unpacked.load_state_dict(engine.module.state_dict())
     grads = []
     for one in (engine.module, unpacked):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,7 @@ from slipstream.model.layers import Found
 from slipstream.model.probe import guessed_runs
 from slipstream.model.proof import Proven
 from slipstream.model.scores import Pending, Scores
+from slipstream.model.values import tensors_in
 from slipstream.ops.bind import Bound
 
 __all__ = ["calls_of", "find_attention"]
@@ -198,7 +199,7 @@ def _listen(
         mode = _Listening(Attends(bound.run, always=True), heard)
         with torch.no_grad(), left_as_it_was(layer), _stacked(layer, heard), mode:
             output = layer.forward(*args, **kwargs)
-        if next(_scores_in(output), None) is not None:
+        if any(isinstance(tensor, Scores) for tensor in tensors_in(output)):
             heard.leaks.add("")
         if mode.attends.refused:
             raise ValueError(mode.attends.refused)
@@ -226,18 +227,8 @@ def _enter(heard: _Heard, path: str, module: nn.Module, args: Any) -> None:
 
 def _leave(heard: _Heard, path: str, module: nn.Module, args: Any, output: Any) -> None:
     heard.stack.pop()
-    if next(_scores_in(output), None) is not None:
+    if any(isinstance(tensor, Scores) for tensor in tensors_in(output)):
         heard.leaks.add(path)
-
-
-def _scores_in(value: Any) -> Iterator[Scores]:
-    if isinstance(value, Scores):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _scores_in(one)
-    elif isinstance(value, Mapping):
-        yield from _scores_in(tuple(value.values()))
 
 
 def _in_float32(layer: nn.Module) -> Any:

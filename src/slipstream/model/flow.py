@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slipstream.model.check import MODEL_ERRORS, RecordedCall, left_as_it_was
+from slipstream.model.values import tensors_in
 
 __all__ = ["Branch", "Flow", "branches_of", "is_matrix", "matrix_dims", "watch_flow"]
 
@@ -133,13 +134,13 @@ class _Follow(TorchFunctionMode):
 
     def of(self, value: Any) -> Tags:
         tags: Tags = frozenset()
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             found = self._tags.get(id(tensor))
             tags |= found[1] if found is not None else frozenset()
         return tags
 
     def mark(self, value: Any, tags: Tags) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             if tensor.is_floating_point():
                 self._tags[id(tensor)] = (tensor, tags)  # held, so that no other tensor gets its id
 
@@ -154,16 +155,6 @@ class _Follow(TorchFunctionMode):
             in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
             self.mark((args[0], output) if in_place and args else output, tags)
         return output
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def watch_flow(layer: nn.Module, calls: Sequence[RecordedCall]) -> Flow:

@@ -30,6 +30,7 @@ from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
 from slipstream.model.links import Link, all_hold, link, relink, restored
 from slipstream.model.namesake import namesake
 from slipstream.model.own import run_own
+from slipstream.model.values import tensors_in
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
 from slipstream.weights.load import restore_block
@@ -228,13 +229,7 @@ def _records(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             "gradient, and its values lie in a fused block in another layout; train the model itself and "
             "hand its weights to engine.refresh_weights, or leave requires_grad False: inputs have gradients"
         )
-    return bool(asked) or _needs_gradient((*args, *kwargs.values()))
-
-
-def _needs_gradient(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(_needs_gradient(one) for one in value)
-    return isinstance(value, Tensor) and value.requires_grad
+    return bool(asked) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
 def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | None) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError
 from slipstream.model.check import MODEL_ERRORS, TOLERANCE, RecordedCall, bring, real_rows
 from slipstream.model.split import LayerSplit, cut_tensors, join_ranks
+from slipstream.model.values import tensors_in
 from slipstream.parallel.rehearse import Peers, rehearse
 
 __all__ = ["Stage"]
@@ -96,7 +97,7 @@ def _play(layer: nn.Module, given: Sequence[Any], *, chained: bool) -> list[list
         if chained:
             _hand_over(before, caches)
         marks = [[_mark(entry) for entry in cache.layers] for cache in caches]
-        answers.append(list(_tensors(layer(*args, **kwargs))))
+        answers.append(list(tensors_in(layer(*args, **kwargs))))
         before = [
             {i: e for i, e in enumerate(cache.layers) if i >= len(mark) or _mark(e) != mark[i]}
             for cache, mark in zip(caches, marks, strict=True)
@@ -127,11 +128,3 @@ def _mark(entry: Any) -> list[int]:
 def _holds(entry: Any) -> bool:
     states = (value for value in vars(entry).values() if isinstance(value, Tensor))
     return any(value.dim() > 2 and value.numel() for value in states)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list):
-        for part in output:
-            yield from _tensors(part)
