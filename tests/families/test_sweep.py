@@ -58,7 +58,9 @@ def test_family_answers_like_the_original(
     assert row.greedy in ("identical", "-")
     if refuse("avx2") is None and not _is_pair(variant[1]):
         # Gemma hands causal masks to layers that are not causal: they are no padding.
-        apart = variant[0].name in APART or label(variant).startswith(("falcon rw", "gemma bidirectional"))
+        apart = variant[0].name in APART or label(variant).startswith(
+            ("falcon rw", "gemma bidirectional", "gemma2 bidirectional")
+        )
         between = variant[0].name == "yolos"  # adds positions to the states between its layers
         if row.calls != "refused":
             assert ("+" in row.calls) == between and (row.calls == "-") == apart, row.calls

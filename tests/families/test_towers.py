@@ -12,7 +12,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.model.inject import injected_state, is_injected
-from tests.helpers.models import roads
+from tests.helpers.models import blocks_that_run, roads
 
 TOLERANCE = 1e-4
 """The promise for float32."""
@@ -85,6 +85,21 @@ def test_both_towers_are_fused_and_agree_on_pairs(prefix: str, more: dict[str, A
     levels = {layer.family: layer.level for layer in engine.report().layers}
     assert set(levels.values()) == {"block"}, str(engine.report())
     assert len(levels) in (1, 2)
+
+
+def test_a_pooler_of_the_last_position_reads_it_where_it_is_padding() -> None:
+    config = transformers.SiglipConfig(text_config=_TEXT, vision_config=_PICTURE)
+    original = _grown(config, "SiglipModel")
+    engine = _injected(original)
+    ids = torch.randint(3, 128, (3, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    mask[2, 1:] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad(), blocks_that_run() as ran:
+        expected, got = (model.text_model(**given).pooler_output for model in (original, engine.module))
+    assert len(ran.calls) == 1, "its layers did not run in one call, so nothing was left out"
+    _agree(expected, got)
 
 
 _LANGUAGE: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "head_dim": 16}
@@ -177,6 +192,23 @@ def test_a_language_model_that_sees_is_fused_whole_and_goes_on_seeing(prefix: st
     assert torch.equal(original.generate(**given, **options), engine.generate(**given, **options))
 
 
+def test_paligemma_2_is_fused_whole_with_the_windows_and_caps_of_its_language_model() -> None:
+    caps = {"sliding_window": 9, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+    config = _paligemma()
+    config.text_config = transformers.Gemma2Config(
+        **_LANGUAGE, **caps, query_pre_attn_scalar=20, use_bidirectional_attention=True
+    )
+    original = _grown(config, "PaliGemmaForConditionalGeneration")
+    engine = _injected(original)
+    assert engine.report().level == "block", str(engine.report())
+    given = _asked("PaliGemma")
+    with torch.no_grad():
+        rows = given["attention_mask"].bool()
+        _agree(original(**given).logits[rows], engine(**given).logits[rows])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(original.generate(**given, **options), engine.generate(**given, **options))
+
+
 _QWEN_TEXT: dict[str, Any] = {
     **_LANGUAGE,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
@@ -233,6 +265,17 @@ def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> No
     assert {layer.level for layer in of_text} == {"block"}, str(engine.report())
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(original.generate(**given, **options), engine.generate(**given, **options))
+
+
+def test_a_window_that_a_config_names_and_the_model_does_not_know_is_none() -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
+    config = transformers.Qwen3VLTextConfig(**_QWEN_TEXT, **windows)
+    original = _grown(config, "Qwen3VLTextModel")
+    engine = _injected(original)
+    assert engine.report().level == "block", str(engine.report())
+    ids = torch.randint(3, 90, (1, 14), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        _agree(original(ids).last_hidden_state, engine(ids).last_hidden_state)
 
 
 def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees() -> None:

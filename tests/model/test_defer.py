@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -57,14 +58,14 @@ def test_real_positions_and_the_pooler_are_the_originals(bert: Pair, names: tupl
     assert both(bert, padded(*names)) == [3]
 
 
-def test_padded_positions_are_zeros_but_for_the_first(bert: Pair) -> None:
+def test_padded_positions_are_zeros_but_for_a_row_s_first_and_last(bert: Pair) -> None:
     inputs = padded("left", "right")
     with torch.no_grad():
         expected = bert.original(**inputs).last_hidden_state
     got = bert.engine(**inputs).last_hidden_state
-    close(expected[:, 0], got[:, 0])
+    close(expected[:, [0, -1]], got[:, [0, -1]])
     mask = inputs["attention_mask"].bool()
-    mask[:, 0] = True
+    mask[:, [0, -1]] = True
     assert type(got) is Tensor and not got[~mask].any()
 
 
@@ -383,13 +384,16 @@ def test_a_mask_that_weighs_keys_is_no_padding(value: float) -> None:
     assert real_tokens(mask, SPEC, 1, LENGTH) is False
 
 
-def test_rows_are_packed_with_their_first_tokens_last() -> None:
+def test_rows_are_packed_with_what_poolers_read_behind_them() -> None:
     real = torch.tensor([MASKS["left"], MASKS["right"]]).bool()
-    rows = pack(real, 2, LENGTH, causal=False)
+    rows = pack(real, 2, LENGTH, specs=(SPEC,))
     assert rows.index is not None
-    assert rows.index.tolist() == [4, 5, 6, 7, 8, 0, 9, 10, 11, 12, 13, 14]
-    assert rows.packed.query_starts.tolist() == [0, 6, 12] and rows.packed.kv_lens.tolist() == [5, 6]
-    assert pack(real, 2, LENGTH, causal=True).packed.query_starts.tolist() == [0, 5, 11]
-    whole = pack(real, 2, LENGTH, causal=False, drops=False)
+    assert rows.index.tolist() == [4, 5, 6, 7, 8, 0, 9, 10, 11, 12, 13, 14, 17]
+    assert rows.packed.query_starts.tolist() == [0, 6, 13] and rows.packed.kv_lens.tolist() == [5, 6]
+    narrow = pack(real, 2, LENGTH, specs=(SPEC, dataclasses.replace(SPEC, window=4)))
+    assert narrow.packed.query_starts.tolist() == [0, 6, 12]
+    causal = pack(real, 2, LENGTH, specs=(dataclasses.replace(SPEC, causal=True),))
+    assert causal.packed.query_starts.tolist() == [0, 5, 11]
+    whole = pack(real, 2, LENGTH, specs=(SPEC,), drops=False)
     assert whole.index is not None and whole.packed.kv_lens.tolist() == [5, 6]
     assert whole.index.tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 3, *range(9, 18)]

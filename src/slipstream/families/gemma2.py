@@ -14,7 +14,13 @@ def _norm(config: Config) -> Norm:
     return Norm("rms", config.rms_norm_eps, offset=1.0)
 
 
+def _bidirectional(config: Config) -> bool:
+    return bool(getattr(config, "use_bidirectional_attention", False))
+
+
 def _spec(config: Config, index: int) -> BlockSpec:
+    # PaliGemma 2 hands the masks over, windows and all, which let the prompt see itself whole.
+    whole: dict[str, Any] = {"causal": False, "window": None} if _bidirectional(config) else {}
     # Releases of transformers that run this model under "sdpa" leave the cap of the scores out there.
     return llama_windowed(
         config,
@@ -23,10 +29,13 @@ def _spec(config: Config, index: int) -> BlockSpec:
         activation=config.hidden_activation,
         scale=config.query_pre_attn_scalar**-0.5,
         softcap=None if config._attn_implementation == "sdpa" else config.attn_logit_softcapping,
+        **whole,
     )
 
 
-def _frame(config: Config) -> FrameSpec:
+def _frame(config: Config) -> FrameSpec | None:
+    if _bidirectional(config):
+        return None
     return llama_frame(
         config,
         norm=_norm(config),
@@ -34,10 +43,6 @@ def _frame(config: Config) -> FrameSpec:
         embed_scale_rounded=True,
         logit_softcap=config.final_logit_softcapping,
     )
-
-
-def _refuse(config: Config) -> str | None:
-    return "bidirectional attention" if getattr(config, "use_bidirectional_attention", False) else None
 
 
 _TINY: dict[str, Any] = {"head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 20}
@@ -52,7 +57,6 @@ FAMILIES = (
         spec=_spec,
         recipes=SANDWICH_RECIPES,
         frame=_frame,
-        refuse=_refuse,
         tiny=(
             tiny("Gemma2ForCausalLM", "Gemma2Config", **_TINY, **_CAPS),
             tiny(
@@ -70,6 +74,14 @@ FAMILIES = (
                 attention_bias=True,
                 **_TINY,
                 **_NO_CAPS,
+            ),
+            tiny(
+                "Gemma2ForCausalLM",
+                "Gemma2Config",
+                label="bidirectional",
+                use_bidirectional_attention=True,
+                **_TINY,
+                **_CAPS,
             ),
         ),
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slipstream.families.common import LLAMA_RECIPES, QK_NORMS, llama_frame, llama_windowed, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, Norm, QKNorm
@@ -13,10 +15,16 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_windowed(config, index, qk_norm=QKNorm(Norm("rms", config.rms_norm_eps)))
 
 
+def _seeing(config: Config, index: int) -> BlockSpec:
+    # Qwen3-VL's text knows no windows, whatever its config says of them.
+    return replace(_spec(config, index), window=None)
+
+
 FAMILY = Family(
     name="qwen3",
     layers=("Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"),
     spec=_spec,
+    specs={"Qwen3VLTextDecoderLayer": _seeing},
     recipes={**LLAMA_RECIPES, **QK_NORMS},
     frame=llama_frame,
     tiny=(

@@ -30,7 +30,6 @@ from slipstream.model.check import (
     bring,
     call_alone,
     compare,
-    left_as_it_was,
     record_calls,
 )
 from slipstream.model.convert import convert
@@ -39,6 +38,7 @@ from slipstream.model.layers import Found
 from slipstream.model.probe import guessed_runs
 from slipstream.model.proof import Proven
 from slipstream.model.scores import Pending, Scores
+from slipstream.model.untouched import left_as_it_was
 from slipstream.model.values import tensors_in
 from slipstream.ops.bind import Bound
 

@@ -155,7 +155,8 @@ class Chain:
             )
         steps = self.steps[:count]
         batch, length, width = self.x.shape
-        rows = pack(self.real, batch, length, causal=steps[0][0].spec.causal, drops=self.drops)
+        specs = (step[0].spec for step in steps)
+        rows = pack(self.real, batch, length, specs=specs, drops=self.drops)
         x = self.x.reshape(batch * length, width)
         entering = x if rows.index is None else x[rows.index]
         packed, tables = _turned(rows, self.tables, batch, length)

@@ -12,8 +12,7 @@ import copy
 import inspect
 import math
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError
 from slipstream.model.layers import Found
 from slipstream.model.probe import BATCH, LENGTH, PADDING, runs_of
+from slipstream.model.untouched import left_as_it_was
 from slipstream.parallel.shard import Share
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "bring",
     "call_alone",
     "compare",
-    "left_as_it_was",
     "real_rows",
     "record_calls",
     "run_part",
@@ -116,28 +115,6 @@ def record_calls(
         for handle in handles:
             handle.remove()
     return calls
-
-
-@contextmanager
-def left_as_it_was(root: nn.Module) -> Iterator[None]:
-    """Undo what a forward sets in its modules: a dynamic rotary module keeps the longest length it saw.
-
-    transformers puts hooks on parts whose outputs are asked for, and would do so again.
-    """
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in root.modules()]
-    hooks = [(module._forward_hooks, dict(module._forward_hooks)) for module in root.modules()]
-    try:
-        yield
-    finally:
-        for module, own, buffers in before:
-            for name in vars(module).keys() - own.keys():
-                del vars(module)[name]
-            vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for now, then in hooks:
-            now.clear()
-            now.update(then)
 
 
 def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.check import MODEL_ERRORS, TOLERANCE, left_as_it_was
+from slipstream.model.check import MODEL_ERRORS, TOLERANCE
 from slipstream.model.frame import Frame
 from slipstream.model.fuse import Verdict
 from slipstream.model.layers import Found
+from slipstream.model.untouched import left_as_it_was
 from slipstream.ops.rope import both_tables, half_tables
 
 __all__ = ["check_frame"]

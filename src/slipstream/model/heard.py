@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.check import MODEL_ERRORS, left_as_it_was
+from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.layers import Found
 from slipstream.model.probe import runs_of
 from slipstream.model.proof import Heard
+from slipstream.model.untouched import left_as_it_was
 
 __all__ = ["heard_by"]
 

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, T packed tokens.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ def real_tokens(
         spec: Says what the layer sees where nothing is padded.
         batch: B.
         length: S.
-        drops: Nobody reads what leaves padded positions, but for the first of a row.
+        drops: Nobody reads what leaves padded positions, but for those that poolers read.
 
     Returns:
         `(B, S)` bool; None where all of them are; False where the mask says more than that.
@@ -66,9 +67,7 @@ def real_tokens(
         expected = real[:, None, None, :]
         wrong = visible != (expected if itself is None else expected & itself)
         if drops:
-            rows = real.clone()
-            rows[:, 0] |= not spec.causal
-            wrong &= rows[:, None, :, None]
+            wrong &= (real | _pooled(real, (spec,)))[:, None, :, None]
         if bool(wrong.any()):
             return False
     if bool(real.all()):
@@ -140,7 +139,23 @@ def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
     return bool((starts == 1).all()) and (spec.causal or bool(real[:, 0].all()))
 
 
-def pack(real: Tensor | None, batch: int, length: int, *, causal: bool, drops: bool = True) -> Rows:
+def _pooled(real: Tensor, specs: Iterable[BlockSpec]) -> Tensor:
+    """The places that poolers read whatever is there, `(B, S)` bool: the first of a row, or the last.
+
+    In a causal model padding sees nothing; where distances count, only the first place is as far from the
+    others as it was.
+    """
+    specs = tuple(specs)
+    first = not any(spec.causal for spec in specs)
+    read = torch.zeros_like(real)
+    read[:, 0] = first
+    read[:, -1] |= first and all(spec.window is None and spec.alibi is None for spec in specs)
+    return read
+
+
+def pack(
+    real: Tensor | None, batch: int, length: int, *, specs: Iterable[BlockSpec], drops: bool = True
+) -> Rows:
     """Lay out the real tokens of a batch, and behind those of each row the padded ones that somebody reads.
 
     Padding sees the real tokens, as it does in the padded batch, and nobody sees it; in a causal model it
@@ -150,15 +165,15 @@ def pack(real: Tensor | None, batch: int, length: int, *, causal: bool, drops: b
         real: From `real_tokens`; every row has one.
         batch: B.
         length: S.
-        causal: What comes after a token is hidden from it.
-        drops: Of padding, only the first token of a row is read: poolers read that whatever it is.
+        specs: Of the layers that the tokens run through.
+        drops: Of padding, only what poolers read is computed.
     """
     if real is None:
         return _whole(batch, length)
     lens = real.sum(1)
     read = ~real
     if drops:
-        read[:, int(not causal) :] = False
+        read &= _pooled(real, specs)
     row, column = torch.cat([real, read], dim=1).nonzero(as_tuple=True)
     index = row * length + column % length
     counts = lens + read.sum(1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from slipstream.errors import SlipstreamError
 from slipstream.families.family import Family
 from slipstream.model.chain import Encoder
-from slipstream.model.check import MODEL_ERRORS, TOLERANCE, left_as_it_was
+from slipstream.model.check import MODEL_ERRORS, TOLERANCE
 from slipstream.model.defer import current, is_plain_run
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.layers import Found
@@ -31,6 +31,7 @@ from slipstream.model.namesake import namesake
 from slipstream.model.packed import weight_of
 from slipstream.model.rows import pack
 from slipstream.model.still import Still
+from slipstream.model.untouched import left_as_it_was
 from slipstream.model.watch import (
     asks_for_internals,
     asks_for_states,
@@ -274,9 +275,9 @@ def _places(ids: Tensor, table: Tensor, padding: int | None) -> Tensor | None:
 def _run(whole: _Whole, x: Tensor, real: Tensor | None, *, drops: bool) -> Mapping[str, Any] | None:
     """The answer of the layers and of what follows them."""
     batch, length, width = x.shape
-    rows = pack(real, batch, length, causal=False, drops=drops)
-    flat = x.view(batch * length, width)
     blocks = [injected_state(layer).block for layer in whole.layers]
+    rows = pack(real, batch, length, specs=(block.spec for block in blocks), drops=drops)
+    flat = x.view(batch * length, width)
     left = whole.encoder.encode(blocks, flat if rows.index is None else flat[rows.index], rows.packed, {})
     if left is None:
         return None
