@@ -323,6 +323,57 @@ def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees(
         assert torch.equal(tokens, engine.generate(**given, max_new_tokens=8, **more))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"cross_layer_interval": 2, "qk_layer_norms": True, "alpha_type": "vector"},
+        {"use_resampler": True},
+    ],
+    ids=["every layer", "every second, heads normalised", "resampled"],
+)
+def test_idefics_looks_at_several_pictures_between_fused_layers(more: dict[str, Any]) -> None:
+    config = transformers.IdeficsConfig(
+        **_TEXT,
+        additional_vocab_size=0,
+        alpha_initializer="ones",
+        vision_config={**_PICTURE, "embed_dim": 32},
+        perceiver_config={"resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 2},
+        **more,
+    )
+    original = _grown(config, "IdeficsForVisionText2Text")
+    engine = _injected(original)
+    of_blocks = ("model.layers.", "model.gated_cross_attn_layers.", "model.vision_model.")
+    levels = {layer.level for layer in engine.report().layers if layer.name.startswith(of_blocks)}
+    assert levels == {"block"}, str(engine.report())
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 100, (2, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    seen = torch.ones(2, 9, 2, dtype=torch.long)
+    seen[:, :5, 1] = seen[1, :3] = 0
+    given = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "pixel_values": torch.randn(2, 2, 3, 32, 32, generator=generator),
+        "image_attention_mask": seen,
+    }
+    with torch.no_grad():
+        expected, got = original(**given).logits, engine(**given).logits
+        other = original(**{**given, "pixel_values": given["pixel_values"].flip(0)}).logits
+    _agree(expected[mask.bool()], got[mask.bool()])
+    assert float((expected - other)[mask.bool()].abs().max()) > 1e-2, "the pictures say nothing"
+    passed = [m for m in engine.module.modules() if is_injected(m) and injected_state(m).declined]
+    assert not passed, "layers that are reported as blocks ran their original code"
+    for options in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}):
+        tokens = original.generate(**given, max_new_tokens=8, **options)
+        assert torch.equal(tokens, engine.generate(**given, max_new_tokens=8, **options))
+    few = {**given, "pixel_values": given["pixel_values"][:1], "image_attention_mask": seen[:1]}
+    for model in (original, engine):
+        with pytest.raises(RuntimeError, match="invalid for input of size"), torch.no_grad():
+            model(**few)
+
+
 def test_towers_that_are_no_models_by_themselves_are_fused_where_they_stand() -> None:
     text = transformers.MistralConfig(**_LANGUAGE, sliding_window=None)
     perceiver = {

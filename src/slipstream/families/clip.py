@@ -40,7 +40,7 @@ _PATCHES: dict[str, Any] = {"num_patches": 16}
 FAMILIES = (
     _family(
         "clip",
-        ("CLIPEncoderLayer", "Kosmos2VisionEncoderLayer"),
+        ("CLIPEncoderLayer", "Kosmos2VisionEncoderLayer", "IdeficsVisionEncoderLayer"),
         _seeing("CLIP"),
         _reading("CLIP"),
         spec=_causal_text,

@@ -61,6 +61,11 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
     if width is not None and "cross_attention_states" in takes:
         _add_picture(runs, width, generator, next(root.parameters()))
         width = None
+    if "image_encoder_embeddings" in takes and "perceiver_embeddings" in takes:
+        resampled = bool(getattr(getattr(root, "config", None), "use_resampler", False))
+        name = "perceiver_embeddings" if resampled else "image_encoder_embeddings"
+        _add_encoded(runs, name, width, generator, next(root.parameters()))
+        width = None
     if width is not None and "encoder_hidden_states" in takes:
         _add_states(runs, width, "encoder_attention_mask" in takes, generator, next(root.parameters()))
     if "past_key_values" in takes:
@@ -134,6 +139,23 @@ def _add_picture(
         run |= {"cross_attention_mask": mask, "full_text_row_masked_out_mask": looks}
         if length > 1:  # the next token finds the picture in the cache
             run["cross_attention_states"] = states
+
+
+def _add_encoded(
+    runs: Sequence[dict[str, Any]], name: str, width: int | None, generator: torch.Generator, like: Tensor
+) -> None:
+    """Give each run two encoded pictures, as IDEFICS takes them: the first token sees none, the last both."""
+    if width is None:
+        return
+    shape = (BATCH, 2, _STATES, width)
+    states = torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+    for run in runs:
+        length = run["input_ids"].shape[1]
+        seen = torch.ones(BATCH, length, 2, dtype=torch.long, device=like.device)
+        seen[:, :-1, 1] = 0
+        if length > 1:
+            seen[:, 0] = 0
+        run |= {name: states, "image_attention_mask": seen}
 
 
 def _cache(root: nn.Module, *, crosses: bool) -> Any:
