@@ -29,6 +29,7 @@ EXAMPLES: dict[str, Any] = {
     "tensor_parallel.tp_grain_size": 32,
     "tensor_parallel.mpu": GROUP,
     "tensor_parallel.tp_group": GROUP,
+    "tensor_parallel.step_timeout": 120,
     "enable_cuda_graph": True,
     "use_triton": True,
     "triton_autotune": True,

@@ -70,8 +70,7 @@ def test_more_ranks_than_kv_heads_or_than_heads_divide_answer_as_one(
 PACKED = [
     *((name, "int8") for name in ("llama", "gpt2", "bloom", "gemma2", "qwen2_moe", "bert", "cohere2_moe")),
     *((name, "fp8") for name in ("llama", "gpt2", "qwen2_moe")),
-    # With groups, no mixture whose experts are narrower than one for each rank: see docs/parallel.md.
-    *((name, "fp6") for name in ("llama", "gpt2", "mixtral", "gpt_oss")),
+    *((name, "fp6") for name in ("llama", "gpt2", "mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe")),
     *((name, "int4") for name in ("bloom six heads, residual after the norm", "t5", "mixtral", "gpt_oss")),
 ]
 
@@ -86,6 +85,21 @@ def test_packed_weights_are_those_of_one_process(pool: Pool, name: str, quant: s
 def test_ranks_share_groups_that_their_heads_or_units_end_within(pool: Pool, quant: str) -> None:
     settings = {**INJECTED, "quant": quant}
     hold(results(pool.run("tests.parallel.jobs:sweep", named("llama"), 3, settings, ranks=3)))
+
+
+@pytest.mark.parametrize(("name", "size"), [("mixtral", 4), ("qwen2_moe", 3)])
+def test_experts_narrower_than_a_group_for_each_rank_are_dealt_out_whole(
+    pool: Pool, name: str, size: int
+) -> None:
+    settings = {**INJECTED, "quant": "int4"}
+    hold(results(pool.run("tests.parallel.jobs:sweep", named(name), size, settings, ranks=size)))
+    texts = [
+        row["text"]
+        for row in results(pool.run("tests.parallel.jobs:report", named(name), size, settings, ranks=size))
+    ]
+    for rank, text in enumerate(texts):
+        assert f"experts are spread over {size} places (they are narrower than a group" in text
+        assert f"and this is number {rank}" in text
 
 
 def hold(rows: list[dict[str, Any]], level: str = "block") -> None:

@@ -14,20 +14,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 SCRIPT = """
-import os, signal, sys, torch, slipstream
+import os, signal, sys, time, torch, slipstream
 from tests.helpers.models import make
 torch.set_num_threads(1)
-rank, dies = int(os.environ["RANK"]), sys.argv[1] == "dies"
+rank, mode = int(os.environ["RANK"]), sys.argv[1]
 model = make("llama")
 ids = torch.tensor([[5, 6, 7, 8]])
 expected = model.generate(ids, max_new_tokens=6, do_sample=False)
 engine = slipstream.init_inference(
-    model, dtype=torch.float32, tensor_parallel={"tp_size": 2}, replace_with_kernel_inject=True
+    model, dtype=torch.float32, replace_with_kernel_inject=True,
+    tensor_parallel={"tp_size": 2, "step_timeout": 3 if mode == "hangs" else 35},
 )
 class Dies:
     def __call__(self, ids, scores):
-        if dies and rank == 1 and ids.shape[1] > 6:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and ids.shape[1] > 6 and mode != "lives":
+            open(os.path.join(os.path.dirname(__file__), "stopped1"), "w").close()
+            if mode == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
         return scores
 from transformers import LogitsProcessorList
 got = engine.generate(ids, max_new_tokens=6, do_sample=False, logits_processor=LogitsProcessorList([Dies()]))
@@ -58,30 +62,38 @@ def test_two_processes_of_torchrun_answer_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a process is killed by a signal")
-def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "seconds"), [("dies", 60), ("hangs", 30)])
+def test_a_rank_that_dies_or_hangs_ends_the_other_with_an_error(
+    tmp_path: Path, mode: str, seconds: int
+) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
     # Two processes without a launcher, which would end the other by itself, made by the server that the pool
     # of ranks starts, too, and that has imported everything.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.parallel.jobs"])
-    ranks = [context.Process(target=_alone, args=(rank, str(tmp_path), str(script))) for rank in range(2)]
+    ranks = [context.Process(target=_alone, args=(rank, tmp_path, script, mode)) for rank in range(2)]
     for process in ranks:
         process.start()
-    ranks[1].join(150)
+    stopped = tmp_path / "stopped1"
+    patience = time.monotonic() + 150
+    while not stopped.exists() and time.monotonic() < patience:
+        time.sleep(0.1)
     start = time.monotonic()
-    ranks[0].join(60)
-    assert time.monotonic() - start < 60
-    assert ranks[1].exitcode == -9
+    ranks[0].join(seconds)
+    assert time.monotonic() - start < seconds
+    ranks[1].kill()
+    ranks[1].join(10)
     assert ranks[0].exitcode not in (0, None)
     errors = (tmp_path / "errors0").read_text()
     assert "DeviceError: rank 0 lost the ranks that it shares the model with (0, 1)" in errors
+    assert "no answer from rank 1" in errors
 
 
-def _alone(rank: int, folder: str, script: str) -> None:
+def _alone(rank: int, folder: Path, script: Path, mode: str) -> None:
     """One of two processes that nobody watches over."""
     os.environ["RANK"] = str(rank)
-    os.dup2(os.open(f"{folder}/errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(folder / f"errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    sys.argv = [script, "dies"]
-    runpy.run_path(script, run_name="__main__")
+    sys.argv = [str(script), mode]
+    runpy.run_path(str(script), run_name="__main__")

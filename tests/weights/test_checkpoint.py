@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -303,6 +304,11 @@ def index_elsewhere(folder: Path, state: dict[str, Any]) -> Path:
     return folder / "inner"
 
 
+def bare(folder: Path, state: dict[str, Any]) -> Path:
+    (folder / "w.bin").write_bytes(pickle.dumps(Intruder(), protocol=2))
+    return folder / "w.bin"
+
+
 NORM = "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 BAD: dict[str, tuple[Callable[[Path, dict[str, Any]], Any], str]] = {
@@ -317,7 +323,11 @@ BAD: dict[str, tuple[Callable[[Path, dict[str, Any]], Any], str]] = {
     ),
     "a NaN": (spoil(lambda s: s[UP].view(-1)[7].fill_(torch.nan)), r"w\.bin: .*up_proj.weight holds NaN"),
     "integers": (spoil(lambda s: s.update({UP: s[UP].to(torch.int8)})), "is torch.int8, and the model's"),
-    "code in a pickle": (spoil(lambda s: s.update(code=Intruder())), "would run its code"),
+    "code in a pickle": (
+        spoil(lambda s: s.update(code=Intruder())),
+        r"w\.bin holds more than tensors \(\S+\), and unpickling it would run its code: none of it was run",
+    ),
+    "a bare pickle": (bare, r"w\.bin holds more than tensors \(\S+\), and"),
     "no tensors": (spoil(lambda s: s.clear()), "holds no tensors"),
     "a path outside of the folder": (elsewhere, r"names \.\./w\.bin, which is outside of"),
     "an index that leads elsewhere": (index_elsewhere, "which is outside of"),
@@ -348,7 +358,7 @@ def test_a_bad_checkpoint_is_refused_and_the_model_is_as_it_was(
         slipstream.init_inference(
             target, dtype=torch.float32, checkpoint=place, replace_with_kernel_inject=True
         )
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(refusal.value) and "weights_only" not in str(refusal.value)
     for name, parameter in target.named_parameters():
         own, values = before[name]
         assert parameter is own and parameter.is_meta is (not live)

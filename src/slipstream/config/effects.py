@@ -136,6 +136,11 @@ _PARALLEL = {
     "tensor_parallel.mpu": _acts(
         "Its get_tensor_model_parallel_group(), or get_model_parallel_group(), is the group that is used."
     ),
+    "tensor_parallel.step_timeout": _acts(
+        "A rank that hangs for longer, or a network that loses what is sent, ends the others with an "
+        "error, where experts are spread as well. A process that ended is noticed at once. Groups that you "
+        "made keep the timeout that they were made with."
+    ),
     "tensor_parallel.tp_group": _acts(
         "Layers are split over this group instead of one made for the engine; tp_size may be left out."
     ),

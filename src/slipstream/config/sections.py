@@ -22,6 +22,9 @@ class TensorParallelConfig(Section):
         default=None, description="an object that knows the model-parallel group, as Megatron has one"
     )
     tp_group: Any = Field(default=None, description="a torch.distributed process group to split over")
+    step_timeout: Count = Field(
+        default=35, description="seconds that a rank waits for the others within a step"
+    )
 
     @model_validator(mode="after")
     def _enabled_agrees(self) -> TensorParallelConfig:

@@ -156,7 +156,7 @@ def split_or_pack(
     """
     mesh = settings.mesh
     here = f"rank {mesh.replica.ranks[mesh.replica.rank]}"
-    spread = [f"{here}: {_place_of_experts(mesh)}"] if mesh.expert_places > 1 else []
+    spread = [f"{here}: {place}" for place in _places_of_experts(mesh, model)]
     if mesh.tp.size == 1:
         return tuple(pack_outside(model, plans, settings.filling)), spread
     rows, notes = split_vocabulary(model, plans, settings.bind(None).linear, mesh.tp, settings.filling)
@@ -164,11 +164,15 @@ def split_or_pack(
     return tuple(rows), [first, *spread, *notes]
 
 
-def _place_of_experts(mesh: Mesh) -> str:
-    split = f", each split over {mesh.slices} ranks" if mesh.slices > 1 else ""
-    return (
-        f"experts are spread over {mesh.expert_places} places{split}, and this is number {mesh.expert_place}"
-    )
+def _places_of_experts(mesh: Mesh, model: nn.Module) -> Iterator[str]:
+    """Where the experts are, if ranks have whole ones."""
+    own = next((block.share.mesh for block, _ in _hosts(model) if block.share is not None), None)
+    if own is None:
+        return
+    split = f", each split over {own.slices} ranks" if own.slices > 1 else ""
+    why = "" if own is mesh else " (they are narrower than a group of the weight format for each rank)"
+    place = f"and this is number {own.expert_place}"
+    yield f"experts are spread over {own.expert_places} places{split}{why}, {place}"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Shapes: T packed tokens, C hidden, H heads, D head dim.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import DeviceError
-from slipstream.parallel.mesh import STEP_TIMEOUT, Axis
+from slipstream.parallel.mesh import Axis
 from slipstream.spec import Norm
 
 __all__ = [
@@ -31,6 +32,13 @@ __all__ = [
 ]
 
 _ROLL_CALL = timedelta(seconds=5)
+_ROLL_CALL_TAG = 7_000
+_CLOSING = 0.2
+"""Seconds between the first connection to a rank that is seen to close and the last."""
+
+_CLOSED = re.compile("closed by peer|reset by peer|Broken pipe")
+"""What gloo says of a rank that is gone; it has another word for connections that it closed itself."""
+
 _ABSENT = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 """What torch's `monitored_barrier` says on its first rank; the others only learn that it gave up."""
 
@@ -56,16 +64,35 @@ def together(axis: Axis, what: str) -> Iterator[None]:
 
 
 def _missing(axis: Axis) -> str:
-    """Which ranks do not answer any more, as far as the first of them can tell."""
-    try:
-        dist.monitored_barrier(axis.control, _ROLL_CALL, wait_all_ranks=True)
-    except (RuntimeError, ValueError) as error:
-        found = _ABSENT.search(str(error))
-        if found is not None:
+    """Which ranks have ended, or, as far as the first of them can tell, do not answer any more."""
+    absent = _ended(axis)
+    if not absent:
+        time.sleep(_CLOSING)
+        absent = _ended(axis)
+    if not absent:
+        try:
+            dist.monitored_barrier(axis.control, _ROLL_CALL, wait_all_ranks=True)
+        except (RuntimeError, ValueError) as error:
+            found = _ABSENT.search(str(error))
             places = dist.get_process_group_ranks(axis.control)
-            absent = ", ".join(str(places[int(place)]) for place in found[1].split(","))
-            return f" (no answer from rank {absent})"
-    return ""
+            absent = [] if found is None else [places[int(place)] for place in found[1].split(",")]
+    return f" (no answer from rank {', '.join(map(str, absent))})" if absent else ""
+
+
+def _ended(axis: Axis) -> list[int]:
+    """Ranks to which the connection is closed, which a send says before it begins.
+
+    Nothing is waited for: to gloo, patience that ends with one rank is the end of the connections to all.
+    """
+    absent = []
+    for rank in axis.ranks[: axis.rank] + axis.ranks[axis.rank + 1 :]:
+        try:
+            dist.isend(
+                torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, axis.control, tag=_ROLL_CALL_TAG
+            )
+        except (RuntimeError, ValueError) as error:
+            absent += [rank] if _CLOSED.search(str(error)) else []
+    return absent
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -87,7 +114,7 @@ def largest(x: Tensor, axis: Axis, what: str) -> Tensor:
     """Overwrite `x`, on the CPU, with the largest of each number over ranks that are within a step."""
     with together(axis, what):
         work = dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.control, async_op=True)
-        work.wait(STEP_TIMEOUT)  # the group itself has the patience of ranks that may still be loading
+        work.wait(axis.patience)  # the group itself has the patience of ranks that may still be loading
     return x
 
 

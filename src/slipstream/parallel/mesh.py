@@ -25,10 +25,6 @@ from slipstream.errors import ConfigError
 
 __all__ = ["ALONE", "Axis", "Mesh", "open_mesh"]
 
-STEP_TIMEOUT = timedelta(seconds=35)
-"""How long a rank waits for the others within a step. A rank that ended is noticed at once, by its closed
-connections; this is for one that hangs, or a network that swallows."""
-
 START_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others at the start of a call: they may still be loading, or idle."""
 
@@ -42,12 +38,15 @@ class Axis:
         rank: Place of this process among them.
         group: Carries what layers compute; None where there is one rank.
         control: Carries what is agreed upon, on the CPU and with a longer patience; None as well.
+        patience: How long a rank waits for the others within a step. One that ended is noticed at once, by
+            its closed connections; this is for one that hangs, or a network that swallows.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     group: Any = None
     control: Any = None
+    patience: timedelta = timedelta(seconds=35)
 
     @property
     def size(self) -> int:
@@ -130,6 +129,7 @@ def open_mesh(config: InferenceConfig) -> Mesh:
     if tensor.tp_size == 1 and experts.ep_size == 1 and given is None and experts.ep_group is None:
         return _with_slices(ALONE, experts.ep_mp_group)
     _begin(config)
+    patience = timedelta(seconds=tensor.step_timeout)
     if given is not None or experts.ep_group is not None:
         return _of_given(config, given)
     tp, ep, world = tensor.tp_size, experts.ep_size, dist.get_world_size()
@@ -144,7 +144,8 @@ def open_mesh(config: InferenceConfig) -> Mesh:
     rows = [tuple(block[start : start + tp]) for block in blocks for start in range(0, whole, tp)]
     columns = [tuple(block[start::tp]) for block in blocks for start in range(tp)]
     replicas = [tuple(block) for block in blocks]
-    mesh = Mesh(_axis_of(rows), _axis_of(columns), _axis_of(replicas), ep * tp // whole)
+    tensor_axis, expert_axis, replica = (_axis_of(parts, patience) for parts in (rows, columns, replicas))
+    mesh = Mesh(tensor_axis, expert_axis, replica, ep * tp // whole)
     return _with_slices(mesh, experts.ep_mp_group)
 
 
@@ -201,8 +202,9 @@ def _begin(config: InferenceConfig) -> None:
 def _of_given(config: InferenceConfig, group: Any) -> Mesh:
     tp, ep = config.tensor_parallel.tp_size, config.moe.ep_size
     experts = config.moe.ep_group
-    tensor_axis = _checked("tensor_parallel", "tp_size", tp, group)
-    expert_axis = _checked("moe", "ep_size", ep, experts)
+    patience = timedelta(seconds=config.tensor_parallel.step_timeout)
+    tensor_axis = replace(_checked("tensor_parallel", "tp_size", tp, group), patience=patience)
+    expert_axis = replace(_checked("moe", "ep_size", ep, experts), patience=patience)
     if expert_axis.size == 1:
         return _with_slices(Mesh(tensor_axis, expert_axis, tensor_axis), config.moe.ep_mp_group)
     if tensor_axis.size == 1:
@@ -219,7 +221,7 @@ def _of_given(config: InferenceConfig, group: Any) -> Mesh:
         )
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, ranks)  # all processes make the groups of all replicas
-    mesh = Mesh(tensor_axis, expert_axis, _axis_of(sorted(set(every))))
+    mesh = Mesh(tensor_axis, expert_axis, _axis_of(sorted(set(every)), patience))
     return _with_slices(mesh, config.moe.ep_mp_group)
 
 
@@ -264,20 +266,20 @@ def _checked(section: str, key: str, size: int, group: Any) -> Axis:
     return Axis(ranks, ranks.index(dist.get_rank()), group, control)
 
 
-def _axis_of(parts: Sequence[tuple[int, ...]]) -> Axis:
+def _axis_of(parts: Sequence[tuple[int, ...]], patience: timedelta) -> Axis:
     """The part of the world that this process belongs to; all processes make the groups of all parts."""
     rank = dist.get_rank()
     ranks = next(part for part in parts if rank in part)
     if len(ranks) == 1:
         return Axis(ranks)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    group = _made(dist.group.WORLD, tuple(parts), backend, True)
-    return Axis(ranks, ranks.index(rank), group, _made(dist.group.WORLD, tuple(parts), "gloo", False))
+    group = _made(dist.group.WORLD, tuple(parts), backend, patience)
+    control = _made(dist.group.WORLD, tuple(parts), "gloo", START_TIMEOUT)
+    return Axis(ranks, ranks.index(rank), group, control, patience)
 
 
 @functools.cache
-def _made(world: Any, parts: tuple[tuple[int, ...], ...], backend: str, impatient: bool) -> Any:
+def _made(world: Any, parts: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Any:
     """This process's group of several; engines of one world share it, for each holds sockets and threads."""
-    timeout = STEP_TIMEOUT if impatient else START_TIMEOUT
     made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
     return next(group for group, ranks in zip(made, parts, strict=True) if dist.get_rank() in ranks)

@@ -254,7 +254,7 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Shar
         ConfigError: More ranks than heads, feed-forward units or experts.
         UnsupportedError: A block with latent attention, or with a family's own.
     """
-    moe = spec.moe
+    moe, mesh = spec.moe, _around_experts(spec, mesh, group)
     tp, ep, slices = mesh.tp.size, mesh.expert_places, 1 if moe is None else mesh.slices
     if tp == 1 and (ep == 1 or moe is None):
         return None
@@ -302,12 +302,20 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Shar
     return _share(spec, mesh, max(group, 1), turn)
 
 
+def _around_experts(spec: BlockSpec, mesh: Mesh, group: int) -> Mesh:
+    """The mesh as a block sees it: experts without a group of inputs for each rank are dealt out, not cut."""
+    moe, size = spec.moe, mesh.tp.size
+    if moe is None or mesh.expert_places > 1 or spec.ffn >= group * size or moe.experts < size:
+        return mesh
+    return replace(mesh, inner=size)
+
+
 def loads_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> tuple[list[int], list[int]]:
     """How many numbers of a block's matrices each rank that splits it has without a turn; of these, by heads.
 
     Nothing of a block whose experts are spread as well: who has more of it is not decided by heads.
     """
-    size = mesh.tp.size
+    size, mesh = mesh.tp.size, _around_experts(spec, mesh, group)
     if size == 1 or mesh.replica.size != size or mesh.expert_places > 1:
         return [0] * size, [0] * size
     shares = [_share(spec, mesh.at(place), max(group, 1), 0) for place in range(size)]

@@ -48,6 +48,7 @@ _KEYS = frozenset(
     {"type", "version", "checkpoints", "parallelization", "mp_size", "tp_size", "base_dir", "dtype"}
 )
 _RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_FOREIGN = re.compile(r"unsupported (?:global: )?GLOBAL ([\w.]+)", re.IGNORECASE)
 _LARGEST_JSON = 1 << 28
 
 
@@ -256,12 +257,13 @@ def _torch_file(path: Path) -> tuple[Source, float | None]:
         what = "is cut short or damaged" if error.errno == errno.EINVAL else "cannot be read"
         raise WeightError(f"{path} {what}: {error.strerror or error}") from error
     except UnpicklingError as error:
-        if "Unsupported" in str(error) or "not an allowed" in str(error) or "WeightsUnpickler" in str(error):
-            raise WeightError(
-                f"{path} holds more than tensors, and unpickling it would run its code "
-                f"({_first_line(error)}); save a plain state dict, or safetensors"
-            ) from error
-        raise WeightError(f"{path} is damaged: {_first_line(error)}") from error
+        # Torch's own text begins with how to have the code run, which is no way out.
+        found = _FOREIGN.search(str(error))
+        what = f"holds more than tensors ({found[1]})" if found else "is damaged, or holds more than tensors"
+        raise WeightError(
+            f"{path} {what}, and unpickling it would run its code: none of it was run; save a plain state "
+            "dict, or safetensors"
+        ) from error
     except _TORCH_ERRORS as error:
         raise WeightError(f"{path} is cut short or damaged: {_first_line(error)}") from error
     if not isinstance(held, Mapping):
