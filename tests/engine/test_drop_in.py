@@ -316,6 +316,37 @@ def test_compile_runs(llama: Pair) -> None:
     close(llama.original(input_ids=prompt()).logits.detach(), compiled(input_ids=prompt()).logits)
 
 
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(128, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:replace_with_kernel_inject=True replaced nothing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_torch_jit_made_runs_as_it_is(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ids = prompt(2, 5)
+    traced = torch.jit.trace(_Plain().eval(), ids)
+    engine = slipstream.init_inference(copy.deepcopy(traced), dtype=dtype, replace_with_kernel_inject=True)
+    assert engine.report().level == "none"
+    with torch.no_grad():
+        assert torch.equal(engine(ids), traced.to(dtype)(ids))
+        assert torch.equal(engine(ids=ids), traced(ids))
+
+
+def test_what_torch_export_made_is_refused_with_the_way_out() -> None:
+    exported = torch.export.export(_Plain().eval(), (prompt(2, 5),)).module()
+    with pytest.raises(slipstream.UnsupportedError, match="give the model that it was exported from"):
+        slipstream.init_inference(exported, dtype=torch.float32)
+
+
 def test_the_engine_can_be_a_part_of_another_module(llama: Pair) -> None:
     class Scorer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -198,6 +198,13 @@ def check_settings(config: InferenceConfig, device: Device) -> list[str]:
     return notes
 
 
+def _names(model: nn.Module) -> tuple[str, ...]:
+    """Of a forward's arguments; what torch.jit made does not tell."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return ()
+    return tuple(inspect.signature(model.forward).parameters)
+
+
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse inputs that cannot be run.
 
@@ -205,11 +212,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         RequestError: An empty batch or prompt, ids of another type or outside of the vocabulary, a mask or
             positions of another shape.
     """
-    given = (
-        dict(zip(inspect.signature(model.forward).parameters, args, strict=False), **kwargs)
-        if args
-        else kwargs
-    )
+    given = dict(zip(_names(model), args, strict=False), **kwargs) if args else kwargs
     vocabulary = _vocabulary(model)
     name, dims = ("inputs_embeds", 3) if given.get("input_ids") is None else ("input_ids", 2)
     tokens = given.get(name)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.config import InferenceConfig
-from slipstream.errors import WeightError
+from slipstream.errors import UnsupportedError, WeightError
 from slipstream.model.filling import Filling
 from slipstream.model.hollow import computed_parameters
 from slipstream.model.layers import find_layers
@@ -31,9 +31,19 @@ __all__ = ["matched", "open_filling", "undone_on_error"]
 
 @contextmanager
 def undone_on_error(model: nn.Module, filling: Filling | None) -> Iterator[None]:
-    """Within, a model is in eval mode and being filled; an error leaves it as it was."""
+    """Within, a model is in eval mode and being filled; an error leaves it as it was.
+
+    Raises:
+        UnsupportedError: The model has no eval mode.
+    """
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    try:
+        model.eval()
+    except NotImplementedError as error:  # torch.export's answer
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be put into eval mode ({error}); give the model that it was "
+            "exported from"
+        ) from error
     try:
         yield
     except BaseException:
