@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from slipstream.families.common import (
     QK_NORMS,
@@ -14,8 +18,8 @@ from slipstream.families.common import (
     tiny,
     window,
 )
-from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, Norm, QKNorm, Role, Rope
+from slipstream.families.family import Branches, Config, Family, OwnCourse
+from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role, Rope
 from slipstream.weights.recipe import First, Stack, Take
 
 __all__ = ["QKV_SHARED", "sharing"]
@@ -24,6 +28,16 @@ QKV_SHARED = First(
     tuple(Stack(tuple(f"self_attn.{part}_proj" for part in parts)) for parts in ("qkv", "qk", "q"))
 )
 """With values that are keys, and with keys and values that are another layer's."""
+
+
+_BESIDE = "experts beside the feed-forward"
+_OWN = (
+    "router.scale",
+    "router.per_expert_scale",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+)
 
 
 def sharing(config: Config, index: int) -> Literal["own", "lends", "borrows"]:
@@ -38,13 +52,17 @@ def sharing(config: Config, index: int) -> Literal["own", "lends", "borrows"]:
 def _spec(config: Config, index: int) -> BlockSpec:
     kind, own = layer_type(config, index), config.per_layer_config[index]
     norm, shares = Norm("rms", config.rms_norm_eps), sharing(config, index)
+    width = config.intermediate_size * (2 if config.use_double_wide_mlp and shares == "borrows" else 1)
+    changes: dict[str, Any] = {"ffn": width}
+    if field(config, "enable_moe_block", default=False):
+        moe = MoE(config.num_experts, config.top_k_experts, shared=width)
+        changes = {"ffn": config.moe_intermediate_size, "moe": moe, "course": _BESIDE}
     alike = config.attention_k_eq_v and kind != "sliding_attention" and shares != "borrows"
     return llama_like(
         own,
         index,
         head_dim=own.head_dim,
         kv_heads=own.num_key_value_heads,
-        ffn=config.intermediate_size * (2 if config.use_double_wide_mlp and shares == "borrows" else 1),
         activation=config.hidden_activation,
         qk_norm=QKNorm(norm),
         value_norm=shares != "borrows",
@@ -54,6 +72,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
         window=window(config, index),
         scale=1.0,
         inputs=int(field(config, "hidden_size_per_layer_input", default=0)),
+        **changes,
     )
 
 
@@ -61,9 +80,32 @@ def _unified(config: Config, index: int) -> BlockSpec:
     return replace(_spec(config, index), inputs=0)
 
 
+def _chosen(heads: Branches, router: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the experts of `(N, C)`, each weight times its expert's own factor."""
+    scores = heads.linear(Role.ROUTER, router.norm(rows) * router.scale * router.scalar_root_size)
+    weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(router.config.top_k_experts, dim=-1)
+    return weights / weights.sum(-1, keepdim=True) * router.per_expert_scale[chosen], chosen
+
+
+def _beside(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    x = x + heads.norm(Role.ATTN_POST_NORM, heads.attend(heads.norm(Role.ATTN_NORM, x)))
+    gate, up = heads.linear(Role.SHARED_IN, heads.norm(Role.MLP_NORM, x)).chunk(2, dim=-1)
+    dense = heads.linear(Role.SHARED_OUT, layer.mlp.act_fn(gate) * up)
+    # What is chosen by, and what experts hear, is what entered the branch.
+    rows = x.flatten(0, 1)
+    said = heads.mix(layer.pre_feedforward_layernorm_2(rows), _chosen(heads, layer.router, rows)).view(
+        x.shape
+    )
+    both = layer.post_feedforward_layernorm_1(dense) + layer.post_feedforward_layernorm_2(said.view(x.shape))
+    x = x + heads.norm(Role.MLP_POST_NORM, both)
+    if heads.spec.inputs:
+        own = layer.act_fn(heads.linear(Role.INPUT_GATE, x)) * given["per_layer_input"]
+        x = x + heads.norm(Role.INPUT_NORM, heads.linear(Role.INPUT_OUT, own))
+    out: Tensor = x * layer.layer_scalar
+    return out
+
+
 def _refuse(config: Config) -> str | None:
-    if field(config, "enable_moe_block", default=False):
-        return "its experts stand beside a feed-forward"
     if config.use_bidirectional_attention == "all":
         return "it is not causal"
     return None
@@ -80,7 +122,17 @@ _TINY: dict[str, Any] = {
 }
 
 
-def _family(name: str, prefix: str, spec: Any) -> Family:
+_EXPERTS: dict[str, Any] = {
+    **_TINY,
+    "num_kv_shared_layers": 2,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def _family(name: str, prefix: str, spec: Any, *, experts: bool) -> Family:
     built = f"{prefix}ForCausalLM", f"{prefix}TextConfig"
     return Family(
         name=name,
@@ -94,17 +146,24 @@ def _family(name: str, prefix: str, spec: Any) -> Family:
             Role.INPUT_OUT: Take("per_layer_projection"),
             Role.INPUT_NORM: Take("post_per_layer_input_norm"),
             Role.LAYER_SCALE: Take("layer_scalar"),
+            Role.ROUTER: Take("router.proj"),
+            Role.SHARED_IN: SANDWICH_RECIPES[Role.MLP_IN],
+            Role.SHARED_OUT: SANDWICH_RECIPES[Role.MLP_OUT],
+            Role.EXPERTS_IN: Take("experts.gate_up_proj"),
+            Role.EXPERTS_OUT: Take("experts.down_proj"),
         },
+        courses={_BESIDE: OwnCourse(_beside, _OWN, frozenset({"per_layer_input"}))},
         refuse=_refuse,
         tiny=(
             tiny(*built, label="shared", num_kv_shared_layers=2, use_double_wide_mlp=True, **_TINY),
             tiny(*built, label="keys as values", attention_k_eq_v=True, **_TINY),
             tiny(*built, label="no own inputs", **{**_TINY, "hidden_size_per_layer_input": 0}),
+            *((tiny(*built, label="experts", **_EXPERTS),) if experts else ()),
         ),
     )
 
 
 FAMILIES = (
-    _family("gemma4_text", "Gemma4", _spec),
-    _family("gemma4_unified_text", "Gemma4Unified", _unified),
+    _family("gemma4_text", "Gemma4", _spec, experts=True),
+    _family("gemma4_unified_text", "Gemma4Unified", _unified, experts=False),
 )
