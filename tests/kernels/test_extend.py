@@ -44,7 +44,7 @@ class Run:
         batch, length, width = x.shape
         places = torch.arange(first, first + length).repeat(batch)
         tables = self.frame.angles(places, [block.spec.rope for block in self.blocks])
-        packed = pack(None, batch, length, causal=True).packed
+        packed = pack(None, batch, length, specs=()).packed
         older = [(None, None)] * len(self.blocks) if kept is None else kept
         found = self.stack.extend(self.blocks, x.flatten(0, 1), packed, tables, older)
         assert found is not None
