@@ -40,6 +40,21 @@ def test_an_empty_model_is_filled_by_ranks_that_run_its_own_code(
         assert any("added up" in how or "joined" in how for _, how in row["rows"])
 
 
+@pytest.mark.parametrize("settings", [INJECTED, OWN_CODE], ids=["injected", "own code"])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("cut short", "is cut short"), ("lacking", "it lacks model.layers.1"), ("NaN", "holds NaN")],
+)
+def test_a_copy_that_is_bad_on_one_rank_is_an_error_on_all(
+    pool: Pool, tmp_path: Path, what: str, words: str, settings: dict[str, Any]
+) -> None:
+    rows = results(pool.run(f"{JOBS}:damaged", 3, what, settings, str(tmp_path), ranks=3))
+    for rank, row in enumerate(rows):
+        assert row["said"].startswith("WeightError: " + ("rank 2: " if rank < 2 else ""))
+        assert words in row["said"]
+        assert row["empty"]
+
+
 WRITTEN: list[tuple[str, dict[str, Any], int]] = [
     ("llama", INJECTED, 3),  # a kv head on two ranks
     ("bloom", {**INJECTED, "quant": "int8"}, 2),  # rows by heads, multipliers of whole rows

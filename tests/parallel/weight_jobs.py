@@ -6,8 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from slipstream.errors import SlipstreamError
 from tests.families.sweep import NEW_TOKENS, VARIANTS, label, peaked_model
@@ -27,6 +29,33 @@ def streamed(index: int, size: int, settings: dict[str, Any], place: str) -> dic
     engine: Any = split(hollow, size, checkpoint=str(folder), **settings)
     rows = [(row.name, row.how) for row in engine.report().split]
     return compared(reference, engine, original) | {"rows": rows}
+
+
+def damaged(size: int, what: str, settings: dict[str, Any], place: str) -> dict[str, Any]:
+    """An empty model that ranks fill from copies of their own, of which the last one is not as it was."""
+    index = next(i for i, variant in enumerate(VARIANTS) if label(variant) == "llama")
+    original, folder = peaked_model(VARIANTS[index][1]), Path(place) / f"{dist.get_rank()}" / "copy"
+    folder.mkdir(parents=True)
+    original.config.save_pretrained(folder)
+    file, state = folder / "model.safetensors", original.state_dict()
+    save_file(state, file)
+    if dist.get_rank() == size - 1:
+        name = "model.layers.1.mlp.down_proj.weight"
+        if what == "cut short":
+            file.write_bytes(file.read_bytes()[:-100])
+        else:
+            rest = {key: tensor for key, tensor in state.items() if key != name}
+            save_file(rest if what == "lacking" else {**rest, name: state[name] * torch.nan}, file)
+    with torch.device("meta"):
+        hollow = type(original)(copy.deepcopy(original.config)).eval()
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder.parent)
+        try:
+            split(hollow, size, checkpoint="copy", **settings)
+        except SlipstreamError as error:
+            said = f"{type(error).__name__}: {error}"
+    return {"said": said, "empty": all(parameter.is_meta for parameter in hollow.parameters())}
 
 
 def refreshed(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:

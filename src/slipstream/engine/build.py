@@ -15,7 +15,7 @@ from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings
 from slipstream.engine.loading import open_filling, undone_on_error
-from slipstream.engine.ranks import agree_on_layers, join, place, split_or_pack
+from slipstream.engine.ranks import agree_on_layers, failing_together, join, place, split_or_pack
 from slipstream.engine.road import prepare_road, together
 from slipstream.engine.runner import Runner
 from slipstream.engine.settings import (
@@ -94,9 +94,10 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     device = choose()
     notes = check_settings(config, device)
     mesh = join(model, config)
-    filling = open_filling(model, config)
-    check_model(model, config, None if filling is None else filling.source)
-    streamer = open_streamer(config, device, filling)
+    with failing_together(mesh.replica):
+        filling = open_filling(model, config)
+        check_model(model, config, None if filling is None else filling.source)
+        streamer = open_streamer(config, device, filling)
     model_config = overridden(getattr(model, "config", None), config)
     if model.training:
         notes.append("the model was in training mode and was switched to eval")
@@ -169,20 +170,23 @@ def _plan(
     mesh: Mesh,
 ) -> _Plan:
     """Prove what can be done; the model is only read."""
-    layers = find_layers(model, layers_config(model_config, config), config.injection_policy)
-    packed_as = weight_format(config, layers, model_config, device)
-    settings = settings_for(model, config, device, packed_as, filling, mesh)
+    with failing_together(mesh.replica):
+        layers = find_layers(model, layers_config(model_config, config), config.injection_policy)
+        packed_as = weight_format(config, layers, model_config, device)
+        settings = settings_for(model, config, device, packed_as, filling, mesh)
+        if filling is not None:
+            filling.start(layers, settings.dtype, settings.keep)
     if filling is not None:
-        filling.start(layers, settings.dtype, settings.keep)
         agree_on_weights(model, mesh)
-    verdicts = _judge(model, layers, config, settings)
-    packing = plan_packing(layers, verdicts, settings)
-    parts = judge_parts(model, layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
-    attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
-    outside, stays = outside_of(model, config, settings, device)
-    stays = [*stays, *why_inputs_stay(config, device)]
-    ops = _frame_ops(CpuDevice(), settings, outside)
-    frame, why = _frame(model, model_config, layers, verdicts, settings, ops)
+    with failing_together(mesh.replica):
+        verdicts = _judge(model, layers, config, settings)
+        packing = plan_packing(layers, verdicts, settings)
+        parts = judge_parts(model, layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
+        attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
+        outside, stays = outside_of(model, config, settings, device)
+        stays = [*stays, *why_inputs_stay(config, device)]
+        ops = _frame_ops(CpuDevice(), settings, outside)
+        frame, why = _frame(model, model_config, layers, verdicts, settings, ops)
     agree_on_layers(layers, verdicts, mesh)
     splitting = plan_splitting(model, layers, verdicts, settings, config)
     return _Plan(layers, settings, verdicts, packing, parts, attention, outside, frame, why, stays, splitting)

@@ -31,6 +31,7 @@ __all__ = [
     "agree_on_adapter",
     "agree_on_layers",
     "agree_on_names",
+    "failing_together",
     "first_writes",
     "join",
     "place",
@@ -85,6 +86,27 @@ def agree_on_names(names: Sequence[str], replica: Axis) -> None:
             f"rank {other} puts the adapters {list(told[replica.ranks.index(other)])} to work, and this one "
             f"{list(names)}; give every rank the same names"
         )
+
+
+@contextmanager
+def failing_together(replica: Axis) -> Iterator[None]:
+    """Within, where ranks do not meet, what fails on one of them fails on all: none is left waiting.
+
+    Raises:
+        SlipstreamError: What was raised here, or of its kind, with the rank, what was raised elsewhere.
+    """
+    error: SlipstreamError | None = None
+    try:
+        yield
+    except SlipstreamError as failure:
+        error = failure
+    own = None if error is None else (type(error), str(error))
+    told = [own] if replica.size == 1 else gather_objects(own, replica, "prepared an engine")
+    if error is not None:
+        raise error
+    for rank, said in zip(replica.ranks, told, strict=True):
+        if said is not None:
+            raise said[0](f"rank {rank}: {said[1]}")
 
 
 def first_writes(replica: Axis, write: Callable[[], None]) -> None:
