@@ -83,14 +83,14 @@ def _one_row(
     RESCALE: tl.constexpr, NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     ALIGNED: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr, CONVERTS: tl.constexpr,
-    OVERLAPS: tl.constexpr, LETS: tl.constexpr, WORDS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
+    OFFSET: tl.constexpr, OVERLAPS: tl.constexpr, LETS: tl.constexpr, WHOLE: tl.constexpr,
+    WORDS: tl.constexpr, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     let_in(LETS)
     TAKEN: tl.constexpr = WORDS if FORMAT == 0 else WORDS // 8 if FORMAT >= 5 else WORDS // 4
     fields, root, most = row_taken(
-        x, gain, shift, inputs, eps, offset, NORM, HAS_GAIN, HAS_SHIFT, out.dtype.element_ty, WAY,
-        TAKEN, 16 * PARTS if FORMAT > 0 else 1, OVERLAPS,
+        x, gain, shift, inputs, eps, offset, NORM, HAS_GAIN, HAS_SHIFT, OFFSET, out.dtype.element_ty,
+        WAY, TAKEN, 16 * PARTS if FORMAT > 0 else 1, WHOLE, OVERLAPS,
     )  # fmt: skip
     of_run, counts = 0.0, 1.0
     if FORMAT == 3 or FORMAT == 4:
@@ -98,7 +98,7 @@ def _one_row(
     if WAY == 1:
         fields, counts = fixed(fields, most, PARTS, HAND)
     if WAY == 2:
-        fields, counts = paired(fields, most, PARTS, FORMAT, CONVERTS)
+        fields, counts = paired(fields, most, PARTS, FORMAT, HAND, CONVERTS)
     word = tl.arange(0, WORDS)
     stored: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     for tile in tl.range(tl.program_id(0), tl.cdiv(outputs, OUTPUTS), tl.num_programs(0), num_stages=AHEAD):
@@ -166,6 +166,7 @@ def _constants(
     """What the kernel is compiled for, but for what depends on the tensors at hand."""
     hand = by_hand(number, least=89 if kind == 2 else 80)
     way = _way(kind, itemsize, hand=hand or interpreted())
+    words = max(int(triton.next_power_of_2(-(-inputs // PER_WORD[kind]))), 128)
     # By float32 only codes of fp8 are converted by the hardware.
     converts = by_hand(number, least=89) and kind in PAIRED and (kind == 2 or way == 2)
     return {
@@ -184,7 +185,9 @@ def _constants(
         "CONVERTS": converts,
         "OVERLAPS": overlaps(number),
         "LETS": overlaps(number) and around.lets,
-        "WORDS": max(int(triton.next_power_of_2(-(-inputs // PER_WORD[kind]))), 128),
+        "OFFSET": around.offset != 0,
+        "WHOLE": words * PER_WORD[kind] == inputs,
+        "WORDS": words,
     }
 
 

@@ -33,7 +33,19 @@ def _four_of(wide, KIND: tl.constexpr):
 
 
 @triton.jit
-def _row(vector, inputs, KIND: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr):
+def _loaded(vector, at, inputs, WHOLE: tl.constexpr):
+    """Numbers of a vector, zeros beyond its end; masks cost as much as all that is done with a number."""
+    if WHOLE:
+        found = tl.load(vector + at)
+    else:
+        found = tl.load(vector + at, mask=at < inputs, other=0)
+    return found
+
+
+@triton.jit
+def _row(
+    vector, inputs, KIND: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
     """A row by runs of PER inputs: a tuple of their first, second, ... inputs, `(COUNT,)` float32 each.
 
     A vector of 16-bit numbers may come four to an int64: loaded one by one, they keep a program from its
@@ -44,11 +56,10 @@ def _row(vector, inputs, KIND: tl.constexpr, COUNT: tl.constexpr, PER: tl.conste
     if vector.dtype.element_ty == tl.int64:
         for index in tl.static_range(PER // 4):
             four = run * (PER // 4) + index
-            fields = fields + _four_of(tl.load(vector + four, mask=four * 4 < inputs, other=0), KIND)  # noqa: RUF005
+            fields = fields + _four_of(_loaded(vector, four, inputs // 4, WHOLE), KIND)  # noqa: RUF005
     else:
         for index in tl.static_range(PER):
-            at = run * PER + index
-            one = tl.load(vector + at, mask=at < inputs, other=0.0).to(tl.float32)
+            one = _loaded(vector, run * PER + index, inputs, WHOLE).to(tl.float32)
             fields = fields + (one,)  # noqa: RUF005
     return fields
 
@@ -91,11 +102,12 @@ def _both(total, most, other_total, other_most):
 @triton.jit
 def _measured(
     fields, gains, offset,
-    SQUARES: tl.constexpr, HAS_GAIN: tl.constexpr, LARGEST: tl.constexpr, COUNT: tl.constexpr,
+    SQUARES: tl.constexpr, HAS_GAIN: tl.constexpr, OFFSET: tl.constexpr, LARGEST: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Fields times the gains, the sum of their squares before, and the largest magnitude after.
 
-    That is infinite where a number is none, so that zero times it is none, too. Threads meet once for both:
+    That is infinite where the sum is none, so that zero times it is none, too. Threads meet once for both:
     every such meeting keeps a program from its weights for a tenth of a microsecond.
     """
     squares = tl.zeros(fields[0].shape, tl.float32)
@@ -103,20 +115,19 @@ def _measured(
     found = nothing()
     for index in tl.static_range(COUNT):
         one = fields[index]
-        if SQUARES:
+        if SQUARES or LARGEST:
             squares += one * one
-            if HAS_GAIN:
-                one = one * (gains[index] + offset)
+        if SQUARES and HAS_GAIN:
+            one = one * (gains[index] + offset if OFFSET else gains[index])
         if LARGEST:
-            largest = tl.maximum(largest, tl.where(one == one, tl.abs(one), float("inf")))
+            largest = tl.maximum(largest, tl.abs(one))
         found = found + (one,)  # noqa: RUF005
     total, most = 0.0, 0.0
-    if SQUARES and LARGEST:
+    if LARGEST:
         total, most = tl.reduce((squares, largest), 0, _both)
+        most = tl.where(total == total, most, float("inf"))
     elif SQUARES:
         total = tl.sum(squares)
-    elif LARGEST:
-        most = tl.max(largest)
     return found, total, most
 
 
@@ -195,8 +206,9 @@ def groups_at(
 @triton.jit
 def row_taken(
     x, gain, shift, inputs, eps, offset,
-    NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, KIND: tl.constexpr,
-    WAY: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr, OVERLAPS: tl.constexpr,
+    NORM: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+    KIND: tl.constexpr, WAY: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr,
+    WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A row as a norm hands it on, but for one factor, by COUNT runs of PER inputs.
 
@@ -208,18 +220,18 @@ def row_taken(
     gains = nothing()
     shifts = nothing()
     if HAS_GAIN:
-        gains = _row(gain, inputs, KIND, COUNT, PER)
+        gains = _row(gain, inputs, KIND, COUNT, PER, WHOLE)
     if HAS_SHIFT:
-        shifts = _row(shift, inputs, KIND, COUNT, PER)
+        shifts = _row(shift, inputs, KIND, COUNT, PER, WHOLE)
     wait_for_predecessor(OVERLAPS)
-    fields = _row(x, inputs, KIND, COUNT, PER)
+    fields = _row(x, inputs, KIND, COUNT, PER, WHOLE)
     centred: tl.constexpr = NORM == 2 or HAS_SHIFT
     if centred:
         fields = _centred(
             fields, gains, shifts, inputs, eps, offset, NORM == 2, HAS_GAIN, HAS_SHIFT, COUNT, PER
         )
     fields, squares, most = _measured(
-        fields, gains, offset, NORM == 1 and not centred, HAS_GAIN, WAY > 0, PER
+        fields, gains, offset, NORM == 1 and not centred, HAS_GAIN, OFFSET, WAY > 0, PER
     )
     root = 1.0
     if NORM == 1 and not centred:

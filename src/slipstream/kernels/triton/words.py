@@ -191,6 +191,7 @@ def taken(word, high, FORMAT: tl.constexpr):
     """The words that a thread takes, of a run or of two, and those of the other plane: two tuples."""
     if FORMAT < 5:
         words = quarters(word)
+        highs = words
     else:
         runs = quarters(tl.reshape(word, word.shape[:-1] + [word.shape[-1] // 8, 8]))
         first, fifth = tl.split(runs[0])
@@ -198,7 +199,8 @@ def taken(word, high, FORMAT: tl.constexpr):
         third, seventh = tl.split(runs[2])
         fourth, eighth = tl.split(runs[3])
         words = (first, second, third, fourth, fifth, sixth, seventh, eighth)
-    return words, quarters(high)
+        highs = quarters(high)
+    return words, highs
 
 
 @triton.jit
@@ -296,14 +298,22 @@ def dots(word, fixed_row, PARTS: tl.constexpr, HAND: tl.constexpr):
 
 
 @triton.jit
-def _packed(low, high):
+def _packed(low, high, HAND: tl.constexpr):
     """Two blocks of float32, rounded to float16, as one of 32 bits."""
-    low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return low | (high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    if HAND:  # one instruction, where the compiler takes three of which two are slow
+        both = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        low = low.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        both = low | (high.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return both
 
 
 @triton.jit
-def paired(fields, most, PARTS: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr):
+def paired(
+    fields, most, PARTS: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr, CONVERTS: tl.constexpr
+):  # fmt: skip
     """A row as pairs of float16 in the order of the weights', two for each part, and what they must be times.
 
     They are as large as sums of eight products leave room for: a number that is rounded here is off by 2^-12
@@ -318,9 +328,10 @@ def paired(fields, most, PARTS: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl
     for four in tl.static_range(4 * PARTS):
         for pair in tl.static_range(2):
             if CONVERTS:
-                both = _packed(fields[4 * four + 2 * pair] * each, fields[4 * four + 2 * pair + 1] * each)
+                low, high = fields[4 * four + 2 * pair], fields[4 * four + 2 * pair + 1]
             else:
-                both = _packed(fields[4 * four + pair] * each, fields[4 * four + pair + 2] * each)
+                low, high = fields[4 * four + pair], fields[4 * four + pair + 2]
+            both = _packed(low * each, high * each, HAND)
             found = found + (both,)  # noqa: RUF005
     return found, one + most * 0.0
 
@@ -336,7 +347,7 @@ def _onto(pair, other, onto, HAND: tl.constexpr):
     else:
         low = _half(pair, False, HAND) * _half(other, False, HAND) + _half(onto, False, HAND)
         high = _half(pair, True, HAND) * _half(other, True, HAND) + _half(onto, True, HAND)
-        found = _packed(low, high)
+        found = _packed(low, high, HAND)
     return found
 
 
