@@ -220,9 +220,16 @@ FAULTS = (
     Fault(
         "attention: int8 scale",
         ("attending", "attention"),
-        "scores = scores * k_scale[None, :]",
-        "scores = scores * 0.01",
+        "scores * (k_scale * times)[None, :]",
+        "scores * (0.01 * times)",
         of_op("paged_attention", "int8, decode"),
+    ),
+    Fault(
+        "attention: unmasked a tile too long",
+        ("attention",),
+        "length - count + first + 1) - lower",
+        "length - count + first + 1 + KEYS) - lower",
+        of_op("paged_attention", "pages of a prime size"),
     ),
     Fault(
         "one row: sums in bfloat16",
@@ -283,8 +290,8 @@ FAULTS = (
     Fault(
         "words: pairs of a row in another order than the weights'",
         ("words", "row", "one_row", "linear"),
-        "_packed(fields[4 * four + pair] * each, fields[4 * four + pair + 2] * each)",
-        "_packed(fields[4 * four + 2 * pair] * each, fields[4 * four + 2 * pair + 1] * each)",
+        "low, high = fields[4 * four + pair], fields[4 * four + pair + 2]",
+        "low, high = fields[4 * four + 2 * pair], fields[4 * four + 2 * pair + 1]",
         of_pairs("fp6"),
     ),
     Fault(
@@ -297,8 +304,8 @@ FAULTS = (
     Fault(
         "one row: the largest of a row, before the norm's weight",
         ("row", "one_row"),
-        'tl.where(one == one, tl.abs(one), float("inf"))',
-        "tl.abs(fields[index])",
+        "tl.maximum(largest, tl.abs(one))",
+        "tl.maximum(largest, tl.abs(fields[index]))",
         of_normed,
     ),
     Fault(

@@ -43,28 +43,33 @@ def attend_tile(
     rows, top, total, sums, key, upper, position, slope, table, k_cache, v_cache, k_scales, v_scales,
     kv_head, scale, softcap, window,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, INT8: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, INT8: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Maxima, sums of weights and weighted values of rows `(R, D)` once they have seen some keys `(N,)`.
 
-    `table` points to the sequence's row of the block table; keys from `upper` on are not there.
+    `table` points to the sequence's row of the block table; keys from `upper` on are not there. Beside two
+    products, what a tile costs is what is done with each score: away from the EDGE every row sees every key,
+    and nothing is masked.
     """
     dim = tl.arange(0, sums.shape[1])
-    there = key < upper
+    there = key < upper if EDGE else key >= 0
     block = tl.load(table + key // SIZE, mask=there, other=0).to(tl.int64)
     place = (block * SIZE + key % SIZE) * KV_HEADS + kv_head
     seen = there[:, None] & (dim < DIM)[None, :]
     keys, k_scale = _rows_at(k_cache, k_scales, place, dim, seen, there, DIM, INT8)
-    scores = tl.dot(rows, tl.trans(keys.to(rows.dtype)), input_precision="ieee") * scale
-    if INT8:
-        scores = scores * k_scale[None, :]
-    scores = bent(scores, softcap, HAS_SOFTCAP)
-    if HAS_ALIBI:
-        scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-    visible = there[None, :] & (key[None, :] <= position[:, None])
-    if HAS_WINDOW:
-        visible = visible & (key[None, :] > position[:, None] - window)
-    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    scores = tl.dot(rows, tl.trans(keys.to(rows.dtype)), input_precision="ieee")
+    times = scale if HAS_SOFTCAP or HAS_ALIBI else scale * LOG2E
+    scores = scores * (k_scale * times)[None, :] if INT8 else scores * times
+    if HAS_SOFTCAP or HAS_ALIBI:
+        scores = bent(scores, softcap, HAS_SOFTCAP)
+        if HAS_ALIBI:
+            scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        scores = scores * LOG2E
+    if EDGE:
+        visible = there[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
     known = tl.where(highest == float("-inf"), 0.0, highest)
     chances = tl.exp2(scores - known[:, None])

@@ -82,9 +82,11 @@ def _attend(
     INT8: tl.constexpr, SPLITS: tl.constexpr,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    low, first = _sequence_of(tl.program_id(0), query_starts, sequences, QUERIES)
+    # What comes last in a sequence sees most, and begins first: it would end long after the others.
+    kv_head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    low, first = _sequence_of(tile, query_starts, sequences, QUERIES)
     begin = tl.load(query_starts + low)
     count = tl.load(query_starts + low + 1) - begin
     length = tl.load(kv_lens + low)
@@ -111,11 +113,22 @@ def _attend(
     if HAS_ALIBI:
         slope = tl.load(alibi + head, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([QUERIES * GROUP, DIMS], tl.float32)
-    for key_begin in range(lower, upper, KEYS):
+    table = block_table + low * table_width
+    edge = lower
+    if QUERIES > 1 and not HAS_WINDOW:
+        # Every row sees what the first one sees.
+        edge = lower + tl.maximum(tl.minimum(upper, length - count + first + 1) - lower, 0) // KEYS * KEYS
+        for key_begin in range(lower, edge, KEYS):
+            top, total, sums = attend_tile(
+                rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope, table,
+                k_cache, v_cache, k_scales, v_scales, kv_head, scale, softcap, window,
+                KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, False,
+            )  # fmt: skip
+    for key_begin in range(edge, upper, KEYS):
         top, total, sums = attend_tile(
-            rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope,
-            block_table + low * table_width, k_cache, v_cache, k_scales, v_scales,
-            kv_head, scale, softcap, window, KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8,
+            rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope, table,
+            k_cache, v_cache, k_scales, v_scales, kv_head, scale, softcap, window,
+            KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, True,
         )  # fmt: skip
 
     if SPLITS == 1:
@@ -206,7 +219,7 @@ def _launch(
     tensors = (q, *caches, out, part, weight, query_starts, kv_lens, block_table)
     masks = (q if alibi is None else alibi, q if sinks is None else sinks)
     numbers = (scale, softcap, window, sequences, block_table.shape[1])
-    _attend[(tiles, kv_heads, splits)](
+    _attend[(tiles * kv_heads, splits)](
         *tensors,
         *masks,
         *numbers,

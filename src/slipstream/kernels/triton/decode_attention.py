@@ -128,6 +128,7 @@ def _attend_one(
             rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position + row * 0, slope,
             block_table + sequence * table_width, k_cache, v_cache, k_scales, v_scales,
             kv_head, scale, softcap, window, KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8,
+            True,
         )  # fmt: skip
     _finish(
         top, total, sums, out, part, weight, arrived, sequence * HEADS + head, inside,
