@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.kernels.triton.target import Bucket, Launch
 from slipstream.ops.kv_cache import CachePart, Int8Cache
 
-__all__ = ["LOG2E", "attend_tile", "bent", "decode_form", "join_splits", "parts_of"]
+__all__ = ["LOG2E", "attend_tiles", "bent", "decode_form", "join_splits", "parts_of"]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -39,7 +39,25 @@ def _rows_at(cache, scales, place, dim, seen, there, DIM: tl.constexpr, INT8: tl
 
 
 @triton.jit
-def attend_tile(
+def attend_tiles(
+    rows, top, total, sums, begin, end, upper, position, slope, table, k_cache, v_cache, k_scales, v_scales,
+    kv_head, scale, softcap, window,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, INT8: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """`_attend_tile` for the keys from `begin` to `end`, by tiles."""
+    for key_begin in range(begin, end, KEYS):
+        top, total, sums = _attend_tile(
+            rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope, table,
+            k_cache, v_cache, k_scales, v_scales, kv_head, scale, softcap, window,
+            KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, EDGE,
+        )  # fmt: skip
+    return top, total, sums
+
+
+@triton.jit
+def _attend_tile(
     rows, top, total, sums, key, upper, position, slope, table, k_cache, v_cache, k_scales, v_scales,
     kv_head, scale, softcap, window,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, HAS_ALIBI: tl.constexpr,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tile, decode_form, parts_of
+from slipstream.kernels.triton.attending import LOG2E, attend_tiles, decode_form, parts_of
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, processors, refuse
@@ -79,12 +79,11 @@ def _attend(
     sinks, scale, softcap, window, sequences, table_width,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    INT8: tl.constexpr, SPLITS: tl.constexpr,
-    QUERIES: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
+    INT8: tl.constexpr, SPLITS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr,
+    KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     # What comes last in a sequence sees most, and begins first: it would end long after the others.
-    kv_head = tl.program_id(0) % KV_HEADS
-    split = tl.program_id(1)
+    kv_head, split = tl.program_id(0) % KV_HEADS, tl.program_id(1)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     low, first = _sequence_of(tile, query_starts, sequences, QUERIES)
     begin = tl.load(query_starts + low)
@@ -113,24 +112,20 @@ def _attend(
     if HAS_ALIBI:
         slope = tl.load(alibi + head, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([QUERIES * GROUP, DIMS], tl.float32)
-    table = block_table + low * table_width
-    edge = lower
+    # Every row sees what the first one sees.
+    table, edge = block_table + low * table_width, lower
     if QUERIES > 1 and not HAS_WINDOW:
-        # Every row sees what the first one sees.
-        edge = lower + tl.maximum(tl.minimum(upper, length - count + first + 1) - lower, 0) // KEYS * KEYS
-        for key_begin in range(lower, edge, KEYS):
-            top, total, sums = attend_tile(
-                rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope, table,
-                k_cache, v_cache, k_scales, v_scales, kv_head, scale, softcap, window,
-                KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, False,
-            )  # fmt: skip
-    for key_begin in range(edge, upper, KEYS):
-        top, total, sums = attend_tile(
-            rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope, table,
-            k_cache, v_cache, k_scales, v_scales, kv_head, scale, softcap, window,
-            KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, True,
+        edge += tl.maximum(tl.minimum(upper, length - count + first + 1) - lower, 0) // KEYS * KEYS
+        top, total, sums = attend_tiles(
+            rows, top, total, sums, lower, edge, upper, position, slope, table, k_cache, v_cache, k_scales,
+            v_scales, kv_head, scale, softcap, window, KV_HEADS, DIM, SIZE, KEYS,
+            HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, False,
         )  # fmt: skip
-
+    top, total, sums = attend_tiles(
+        rows, top, total, sums, edge, upper, upper, position, slope, table, k_cache, v_cache, k_scales,
+        v_scales, kv_head, scale, softcap, window, KV_HEADS, DIM, SIZE, KEYS,
+        HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, True,
+    )  # fmt: skip
     if SPLITS == 1:
         sums = sums / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + own[:, None] * DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=real)

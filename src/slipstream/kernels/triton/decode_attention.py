@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tile, bent, decode_form, join_splits, parts_of
+from slipstream.kernels.triton.attending import LOG2E, attend_tiles, bent, decode_form, join_splits, parts_of
 from slipstream.kernels.triton.heads import head_rows, kept
 from slipstream.kernels.triton.overlap import let_in, overlapping, overlaps, wait_for_predecessor
 from slipstream.kernels.triton.register import operator
@@ -123,13 +123,11 @@ def _attend_one(
     slope = tl.load(alibi + head, mask=inside, other=0.0).to(tl.float32) if HAS_ALIBI else total
     lower = start + split * share
     upper = tl.minimum(lower + share, position)
-    for key_begin in range(lower, upper, KEYS):
-        top, total, sums = attend_tile(
-            rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position + row * 0, slope,
-            block_table + sequence * table_width, k_cache, v_cache, k_scales, v_scales,
-            kv_head, scale, softcap, window, KV_HEADS, DIM, SIZE, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8,
-            True,
-        )  # fmt: skip
+    top, total, sums = attend_tiles(
+        rows, top, total, sums, lower, upper, upper, position + row * 0, slope,
+        block_table + sequence * table_width, k_cache, v_cache, k_scales, v_scales, kv_head, scale, softcap,
+        window, KV_HEADS, DIM, SIZE, KEYS, HAS_ALIBI, HAS_SOFTCAP, HAS_WINDOW, INT8, True,
+    )  # fmt: skip
     _finish(
         top, total, sums, out, part, weight, arrived, sequence * HEADS + head, inside,
         sequence * KV_HEADS + kv_head, split, splits, DIM, SPLITS, DIMS,

@@ -35,11 +35,7 @@ def _four_of(wide, KIND: tl.constexpr):
 @triton.jit
 def _loaded(vector, at, inputs, WHOLE: tl.constexpr):
     """Numbers of a vector, zeros beyond its end; masks cost as much as all that is done with a number."""
-    if WHOLE:
-        found = tl.load(vector + at)
-    else:
-        found = tl.load(vector + at, mask=at < inputs, other=0)
-    return found
+    return tl.load(vector + at) if WHOLE else tl.load(vector + at, mask=at < inputs, other=0)
 
 
 @triton.jit
