@@ -55,6 +55,16 @@ def test_a_copy_that_is_bad_on_one_rank_is_an_error_on_all(
         assert row["empty"]
 
 
+@pytest.mark.parametrize("settings", [INJECTED, OWN_CODE], ids=["injected", "own code"])
+def test_a_copy_with_other_values_on_one_rank_is_an_error_on_all(
+    pool: Pool, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    for row in results(pool.run(f"{JOBS}:damaged", 3, "other", settings, str(tmp_path), ranks=3)):
+        assert row["said"].startswith("ConfigError: the ranks that share a model disagree on the weight")
+        assert "model.layers.1.mlp.down_proj.weight of the checkpoint" in row["said"]
+        assert row["empty"]
+
+
 WRITTEN: list[tuple[str, dict[str, Any], int]] = [
     ("llama", INJECTED, 3),  # a kv head on two ranks
     ("bloom", {**INJECTED, "quant": "int8"}, 2),  # rows by heads, multipliers of whole rows

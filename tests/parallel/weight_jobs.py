@@ -45,7 +45,8 @@ def damaged(size: int, what: str, settings: dict[str, Any], place: str) -> dict[
             file.write_bytes(file.read_bytes()[:-100])
         else:
             rest = {key: tensor for key, tensor in state.items() if key != name}
-            save_file(rest if what == "lacking" else {**rest, name: state[name] * torch.nan}, file)
+            other = state[name] * (torch.nan if what == "NaN" else 2.0)
+            save_file(rest if what == "lacking" else {**rest, name: other}, file)
     with torch.device("meta"):
         hollow = type(original)(copy.deepcopy(original.config)).eval()
     said = ""

@@ -16,6 +16,7 @@ from slipstream.config.section import Section
 from slipstream.errors import ConfigError, DeviceError, RequestError, SlipstreamError, WeightError
 from slipstream.parallel.collectives import gather_objects, largest, together
 from slipstream.parallel.mesh import Axis, Mesh
+from slipstream.weights.source import Source
 
 __all__ = [
     "agree_on_call",
@@ -50,14 +51,16 @@ def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> No
     _compare(own, mesh.replica, ConfigError, "give every rank the same configuration, model and weights")
 
 
-def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
-    """Compare what of a model's weights is there with the other ranks, whose files may be copies.
+def agree_on_weights(model: nn.Module, source: Source, mesh: Mesh) -> None:
+    """Compare a checkpoint, and what a model has of it, with the other ranks, whose files may be copies.
 
     Raises:
         ConfigError: With the parameter, and the ranks that have another one.
     """
     if not mesh.is_alone:
         own = {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
+        for name in source.names():
+            own[f"the weight {name} of the checkpoint"] = "; ".join(map(_sample, source.views(name)))
         _compare(own, mesh.replica, ConfigError, "give every rank the same checkpoint")
 
 

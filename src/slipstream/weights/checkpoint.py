@@ -313,6 +313,10 @@ class TorchSource(Source):
         """The tensor, contiguous."""
         return self._tensors[name].contiguous()
 
+    def views(self, name: str) -> Sequence[Tensor]:
+        """The tensor as it was saved."""
+        return (self._tensors[name],)
+
     def place(self, name: str) -> str:
         """The file and the key."""
         return f"{self._path}: {name}"
@@ -341,6 +345,9 @@ class _Joined(Source):
 
     def read(self, name: str) -> Tensor:
         return self._parts[name].read(name)
+
+    def views(self, name: str) -> Sequence[Tensor]:
+        return self._parts[name].views(name)
 
     def by_windows(self) -> None:
         for part in dict.fromkeys(self._parts.values()):

@@ -7,7 +7,7 @@ renamed since. transformers says what becomes of what (`conversion_mapping`), an
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,10 @@ class Converted(Source):
     def stored(self, name: str) -> Tensor | None:
         """As the source has it, or made."""
         return self.read(name) if name in self._homes else self.source.stored(self._plain[name])
+
+    def views(self, name: str) -> Sequence[Tensor]:
+        """Of all that it is made of."""
+        return [view for old in self._under([name]) for view in self.source.views(old)]
 
     def is_packed(self, name: str) -> bool:
         """Whether the source has it packed."""

@@ -149,6 +149,10 @@ class Renamed(Source):
         """As the source has it."""
         return self.source.stored(self._places[name])
 
+    def views(self, name: str) -> Sequence[Tensor]:
+        """As the source has it."""
+        return self.source.views(self._places[name])
+
     def is_packed(self, name: str) -> bool:
         """Whether the source has it packed."""
         return self.source.is_packed(self._places[name])

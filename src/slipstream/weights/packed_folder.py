@@ -253,6 +253,11 @@ class PackedFolder(Source):
         planes = [p.float().flatten() for p in self._weight(matrix).planes if p.is_floating_point()]
         return torch.cat(planes)
 
+    def views(self, name: str) -> Sequence[Tensor]:
+        """A plain tensor, or the scales of a packed matrix."""
+        stored = self.stored(name)
+        return () if stored is None else (stored,)
+
     def is_packed(self, name: str) -> bool:
         """Whether a tensor is in a packed matrix."""
         return name in self._homes

@@ -16,7 +16,7 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,10 @@ class SafeSource(Source):
     def read(self, name: str) -> Tensor:
         """A view of the mapped file."""
         return self._files[name].tensor(name)
+
+    def views(self, name: str) -> Sequence[Tensor]:
+        """The view."""
+        return (self.read(name),)
 
     def by_windows(self) -> None:
         """Map tensors one by one."""

@@ -107,6 +107,10 @@ class Merged(Source):
             return torch.cat(parts, dim=axis)
         return _stacked(parts, fused, self.place(name))
 
+    def views(self, name: str) -> Sequence[Tensor]:
+        """Of every rank's slice."""
+        return [view for rank in self._ranks for view in rank.views(name)]
+
     def release(self, names: Iterable[str]) -> None:
         """Let every rank drop them."""
         for name in names:

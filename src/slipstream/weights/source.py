@@ -55,6 +55,10 @@ class Source(ABC):
         """What a tensor is stored as, to look for NaN and infinity; None where there can be none."""
         return self.read(name)
 
+    def views(self, name: str) -> Sequence[Tensor]:
+        """Stored tensors that one is made of, as views of which nothing is read yet; () if there are none."""
+        return ()
+
     def is_packed(self, name: str) -> bool:
         """Whether a tensor is stored in a packed format."""
         return False
