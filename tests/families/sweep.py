@@ -26,6 +26,9 @@ VARIANTS = [
 ]
 """Every tiny model of every registered family that the installed transformers has; the newest has all."""
 
+PICTURED = frozenset({"idefics"})
+"""Families whose models answer nothing without a picture: `test_towers` shows them one, under their names."""
+
 LENGTH, NEW_TOKENS = 12, 8
 _SILENT = "MllamaVisionModel"
 """Answers with its layers' states as a part of its last ones."""

@@ -9,7 +9,8 @@ import transformers
 
 from slipstream.families import Family, Tiny
 from slipstream.kernels.cpu.library import refuse
-from tests.families.sweep import VARIANTS, Row, label, measure
+from tests.families import test_towers
+from tests.families.sweep import PICTURED, VARIANTS, Row, label, measure
 
 TOLERANCE = 1e-4
 """The promise for logits in float32; hidden states are held to it relative to their largest value."""
@@ -67,10 +68,11 @@ def test_family_answers_like_the_original(
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    found = {family.name for family, _ in VARIANTS}
+    found = {family.name for family, _ in VARIANTS} | PICTURED
     # The oldest supported transformers lacks some types; the newest has them all.
     newest = transformers.__version__ >= "5.23"
     assert found == set(_registered()) if newest else found <= set(_registered())
+    assert all(any(test.startswith(f"test_{name}_") for test in dir(test_towers)) for name in PICTURED)
 
 
 def _registered() -> list[str]:
