@@ -177,7 +177,8 @@ def _plan(
         if filling is not None:
             filling.start(layers, settings.dtype, settings.keep)
     if filling is not None:
-        agree_on_weights(model, filling.source, mesh)
+        source = filling.source
+        agree_on_weights(model, ((name, source.views(name)) for name in source.names()), mesh)
     with failing_together(mesh.replica):
         verdicts = _judge(model, layers, config, settings)
         packing = plan_packing(layers, verdicts, settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from slipstream.config.section import Section
 from slipstream.errors import ConfigError, DeviceError, RequestError, SlipstreamError, WeightError
 from slipstream.parallel.collectives import gather_objects, largest, together
 from slipstream.parallel.mesh import Axis, Mesh
-from slipstream.weights.source import Source
 
 __all__ = [
     "agree_on_call",
@@ -51,16 +50,20 @@ def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> No
     _compare(own, mesh.replica, ConfigError, "give every rank the same configuration, model and weights")
 
 
-def agree_on_weights(model: nn.Module, source: Source, mesh: Mesh) -> None:
+def agree_on_weights(model: nn.Module, stored: Iterable[tuple[str, Sequence[Tensor]]], mesh: Mesh) -> None:
     """Compare a checkpoint, and what a model has of it, with the other ranks, whose files may be copies.
+
+    Args:
+        model: Some of its parameters may be on the meta device.
+        stored: The checkpoint's tensors by name, each in views; of these only the ends are read.
+        mesh: The ranks.
 
     Raises:
         ConfigError: With the parameter, and the ranks that have another one.
     """
     if not mesh.is_alone:
         own = {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
-        for name in source.names():
-            own[f"the weight {name} of the checkpoint"] = "; ".join(map(_sample, source.views(name)))
+        own |= {f"the weight {n} of the checkpoint": "; ".join(map(_sample, views)) for n, views in stored}
         _compare(own, mesh.replica, ConfigError, "give every rank the same checkpoint")
 
 

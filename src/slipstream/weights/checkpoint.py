@@ -354,8 +354,7 @@ class _Joined(Source):
             part.by_windows()
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        found = (part.locate(tensor) for part in dict.fromkeys(self._parts.values()))
-        return next((place for place in found if place is not None), None)
+        return next((at for part in {*self._parts.values()} if (at := part.locate(tensor)) is not None), None)
 
     def prefetch(self, names: Iterable[str]) -> None:
         for name in names:
