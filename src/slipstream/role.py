@@ -45,6 +45,7 @@ class Role(StrEnum):
     CROSS_Q = "cross_q"
     CROSS_KV = "cross_kv"
     CROSS_OUT = "cross_out"
+    CROSS_POST_NORM = "cross_post_norm"
     MLP_NORM = "mlp_norm"
     MLP_IN = "mlp_in"
     ACTIVATION = "activation"
@@ -89,7 +90,7 @@ class Role(StrEnum):
     @property
     def is_cross(self) -> bool:
         """Whether the role belongs to attention over an encoder's states."""
-        return self in (Role.CROSS_NORM, Role.CROSS_Q, Role.CROSS_KV, Role.CROSS_OUT)
+        return self.value.startswith("cross_")
 
     @property
     def is_quantizable(self) -> bool:

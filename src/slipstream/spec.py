@@ -80,7 +80,7 @@ class BlockSpec:
             (`Family.courses`); None for the block's own.
         branches: What the block has of the two.
         cross: Width of an encoder's states that the layer attends to, between its own attention and its
-            feed-forward, with as many heads; None where it attends to itself alone.
+            feed-forward, with as many heads and the same cap; None where it attends to itself alone.
         relative: A learned bias by relative position is added to the scores of the layer's own attention.
             "shared" is made by the first layer, returned, and handed to the others; "own" is each layer's.
         twice: The layer has two halves with a latent attention and a dense feed-forward each, and its

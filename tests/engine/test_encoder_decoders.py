@@ -19,7 +19,7 @@ from tests.families.calls import Calls
 from tests.families.sweep import peaked_model
 from tests.helpers.models import Pair, close, inject
 
-TEXT = ("t5", "umt5", "bart", "mbart")
+TEXT = ("t5", "umt5", "t5gemma", "bart", "mbart")
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def test_attention_maps_are_the_originals(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("family", ["t5", "t5gemma", "bart", "whisper"])
 def test_half_precision_is_no_worse_than_the_originals(family: str, dtype: torch.dtype) -> None:
     original = _original(family)
     entry = {"input_features": _spectra()} if family == "whisper" else _padded()
@@ -130,7 +130,7 @@ def test_float16_that_overflows_is_clamped_as_the_original_clamps_it() -> None:
     torch.testing.assert_close(got.hidden_states[2], expected.hidden_states[2], atol=64.0, rtol=2e-3)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("family", ["t5", "t5gemma", "bart"])
 def test_packed_weights_serve_both_kinds_of_attention(family: str) -> None:
     engine = inject(_original(family), quant="int8")
     formats = {layer.format for layer in engine.report().layers}
@@ -142,7 +142,7 @@ def test_packed_weights_serve_both_kinds_of_attention(family: str) -> None:
     assert float((expected - got).abs().max()) > 0
 
 
-@pytest.mark.parametrize("family", ["t5", "umt5", "bart", "whisper", "moonshine"])
+@pytest.mark.parametrize("family", ["t5", "umt5", "t5gemma", "bart", "whisper", "moonshine"])
 def test_the_state_dict_has_the_originals_names_and_values(family: str) -> None:
     expected, got = _original(family).state_dict(), pair(family).engine.state_dict()
     assert list(expected) == list(got)

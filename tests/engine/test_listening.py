@@ -23,6 +23,7 @@ ROAD = (
     "t5",
     "mt5",
     "umt5",
+    "t5gemma",
     "longt5",
     "bart",
     "mbart",
@@ -147,7 +148,7 @@ def test_the_encoder_runs_once_and_its_keys_are_made_once() -> None:
 
 
 def test_a_long_answer_crosses_pages_of_the_cache() -> None:
-    for family in ("t5", "umt5", "marian", "moonshine"):
+    for family in ("t5", "umt5", "t5gemma", "marian", "moonshine"):
         two = pair(family)
         entry = _entries(two.original)["right"]
         options = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}

@@ -285,6 +285,12 @@ def _runner(frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops) -
     return Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
 
 
+def _is_whole(model: nn.Module, root: str) -> bool:
+    """Whether what runs the first layers has the model's own config, or an encoder's of the model's kind."""
+    inner, outer = (type(getattr(m, "config", None)) for m in (model.get_submodule(root), model))
+    return inner is outer or inner is getattr(outer, "sub_configs", {}).get("encoder")
+
+
 def _frame(
     model: nn.Module,
     model_config: Any,
@@ -301,8 +307,7 @@ def _frame(
     family = fused[0].family
     if family is None or family.frame is None:
         return None, "the family names no frame"
-    inner = getattr(model.get_submodule(fused[0].root), "config", None)
-    if type(inner) is not type(getattr(model, "config", None)):
+    if not _is_whole(model, fused[0].root):
         return None, f"the language model is a part of {type(model).__name__}"
     spec = family.frame(model_config)
     if spec is None:

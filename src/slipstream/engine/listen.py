@@ -116,9 +116,8 @@ class Listening:
 
         def across(q: Tensor) -> Tensor:
             rows = q.unflatten(0, (k.shape[0], -1)).transpose(1, 2)
-            out: Tensor = block.ops.attention.run(
-                rows, k, v, mask=self.visible, causal=False, scale=block.spec.scale, softcap=None, sinks=None
-            )
+            how = {"scale": block.spec.scale, "softcap": block.spec.softcap, "sinks": None}
+            out: Tensor = block.ops.attention.run(rows, k, v, mask=self.visible, causal=False, **how)
             return out.flatten(0, 1)
 
         return across

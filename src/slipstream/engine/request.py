@@ -338,7 +338,7 @@ def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
     """
     from transformers import DynamicCache
 
-    config: Any = model.config
+    config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
     if getattr(config, "sliding_window", None) is None:
         return None
     windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]

@@ -56,8 +56,8 @@ class Block:
 
     A block with cross attention has a third branch between the two, which asks an encoder's states::
 
-        ─┬─ cross_norm ─ cross_q ─ attend across ─ cross_out ─(+)─▶
-         └─────────────────────────────────────────────────────┘
+        ─┬─ cross_norm ─ cross_q ─ attend across ─ cross_out ─ cross_post_norm ─(+)─▶
+         └───────────────────────────────────────────────────────────────────────┘
 
     Where `parallel`, both branches read the same `x` (the second through `attn_norm` if there is no
     `mlp_norm`) and are added to it together. Where `place` is "post", `attn_norm`, `cross_norm` and
@@ -193,7 +193,7 @@ class Block:
         pre = self.spec.place == "pre"
         asked = self.norm(Role.CROSS_NORM, x) if pre else x
         q = self.linear(Role.CROSS_Q, asked).unflatten(-1, (-1, self.spec.head_dim))
-        x = x + self.sum(self.linear(Role.CROSS_OUT, across(q).flatten(1)))
+        x = x + self.norm(Role.CROSS_POST_NORM, self.sum(self.linear(Role.CROSS_OUT, across(q).flatten(1))))
         return self._branch(x) if pre else self.norm(Role.CROSS_NORM, x)
 
     def entered(self, x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def attend_across(block: Block, call: CrossCall, layer_index: int) -> CrossAtten
         if call.bias is not None and any(call.bias.stride()):
             mask = add_bias(own_heads(call.bias, block.share).to(q.dtype), mask)
         out: Tensor = block.ops.attention.run(
-            q, k, v, mask=mask, causal=False, scale=block.spec.scale, softcap=None, sinks=None
+            q, k, v, mask=mask, causal=False, scale=block.spec.scale, softcap=block.spec.softcap, sinks=None
         )
         return out.flatten(0, 1)
 

@@ -57,7 +57,10 @@ def split_vocabulary(
         for name, module in holders(model, table[1]):
             groups.setdefault(id(module._parameters["weight"]), []).append((name, module, "embedding"))
     if head is not None:
-        groups.setdefault(id(head[1]._parameters["weight"]), []).append((*head, "head"))
+        same = groups.setdefault(id(head[1]._parameters["weight"]), [])
+        # A decoder's own table is tied to the head, and the model's input is its encoder's.
+        same += [] if same else [(*held, "table") for held in holders(model, head[1])]
+        same.append((*head, "head"))
     rows: list[OutsideReport] = []
     for members in groups.values():
         why = _why_whole(model, members, axis)
@@ -76,7 +79,8 @@ def split_vocabulary(
             pack(module, "weight", replace(made[packed.name], bias=bias), run=run)
             kernels = {"linear": op.name} if role == "head" else {}
             size = made[packed.name].nbytes if is_new else 0
-            rows.append(OutsideReport(name, role, kernels, _label(packed, made[packed.name]), size))
+            shown = "embedding" if role == "table" else role
+            rows.append(OutsideReport(name, shown, kernels, _label(packed, made[packed.name]), size))
     return rows, notes
 
 
@@ -94,7 +98,7 @@ def _why_whole(model: nn.Module, members: Sequence[tuple[str, nn.Module, str]], 
         if id(module) not in known and any(p is weight for p in module._parameters.values()):
             return f"{name} holds the same tensor"
     for name, module, role in members:
-        if role == "embedding" and not looks_up_rows(module):
+        if role != "head" and not looks_up_rows(module):
             return f"{name} ({type(module).__name__}) does more than look rows up"
         plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
         if role == "head" and not plain:
