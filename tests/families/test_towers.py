@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import slipstream
+from slipstream.families import FAMILIES
 from slipstream.model.inject import injected_state, is_injected
 from tests.helpers.models import blocks_that_run, roads
 
@@ -207,6 +208,26 @@ def test_paligemma_2_is_fused_whole_with_the_windows_and_caps_of_its_language_mo
         _agree(original(**given).logits[rows], engine(**given).logits[rows])
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(original.generate(**given, **options), engine.generate(**given, **options))
+
+
+def test_t5gemma_2_reads_pictures_in_its_encoder_and_writes_by_fused_layers() -> None:
+    tiny = FAMILIES["t5gemma2"].tiny[0]
+    original = _grown(getattr(transformers, tiny.config)(**tiny.options, image_token_index=100), tiny.model)
+    engine = _injected(original)
+    assert engine.report().level == "block", str(engine.report())
+    given = _asked("T5Gemma2")
+    other = {**given, "pixel_values": given["pixel_values"].flip(0)}
+    answer = torch.tensor([[1, 7, 9], [1, 8, 4]])
+    with torch.no_grad():
+        expected, got, seen = (
+            model(**asked, decoder_input_ids=answer).logits
+            for model, asked in ((original, given), (engine, given), (original, other))
+        )
+    _agree(expected, got)
+    assert float((expected - seen).abs().max()) > 1e-2, "the picture says nothing"
+    for options in ({"do_sample": False}, {"num_beams": 3}):
+        written = [model.generate(**given, max_new_tokens=8, **options) for model in (original, engine)]
+        assert torch.equal(*written)
 
 
 _QWEN_TEXT: dict[str, Any] = {

@@ -130,6 +130,7 @@ class Branches(Protocol):
         mask_of: Callable[[Tensor], Tensor] | None = None,
         keys: float = 1.0,
         shared_as: Any = None,
+        beyond: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The attention between its norms, of `(B, S, C)`.
 
@@ -140,6 +141,8 @@ class Branches(Protocol):
             keys: Multiplies keys.
             shared_as: The name of the layer's own, or of the borrowed, keys and values among those that are
                 shared; None for the type of the layer.
+            beyond: Keys and values `(B, K, M, D)` of other rows, which are seen behind the layer's own; the
+                mask is of all of them.
         """
         ...
 

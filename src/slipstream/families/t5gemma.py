@@ -11,10 +11,11 @@ from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import Stack, Take
 
-__all__ = ["T5GEMMA_RECIPES", "T5GEMMA_TINY"]
+__all__ = ["T5GEMMA_RECIPES", "T5GEMMA_TINY", "t5gemma_norm"]
 
 
-def _norm(config: Config) -> Norm:
+def t5gemma_norm(config: Config) -> Norm:
+    """Of everything in the model."""
     return Norm("rms", config.rms_norm_eps, offset=1.0)
 
 
@@ -29,7 +30,7 @@ def _decoder(config: Config, index: int) -> BlockSpec:
     return llama_like(
         config,
         index,
-        norm=_norm(config),
+        norm=t5gemma_norm(config),
         activation=config.hidden_activation,
         scale=config.query_pre_attn_scalar**-0.5,
         softcap=None if config._attn_implementation == "sdpa" else config.attn_logit_softcapping,
@@ -46,7 +47,7 @@ def _frame(config: Config) -> FrameSpec | None:
         layers="model.decoder.layers",
         embed="model.decoder.embed_tokens",
         head="lm_head.out_proj",
-        norm=_norm(decoder),
+        norm=t5gemma_norm(decoder),
         final_norm="model.decoder.norm",
         rotary="model.decoder.rotary_emb",
         embed_scale=decoder.hidden_size**0.5,

@@ -59,9 +59,10 @@ class _Branches:
         mask_of: Callable[[Tensor], Tensor] | None = None,
         keys: float = 1.0,
         shared_as: Any = None,
+        beyond: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         given = self.call.mask if mask is None else mask
-        call = replace(self.call, mask=given, mask_of=mask_of, shared_as=shared_as)
+        call = replace(self.call, mask=given, mask_of=mask_of, shared_as=shared_as, beyond=beyond)
         heard = attention_of(self.block, call, self.index)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

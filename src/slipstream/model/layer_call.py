@@ -62,6 +62,7 @@ class LayerCall:
         offset: Added to the layer's place in the cache, for layers that run more than once.
         shared: Where layers put keys and values for others, or None.
         shared_as: Under which name; None for the type of the layer.
+        beyond: Keys and values `(B, K, M, D)` of other rows, which are seen behind the layer's own.
     """
 
     hidden: Tensor
@@ -77,6 +78,7 @@ class LayerCall:
     shared_as: Any = None
     mask_of: Callable[[Tensor], Tensor] | None = None
     offset: int = 0
+    beyond: tuple[Tensor, Tensor] | None = None
 
     @property
     def has_bool_mask(self) -> bool:
@@ -261,6 +263,8 @@ def attention_of(
         q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
         before = 0 if relative is None or call.cache is None else _seen_before(call.cache, layer_index)
         k, v = _keep(call, spec, k, v, layer_index)
+        if call.beyond is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip((k, v), call.beyond, strict=True))
         bias = call.bias
         if bias is None and relative is not None:
             bias = relative.make(q, k.shape[2], before)

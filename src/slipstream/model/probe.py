@@ -54,7 +54,7 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
         {"input_ids": ids[:, -1:], "attention_mask": mask},
         {"input_ids": unpadded, "attention_mask": torch.ones_like(unpadded)},
     ]
-    width = next((f.spec.cross for f in layers if f.spec is not None and f.spec.cross is not None), None)
+    width = next((width for f in layers if (width := _width_of_states(f)) is not None), None)
     if width is None:
         width = next((w for f in layers if f.spec is None for w in _widths_heard(f.layer)), None)
     takes = inspect.signature(root.forward).parameters
@@ -99,6 +99,15 @@ def guessed_runs(root: nn.Module) -> Iterator[list[dict[str, Any]]]:
     if width is not None:
         states = torch.randn(BATCH, LENGTH, width, generator=generator, dtype=torch.float32, device="cpu")
         yield [dict.fromkeys(needed, states.to(like))]
+
+
+def _width_of_states(found: Found) -> int | None:
+    """Width of an encoder's states that a layer listens to by its numbers, or by its family's course."""
+    spec = found.spec
+    course = None if spec is None or found.family is None else found.family.course_of(spec)
+    if spec is None or course is None or "encoder_hidden_states" not in course.needs:
+        return None if spec is None else spec.cross
+    return spec.hidden
 
 
 def _widths_heard(layer: nn.Module) -> Iterator[int]:
