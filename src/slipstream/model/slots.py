@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
@@ -62,6 +63,7 @@ def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[
     Raises:
         UnsupportedError: A layer was rebuilt after it was fused.
     """
+    format_named = functools.cache(format_named)  # each asks for the library anew, and a model has hundreds
     tensors = tensors_of(model)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

@@ -110,6 +110,32 @@ inline Vec power_of_two(Vec a) {
 inline Vec times_power_of_two(Vec p, Vec n) {
     return p * power_of_two(n);
 }
+// Bits of float16 without a sign, divided by 2^kShift: the nearest integer, ties to even, at most kMost.
+template <int kShift, int kMost>
+inline __m128i short_halves(__m128i size) {
+    const __m128i odd = _mm_and_si128(_mm_srli_epi16(size, kShift), _mm_set1_epi16(1));
+    const __m128i sum = _mm_add_epi16(_mm_add_epi16(size, _mm_set1_epi16((1 << (kShift - 1)) - 1)), odd);
+    return _mm_min_epu16(_mm_srli_epi16(sum, kShift), _mm_set1_epi16(kMost));
+}
+// See `Floats` in pack_numbers.h.
+template <int kShift, int kMost>
+inline Vec shortened(Vec size) {
+    const __m128i code = short_halves<kShift, kMost>(_mm256_cvtps_ph(size.v, _MM_FROUND_TO_NEAREST_INT));
+    return {_mm256_cvtph_ps(_mm_slli_epi16(code, kShift))};
+}
+template <int kShift, int kSign, int kMost>
+inline void store_short(Vec v, uint8_t* codes) {
+    const __m128i half = _mm256_cvtps_ph(v.v, _MM_FROUND_TO_NEAREST_INT);
+    const __m128i size = short_halves<kShift, kMost>(_mm_and_si128(half, _mm_set1_epi16(0x7fff)));
+    const __m128i code = _mm_or_si128(size, _mm_slli_epi16(_mm_srli_epi16(half, 15), kSign));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(code, code));
+}
+// The low bytes of whole numbers of at most 15 bits beside the sign.
+inline void store_low_bytes(Vec x, uint8_t* p) {
+    const __m256i whole = _mm256_and_si256(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(0xff));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
 // Row i becomes column i.
 inline void transpose(Vec (&v)[8]) {
     __m256 quads[8];

@@ -166,6 +166,31 @@ inline Vec near_reciprocal(Vec x) {
 inline Vec times_power_of_two(Vec p, Vec n) {
     return {_mm512_scalef_ps(p.v, n.v)};
 }
+// Bits of float16 without a sign, divided by 2^kShift: the nearest integer, ties to even, at most kMost.
+template <int kShift, int kMost>
+inline __m256i short_halves(__m256i size) {
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(size, kShift), _mm256_set1_epi16(1));
+    const __m256i half = _mm256_set1_epi16((1 << (kShift - 1)) - 1);
+    const __m256i sum = _mm256_add_epi16(_mm256_add_epi16(size, half), odd);
+    return _mm256_min_epu16(_mm256_srli_epi16(sum, kShift), _mm256_set1_epi16(kMost));
+}
+// See `Floats` in pack_numbers.h.
+template <int kShift, int kMost>
+inline Vec shortened(Vec size) {
+    const __m256i code = short_halves<kShift, kMost>(size.narrow(static_cast<const Half*>(nullptr)));
+    return {_mm512_cvtph_ps(_mm256_slli_epi16(code, kShift))};
+}
+template <int kShift, int kSign, int kMost>
+inline void store_short(Vec v, uint8_t* codes) {
+    const __m256i half = v.narrow(static_cast<const Half*>(nullptr));
+    const __m256i size = short_halves<kShift, kMost>(_mm256_and_si256(half, _mm256_set1_epi16(0x7fff)));
+    const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(half, 15), kSign);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_cvtepi16_epi8(_mm256_or_si256(size, sign)));
+}
+// The low bytes of whole numbers.
+inline void store_low_bytes(Vec x, uint8_t* p) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
 // Row i becomes column i; elements are only moved, whatever their bits mean.
 inline void transpose(Vec (&v)[16]) {
     __m512d pairs[16];
@@ -298,10 +323,6 @@ inline Vec integers(int32_t x) {
 }
 inline int32_t sum_of_integers(Vec x) {
     return _mm512_reduce_add_epi32(_mm512_castps_si512(x.v));
-}
-// Whole numbers from 0 to 255.
-inline void store_codes(Vec x, uint8_t* p) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 // Pairs (p[0], p[1]), (p[2], p[3]), ... of n <= 32 elements, and zeros after them.
 inline Vec pairs_along(const Bf16* p, int64_t n) {

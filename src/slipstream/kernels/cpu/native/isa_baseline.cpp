@@ -130,7 +130,11 @@ inline Vec min(Vec a, Vec b) {
     return {a.v < b.v ? a.v : b.v};
 }
 inline Vec abs(Vec a) {
-    return max(a, Vec{-a.v});
+    I4 bits;
+    std::memcpy(&bits, &a.v, sizeof(bits));
+    bits &= 0x7fffffff;
+    std::memcpy(&a.v, &bits, sizeof(bits));
+    return a;
 }
 // a < b ? yes : no, lane by lane.
 inline Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
@@ -150,6 +154,35 @@ inline Vec power_of_two(Vec a) {
 }
 inline Vec times_power_of_two(Vec p, Vec n) {
     return p * power_of_two(n);
+}
+// Bits of float16 without a sign, divided by 2^kShift: the nearest integer, ties to even, at most kMost.
+template <int kShift, int kMost>
+inline int short_half(int size) {
+    const int code = (size + ((size >> kShift) & 1) + (1 << (kShift - 1)) - 1) >> kShift;
+    return code < kMost ? code : kMost;
+}
+// See `Floats` in pack_numbers.h.
+template <int kShift, int kMost>
+inline Vec shortened(Vec size) {
+    Half halves[4];
+    size.store(halves);
+    for (Half& half : halves)
+        half.bits = static_cast<uint16_t>(short_half<kShift, kMost>(half.bits) << kShift);
+    return Vec::load(halves);
+}
+template <int kShift, int kSign, int kMost>
+inline void store_short(Vec v, uint8_t* codes) {
+    Half halves[4];
+    v.store(halves);
+    for (int i = 0; i < 4; ++i) {
+        const int code = short_half<kShift, kMost>(halves[i].bits & 0x7fff);
+        codes[i] = static_cast<uint8_t>(code | (halves[i].bits >> 15) << kSign);
+    }
+}
+// The low bytes of whole numbers.
+inline void store_low_bytes(Vec x, uint8_t* p) {
+    for (int i = 0; i < 4; ++i)
+        p[i] = static_cast<uint8_t>(static_cast<int>(x.v[i]));
 }
 // Row i becomes column i.
 inline void transpose(Vec (&v)[4]) {

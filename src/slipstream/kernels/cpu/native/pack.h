@@ -2,6 +2,7 @@
 #pragma once
 
 // clang-format off: the last builds upon both
+#include "pack_numbers.h"
 #include "pack_groups.h"
 #include "pack_rows.h"
 #include "pack_floats.h"
@@ -17,7 +18,7 @@ struct PackScratch {
     PackScratch(const PackCall& call, char* base, int threads) {
         const Matrix& m = call.packed;
         rows = m.group && m.inputs <= kLongRow ? kPackTile : 1;
-        own_floats = m.group ? rows * ceil_div(m.inputs, m.group) * m.group : 2 * m.inputs;
+        own_floats = m.group ? rows * ceil_div(m.inputs, m.group) * m.group : m.inputs;
         own_floats = ceil_div(own_floats, 16) * 16;
         Scratch scratch(base);
         own = scratch.part<float>(own_floats * threads);
@@ -35,12 +36,16 @@ inline void pack(const PackCall& call, char* base, Team& team, int rank) {
     const PackScratch scratch(call, base, team.size());
     float* own = scratch.own + scratch.own_floats * rank;
     each(team, call.packed.outputs, scratch.rows, [&](int64_t begin, int64_t end) {
-        if (call.packed.format == kFp6E2m3 || call.packed.format == kFp6E3m2)
-            pack_floats(call, begin, end - begin, own);
+        if (call.packed.format == kFp6E2m3)
+            pack_floats<E2m3>(call, begin, end - begin, own);
+        else if (call.packed.format == kFp6E3m2)
+            pack_floats<E3m2>(call, begin, end - begin, own);
         else if (call.packed.group)
             pack_groups(call, begin, end - begin, own);
+        else if (call.packed.format == kFp8)
+            pack_row<E4m3>(call, begin, own);
         else
-            pack_row(call, begin, own);
+            pack_row<Integers>(call, begin, own);
     });
 }
 

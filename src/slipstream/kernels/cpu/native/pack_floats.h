@@ -2,40 +2,45 @@
 // search.py and minifloat.py, so that planes are the same to the bit wherever a model is packed.
 #pragma once
 
+#include <limits>
+
 namespace slipstream {
 namespace {
 
 constexpr int64_t kFloatGroup = 64;
 
 // As many groups as a vector has lanes: x[j][l] is weight j of group l.
+template <class To>
 struct FloatGroups {
     alignas(64) float x[kFloatGroup][Vec::kWidth];
-    alignas(64) Half halves[kFloatGroup * Vec::kWidth];
     alignas(64) uint8_t codes[kFloatGroup * Vec::kWidth];
 
-    // Codes of x / scale; what they stand for lies in `halves`, but for a factor.
-    void encode(const Rounding& to, Vec scale, uint8_t* into) {
-        const Vec by = inverse(scale), narrow = Vec::set(to.factor);
+    void encode(Vec scale) {
+        const Vec times = inverse(scale) * Vec::set(To::kFactor);
         for (int64_t j = 0; j < kFloatGroup; ++j)
-            (Vec::load(x[j]) * by * narrow).store(halves + j * Vec::kWidth);
-        round_halves(to, halves, kFloatGroup * Vec::kWidth, into);
+            To::encode(Vec::load(x[j]) * times, codes + j * Vec::kWidth);
     }
-    Vec error(const Rounding& to, Vec scale) {
-        encode(to, scale, nullptr);
-        const Vec back = Vec::set(1.0f / to.factor);
-        return tree<kFloatGroup>([&](int64_t j) {
-            const Vec off = Vec::load(halves + j * Vec::kWidth) * back * scale - Vec::load(x[j]);
-            return off * off;
-        });
+    // The sum of squares in the order of `tree`, eight at a time, which stay in registers.
+    Vec error(Vec scale) {
+        constexpr int64_t kPart = 8, kParts = kFloatGroup / kPart;
+        const Vec times = inverse(scale) * Vec::set(To::kFactor), back = scale * Vec::set(1.0f / To::kFactor);
+        Vec parts[kParts];
+        for (int64_t i = 0; i < kParts; ++i)
+            parts[i] = tree<kPart>([&](int64_t k) {
+                const Vec size = abs(Vec::load(x[i + kParts * k]));
+                const Vec off = To::nearest(size * times) * back - size;
+                return off * off;
+            });
+        return tree<kParts>([&](int64_t i) { return parts[i]; });
     }
     // See formats/search.py: `fit_float`.
-    Vec fit(const Rounding& to) {
+    Vec fit() {
         Vec largest = abs(Vec::load(x[0])), best = Vec::set(0.0f);
         for (int64_t j = 1; j < kFloatGroup; ++j)
             largest = max(abs(Vec::load(x[j])), largest);
         Vec least_error = Vec::set(std::numeric_limits<float>::infinity());
-        for (int t = 0; t < to.num_targets; ++t) {
-            const Vec scale = toward_zero(largest / Vec::set(to.targets[t])), found = error(to, scale);
+        for (const float target : To::kTarget) {
+            const Vec scale = toward_zero(largest / Vec::set(target)), found = error(scale);
             best = if_less(found, least_error, scale, best);
             least_error = min(found, least_error);
         }
@@ -62,20 +67,20 @@ inline void join_sixes(const uint8_t* codes, int64_t n, uint8_t* low, uint8_t* u
 }
 
 // Some rows at once; `x` has room for them, padded.
+template <class To>
 inline void pack_floats(const PackCall& call, int64_t first, int64_t count, float* x) {
     const Matrix& m = call.packed;
     const int64_t groups = ceil_div(m.inputs, kFloatGroup), padded = groups * kFloatGroup;
-    const Rounding to = rounding_of(m.format);
     read_padded(call, first, count, padded, x);
     auto* low = static_cast<uint8_t*>(const_cast<void*>(m.planes[kCodes])) + first * padded / 2;
     auto* upper = static_cast<uint8_t*>(const_cast<void*>(m.planes[kUpper])) + first * padded / 4;
     auto* scales = static_cast<Half*>(const_cast<void*>(m.planes[kScales])) + first * groups;
-    FloatGroups g;
+    FloatGroups<To> g;
     for (int64_t b = 0; b < count * groups; b += Vec::kWidth) {
         const int64_t n = least(Vec::kWidth, count * groups - b);
         side_by_side(x + b * kFloatGroup, kFloatGroup, n, g.x);
-        const Vec scale = g.fit(to);
-        g.encode(to, scale, g.codes);
+        const Vec scale = g.fit();
+        g.encode(scale);
         scale.store(scales + b, n);
         join_sixes(g.codes, n, low + b * 32, upper + b * 16);
     }

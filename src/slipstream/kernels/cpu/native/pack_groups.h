@@ -172,11 +172,7 @@ inline Vec fit_signed(G& g) {
 }
 
 // The power of 2^24 that brings a row's largest magnitude to [2^-10, 2^14).
-inline float row_multiplier(const float* x, int64_t n) {
-    Vec widest = Vec::set(0.0f);
-    for (int64_t j = 0; j < n; j += Vec::kWidth)
-        widest = max(abs(Vec::load(x + j, least(n - j, Vec::kWidth))), widest);
-    const float largest = widest.highest();
+inline float row_multiplier(float largest) {
     if (largest == 0.0f)
         return 1.0f;
     int exponent;
@@ -193,10 +189,9 @@ inline void read_padded(const PackCall& call, int64_t first, int64_t count, int6
     const bool repeats = m.format == kInt4 || m.format == kInt4Symmetric;
     for (int64_t r = 0; r < count; ++r) {
         float* row = x + r * padded;
-        read_row(call.dense, call.dtype, (first + r) * call.stride, row, m.inputs);
-        const float multiplier = row_multiplier(row, m.inputs), back = 1.0f / multiplier;
+        const float multiplier = row_multiplier(read_row(call, first + r, row)), back = 1.0f / multiplier;
         factors[first + r] = multiplier;
-        for (int64_t j = 0; j < m.inputs; ++j)
+        for (int64_t j = 0; multiplier != 1.0f && j < m.inputs; ++j)
             row[j] *= back;
         for (int64_t j = m.inputs; j < padded; ++j)
             row[j] = repeats ? row[m.inputs - 1] : 0.0f;

@@ -1,147 +1,143 @@
-// Packs rows with one scale each (int8, fp8): the same operations as formats/rows.py and minifloat.py.
-// Sums of whole rows are in double, where their order decides nothing but ties.
+// Packs rows with one scale each (int8, fp8): the same operations as formats/rows.py, so that planes are the
+// same to the bit wherever a model is packed.
 #pragma once
 
 #include <cmath>
-#include <limits>
 
 namespace slipstream {
 namespace {
 
-inline float inverse(float scale) {
-    return scale == 0.0f ? 0.0f : 1.0f / scale;
+// A positive number with its mantissa rounded to 16 bits.
+inline float sixteen_bits(float scale) {
+    uint32_t bits;
+    std::memcpy(&bits, &scale, sizeof(bits));
+    bits = (bits + 0x80) & ~0xffu;
+    std::memcpy(&scale, &bits, sizeof(bits));
+    return scale;
 }
 
-// How numbers of one format are rounded: to integers of at most `largest`, or, where `shift` is not 0, by way
-// of float16 (see formats/minifloat.py) to codes of at most `largest` beside the sign.
-struct Rounding {
-    int shift, sign;
-    uint16_t largest;
-    float factor;
-    int num_targets;
-    float targets[6];
+// A row in float32.
+struct Row {
+    const float* x;
+    int64_t n;
+    float largest; // magnitude
 };
 
-inline Rounding rounding_of(int32_t format) {
-    switch (format) {
-    case kFp8:
-        return {7, 7, 0x7e, 1.0f / 256, 4, {448.0f, 384.0f, 320.0f, 256.0f}};
-    case kFp6E2m3:
-        return {7, 5, 31, 1.0f / 16384, 6, {7.5f, 7.0f, 6.5f, 6.0f, 5.5f, 5.0f}};
-    case kFp6E3m2:
-        return {8, 5, 31, 1.0f / 4096, 4, {28.0f, 24.0f, 20.0f, 16.0f}};
-    default:
-        return {0, 0, 127, 1.0f, 3, {127.0f, 127.25f, 127.5f, 0.0f}};
-    }
-}
+// A row's errors under several scales.
+template <class To>
+struct Errors {
+    double of[To::kTargets];
 
-constexpr int64_t kPackBlock = 256; // weights of a row at a time, a multiple of every width
+    int lowest() const {
+        int best = 0;
+        for (int t = 1; t < To::kTargets; ++t)
+            best = of[t] < of[best] ? t : best;
+        return best;
+    }
+    // Whether all are finite, and the lowest by more than `relative` of itself, and `more`, below the others.
+    bool clear(double relative, double more) const {
+        const int best = lowest();
+        bool clear = true;
+        for (int t = 0; t < To::kTargets; ++t)
+            clear =
+                clear && std::isfinite(of[t]) && (t == best || of[t] - of[best] > relative * of[best] + more);
+        return clear;
+    }
+};
 
-// Each of n numbers to the nearest that has a code, but for a factor; with `codes`, what that is.
-inline void round_halves(const Rounding& to, Half* halves, int64_t n, uint8_t* codes) {
-    const int shift = to.shift, sign = to.sign, largest = to.largest, half_step = (1 << (shift - 1)) - 1;
-    for (int64_t j = 0; j < n; ++j) {
-        const int bits = halves[j].bits, size = bits & 0x7fff;
-        const int code = (size + ((size >> shift) & 1) + half_step) >> shift;
-        halves[j].bits = static_cast<uint16_t>((code < largest ? code : largest) << shift | (bits & 0x8000));
-    }
-    for (int64_t j = 0; codes && j < n; ++j) {
-        const int bits = halves[j].bits;
-        codes[j] = static_cast<uint8_t>((bits & 0x7fff) >> shift | (bits >> 15) << sign);
-    }
-}
+constexpr int64_t kSumBlock = 64; // vectors whose squares are summed in float32
 
-// codes[j] of x[j] * factor; with values, what they stand for.
-inline void round_block(const Rounding& to, const float* x, float factor, int64_t n, uint8_t* codes,
-                        float* values) {
-    alignas(64) float room[kPackBlock];
-    float* scaled = values ? values : room;
-    alignas(64) Half halves[kPackBlock];
-    const Vec by = Vec::set(factor), most_code = Vec::set(to.largest), back = Vec::set(1.0f / to.factor);
-    for (int64_t j = 0; j < n; j += Vec::kWidth) {
-        const int64_t count = least(n - j, Vec::kWidth);
-        const Vec v = Vec::load(x + j, count) * by;
-        if (!to.shift) {
-            const Vec rounded = max(min(round(v), most_code), Vec::set(0.0f) - most_code);
-            rounded.store(scaled + j);
-        } else {
-            (v * Vec::set(to.factor)).store(halves + j);
-        }
+// In one pass, squares summed in float32 as far as that goes: off by at most 2^-17 of themselves, and 2^-125
+// of each weight whose square is no normal number.
+template <class To>
+inline Errors<To> rough_errors(const Row& row, float unit, const float* scales) {
+    Errors<To> errors = {};
+    Vec times[To::kTargets], back[To::kTargets];
+    for (int t = 0; t < To::kTargets; ++t) {
+        times[t] = Vec::set(inverse(scales[t]) * (1.0f / unit) * To::kFactor);
+        back[t] = Vec::set(-scales[t] * unit / To::kFactor);
     }
-    if (!to.shift) {
-        for (int64_t j = 0; codes && j < n; ++j)
-            codes[j] = static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(scaled[j])));
-        return;
-    }
-    round_halves(to, halves, n, codes);
-    for (int64_t j = 0; values && j < n; j += Vec::kWidth)
-        (Vec::load(halves + j) * back).store(values + j);
-}
-
-// The largest magnitude of a row: side by side, for one after the other each waits for the one before.
-inline float largest_of(const float* x, int64_t n) {
-    Vec most = Vec::set(0.0f);
-    for (int64_t j = 0; j < n; j += Vec::kWidth) {
-        const Vec v = Vec::load(x + j, least(n - j, Vec::kWidth));
-        most = max(most, max(v, Vec::set(0.0f) - v));
-    }
-    return most.highest();
-}
-
-// See formats/rows.py: `fit_rows`.
-inline float fit_row(const Rounding& to, const float* x, int64_t n, float* unit_row) {
-    float largest = largest_of(x, n);
-    largest = largest < 7.888609052210118e-31f ? 0.0f : largest; // 2^-100
-    int exponent;
-    std::frexp(largest, &exponent);
-    const float unit = std::ldexp(1.0f, exponent < 126 ? exponent : 126), back = 1.0f / unit;
-    for (int64_t j = 0; j < n; ++j)
-        unit_row[j] = x[j] * back;
-    largest /= unit;
-    float best = 0.0f;
-    double least_error = std::numeric_limits<double>::infinity();
-    alignas(64) float values[kPackBlock];
-    for (int t = 0; t < to.num_targets; ++t) {
-        float scale = largest / to.targets[t];
-        uint32_t bits;
-        std::memcpy(&bits, &scale, 4);
-        bits = (bits + 0x80) & ~0xffu; // 16 bits of mantissa
-        std::memcpy(&scale, &bits, 4);
-        double sums[16] = {};
-        for (int64_t b = 0; b < n; b += kPackBlock) {
-            const int64_t count = least(kPackBlock, n - b);
-            round_block(to, unit_row + b, inverse(scale), count, nullptr, values);
-            for (int64_t j = 0; j < count; ++j) {
-                const float off = values[j] * scale - unit_row[b + j];
-                values[j] = off * off;
+    for (int64_t b = 0; b < row.n; b += kSumBlock * Vec::kWidth) {
+        Vec sums[To::kTargets];
+        for (Vec& sum : sums)
+            sum = Vec::set(0.0f);
+        over(row.x, b, least(b + kSumBlock * Vec::kWidth, row.n), [&](Vec v, int64_t) {
+            const Vec size = abs(v);
+#pragma GCC unroll 8
+            for (int t = 0; t < To::kTargets; ++t) {
+                const Vec off = fma(To::nearest(size * times[t]), back[t], size);
+                sums[t] = fma(off, off, sums[t]);
             }
-            for (int64_t j = count; j % 16; ++j)
-                values[j] = 0.0f;
-            for (int64_t j = 0; j < count; j += 16)
-                for (int64_t l = 0; l < 16; ++l)
-                    sums[l] += static_cast<double>(values[j + l]);
-        }
-        double error = 0.0;
-        for (const double sum : sums)
-            error += sum;
-        if (error < least_error) {
-            best = scale;
-            least_error = error;
-        }
+        });
+        for (int t = 0; t < To::kTargets; ++t)
+            errors.of[t] += static_cast<double>(sums[t].sum());
     }
-    return best * unit;
+    return errors;
 }
 
-// One row of a format with a scale per row; `x` has room for two rows.
+// In units of `unit`, squares in float32 and their sums in double, where the order decides nothing but ties.
+template <class To>
+inline Errors<To> exact_errors(const Row& row, float unit, const float* scales) {
+    Errors<To> errors = {};
+    const Vec to_unit = Vec::set(1.0f / unit), factor = Vec::set(To::kFactor);
+    for (int t = 0; t < To::kTargets; ++t) {
+        const Vec times = Vec::set(inverse(scales[t])), back = Vec::set(scales[t] / To::kFactor);
+        double sums[Vec::kWidth] = {};
+        over(row.x, 0, row.n, [&](Vec v, int64_t) {
+            const Vec size = abs(v) * to_unit;
+            const Vec off = To::nearest(size * times * factor) * back - size;
+            alignas(64) float squares[Vec::kWidth];
+            (off * off).store(squares);
+            for (int l = 0; l < Vec::kWidth; ++l)
+                sums[l] += static_cast<double>(squares[l]);
+        });
+        for (const double sum : sums)
+            errors.of[t] += sum;
+    }
+    return errors;
+}
+
+// See formats/rows.py: `fit_rows`. Rough errors decide where they can: of random weights, all but one row in
+// some hundreds.
+template <class To>
+inline float fit_row(const Row& row) {
+    if (row.largest < 7.888609052210118e-31f) // 2^-100
+        return 0.0f;
+    int exponent;
+    std::frexp(row.largest, &exponent);
+    const float unit = std::ldexp(1.0f, exponent < 126 ? exponent : 126);
+    float scales[To::kTargets];
+    for (int t = 0; t < To::kTargets; ++t)
+        scales[t] = sixteen_bits(row.largest / unit / To::kTarget[t]);
+    constexpr double kTwice = 1.0 / (1 << 16), kNoNormal = 0x1p-124;
+    Errors<To> errors = rough_errors<To>(row, unit, scales);
+    if (!errors.clear(kTwice, kNoNormal * static_cast<double>(row.n)))
+        errors = exact_errors<To>(row, unit, scales);
+    return scales[errors.lowest()] * unit;
+}
+
+template <class To>
+inline void encode_row(const Row& row, float scale, uint8_t* codes) {
+    const Vec times = Vec::set(inverse(scale)), factor = Vec::set(To::kFactor);
+    over(row.x, 0, row.n, [&](Vec v, int64_t j) {
+        if (j + Vec::kWidth <= row.n) {
+            To::encode(v * times * factor, codes + j);
+            return;
+        }
+        uint8_t last[Vec::kWidth];
+        To::encode(v * times * factor, last);
+        std::memcpy(codes + j, last, static_cast<size_t>(row.n - j));
+    });
+}
+
+// One row of a format with a scale per row; `x` has room for it.
+template <class To>
 inline void pack_row(const PackCall& call, int64_t r, float* x) {
     const Matrix& m = call.packed;
-    const Rounding to = rounding_of(m.format);
-    read_row(call.dense, call.dtype, r * call.stride, x, m.inputs);
-    const float scale = fit_row(to, x, m.inputs, x + m.inputs);
+    const Row row = {x, m.inputs, read_row(call, r, x)};
+    const float scale = fit_row<To>(row);
     static_cast<float*>(const_cast<void*>(m.planes[kFactors]))[r] = scale;
-    auto* codes = static_cast<uint8_t*>(const_cast<void*>(m.planes[kCodes])) + r * m.inputs;
-    for (int64_t b = 0; b < m.inputs; b += kPackBlock)
-        round_block(to, x + b, inverse(scale), least(kPackBlock, m.inputs - b), codes + b, nullptr);
+    encode_row<To>(row, scale, static_cast<uint8_t*>(const_cast<void*>(m.planes[kCodes])) + r * m.inputs);
 }
 
 } // namespace

@@ -47,10 +47,10 @@ inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
     int64_t j = 0;
     if constexpr (std::is_same<To, uint8_t>::value) {
         for (; j + Vec::kWidth <= n; j += Vec::kWidth)
-            store_codes(code(Vec::load(x + j)), to + j);
+            store_low_bytes(code(Vec::load(x + j)), to + j);
         if (j < n) {
             uint8_t last[Vec::kWidth];
-            store_codes(code(Vec::load(x + j, n - j)), last);
+            store_low_bytes(code(Vec::load(x + j, n - j)), last);
             std::memcpy(to + j, last, static_cast<size_t>(n - j));
         }
     } else {
