@@ -76,6 +76,8 @@ class BlockSpec:
         inner_norms: What enters `ATTN_OUT` and `MLP_OUT` is normalised.
         mixer: What stands in attention's place and stays a part of the layer, which runs its own code and
             keeps its state where it always did: "a state space", "a convolution", ...; None for attention.
+        feeder: What stands in the feed-forward's place and stays a part of the layer: "experts of limited
+            capacity", ...; None for the feed-forward or the experts of the block.
         course: Which of its family's courses says how the layer's branches follow each other
             (`Family.courses`); None for the block's own.
         branches: What the block has of the two.
@@ -127,6 +129,7 @@ class BlockSpec:
     growth: Growth | None = None
     inner_norms: bool = False
     mixer: str | None = None
+    feeder: str | None = None
     course: str | None = None
     branches: Literal["both", "attention", "feed_forward", "neither"] = "both"
     cross: int | None = None
@@ -202,7 +205,7 @@ class BlockSpec:
             shapes[Role.CROSS_Q] = (self.q_dim, self.hidden)
             shapes[Role.CROSS_KV] = (2 * self.kv_dim, self.cross)
             shapes[Role.CROSS_OUT] = (self.hidden, self.q_dim)
-        if self.branches not in ("both", "feed_forward"):
+        if self.feeder is not None or self.branches not in ("both", "feed_forward"):
             return shapes
         if self.moe is None:
             shapes |= {Role.MLP_IN: (gate * self.ffn, self.hidden), Role.MLP_OUT: (self.hidden, self.ffn)}

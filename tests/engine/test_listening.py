@@ -24,12 +24,14 @@ ROAD = (
     "mt5",
     "umt5",
     "t5gemma",
+    "switch_transformers",
     "longt5",
     "bart",
     "mbart",
     "pegasus",
     "marian",
     "m2m_100",
+    "nllb-moe",
     "blenderbot",
     "blenderbot-small",
     "plbart",
@@ -148,7 +150,7 @@ def test_the_encoder_runs_once_and_its_keys_are_made_once() -> None:
 
 
 def test_a_long_answer_crosses_pages_of_the_cache() -> None:
-    for family in ("t5", "umt5", "t5gemma", "marian", "moonshine"):
+    for family in ("t5", "umt5", "t5gemma", "switch_transformers", "marian", "moonshine"):
         two = pair(family)
         entry = _entries(two.original)["right"]
         options = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}

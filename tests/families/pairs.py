@@ -126,7 +126,7 @@ def _cached(original: Any, engine: Any, padded: Mapping[str, Tensor], answer: Te
     """Two more tokens, and then one more, upon the caches of those before."""
     worst, caches = 0.0, [None, None]
     for start, stop in ((0, ANSWER - 3), (ANSWER - 3, ANSWER - 1), (ANSWER - 1, ANSWER)):
-        given = {**padded, "decoder_input_ids": answer[:, start:stop], "use_cache": True}
+        given = {**padded, "decoder_input_ids": answer[:, start:stop]}  # with a cache, as they do by default
         outputs = [
             model(**given, past_key_values=cache)
             for model, cache in zip((original, engine), caches, strict=True)

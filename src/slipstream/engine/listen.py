@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.runner import Runner
-from slipstream.model.block import Block, CrossAttend, RopeTable
+from slipstream.model.block import Block, CrossAttend, Mix, RopeTable
 from slipstream.model.cross import Relative, add_bias, own_heads, relative_of
-from slipstream.model.inject import injected_state
+from slipstream.model.inject import injected_state, own_feed
 from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
@@ -52,9 +52,12 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None) -> Runner:
         id(block): relative_of(layer, injected_state(layer).relative)
         for layer, block in zip(runner.frame.layers, runner.blocks, strict=True)
     }
+    feeds = {
+        id(block): own_feed(layer) for layer, block in zip(runner.frame.layers, runner.blocks, strict=True)
+    }
     heard = copy.copy(runner)
     visible = None if seen is None or bool((seen != 0).all()) else (seen != 0)[:, None, None]
-    heard.stack = Listening(memory, visible, relatives, runner.blocks[0])
+    heard.stack = Listening(memory, visible, relatives, runner.blocks[0], feeds)
     return heard
 
 
@@ -67,12 +70,14 @@ class Listening:
         visible: `(B, 1, 1, M)` bool, or None where every state counts.
         relatives: What makes the bias of each block by relative position, by the block's identity.
         first: The block that makes the bias for all, where they share one.
+        feeds: What stands in the feed-forward's place, of `(B, S, C)`, by the block's identity.
     """
 
     memory: Mapping[int, tuple[Tensor, Tensor]]
     visible: Tensor | None
     relatives: Mapping[int, Relative | None]
     first: Block
+    feeds: Mapping[int, Mix | None]
 
     def __call__(
         self,
@@ -108,7 +113,7 @@ class Listening:
                 return _attend_with_bias(block, q, (k_cache, v_cache), step, bias)
 
             table = None if block.spec.rope is None else tables[block.spec.rope]
-            x = block(x, table, attend, self._across(block))
+            x = block(x, table, attend, self._across(block), feed=self._feed(block))
         return x
 
     def _across(self, block: Block) -> CrossAttend:
@@ -121,6 +126,11 @@ class Listening:
             return out.flatten(0, 1)
 
         return across
+
+    def _feed(self, block: Block) -> Mix | None:
+        """A part that sees rows of tokens: what one of them is told may depend on those before it."""
+        feed, rows = self.feeds[id(block)], self.memory[id(block)][0].shape[0]
+        return None if feed is None else lambda x: feed(x.unflatten(0, (rows, -1))).flatten(0, 1)
 
     def _bias(self, block: Block, x: Tensor, step: Step) -> Tensor:
         """The bias of a step by relative position, with causality in it: `(1, H, S, L)`, of all heads."""

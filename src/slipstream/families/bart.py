@@ -12,7 +12,7 @@ from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import Recipe, Stack, Take
 
-__all__ = ["BART_RECIPES", "BART_TINY", "bart_decoder", "bart_encoder"]
+__all__ = ["BART_RECIPES", "BART_TINY", "bart_decoder", "bart_encoder", "bart_frame"]
 
 BART_RECIPES: Mapping[Role, Recipe] = {
     Role.ATTN_NORM: Take("self_attn_layer_norm"),
@@ -85,7 +85,7 @@ def _by_place(make: Callable[[Config, Place], BlockSpec], place: Place) -> Calla
     return lambda config, index: make(config, place)
 
 
-def _frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None:
+def bart_frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None:
     """What stands around the decoder's layers."""
     if not config.is_encoder_decoder:
         return None
@@ -114,7 +114,7 @@ def _family(
     name: str, prefix: str, place: Place, *more: Tiny, around: Mapping[str, Any], **options: Any
 ) -> Family:
     def frame(config: Config) -> FrameSpec | None:
-        return _frame(config, place, **around)
+        return bart_frame(config, place, **around)
 
     return Family(
         name=name,

@@ -93,7 +93,7 @@ class OwnAttention:
 
 @dataclass(frozen=True)
 class OwnMixer:
-    """What stands in attention's place in a hybrid: a part that stays in the layer and runs its own code.
+    """What stands in a branch's place, as a state space does: a part that stays and runs its own code.
 
     Attributes:
         part: Its path in the layer; its parameters are the layer's own affair.
@@ -220,6 +220,7 @@ class Family:
         measure: Numbers of a layer that its config and index do not give, of the layer itself and the config;
             then `spec` is not asked.
         mixers: What stands in attention's place in layers whose spec names a mixer, by that name.
+        feeders: What stands in the feed-forward's place in layers whose spec names a feeder, by that name.
         courses: How branches follow each other in layers whose spec names a course, by that name.
         unread: Names of arguments that layers are handed and do not read.
     """
@@ -241,6 +242,7 @@ class Family:
     attention: OwnAttention | None = None
     measure: Callable[[Any, Config], BlockSpec] | None = None
     mixers: Mapping[str, OwnMixer] = field(default_factory=dict)
+    feeders: Mapping[str, OwnMixer] = field(default_factory=dict)
     courses: Mapping[str, OwnCourse] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
 
@@ -256,6 +258,10 @@ class Family:
         """What stands in attention's place in a layer of these numbers, or None."""
         return None if spec.mixer is None else self.mixers[spec.mixer]
 
+    def feeder_of(self, spec: BlockSpec) -> OwnMixer | None:
+        """What stands in the feed-forward's place in a layer of these numbers, or None."""
+        return None if spec.feeder is None else self.feeders[spec.feeder]
+
     def ignores(self, spec: BlockSpec) -> tuple[str, ...]:
         """Patterns of parameters of a layer of these numbers that no role takes."""
         own = self.own_parts(spec)
@@ -267,13 +273,14 @@ class Family:
 
     def own_parts(self, spec: BlockSpec) -> tuple[str, ...]:
         """Paths of what stays the layer's own and runs its own code."""
-        mixer, course = self.mixer_of(spec), self.course_of(spec)
-        return (*(() if mixer is None else (mixer.part,)), *(() if course is None else course.parts))
+        own, course = (self.mixer_of(spec), self.feeder_of(spec)), self.course_of(spec)
+        parts = (one.part for one in own if one is not None)
+        return (*parts, *(() if course is None else course.parts))
 
     def own_code(self, spec: BlockSpec) -> str:
         """What of a fused layer of these numbers runs its own code, in words; empty for nothing."""
         course = self.course_of(spec)
-        return spec.mixer or ("" if course is None else course.note)
+        return spec.mixer or spec.feeder or ("" if course is None else course.note)
 
     def why_not(self, layer: Any, config: Config, index: int) -> str | None:
         """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""

@@ -12,8 +12,11 @@ from slipstream.families.local import block_wise
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import First, Recipe, Stack, Take
 
+__all__ = ["T5_RECIPES", "T5_TINY", "t5_frame", "t5_layer"]
 
-def _spec(config: Config, relative: Literal["shared", "own"]) -> BlockSpec:
+
+def t5_layer(config: Config, relative: Literal["shared", "own"], *, gated: bool) -> BlockSpec:
+    """The numbers of a layer of the encoder, or of the decoder, whose config says which it is."""
     return BlockSpec(
         hidden=config.d_model,
         heads=config.num_heads,
@@ -22,7 +25,7 @@ def _spec(config: Config, relative: Literal["shared", "own"]) -> BlockSpec:
         ffn=config.d_ff,
         norm=Norm("rms", config.layer_norm_epsilon),
         activation=config.dense_act_fn,
-        gated=config.is_gated_act,
+        gated=gated,
         causal=config.is_decoder,
         cross=config.d_model if config.is_decoder else None,
         relative=relative,
@@ -31,21 +34,26 @@ def _spec(config: Config, relative: Literal["shared", "own"]) -> BlockSpec:
 
 
 def _shared(config: Config, index: int) -> BlockSpec:
-    return _spec(config, "shared")
+    return t5_layer(config, "shared", gated=config.is_gated_act)
 
 
 def _own(config: Config, index: int) -> BlockSpec:
-    return _spec(config, "own")
+    return t5_layer(config, "own", gated=config.is_gated_act)
 
 
 def _long(config: Config, index: int) -> BlockSpec:
     # Its encoder attends within blocks; its decoder is T5's.
-    return replace(_spec(config, "shared"), own_attention=not config.is_decoder)
+    return replace(t5_layer(config, "shared", gated=config.is_gated_act), own_attention=not config.is_decoder)
 
 
 def _frame(config: Config) -> FrameSpec:
     # UMT5 scales what is tied; the others have a field of their own, as not all that is tied was trained so.
     scaled = field(config, "scale_decoder_outputs", default=config.model_type == "umt5")
+    return t5_frame(config, scaled=scaled)
+
+
+def t5_frame(config: Config, *, scaled: bool) -> FrameSpec:
+    """What stands around the decoder's layers; `scaled` where what enters the head is scaled down."""
     return FrameSpec(
         layers="decoder.block",
         embed="decoder.embed_tokens",
@@ -66,7 +74,7 @@ _GATED = tuple(
     for path in _last("DenseReluDense.wi")
     for gated in (True, False)
 )
-_RECIPES: Mapping[Role, Recipe] = {
+T5_RECIPES: Mapping[Role, Recipe] = {
     Role.ATTN_NORM: Take("layer.0.layer_norm"),
     Role.QKV: Stack(tuple(f"layer.0.SelfAttention.{part}" for part in "qkv")),
     Role.ATTN_OUT: Take("layer.0.SelfAttention.o"),
@@ -78,7 +86,7 @@ _RECIPES: Mapping[Role, Recipe] = {
     Role.MLP_IN: First(_GATED),
     Role.MLP_OUT: First(tuple(Take(path) for path in _last("DenseReluDense.wo"))),
 }
-_TINY: Mapping[str, Any] = {
+T5_TINY: Mapping[str, Any] = {
     "vocab_size": 128,
     "d_model": 64,
     "d_kv": 8,
@@ -99,7 +107,7 @@ def _family(name: str, prefix: str, *variants: Tiny, relative: Literal["shared",
         name=name,
         layers=(f"{prefix}Block",),
         spec=_shared if relative == "shared" else _own,
-        recipes=_RECIPES,
+        recipes=T5_RECIPES,
         frame=_frame,
         ignored=("*.relative_attention_bias.weight",),
         relative="layer.0.SelfAttention",
@@ -108,7 +116,7 @@ def _family(name: str, prefix: str, *variants: Tiny, relative: Literal["shared",
 
 
 def _tiny(prefix: str, label: str = "", **options: Any) -> Tiny:
-    return Tiny(f"{prefix}ForConditionalGeneration", f"{prefix}Config", {**_TINY, **options}, label)
+    return Tiny(f"{prefix}ForConditionalGeneration", f"{prefix}Config", {**T5_TINY, **options}, label)
 
 
 _LONG = (
@@ -124,7 +132,7 @@ _LONG = (
 )
 _ATTENTIONS = tuple(f"layer.0.{kind}SelfAttention" for kind in ("", "Local", "TransientGlobal"))
 _LONG_RECIPES: Mapping[Role, Recipe] = {
-    **_RECIPES,
+    **T5_RECIPES,
     Role.QKV: First(tuple(Stack(tuple(f"{path}.{part}" for part in "qkv")) for path in _ATTENTIONS)),
     Role.ATTN_OUT: First(tuple(Take(f"{path}.o") for path in _ATTENTIONS)),
 }

@@ -41,6 +41,7 @@ _SMALL = 1024
 _SHARED = ", keys on several ranks"
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|gating)$")
+_SIBLING = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -257,12 +258,20 @@ def _gather_rest(layer: nn.Module, flow: Flow | None, draft: _Draft, sizes: Size
 
 
 def is_shared_out(path: str, module: nn.Module, flow: Flow | None, sizes: Sizes) -> bool:
-    """Whether a module is a linear whose rows are worth a meeting; with a flow, whether it was called."""
+    """Whether a module is a linear whose rows are worth a meeting; with a flow, whether it was called.
+
+    An expert that no token came to is as those of its number that one came to.
+    """
     if not path or not is_matrix(module) or _ROUTER.search(path):
         return False
     weight = module.get_parameter("weight")
     large = weight.numel() >= _SMALL and weight.shape[matrix_dims(module)[0]] >= sizes.ranks
-    return large and (flow is None or path in flow.reads)
+    return large and (flow is None or path in flow.reads or _alike(path) in map(_alike, flow.reads))
+
+
+def _alike(path: str) -> str:
+    """A path without the numbers of siblings."""
+    return _SIBLING.sub("#", path)
 
 
 def _rows(

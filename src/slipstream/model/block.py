@@ -5,14 +5,13 @@ Shapes: T packed tokens, C hidden, H heads, K kv heads, D head dim, F feed-forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import UnsupportedError
 from slipstream.model.gate import Turning, growing, in_range, opened
 from slipstream.model.latent import queries_and_latents
 from slipstream.ops import Ops
@@ -24,7 +23,7 @@ from slipstream.parallel.collectives import all_sum, norm_across
 from slipstream.parallel.experts import spread_experts
 from slipstream.parallel.shard import Share
 from slipstream.spec import BlockSpec, Latent, Norm, Role
-from slipstream.weights.load import BlockWeights, Vector
+from slipstream.weights.load import BlockWeights
 
 __all__ = ["Attend", "Block", "CrossAttend", "Mix", "RopeTable"]
 
@@ -35,7 +34,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A road's attention: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
 
 Mix = Callable[[Tensor], Tensor]
-"""The layer's own part in attention's place: normalised `(T, C)` in, `(T, C)` out; it owns its state."""
+"""The layer's own part in a branch's place: normalised `(T, C)` in, `(T, C)` out; it owns its state."""
 
 CrossAttend = Callable[[Tensor], Tensor]
 """A road's attention over an encoder's states: q `(T, H, D)` in, `(T, H, D)` out; it owns keys and values."""
@@ -101,6 +100,7 @@ class Block:
         across: CrossAttend | None = None,
         *,
         mix: Mix | None = None,
+        feed: Mix | None = None,
         positions: Tensor | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
@@ -112,6 +112,7 @@ class Block:
             attend: The road's attention for this layer.
             across: The road's attention over an encoder's states; without one, that branch is left out.
             mix: What stands in attention's place, where the spec has a mixer.
+            feed: What stands in the feed-forward's place, where the spec has a feeder.
             positions: `(T,)` int64, where queries grow with them.
             inputs: `(T, P)`, the layer's own input, where its spec has one.
 
@@ -121,9 +122,9 @@ class Block:
         if positions is not None and self.spec.growth is not None:
             attend = growing(attend, self.spec.growth, positions)
         if self.weights.lease is None:
-            return self._run(x, rope, attend, across, mix, inputs)
+            return self._run(x, rope, attend, across, (mix, feed), inputs)
         with self.weights.lease:
-            return self._run(x, rope, attend, across, mix, inputs)
+            return self._run(x, rope, attend, across, (mix, feed), inputs)
 
     def follow(self, course: Callable[[], Any]) -> Any:
         """Run the layer in a course of its family's own, with every tensor of the block there."""
@@ -136,10 +137,10 @@ class Block:
         rope: RopeTable | None,
         attend: Attend,
         across: CrossAttend | None,
-        mix: Mix | None,
+        own: tuple[Mix | None, Mix | None],
         inputs: Tensor | None,
     ) -> Tensor:
-        spec = self.spec
+        spec, (mix, feed) = self.spec, own
         if spec.place == "post":
             attended = self.sum(self.attention(x, rope, attend))
             x = self.norm(Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, attended))
@@ -152,12 +153,14 @@ class Block:
         if spec.parallel:
             entry = self.norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
             return residual + self._both(attended, self.feed_forward(entry))
-        # Every rank has the whole of a mixer, and runs it.
+        # Every rank has the whole of a mixer, and of a feeder, and runs it.
         attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended) if mix is None else attended)
         x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
         normed = self.norm(Role.MLP_NORM, x)
         residual = self._carried(normed if spec.residual_from == "norm" else x)
-        fed = self.norm(Role.MLP_POST_NORM, self.sum(self.feed_forward(normed)))
+        fed = self.norm(
+            Role.MLP_POST_NORM, self.sum(self.feed_forward(normed)) if feed is None else feed(normed)
+        )
         return self._end(self._weigh_in(residual + self._scaled(Role.MLP_SCALE, fed), inputs))
 
     def _weigh_in(self, x: Tensor, inputs: Tensor | None) -> Tensor:
@@ -370,17 +373,7 @@ class Block:
         Raises:
             UnsupportedError: A cast of what is streamed.
         """
-
-        def vector(v: Vector) -> Vector:
-            return Vector(*(None if t is None else fn(t) for t in (v.weight, v.bias)))
-
-        matrices: Mapping[Role, Weight] = self.weights.matrices
-        if self.weights.lease is None:
-            matrices = {role: w.apply(fn) for role, w in matrices.items()}
-        else:
-            matrices = {role: _streamed(w, fn) for role, w in matrices.items()}
-        vectors = {role: vector(v) for role, v in self.weights.vectors.items()}
-        self.weights = replace(self.weights, matrices=matrices, vectors=vectors)
+        self.weights = self.weights.apply(fn)
         sinks = self.weights.vectors.get(Role.SINKS)
         alibi = self.mask.alibi
         device = self.weights.device
@@ -389,12 +382,3 @@ class Block:
             alibi=None if alibi is None else alibi.to(device),
             sinks=None if sinks is None else sinks.weight,
         )
-
-
-def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
-    """A streamed matrix whose bias `fn` was applied to."""
-    if fn(torch.empty(0, dtype=(dtype := weight.computes_in), device="cpu")).dtype != dtype:
-        raise UnsupportedError(
-            f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
-        )
-    return weight if weight.bias is None else replace(weight, bias=fn(weight.bias))

@@ -83,7 +83,7 @@ def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
 
     like = next(layers[0].layer.parameters())
     states = BaseModelOutput(torch.zeros(1, 3, width, dtype=like.dtype, device=like.device))
-    states.__dict__["attention_mask"] = None  # which some encoders return beside the states
+    states.__dict__ |= {"attention_mask": None, "router_logits": None}  # as some encoders return beside them
     return {"encoder_outputs": states, "decoder_input_ids": ids}
 
 

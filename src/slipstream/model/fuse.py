@@ -335,6 +335,7 @@ def make_block(
         relative=None if spec.own_attention else family.relative,
         attention=family.attention if spec.own_attention else None,
         mixer=family.mixer_of(spec),
+        feeder=family.feeder_of(spec),
         course=family.course_of(spec),
         unread=family.unread,
     )

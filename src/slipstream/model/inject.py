@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from slipstream.errors import UnsupportedError
 from slipstream.families import OwnAttention, OwnBias, OwnCourse, OwnMixer
 from slipstream.model.angles import own_angles, rope_table
-from slipstream.model.block import Block
+from slipstream.model.block import Block, Mix
 from slipstream.model.course import run_course
 from slipstream.model.cross import relative_of
 from slipstream.model.defer import defer
@@ -45,6 +45,7 @@ __all__ = [
     "is_injected",
     "is_untouched",
     "original_forward",
+    "own_feed",
     "refuse_load",
     "restore_layer",
 ]
@@ -73,6 +74,7 @@ class Injected:
         bias: Makes what the layer itself adds to the scores, of the layer and its call's arguments by name.
         attention: The layer's own, where its spec says so.
         mixer: What stands in attention's place, if anything.
+        feeder: What stands in the feed-forward's place, if anything.
         course: How its branches follow each other, where its spec says so.
         unread: Names of arguments that nobody reads.
         declined: How many calls the original code served.
@@ -94,6 +96,7 @@ class Injected:
     bias: OwnBias | None = None
     attention: OwnAttention | None = None
     mixer: OwnMixer | None = None
+    feeder: OwnMixer | None = None
     course: OwnCourse | None = None
     unread: frozenset[str] = frozenset()
     declined: int = 0
@@ -101,15 +104,14 @@ class Injected:
     @property
     def is_plain(self) -> bool:
         """Whether its arguments, and nothing of the layer's own, are all that its block is told."""
-        own = (self.rope_table, self.relative, self.rotary, self.bias, self.mixer, self.course)
+        own = (self.rope_table, self.relative, self.rotary, self.bias, self.mixer, self.feeder, self.course)
         return own == (None,) * len(own)
 
     @property
     def reads(self) -> frozenset[str]:
         """Names of arguments that at most a part of the layer reads."""
-        return self.unread.union(
-            *(own.reads for own in (self.bias, self.attention, self.mixer, self.course) if own is not None)
-        )
+        own = (self.bias, self.attention, self.mixer, self.feeder, self.course)
+        return self.unread.union(*(one.reads for one in own if one is not None))
 
 
 def is_injected(module: nn.Module) -> bool:
@@ -173,6 +175,8 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             call = replace(call, rope=own_angles(self.get_submodule(state.rotary), call, state.index))
         if state.bias is not None:
             call = replace(call, bias=state.bias.make(self, signature.name(args, kwargs)))
+        if state.feeder is not None:
+            call = replace(call, given=signature.name(args, kwargs))
         if state.course is not None:
             return _run_course(self, state, state.course, call, signature, args, kwargs)
         out = _run(self, state, call, table)
@@ -239,11 +243,27 @@ def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | Non
         part, given = layer.get_submodule(mixer.part), call.given or {}
         return run_block(state.block, call, state.index, table, mix=lambda x: mixer.call(part, x, given))
     relative = relative_of(layer, state.relative)
+    if state.feeder is not None:
+        return run_block(state.block, call, state.index, table, relative, feed=own_feed(layer, call.given))
     if table is None and relative is None and state.rotary is None and not is_heard(layer):
         later = defer(state.block, call, state.index)
         if later is not None:
             return (later,)
     return run_block(state.block, call, state.index, table, relative)
+
+
+def own_feed(layer: nn.Module, given: Mapping[str, Any] | None = None) -> Mix | None:
+    """What stands in the feed-forward's place in an injected layer, of `(B, S, C)`; None for the block's own.
+
+    Args:
+        layer: The layer.
+        given: The arguments of its call by name; None for a call that has no mask.
+    """
+    feeder = injected_state(layer).feeder
+    if feeder is None:
+        return None
+    part = layer.get_submodule(feeder.part)
+    return lambda x: feeder.call(part, x, given or {})
 
 
 def _run_own(

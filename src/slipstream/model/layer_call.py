@@ -213,6 +213,7 @@ def run_block(
     relative: Relative | None = None,
     *,
     mix: Mix | None = None,
+    feed: Mix | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a block on a padded batch, as its layer would have.
 
@@ -223,6 +224,7 @@ def run_block(
         table: The layer's own `[sin | cos]` table by position, where the model passes none.
         relative: Makes the layer's bias by relative position, where it has one and is given none.
         mix: What stands in attention's place, of `(B, S, C)`, if anything.
+        feed: What stands in the feed-forward's place, of the same, if anything.
 
     Returns:
         `(B, S, C)`; then, where layers share a bias by relative position, that bias, and the one over the
@@ -236,10 +238,14 @@ def run_block(
     rope = None if spec.rope is None else rope_table(spec.rope, call, table)
     across = None if call.cross is None else attend_across(block, call.cross, layer_index)
     x = call.hidden.reshape(batch * length, width)
-    packed = None if mix is None else (lambda y: mix(y.view(batch, length, width)).flatten(0, 1))
+
+    def packed(own: Mix | None) -> Mix | None:
+        return None if own is None else (lambda y: own(y.view(batch, length, width)).flatten(0, 1))
+
     positions = None if spec.growth is None else positions_of(call, layer_index, padded=spec.growth.padded)
     inputs = None if call.inputs is None else call.inputs.flatten(0, 1)
-    out = block(x, rope, attend, across, mix=packed, positions=positions, inputs=inputs)
+    own = {"mix": packed(mix), "feed": packed(feed)}
+    out = block(x, rope, attend, across, **own, positions=positions, inputs=inputs)
     out = out.view(batch, length, width)
     if spec.relative != "shared":
         return (out,)

@@ -99,7 +99,8 @@ def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[P
         if full in roles:
             plain = not roles[full][0].is_quantizable or roles[full][0] in plain_roles
         else:
-            plain = bool(_ROUTER.search(leaf)) or (Role.QKV in plain_roles and bool(_QKV.match(leaf)))
+            routes = bool(_ROUTER.search(leaf)) or ".router." in f".{path}"
+            plain = routes or (Role.QKV in plain_roles and bool(_QKV.match(leaf)))
         if not plain:
             yield PackPlan(path, "weight", transposed=_is_conv1d(module), linear=True)
     for full, (role, transposed) in ({} if part else roles).items():

@@ -378,7 +378,7 @@ def _held(spec: BlockSpec, parts: int) -> list[float]:
     moe = spec.moe
     width = spec.ffn if moe is None else spec.ffn * moe.experts + moe.shared
     feed = spec.hidden * width * (3 if spec.gated else 2)
-    if spec.mixer is not None or spec.branches != "both":
+    if spec.mixer is not None or spec.feeder is not None or spec.branches != "both":
         return [0.0] * parts
     dealt = [deal_heads(spec.heads, spec.kv_heads, parts, place)[:2] for place in range(parts)]
     return [spec.hidden * _of_heads(spec, queries, keys) / feed for queries, keys in dealt]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from slipstream.errors import WeightError
+from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import Format
 from slipstream.ops.linear import Weight
 from slipstream.parallel.shard import Slice
@@ -77,6 +77,23 @@ class BlockWeights:
             copied = {role: weight.apply(torch.clone) for role, weight in self.matrices.items()}
         return replace(self, matrices=copied, lease=None)
 
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> BlockWeights:
+        """The same with every tensor moved or cast by `fn`, but for what is streamed.
+
+        Raises:
+            UnsupportedError: A cast of what is streamed.
+        """
+
+        def vector(v: Vector) -> Vector:
+            return Vector(*(None if t is None else fn(t) for t in (v.weight, v.bias)))
+
+        vectors = {role: vector(v) for role, v in self.vectors.items()}
+        if self.lease is None:
+            matrices = {role: w.apply(fn) for role, w in self.matrices.items()}
+        else:
+            matrices = {role: _streamed(w, fn) for role, w in self.matrices.items()}
+        return replace(self, matrices=matrices, vectors=vectors)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -84,6 +101,15 @@ class BlockWeights:
         return sum(w.nbytes for w in self.matrices.values()) + sum(
             t.numel() * t.element_size() for t in vectors
         )
+
+
+def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
+    """A streamed matrix whose bias `fn` was applied to."""
+    if fn(torch.empty(0, dtype=(dtype := weight.computes_in), device="cpu")).dtype != dtype:
+        raise UnsupportedError(
+            f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
+        )
+    return weight if weight.bias is None else replace(weight, bias=fn(weight.bias))
 
 
 def plan_block(

@@ -41,6 +41,7 @@ _UNKNOWN = (
     "branches",
     "carry",
     "course",
+    "feeder",
     "gate",
     "growth",
     "inner_norms",
