@@ -65,7 +65,7 @@ def test_questions_with_pictures_of_several_sizes_are_answered_alike(tiny: Tiny)
     assert float((expected - blank).abs().max()) > 0.1, "the pictures have no say"
 
 
-@pytest.mark.parametrize("tiny", _variants("swin"))
+@pytest.mark.parametrize("tiny", [*_variants("swin"), *_variants("swinv2")])
 @pytest.mark.parametrize("side", [None, 22, 50], ids=["its size", "smaller", "larger"])
 def test_pictures_that_windows_do_not_divide_are_seen_alike(tiny: Tiny, side: int | None) -> None:
     original, engine, _ = _pair(tiny)

@@ -33,6 +33,7 @@ APART = frozenset(
         "mpt",
         "recurrent_gemma",
         "swin",
+        "swinv2",
     }
 )
 """Layers that do not run together without a cache: they are handed biases or masks that weigh keys, scale

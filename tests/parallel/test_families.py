@@ -42,7 +42,7 @@ KEEP_THEIR_CODE = (
     *("bailing_hybrid", "kimi_linear"),  # the same, in some of their layers
     "bitnet",  # a norm within each branch
     "t5gemma2",  # its decoder's attention meets an encoder's keys, too
-    *("grids", "longt5", "swin"),  # attention of the family's own
+    *("grids", "longt5", "swin", "swinv2"),  # attention of the family's own
     *("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),  # attention to chosen tokens
     *("doge", "falcon_h1", "jetmoe", "longcat_flash"),  # branches in an order of their own
     *("mllama_vision_model", "nemotron_h", "xmod"),  # the same

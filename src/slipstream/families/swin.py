@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from slipstream.families.family import Config, Family, Heads, OwnAttention, Tiny
 from slipstream.spec import BlockSpec, Norm, Role
 from slipstream.weights.recipe import First, Recipe, Stack, Take
 
+__all__ = ["SWIN_RECIPES", "SWIN_TINY", "swin_layer", "window_wise"]
+
 _BERT = tuple(f"attention.self.{part}" for part in ("query", "key", "value"))
-_RECIPES: Mapping[Role, Recipe] = {
+SWIN_RECIPES: Mapping[Role, Recipe] = {
     Role.ATTN_NORM: Take("layernorm_before"),
     Role.QKV: First((Stack(tuple(f"attention.{part}_proj" for part in "qkv")), Stack(_BERT))),
     Role.ATTN_OUT: First((Take("attention.o_proj"), Take("attention.output.dense"))),
@@ -23,7 +25,7 @@ _RECIPES: Mapping[Role, Recipe] = {
 }
 
 
-def _measure(layer: Any, config: Config) -> BlockSpec:
+def swin_layer(layer: Any, config: Config) -> BlockSpec:
     """A stage has a width and a number of heads of its own."""
     attention = getattr(layer.attention, "self", layer.attention)
     width, heads = layer.layernorm_before.normalized_shape[0], attention.num_attention_heads
@@ -45,15 +47,37 @@ def _measure(layer: Any, config: Config) -> BlockSpec:
 def _attend(
     heads: Heads, layer: Any, given: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
+    if not given.get("always_partition", False):
+        layer.set_shift_and_window_size(tuple(given["input_dimensions"]))
+    return (window_wise(heads, layer, given["input_dimensions"], (q, k, v), _bias),)
+
+
+def window_wise(
+    heads: Heads,
+    layer: Any,
+    size: tuple[int, int],
+    rows: tuple[Tensor, Tensor, Tensor],
+    bias: Callable[[Any, tuple[int, int], Tensor], Tensor],
+    turned: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
     """Attention of each window over itself.
 
     A picture that windows do not divide is filled up with zeros, after the norm: what the projections make
     of those takes part.
+
+    Args:
+        heads: Of the layer.
+        layer: Says how wide windows are, and by how much they are shifted.
+        size: Height and width of the picture.
+        rows: Queries, keys and values `(B, S, H, D)`.
+        bias: Of the layer, the size of the picture when it is filled up, and a tensor of the wanted dtype and
+            device: what is added to the scores, `(windows | 1, H, L, L)`.
+        turned: Of the layer, and queries and keys `(N, H, L, D)` by windows: what meets in their place.
+
+    Returns:
+        What the queries heard, `(B, S, H, D)`.
     """
-    height, width = given["input_dimensions"]
-    if not given.get("always_partition", False):
-        layer.set_shift_and_window_size((height, width))
-    side = int(layer.window_size)
+    (height, width), (q, k, v), side = size, rows, int(layer.window_size)
     down, right = -height % side, -width % side
     shift = int(layer.shift_size)
 
@@ -72,30 +96,32 @@ def _attend(
 
     fill = heads.of(q.new_zeros(1, heads.entered.shape[-1])) if down or right else (q, k, v)
     queries, keys, values = (windows(*pair) for pair in zip((q, k, v), fill, strict=True))
-    mask = layer.get_attn_mask(height + down, width + right, dtype=q.dtype, device=q.device)
-    heard = heads.attend(queries, keys, values, _bias(layer, mask, len(queries)))
+    added = bias(layer, (height + down, width + right), q)
+    if len(added) > 1:
+        added = added.repeat(len(queries) // len(added), 1, 1, 1)
+    if turned is not None:
+        queries, keys = turned(layer, queries, keys)
+    heard = heads.attend(queries, keys, values, added)
     grid = heard.view(-1, (height + down) // side, (width + right) // side, side, side, *q.shape[2:])
     grid = grid.transpose(2, 3).flatten(3, 4).flatten(1, 2)
     if shift:
         grid = grid.roll((shift, shift), (1, 2))
-    return (grid[:, :height, :width].reshape(q.shape),)
+    return grid[:, :height, :width].reshape(q.shape)
 
 
-def _bias(layer: Any, mask: Tensor | None, count: int) -> Tensor:
-    """The layer's bias by relative position, with what a shifted window must not mix, for all windows."""
+def _bias(layer: Any, size: tuple[int, int], like: Tensor) -> Tensor:
+    """The layer's bias by relative position, with what a shifted window must not mix."""
+    mask = layer.get_attn_mask(*size, dtype=like.dtype, device=like.device)
     own = getattr(layer.attention, "self", None)
     if own is None:
         bias: Tensor = layer.attention.relative_position_bias()
     else:
         rows = own.relative_position_bias_table[own.relative_position_index.flatten()]
         bias = rows.view(*own.relative_position_index.shape, -1).permute(2, 0, 1)[None]
-    if mask is None:
-        return bias
-    combined = bias + mask[:, None]
-    return combined.repeat(count // len(combined), 1, 1, 1)
+    return bias if mask is None else bias + mask[:, None]
 
 
-_TINY: Mapping[str, Any] = {
+SWIN_TINY: Mapping[str, Any] = {
     "image_size": 32,
     "patch_size": 2,
     "embed_dim": 32,
@@ -107,15 +133,15 @@ _TINY: Mapping[str, Any] = {
 
 
 def _tiny(label: str = "", prefix: str = "Swin", **options: Any) -> Tiny:
-    return Tiny(f"{prefix}ForImageClassification", f"{prefix}Config", {**_TINY, **options}, label)
+    return Tiny(f"{prefix}ForImageClassification", f"{prefix}Config", {**SWIN_TINY, **options}, label)
 
 
 FAMILY = Family(
     name="swin",
     layers=("SwinLayer", "DonutSwinLayer", "ClapAudioLayer"),
-    spec=lambda config, index: _measure(None, config),
-    measure=_measure,
-    recipes=_RECIPES,
+    spec=lambda config, index: swin_layer(None, config),
+    measure=swin_layer,
+    recipes=SWIN_RECIPES,
     ignored=("*.relative_position_bias_table",),
     attention=OwnAttention(_attend, frozenset({"input_dimensions", "always_partition"})),
     tiny=(
