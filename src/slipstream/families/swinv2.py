@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.families.family import Config, Family, Heads, OwnAttention, Tiny
@@ -29,7 +28,8 @@ def _attend(
 def _turned(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys `(N, H, L, D)` of length one, and queries times what each head multiplies by."""
     scale = layer.attention.self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
-    return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1)
+    q, k = (rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-12) for rows in (q, k))
+    return q * scale, k
 
 
 def _bias(layer: Any, size: tuple[int, int], like: Tensor) -> Tensor:
