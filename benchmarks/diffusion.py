@@ -43,6 +43,10 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
         shared_copy(model), dtype=torch.bfloat16, replace_with_kernel_inject=True
     )
     ways: dict[str, Callable[..., Any]] = {"diffusers eager": model, "slipstream": engine}
+    if device == "cuda":
+        ways["slipstream, graph"] = slipstream.init_inference(
+            shared_copy(model), dtype=torch.bfloat16, replace_with_kernel_inject=True, enable_cuda_graph=True
+        )
     if "compile" in request.only:
         ways["diffusers torch.compile"] = torch.compile(model)
     rounds = 1 if request.quick else request.rounds or _REPEAT

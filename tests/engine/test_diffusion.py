@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.model.attend import attends
+from slipstream.model.images import image_transformers, keep_channels_last
+from slipstream.model.parts import is_swapped
 from slipstream.model.slices import feed_forwards, run_in_slices
 
 diffusers = pytest.importorskip(
@@ -266,6 +268,54 @@ def test_convolutions_have_their_channels_last_and_are_saved_and_refreshed_as_ev
     engine.refresh_weights(model)
     assert engine.module.conv_in.weight is weight
     torch.testing.assert_close(engine(**inputs).sample, model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_the_report_says_what_runs_otherwise_and_nothing_of_what_cannot() -> None:
+    model, _ = conditioned()
+    report = slipstream.init_inference(model, **FUSED, enable_cuda_graph=True).report()
+    assert "RuntimeError" not in str(report) and "runs its own code" not in str(report)
+    assert "enable_cuda_graph has no effect: the CPU launches nothing" in str(report)
+    if "the attention of" not in str(report):
+        pytest.skip(HAS_KERNEL)
+    attending = {layer.name for layer in report.layers if "attention" in layer.parts.values()}
+    assert attending and attending <= {layer.name for layer in report.layers if layer.level == "module"}
+    assert all(0 < layer.max_error < 1e-5 for layer in report.layers if layer.name in attending)
+
+
+def test_linears_that_see_many_tokens_stay_torchs_where_torch_multiplies_those() -> None:
+    engine = slipstream.init_inference(
+        conditioned()[0], dtype=torch.bfloat16, replace_with_kernel_inject=True
+    )
+    assert not any(is_swapped(m) for m in engine.module.modules() if isinstance(m, nn.Linear))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_transformers_of_images_answer_with_their_channels_last(linear: bool) -> None:
+    torch.manual_seed(0)
+    own = diffusers.Transformer2DModel(2, 8, 16, norm_num_groups=4, use_linear_projection=linear).eval()
+    model = nn.ModuleList([copy.deepcopy(own)])
+    assert image_transformers(model) == ("0",)
+    keep_channels_last(model, ("0",))
+    x = torch.randn(2, 16, 6, 10).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected, got = own(x).sample, model[0](x).sample
+    torch.testing.assert_close(got, expected)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    assert expected.is_contiguous() or linear
+    x.requires_grad_()
+    (ours,) = torch.autograd.grad(model[0](x).sample.sum(), x)
+    (theirs,) = torch.autograd.grad(own(x).sample.sum(), x)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_transformer_that_puts_its_image_together_in_another_way_stays_as_it_is() -> None:
+    class Doubling(diffusers.Transformer2DModel):
+        def _get_output_for_continuous_inputs(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            return 2 * super()._get_output_for_continuous_inputs(hidden_states, **kwargs)
+
+    doubling = Doubling(2, 8, 16, norm_num_groups=4)
+    plain = diffusers.Transformer2DModel(2, 8, 16, norm_num_groups=4)
+    assert image_transformers(nn.ModuleList([doubling, plain])) == ("1",)
 
 
 def test_a_processor_that_is_set_later_is_served() -> None:

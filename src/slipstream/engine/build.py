@@ -34,7 +34,7 @@ from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.formats import FORMATS
 from slipstream.kernels import bind_encoder, bind_model, bind_stack, kernels_for, torch_alone
 from slipstream.model.around import swap_around
-from slipstream.model.attend import AttendPlan, plan_attention, swap_attention
+from slipstream.model.attend import AttendPlan, plan_attention, swap_attention, with_attention
 from slipstream.model.block import Block
 from slipstream.model.convert import convert
 from slipstream.model.filling import Filling
@@ -184,6 +184,7 @@ def _plan(
         packing = plan_packing(layers, verdicts, settings)
         parts = judge_parts(model, layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
         attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
+        parts = with_attention(parts, layers, attention)
         outside, stays = outside_of(model, config, settings, device)
         stays = [*stays, *why_inputs_stay(config, device)]
         ops = _frame_ops(CpuDevice(), settings, outside)
@@ -201,7 +202,7 @@ def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused
     if (
         config.replace_with_kernel_inject
         and not fused
-        and not any(part.swaps for part in plan.parts.values())
+        and not any(part.kinds for part in plan.parts.values())
     ):
         unmet.append(nothing_replaced(model, plan.layers))
     for note in unmet:
@@ -229,10 +230,11 @@ def inspect(model: nn.Module) -> Report:
         layers = find_layers(model)
         verdicts = judge(model, layers, settings)
         parts = judge_parts(model, layers, verdicts, settings, all_layers=True)
+        parts = with_attention(parts, layers, plan_attention(model, settings))
     finally:
         for module in training:
             module.training = True
-    replaced = any(part.swaps for part in parts.values()) or any(
+    replaced = any(part.kinds for part in parts.values()) or any(
         verdict.returns is not None for verdict in verdicts.values()
     )
     notes = [] if replaced else [nothing_replaced(model, layers)]

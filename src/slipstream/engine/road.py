@@ -54,9 +54,11 @@ def _keep_in_int8(runner: Runner | None, wish: str) -> str:
 
 
 def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> str:
-    reason = device.no_graph() or ("" if runner is not None else "generate runs transformers' own loop")
+    reason = device.no_graph()
     if mesh.ep.size > 1:
         reason = "ranks that share experts may run calls of their own, whose steps nobody knows beforehand"
+    if runner is None and not reason:
+        return "forwards without a cache are captured as graphs, one for each shape of the inputs"
     if runner is not None and listens(runner):
         reason = "the decoder listens to an encoder, whose states lie elsewhere in every generation"
     if runner is not None and not reason:

@@ -53,7 +53,7 @@ def summary(
     for found in layers:
         verdict, block, part = verdicts[found.name], blocks.get(found.name), parts.get(found.name)
         fused = verdict.returns is not None
-        level = "block" if fused else "module" if part is not None and part.swaps else "none"
+        level = "block" if fused else "module" if part is not None and part.kinds else "none"
         kernels = {} if part is None else dict(part.kernels)
         kernels |= {"linear": packed[found.name]} if found.name in packed else {}
         kernels = kernels if block is None else block.ops.names()

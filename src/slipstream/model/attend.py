@@ -7,7 +7,7 @@ processor that is set later, an IP adapter say, is served alike.
 
 Weights of convolutions are laid out with the channels last, which their outputs follow: the library behind
 them reorders less (on a Zen 5 in bfloat16 most take 0.63 to 0.85 of the time), and tokens are a view of one
-such image.
+such image. Transformers within a UNet answer with such images, too (`model/images.py`).
 
 Shapes: B batch, H heads, K kv heads, S queries, L keys, D head dim.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slipstream.model.fuse import Settings
+from slipstream.model.images import image_transformers, is_of_diffusers, keep_channels_last
+from slipstream.model.layers import Found
 from slipstream.model.namesake import namesake
+from slipstream.model.parts import Part
 from slipstream.model.slices import feed_forwards, run_in_slices
 from slipstream.ops.bind import Bound
 
-__all__ = ["AttendPlan", "attends", "plan_attention", "swap_attention"]
+__all__ = ["AttendPlan", "attends", "plan_attention", "swap_attention", "with_attention"]
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +51,16 @@ class AttendPlan:
         op: What they run.
         convolutions: Modules whose weights are laid out with the channels last.
         feeds: Feed-forwards that run on slices of an image's tokens.
+        images: Transformers whose answers keep their channels last.
+        max_error: Of the op, beside torch's.
     """
 
     names: tuple[str, ...]
     op: Bound
     convolutions: tuple[str, ...]
     feeds: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    max_error: float = 0.0
 
 
 def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
@@ -62,29 +69,43 @@ def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
     Returns:
         None for a model without parts of diffusers.
     """
-    if not any(_is_of_diffusers(module) for module in model.modules()):
+    if not any(is_of_diffusers(module) for module in model.modules()):
         return None
     names = tuple(name for name, module in model.named_modules() if _has_processor(module))
     convolutions = tuple(name for name, module in model.named_modules() if type(module) is nn.Conv2d)
     feeds = feed_forwards(model) if settings.device.type == "cpu" else ()
+    images = image_transformers(model)
     op = settings.bind(None).attention
     if not names or op.name == "reference":
-        return AttendPlan((), op, convolutions, feeds)
+        return AttendPlan((), op, convolutions, feeds, images)
     errors = [_disagreement(op.run, settings, dim, keys) for dim in _DIMS for keys in (9, 33)]
     worst = max(errors)
     if not worst <= 8 * torch.finfo(settings.dtype).eps:
         log.warning("%s attends with an error of %.3g; diffusers' attention stays torch's", op.name, worst)
         names = ()
-    return AttendPlan(names, op, convolutions, feeds)
+    return AttendPlan(names, op, convolutions, feeds, images, worst)
 
 
-def _is_of_diffusers(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "diffusers"
+def with_attention(
+    parts: Mapping[str, Part], layers: Sequence[Found], plan: AttendPlan | None
+) -> dict[str, Part]:
+    """The parts of layers, by layer name, and with them the attention that a plan swaps."""
+    merged = dict(parts)
+    for found in layers if plan is not None and plan.names else ():
+        assert plan is not None
+        own = f"{found.name}."  # a layer may be an attention itself
+        served = {f"{name}."[len(own) : -1]: "attention" for name in plan.names if f"{name}.".startswith(own)}
+        if served:
+            part = merged.get(found.name, Part({}, {}, 0.0))
+            kernels = {**part.kernels, "attention": plan.op.name}
+            error = max(part.max_error, plan.max_error)
+            merged[found.name] = replace(part, kernels=kernels, max_error=error, served=served)
+    return merged
 
 
 def _has_processor(module: nn.Module) -> bool:
     """Whether a module is one of diffusers' attentions: they all hand over to a processor."""
-    return _is_of_diffusers(module) and hasattr(module, "set_processor") and hasattr(module, "processor")
+    return is_of_diffusers(module) and hasattr(module, "set_processor") and hasattr(module, "processor")
 
 
 def _disagreement(run: Callable[..., Tensor], settings: Settings, dim: int, keys: int) -> float:
@@ -116,9 +137,12 @@ def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
         weight = model.get_submodule(name).get_parameter("weight")
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     run_in_slices(model, plan.feeds)
+    keep_channels_last(model, plan.images)
     notes = [f"the attention of {len(plan.names)} modules runs {plan.op.name}"] if plan.names else []
     if plan.convolutions:
         notes.append(f"the weights of {len(plan.convolutions)} convolutions have their channels last")
+    if plan.images:
+        notes.append(f"the images of {len(plan.images)} transformers keep their channels last")
     if plan.feeds:
         notes.append(f"{len(plan.feeds)} feed-forwards run on slices of an image's tokens")
     return notes

@@ -83,7 +83,12 @@ def is_native_norm(module: nn.Module) -> bool:
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether a module has the parameters of a norm, and takes a tensor, or two."""
+    """Whether a module has the parameters of a norm, and takes a tensor, or two.
+
+    That of groups of channels is none of the op's: it norms images.
+    """
+    if type(module).forward is nn.GroupNorm.forward:
+        return False
     shapes = [p.shape for p in module._parameters.values() if p is not None]
     if module._modules or module._buffers or not 1 <= len(shapes) <= 2 or len(set(shapes)) > 1:
         return False

@@ -33,6 +33,7 @@ from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.gated import Gated, may_be_gated, prove_gated
 from slipstream.model.heard import heard_by
+from slipstream.model.images import is_of_diffusers
 from slipstream.model.layers import Found
 from slipstream.model.namesake import namesake
 from slipstream.model.norms import is_native_norm, may_be_norm, prove_norm
@@ -51,6 +52,9 @@ _STATE = "_slipstream_part"
 _MOST_ROWS_BFLOAT16 = 4
 """Between torch's own operations: with 16 rows of 576 to 4096 inputs torch takes 0.7 to 0.9 of the time."""
 
+_MOST_ROWS_CUDA = 1
+"""There, too, torch multiplies more rows of a dense matrix; by way of the op a call costs the host more."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -61,17 +65,19 @@ class Part:
         kernels: Implementation by op.
         max_error: Largest absolute error of the swapped modules.
         refused: Why a module that looks like one of these runs its own code, by its path.
+        served: What other modules are that run an op, by their paths: `model/attend.py` swaps those.
     """
 
     swaps: Mapping[str, Proven]
     kernels: Mapping[str, str]
     max_error: float
     refused: Mapping[str, str] = field(default_factory=dict)
+    served: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What each swapped module is, by its path."""
-        return {path: proven.kind for path, proven in self.swaps.items()}
+        """What each module is that runs an op, by its path."""
+        return {path: proven.kind for path, proven in self.swaps.items()} | dict(self.served)
 
 
 def judge_parts(
@@ -97,7 +103,10 @@ def judge_parts(
     asked = [f for f in layers if verdicts[f.name].returns is None and (all_layers or f.wanted)]
     ops = settings.bind(None)
     heard = _heard(model, layers, asked, settings)
-    attention = _attention(model, layers, asked, settings, ops.attention)
+    # `model/attend.py` serves the attention of diffusers' models, whose linears see an image's many tokens.
+    images = any(is_of_diffusers(module) for module in model.modules())
+    attention = _attention(model, layers, [] if images else asked, settings, ops.attention)
+    few_rows_alone = images and _product(ops.linear, settings).most_rows is not None
     kinds: dict[tuple[Any, ...], Proven | str] = {}
     parts: dict[str, Part] = {}
     for found in asked:
@@ -105,6 +114,8 @@ def judge_parts(
         refused: dict[str, str] = {}
         with settings.lent(found):
             for path, module in _candidates(found.layer):
+                if few_rows_alone and _is_linear(module) and not found.wanted:
+                    continue
                 name = f"{found.name}.{path}"
                 key = _kind(module, any(p.search(f"{name}.weight") for p in settings.keep))
                 if key not in kinds:
@@ -114,8 +125,9 @@ def judge_parts(
                     swaps[path] = kind
                 elif isinstance(kind, str) and kind:
                     refused[path] = kind
-        swaps |= attention[found.name][0]
-        refused |= attention[found.name][1]
+        attending, silent = attention.get(found.name, ({}, {}))
+        swaps |= attending
+        refused |= silent
         if swaps or refused:
             kernels = {proven.op.op: proven.op.name for proven in swaps.values()}
             worst = max((proven.error for proven in swaps.values()), default=0.0)
@@ -277,7 +289,9 @@ def _prove_linear(module: nn.Module, bound: Bound, settings: Settings) -> Proven
 
 
 def _product(bound: Bound, settings: Settings) -> _Linear:
-    slow = settings.device.type == "cpu" and settings.dtype == torch.bfloat16 and bound.name != "reference"
+    if settings.device.type == "cuda":
+        return _Linear(bound.run, _MOST_ROWS_CUDA)
+    slow = settings.dtype == torch.bfloat16 and bound.name != "reference"
     return _Linear(bound.run, _MOST_ROWS_BFLOAT16 if slow else None)
 
 

@@ -20,7 +20,7 @@ public:
         begin();
         with_key_dtype(a_.k.dtype, [&](auto* type) {
             using T = typename std::remove_pointer<decltype(type)>::type;
-            locate(first, most(0, least(kTileKeys, end - first)), next_);
+            locate(first, most(0, least(few_ ? kFewKeys : kTileKeys, end - first)), next_);
             if (few_)
                 go_through<T>(first, end);
             else
@@ -166,20 +166,20 @@ private:
     void go_through(int64_t first, int64_t end) {
         const int64_t bytes = a_.heads.dim * static_cast<int64_t>(sizeof(T));
         Found<T> both[2], *now = both, *next = both + 1;
-        find(item_.kv, next_, most(0, least(kTileKeys, end - first)), *next);
-        Soon<T>{next->keys, next->n, bytes}.ask(0, kTileKeys);
-        for (int64_t key = first; key < end; key += kTileKeys) {
-            const int64_t n = least(kTileKeys, end - key);
+        find(item_.kv, next_, most(0, least(kFewKeys, end - first)), *next);
+        Soon<T>{next->keys, next->n, bytes}.ask(0, kFewKeys);
+        for (int64_t key = first; key < end; key += kFewKeys) {
+            const int64_t n = least(kFewKeys, end - key);
             std::memcpy(at_, next_, sizeof(at_));
-            locate(key + n, most(0, least(kTileKeys, end - key - n)), next_);
+            locate(key + n, most(0, least(kFewKeys, end - key - n)), next_);
             for (int64_t kv = 0; kv < item_.kvs; ++kv) {
                 std::swap(now, next);
                 if (key == first && kv == 0)
-                    Soon<T>{now->values, now->n, bytes}.ask(0, kTileKeys);
+                    Soon<T>{now->values, now->n, bytes}.ask(0, kFewKeys);
                 if (kv + 1 < item_.kvs)
                     find(item_.kv + kv + 1, at_, n, *next);
                 else
-                    find(item_.kv, next_, most(0, least(kTileKeys, end - key - n)), *next);
+                    find(item_.kv, next_, most(0, least(kFewKeys, end - key - n)), *next);
                 strips<T>(kv, key, n, now->keys, now->values, {next->keys, next->n, bytes},
                           {next->values, next->n, bytes});
             }
