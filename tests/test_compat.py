@@ -152,7 +152,7 @@ def test_a_group_that_exists_is_left_alone(no_gpu: None) -> None:
 
 def test_the_launcher_s_variables_are_used(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kw: asked.update(kw, backend=backend))
+    monkeypatch.setattr(compat, "begin", lambda backend, **kw: asked.update(kw, backend=backend))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     compat.init_distributed()

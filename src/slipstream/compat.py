@@ -35,6 +35,7 @@ from slipstream.config import ZeroConfig as DeepSpeedZeroConfig
 from slipstream.config.notices import warn_once
 from slipstream.config.values import to_dtype
 from slipstream.errors import ConfigError, DeviceError
+from slipstream.parallel.groups import begin
 
 __all__ = [
     "ActivationQuantConfig",
@@ -207,10 +208,10 @@ def _meeting_point(init_method: str | None, port: int | None, ranks_given: bool)
 
 def _join(backend: str, rank: int, world_size: int, url: str | None, timeout: timedelta | None) -> None:
     if url is not None:
-        dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=timeout)
+        begin(backend, init_method=url, rank=rank, world_size=world_size, timeout=timeout)
     elif world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        begin(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         raise ConfigError(
             f"world_size={world_size} without an address to meet at; start the processes with torchrun, "

@@ -38,10 +38,46 @@ got = engine.generate(ids, max_new_tokens=6, do_sample=False, logits_processor=L
 print("SAME" if torch.equal(expected, got) else "DIFFERENT", flush=True)
 """
 
+LEAVES = """
+import atexit, os, pathlib, sys
 
-def launch(folder: Path, mode: str, *more: str) -> subprocess.CompletedProcess[str]:
+@atexit.register  # the first, and so the last that runs
+def count():
+    names = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+    os.write(1, b"THREADS %d\\n" % sum("gloo_runloop" in name for name in names))
+
+import torch, slipstream, torch.distributed as dist
+from tests.helpers.models import make
+torch.set_num_threads(1)
+if sys.argv[1] == "began the world":
+    dist.init_process_group("gloo")
+engine = slipstream.init_inference(
+    make("llama"), dtype=torch.float32, replace_with_kernel_inject=True, tensor_parallel={"tp_size": 2}
+)
+engine.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, do_sample=False)
+if sys.argv[1] == "began the world":
+    dist.destroy_process_group()
+"""
+
+LENT = """
+import sys, torch, torch.distributed as dist
+from slipstream import InferenceConfig
+from slipstream.parallel import open_mesh
+from slipstream.parallel.collectives import all_sum
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+mesh = open_mesh(InferenceConfig(tensor_parallel={"tp_group": dist.new_group([0, 1])}))
+x = torch.zeros(4)
+all_sum(x, mesh.tp)
+# From here on another thread has the interpreter only while this one waits.
+sys.setswitchinterval(1000)
+all_sum(x, mesh.tp)
+"""
+
+
+def launch(folder: Path, mode: str, *more: str, text: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     script = folder / "ranks.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *more]
     # The script lies elsewhere, and imports these tests.
     places = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
@@ -59,6 +95,23 @@ def test_two_processes_of_torchrun_answer_as_one(tmp_path: Path) -> None:
     done = launch(tmp_path, "lives")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("SAME") == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted under /proc")
+@pytest.mark.parametrize(("what", "threads"), [("began nothing", 0), ("began the world", 2)])
+def test_no_thread_of_a_group_is_left_when_the_interpreter_ends(
+    tmp_path: Path, what: str, threads: int
+) -> None:
+    # One that is still letting go of a tensor by then would end the process with SIGABRT. The two are of the
+    # world, on which nothing is computed: torch's own functions hold it where they were imported after it.
+    done = launch(tmp_path, what, text=LEAVES)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [f"THREADS {threads}"] * 2
+
+
+def test_threads_of_a_user_s_group_have_a_moment_at_the_end(tmp_path: Path) -> None:
+    done = launch(tmp_path, "", text=LENT)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a process is killed by a signal")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import DeviceError
+from slipstream.parallel.groups import using
 from slipstream.parallel.mesh import Axis
 from slipstream.spec import Norm
 
@@ -51,7 +52,8 @@ def together(axis: Axis, what: str) -> Iterator[None]:
         DeviceError: Another rank ended, hangs, or does something else.
     """
     try:
-        yield
+        with using(axis.group, axis.control):
+            yield
     except (RuntimeError, ValueError) as error:
         if isinstance(error, DeviceError):
             raise

@@ -9,8 +9,8 @@ split attention, and each has half of the experts, whole.
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from slipstream.config import InferenceConfig
 from slipstream.config.environment import launched
 from slipstream.errors import ConfigError
+from slipstream.parallel.groups import alive, begin, given, made
 
 __all__ = ["ALONE", "Axis", "Mesh", "open_mesh"]
 
@@ -36,22 +37,40 @@ class Axis:
     Attributes:
         ranks: Their numbers in the world, in order.
         rank: Place of this process among them.
-        group: Carries what layers compute; None where there is one rank.
-        control: Carries what is agreed upon, on the CPU and with a longer patience; None as well.
+        carries: The group that carries what layers compute; None where there is one rank.
+        agrees: The one for what is agreed upon, on the CPU and with a longer patience; None as well.
         patience: How long a rank waits for the others within a step. One that ended is noticed at once, by
             its closed connections; this is for one that hangs, or a network that swallows.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
-    group: Any = None
-    control: Any = None
+    carries: weakref.ReferenceType[Any] | None = None
+    agrees: weakref.ReferenceType[Any] | None = None
     patience: timedelta = timedelta(seconds=35)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def group(self) -> Any:
+        """What `carries`.
+
+        Raises:
+            DeviceError: It was destroyed.
+        """
+        return alive(self.carries)
+
+    @property
+    def control(self) -> Any:
+        """What `agrees`.
+
+        Raises:
+            DeviceError: It was destroyed.
+        """
+        return alive(self.agrees)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         """Itself: a copy of an engine talks to the same ranks."""
@@ -196,7 +215,7 @@ def _begin(config: InferenceConfig) -> None:
             f"{asked} needs {count} processes, and this one was started alone; start the script with "
             f"torchrun --nproc-per-node {count}, or call torch.distributed.init_process_group in each process"
         )
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    begin("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def _of_given(config: InferenceConfig, group: Any) -> Mesh:
@@ -261,9 +280,10 @@ def _checked(section: str, key: str, size: int, group: Any) -> Axis:
     if len(ranks) == 1:
         return Axis(ranks)
     # What is agreed upon is said on the CPU; every rank of this group, and no other, may be here.
+    carries = given(group)
     has_cpu = "gloo" in dist.get_backend_config(group)
-    control = group if has_cpu else dist.new_group(list(ranks), START_TIMEOUT, "gloo", None, True)
-    return Axis(ranks, ranks.index(dist.get_rank()), group, control)
+    agrees = carries if has_cpu else weakref.ref(made((ranks,), "gloo", START_TIMEOUT, by_all=False))
+    return Axis(ranks, ranks.index(dist.get_rank()), carries, agrees)
 
 
 def _axis_of(parts: Sequence[tuple[int, ...]], patience: timedelta) -> Axis:
@@ -273,13 +293,6 @@ def _axis_of(parts: Sequence[tuple[int, ...]], patience: timedelta) -> Axis:
     if len(ranks) == 1:
         return Axis(ranks)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    group = _made(dist.group.WORLD, tuple(parts), backend, patience)
-    control = _made(dist.group.WORLD, tuple(parts), "gloo", START_TIMEOUT)
-    return Axis(ranks, ranks.index(rank), group, control, patience)
-
-
-@functools.cache
-def _made(world: Any, parts: tuple[tuple[int, ...], ...], backend: str, timeout: timedelta) -> Any:
-    """This process's group of several; engines of one world share it, for each holds sockets and threads."""
-    made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
-    return next(group for group, ranks in zip(made, parts, strict=True) if dist.get_rank() in ranks)
+    group = made(tuple(parts), backend, patience)
+    control = made(tuple(parts), "gloo", START_TIMEOUT)
+    return Axis(ranks, ranks.index(rank), weakref.ref(group), weakref.ref(control), patience)
