@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def test_an_empty_model_is_filled_by_ranks_that_run_its_own_code(
         assert row["error"] == 0.0  # the same numbers in the same order
         assert row["same"]
         assert any("added up" in how or "joined" in how for _, how in row["rows"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a peak cannot be reset")
+@pytest.mark.parametrize("settings", [INJECTED, OWN_CODE], ids=["injected", "own code"])
+def test_memory_grows_by_a_rank_s_part_and_little_more(
+    pool: Pool, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    for row in results(pool.run(f"{JOBS}:grown", 2, settings, str(tmp_path), ranks=2)):
+        assert row["own"] < 110  # of 210
+        # A layer as it is stored, the same as it is made, its pages of the file, and some for the process.
+        assert row["peak"] < row["own"] + 4 * row["layer"]
 
 
 @pytest.mark.parametrize("settings", [INJECTED, OWN_CODE], ids=["injected", "own code"])

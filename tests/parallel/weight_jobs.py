@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import save_file
 
+from slipstream.devices.cpu import CpuDevice
 from slipstream.errors import SlipstreamError
+from slipstream.weights.heap import give_back
 from tests.families.sweep import NEW_TOKENS, VARIANTS, label, peaked_model
-from tests.parallel.jobs import answer_of, group, inputs_of, split
+from tests.parallel.jobs import answer_of, group, inputs_of, parameter_bytes, split
 
 
 def streamed(index: int, size: int, settings: dict[str, Any], place: str) -> dict[str, Any]:
@@ -129,3 +132,28 @@ def compared(reference: Any, engine: Any, original: Any) -> dict[str, Any]:
         options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
         same = torch.equal(reference.generate(**given, **options), engine.generate(**given, **options))
     return {"error": max(errors), "same": same}
+
+
+def grown(size: int, settings: dict[str, Any], place: str) -> dict[str, float]:
+    """MB of a rank's layers, of one whole layer, and by which memory grew while they were read.
+
+    The files have a matrix per expert, the model stacks them.
+    """
+    folder, device = Path(place) / "experts", CpuDevice()
+    config = transformers.MixtralConfig(
+        vocab_size=500, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_local_experts=8,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    if dist.get_rank() == 0:
+        transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    dist.barrier(group(size))
+    with torch.device("meta"):
+        hollow = transformers.MixtralForCausalLM(config).eval()
+    layer = sum(p.numel() * 4 for p in hollow.model.layers[0].parameters())
+    give_back()
+    device.reset_peak()
+    before = device.memory().used
+    engine = split(hollow, size, checkpoint=str(folder), **settings)
+    peak = device.memory().peak - before
+    own = parameter_bytes(engine)
+    return {"own": own / 1e6, "layer": layer / 1e6, "peak": peak / 1e6}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import slipstream
 from slipstream.errors import WeightError
+from slipstream.weights.checkpoint import open_checkpoint
+from slipstream.weights.converted import converted
+from slipstream.weights.layout import layouts_of
+from slipstream.weights.source import Source
 from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import close, prompt
 
@@ -74,3 +79,75 @@ def test_an_expert_that_is_missing_is_noticed(lost: str, tmp_path: Path) -> None
     with pytest.raises(WeightError, match="experts"):
         slipstream.init_inference(model, checkpoint=str(tmp_path), **INJECTED)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Noted(Source):
+    """A source that notes what is read of it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.seen = source, list[str]()
+
+    def names(self) -> Iterable[str]:
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        self.seen.append(name)
+        return self.source.read(name)
+
+
+@pytest.fixture
+def stacks(tmp_path: Path) -> tuple[Noted, Source]:
+    """A checkpoint with a matrix per expert, and the same as a model has it."""
+    original = saved("mixtral", tmp_path)
+    noted = Noted(open_checkpoint(tmp_path).ranks[0])
+    return noted, converted(noted, original, [name for name, _ in original.named_parameters()])
+
+
+@pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("rows", [None, (range(3, 5),), (range(1, 7), range(9, 12)), (range(10, 24),)])
+@pytest.mark.parametrize("columns", [None, range(2, 6)])
+@pytest.mark.parametrize("experts", [None, range(1, 3)])
+def test_a_part_of_a_stack_of_experts_is_that_part_of_the_whole(
+    stacks: tuple[Noted, Source],
+    leaf: str,
+    rows: tuple[range, ...] | None,
+    columns: range | None,
+    experts: range | None,
+) -> None:
+    name = f"model.layers.1.mlp.experts.{leaf}"
+    whole = stacks[1].read(name)
+    expected = whole if experts is None else whole[experts.start : experts.stop]
+    expected = expected if columns is None else expected[..., columns.start : columns.stop]
+    runs = [range(whole.shape[1])] if rows is None else rows
+    expected = torch.cat([expected[:, run.start : run.stop] for run in runs], dim=1)
+    part = stacks[1].part(name, rows, columns, experts)
+    assert part is not None and torch.equal(part, expected)
+
+
+def test_of_the_matrices_of_other_experts_nothing_is_read(stacks: tuple[Noted, Source]) -> None:
+    noted, source = stacks
+    half = source.shape("model.layers.0.mlp.experts.gate_up_proj")[1] // 2
+    noted.seen.clear()
+    source.part("model.layers.0.mlp.experts.gate_up_proj", (range(half),), None, range(1, 3))
+    assert [name.partition("experts.")[2] for name in noted.seen] == ["1.w1.weight", "2.w1.weight"]
+
+
+def test_what_is_no_stack_of_whole_matrices_is_not_made_in_parts() -> None:
+    def halved(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"made": torch.stack([part[:1] for part in parts.values()])}
+
+    def turned(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"made": torch.stack([part.T for part in parts.values()])}
+
+    def stacked(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"made": torch.stack(list(parts.values()))}
+
+    shapes = {"a": (4, 4), "b": (4, 4)}
+    assert not layouts_of(halved, shapes, {"made": (2, 1, 4)})
+    assert not layouts_of(turned, shapes, {"made": (2, 4, 4)})
+    assert not layouts_of(stacked, {"a": (4, 4), "b": (4, 6)}, {"made": (2, 4, 4)})
+    assert not layouts_of(stacked, shapes, {"made": (2, 4, 6)})
+    assert layouts_of(stacked, shapes, {"made": (2, 4, 4)})["made"].names == (("a",), ("b",))

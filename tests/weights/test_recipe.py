@@ -12,9 +12,8 @@ from torch import Tensor
 from slipstream.errors import WeightError
 from slipstream.parallel import Slice
 from slipstream.spec import BlockSpec, MoE, Norm
-from slipstream.weights.feed import PerExpert, UpFirst
+from slipstream.weights.feed import Alternating, PerExpert, UpFirst
 from slipstream.weights.recipe import (
-    Alternating,
     Conv1D,
     First,
     Interleaved,

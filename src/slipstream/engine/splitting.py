@@ -81,9 +81,15 @@ class Splitting:
         filling = self.settings.filling
         cut = [f"{path}.{name}" for path, own in split.items() for name in (*own.cuts, *own.once)]
         read = {name: f"{found.name}.{name}" for name in cut if name not in whole}
+        done = set(whole)
         if filling is not None:
-            filling.lay(read.values())
-        cut_tensors(found.layer, split, rank, whole=whole)
+            for path, own in split.items():
+                for leaf, one in own.cuts.items():
+                    name = f"{path}.{leaf}"
+                    if name in read and filling.lay_part(read[name], one.dim, one.runs[rank]):
+                        done.add(name)
+            filling.lay(full for name, full in read.items() if name not in done)
+        cut_tensors(found.layer, split, rank, whole=done)
         if filling is None:
             return
         for name, full in read.items():
@@ -91,7 +97,7 @@ class Splitting:
             part = found.layer.get_submodule(path)._parameters.get(leaf)
             if part is not None:
                 part.data = self.settings.cast(full, part.data)
-        filling.source.release(full for full in read.values() if full in filling.source)
+        filling.release(read.values())
 
     def join(self) -> None:
         """Let the parts meet, once nothing changes their classes any more."""

@@ -6,6 +6,7 @@ rest is let go. So the dense model is never in memory as a whole.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,14 @@ from slipstream.model.convert import applies
 from slipstream.model.hollow import computed, lost_buffers
 from slipstream.model.layers import Found
 from slipstream.ops.linear import Weight
+from slipstream.weights.heap import give_back
 from slipstream.weights.recipe import Piece
 from slipstream.weights.source import Source
 
 __all__ = ["Filling", "LayerSource"]
+
+_HELD = 1 << 24
+"""Numbers of a source that are let go of before memory is given back: 64 MB of float32."""
 
 _Table = dict[str, Any]
 """A module's parameters or buffers."""
@@ -65,6 +70,7 @@ class Filling:
         self._borrowed: dict[int, StorageWeakRef] = {}
         self._dtype: torch.dtype | None = None
         self._keep: tuple[re.Pattern[str], ...] = ()
+        self._released = 0
 
     def start(
         self, layers: Sequence[Found], dtype: torch.dtype, keep: tuple[re.Pattern[str], ...] = ()
@@ -104,7 +110,17 @@ class Filling:
     def commit(self) -> None:
         """Let go of what was there before: nothing is left that could refuse."""
         self._before.clear()
-        self.source.release(name for name in self._slots if name in self.source)
+        self.release(self._slots)
+        give_back()
+
+    def release(self, names: Iterable[str]) -> None:
+        """Let go of what was read of some parameters, and of what was made of it."""
+        names = [name for name in names if name in self.source]
+        self.source.release(names)
+        self._released += sum(math.prod(self.source.shape(name)) for name in names)
+        if self._released > _HELD:
+            self._released = 0
+            give_back()
 
     @contextmanager
     def lend(self, found: Found) -> Iterator[None]:
@@ -118,7 +134,7 @@ class Filling:
             yield
         finally:
             self._restore(count)
-            self.source.release(groups)
+            self.release(groups)
 
     @contextmanager
     def lending(self, layers: Iterable[Found]) -> Iterator[None]:
@@ -138,8 +154,7 @@ class Filling:
         if not self.mapped:
             found.layer._apply(self._own)
         head = f"{found.name}."
-        names = [name for name in self._group if name.startswith(head)]
-        self.source.release(name for name in names if name in self.source)
+        self.release(name for name in self._group if name.startswith(head))
 
     def finish(self, cast: Callable[[str, Tensor], Tensor]) -> None:
         """Fill every parameter that nobody took over, and copy what is still a view of the source.
@@ -157,9 +172,8 @@ class Filling:
                     value = table[leaf]
                     if isinstance(value, Tensor) and (copied := self._own(value)) is not value:
                         value.data = copied
-                if group in self.source:
-                    self.source.release([group])
-        self.source.release(name for name in self._slots if name in self.source)
+                self.release([group])
+        self.release(self._slots)
 
     def packed(self, name: str, wanted: Format, dtype: torch.dtype, *, transposed: bool = False) -> Weight:
         """A matrix outside of fused layers in a packed format: as the source has it, or packed from it.
@@ -175,7 +189,8 @@ class Filling:
             return replace(found, dtype=dtype)
         dense = self.source.read(name).to(dtype)
         made = wanted.weight(dense.mT if transposed else dense, None)
-        self.source.release([name])
+        del dense
+        self.release([name])
         return made
 
     def take(self, name: str, cast: Callable[[str, Tensor], Tensor]) -> None:
@@ -187,6 +202,26 @@ class Filling:
     def lay(self, names: Iterable[str]) -> None:
         """Give parameters their values for good, views of the source and as they are stored."""
         self._put({self._group[name] for name in names if name in self._group and self.awaits(name)})
+
+    def lay_part(self, name: str, dim: int, runs: Sequence[range]) -> bool:
+        """Give a parameter a part of its value for good, if the source makes a part alone.
+
+        Args:
+            name: Of the parameter.
+            dim: Along which it is cut.
+            runs: The places of the part.
+        """
+        if name not in self._group or not self.awaits(name) or self._group[name] not in self.source:
+            return False
+        group = self._group[name]
+        if len(self.source.shape(group)) != 3 or (dim != 1 and len(runs) > 1):
+            return False
+        part = self.source.part(
+            group, runs if dim == 1 else None, runs[0] if dim == 2 else None, runs[0] if dim == 0 else None
+        )
+        if part is not None:
+            self._fill(group, nn.Parameter(part, requires_grad=False))
+        return part is not None
 
     def awaits(self, name: str) -> bool:
         """Whether nobody has filled a parameter yet."""
@@ -225,10 +260,14 @@ class Filling:
                 tensor = own
             else:  # nobody saves it, and the model has it
                 continue
-            value = nn.Parameter(tensor if cast is None else cast(group, tensor), requires_grad=False)
-            for table, leaf in self._slots[group]:
-                self._before.append((table, leaf, table[leaf]))
-                table[leaf] = value
+            self._fill(
+                group, nn.Parameter(tensor if cast is None else cast(group, tensor), requires_grad=False)
+            )
+
+    def _fill(self, group: str, value: nn.Parameter) -> None:
+        for table, leaf in self._slots[group]:
+            self._before.append((table, leaf, table[leaf]))
+            table[leaf] = value
 
     def _restore(self, count: int) -> None:
         while len(self._before) > count:
@@ -296,6 +335,18 @@ class LayerSource(Source):
                 tensor = tensor.to(self._dtype)
             self._last = (name, tensor)
         return self._last[1]
+
+    def part(
+        self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
+    ) -> Tensor | None:
+        """In the engine's dtype, as the source makes it."""
+        full = f"{self._head}.{name}"
+        found = (
+            self._filling.source.part(full, rows, columns, experts) if full in self._filling.source else None
+        )
+        if found is not None and applies(full, found, self._dtype, self._keep):
+            found = found.to(self._dtype)
+        return found
 
     def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
         """A role's matrix (`name` is the role), as the source has it, or joined of the pieces it has."""

@@ -7,6 +7,7 @@ renamed since. transformers says what becomes of what (`conversion_mapping`), an
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from slipstream.errors import WeightError
 from slipstream.formats import Format
 from slipstream.ops.linear import Weight
+from slipstream.weights.layout import Layout, layouts_of
 from slipstream.weights.source import Source
 
 __all__ = ["Converted", "converted"]
@@ -102,6 +104,7 @@ class Converted(Source):
         self._plain = dict(plain)
         self._homes: dict[str, _Made] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._layouts: dict[str, Layout] = {}
         for group in made:
             parts = {
                 name: torch.empty(source.shape(name), dtype=torch.float32, device="meta")
@@ -109,6 +112,9 @@ class Converted(Source):
             }
             for name, tensor in self._make(group, parts).items():
                 self._homes[name], self._shapes[name] = group, tuple(tensor.shape)
+            sizes = {name: tuple(part.shape) for name, part in parts.items()}
+            own = {name: self._shapes[name] for name, home in self._homes.items() if home is group}
+            self._layouts |= layouts_of(functools.partial(self._make, group), sizes, own)
 
     def _make(self, group: _Made, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         converter = copy.deepcopy(group.converter)
@@ -149,6 +155,13 @@ class Converted(Source):
             return self.source.read(self._plain[name])
         group = self._homes[name]
         return self._make(group, {old: self.source.read(old) for _, old in group.parts})[name]
+
+    def part(
+        self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
+    ) -> Tensor | None:
+        """Of a stack of stored matrices, only what is asked for."""
+        layout = self._layouts.get(name)
+        return None if layout is None else layout.part(self.source.read, rows, columns, experts)
 
     def packed(self, name: str, wanted: Format, pieces: Any = ()) -> Weight | None:
         """As the source has it; what is made of several is not packed."""

@@ -1,4 +1,4 @@
-"""Recipes of feed-forwards that are stored in their own way: up before gate, experts in flat matrices."""
+"""Recipes of feed-forwards stored in their own way: up before gate, by turns, experts in flat matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,28 @@ from slipstream.spec import BlockSpec
 from slipstream.weights.recipe import Piece, Plan, Recipe, Stack, Take
 from slipstream.weights.source import Source
 
-__all__ = ["PerExpert", "UpFirst"]
+__all__ = ["Alternating", "PerExpert", "UpFirst"]
+
+
+@dataclass(frozen=True)
+class Alternating(Recipe):
+    """One fused feed-forward matrix whose rows alternate gate, up, gate, up (GPT-OSS)."""
+
+    name: str
+    transposed: bool = False
+
+    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
+        """See `Recipe.plan`."""
+        whole = Take(self.name, self.transposed).plan(source, spec)
+        if whole is None:
+            return None
+
+        def halves(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+            return tuple(
+                replace(p, start=start, count=p.count // 2, step=2) for start in (0, 1) for p in pieces
+            )
+
+        return Plan(halves(whole.weight), halves(whole.bias))
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,12 @@ class Renamed(Source):
         """As the source reads it."""
         return self.source.read(self._places[name])
 
+    def part(
+        self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
+    ) -> Tensor | None:
+        """As the source makes it."""
+        return self.source.part(self._places[name], rows, columns, experts)
+
     def packed(self, name: str, wanted: Format, pieces: Sequence[Any] = ()) -> Weight | None:
         """As the source has it."""
         return self.source.packed(self._places.get(name, name), wanted, pieces)

@@ -22,7 +22,6 @@ from slipstream.spec import BlockSpec
 from slipstream.weights.source import Source
 
 __all__ = [
-    "Alternating",
     "Conv1D",
     "First",
     "Interleaved",
@@ -249,27 +248,6 @@ class Interleaved(Recipe):
 
 
 @dataclass(frozen=True)
-class Alternating(Recipe):
-    """One fused feed-forward matrix whose rows alternate gate, up, gate, up (GPT-OSS)."""
-
-    name: str
-    transposed: bool = False
-
-    def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
-        """See `Recipe.plan`."""
-        whole = Take(self.name, self.transposed).plan(source, spec)
-        if whole is None:
-            return None
-
-        def halves(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-            return tuple(
-                replace(p, start=start, count=p.count // 2, step=2) for start in (0, 1) for p in pieces
-            )
-
-        return Plan(halves(whole.weight), halves(whole.bias))
-
-
-@dataclass(frozen=True)
 class First(Recipe):
     """The first recipe whose tensors are all there: for classes that name a part by configuration."""
 
@@ -342,10 +320,21 @@ def gather(source: Source, pieces: Sequence[Piece], part: Slice = WHOLE) -> Tens
             whole = source.read(like or next(iter(source.names())))
             parts.append(whole.new_zeros((*(whole.shape[:-1] if like else ()), piece.count)))
             continue
-        parts.append(narrowed(piece.of(source.read(piece.name)), piece, part))
+        own = None if part.is_whole else _made(source, piece, part)
+        if own is not None and len(pieces) == 1:
+            return own
+        parts.append(narrowed(piece.of(source.read(piece.name)), piece, part) if own is None else own)
     if len(parts) > 1:
         return torch.cat(parts, dim=-1 if _is_flat(pieces[0], parts[0]) else -2)
     return parts[0] if part.is_whole else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def _made(source: Source, piece: Piece, part: Slice) -> Tensor | None:
+    """A piece of which the source makes a part alone."""
+    if piece.step != 1 or piece.transposed or piece.bias or piece.experts:
+        return None
+    rows = (range(piece.start, piece.start + piece.count),)
+    return source.part(piece.name, rows, part.columns, part.experts)
 
 
 def narrowed(rows: Tensor, piece: Piece, part: Slice) -> Tensor:

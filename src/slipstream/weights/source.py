@@ -37,6 +37,22 @@ class Source(ABC):
             KeyError: No tensor has this name.
         """
 
+    def part(
+        self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
+    ) -> Tensor | None:
+        """Some of a tensor that is made when it is read, made of no more than that.
+
+        Args:
+            name: Of the tensor, a stack `(E, R, C)`.
+            rows: Runs of every expert's; None for all.
+            columns: Of every expert's; None for all.
+            experts: Which; None for all.
+
+        Returns:
+            A new tensor, or None where slices of what `read` returns are as good.
+        """
+        return None
+
     def packed(self, name: str, wanted: Format, pieces: Sequence[Any] = ()) -> Weight | None:
         """A matrix in a packed format, if it lies so already; without a bias.
 
