@@ -80,7 +80,7 @@ def test_pictures_that_windows_do_not_divide_are_seen_alike(tiny: Tiny, side: in
         _agree(one, other)
 
 
-@pytest.mark.parametrize("tiny", _variants("longt5"))
+@pytest.mark.parametrize("tiny", [*_variants("longt5"), *_variants("pegasus_x")])
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 29])
 def test_texts_that_blocks_do_not_divide_are_read_alike(tiny: Tiny, length: int) -> None:
     original, engine, _ = _pair(tiny)

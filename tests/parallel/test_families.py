@@ -41,6 +41,7 @@ KEEP_THEIR_CODE = (
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"),  # latent attention
     *("bailing_hybrid", "kimi_linear"),  # the same, in some of their layers
     "bitnet",  # a norm within each branch
+    "pegasus_x",  # blocks beside global tokens
     "t5gemma2",  # its decoder's attention meets an encoder's keys, too
     *("grids", "longt5", "swin", "swinv2"),  # attention of the family's own
     *("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),  # attention to chosen tokens
