@@ -203,6 +203,7 @@ def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused
         config.replace_with_kernel_inject
         and not fused
         and not any(part.kinds for part in plan.parts.values())
+        and not (plan.attention and plan.attention.changes)
     ):
         unmet.append(nothing_replaced(model, plan.layers))
     for note in unmet:
@@ -230,12 +231,15 @@ def inspect(model: nn.Module) -> Report:
         layers = find_layers(model)
         verdicts = judge(model, layers, settings)
         parts = judge_parts(model, layers, verdicts, settings, all_layers=True)
-        parts = with_attention(parts, layers, plan_attention(model, settings))
+        images = plan_attention(model, settings)
+        parts = with_attention(parts, layers, images)
     finally:
         for module in training:
             module.training = True
-    replaced = any(part.kinds for part in parts.values()) or any(
-        verdict.returns is not None for verdict in verdicts.values()
+    replaced = (
+        any(part.kinds for part in parts.values())
+        or any(verdict.returns is not None for verdict in verdicts.values())
+        or (images is not None and images.changes)
     )
     notes = [] if replaced else [nothing_replaced(model, layers)]
     return summary(device, notes, layers, verdicts, {}, parts, settings, {})

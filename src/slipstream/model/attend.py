@@ -62,6 +62,11 @@ class AttendPlan:
     images: tuple[str, ...] = ()
     max_error: float = 0.0
 
+    @property
+    def changes(self) -> bool:
+        """Whether anything of the model runs otherwise."""
+        return bool(self.names or self.convolutions or self.feeds or self.images)
+
 
 def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
     """Find diffusers' attention modules, and prove the op against torch's; the model is only read.

@@ -138,7 +138,7 @@ def prove_norm(
     if any(error is None for error in errors):
         return f"{bound.name} answers otherwise in {str(settings.dtype).removeprefix('torch.')}"
     as_torch = bound.op == "norm" and formula.spec.kind == "layer" and not formula.spec.offset
-    gains = not (is_native_norm(module) and as_torch and settings.device.type == "cpu")
+    gains = not (is_native_norm(module) and as_torch)
     gains = gains and (bound.name != "reference" or not (formula.spec.offset or formula.gate))
     return Proven("norm", run, bound, max(e for e in errors if e is not None), gains, len(given))
 
