@@ -32,6 +32,7 @@ from slipstream.model.inject import Injected, inject_layer
 from slipstream.model.intact import is_hooked
 from slipstream.model.layers import Found
 from slipstream.model.offload import offload_block
+from slipstream.model.probe import runs_of
 from slipstream.model.returns import returns_of
 from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
@@ -139,7 +140,8 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
         of_root = [members for members in kinds.values() if members[0].root == root]
         filled = nullcontext() if settings.filling is None else settings.filling.lending(layers)
         with filled:
-            calls, why = _record(model.get_submodule(root), [members[0] for members in of_root])
+            known = [found for found in layers if found.root == root and found.spec is not None]
+            calls, why = _record(model.get_submodule(root), [members[0] for members in of_root], known)
         for members in of_root:
             with settings.lent(members[0]):
                 recorded = calls.get(members[0].name) or _record_alone(members[0])
@@ -161,10 +163,15 @@ def _kind(found: Found) -> tuple[Any, ...]:
     return found.root, found.spec, modules, names, alone
 
 
-def _record(root: nn.Module, layers: Sequence[Found]) -> tuple[dict[str, list[RecordedCall]], str]:
-    """The calls that a model makes of some of its layers, or why it cannot be run."""
+def _record(
+    root: nn.Module, layers: Sequence[Found], known: Sequence[Found]
+) -> tuple[dict[str, list[RecordedCall]], str]:
+    """The calls that a model makes of some of its layers, or why it cannot be run.
+
+    What it is given is for all that are `known`: one that is not fused may be what looks at pictures.
+    """
     try:
-        return record_calls(root, layers), ""
+        return record_calls(root, layers, runs_of(root, known)), ""
     except MODEL_ERRORS as error:
         why = f": {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         log.info("%s cannot be run on random tokens%s", type(root).__name__, why)
