@@ -27,6 +27,7 @@ ROAD = (
     "switch_transformers",
     "longt5",
     "bart",
+    "led",
     "mbart",
     "pegasus",
     "marian",

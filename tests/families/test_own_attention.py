@@ -132,3 +132,18 @@ def test_several_ranks_are_refused_with_the_reason() -> None:
     two = replace(ALONE, tp=replace(ALONE.tp, ranks=(0, 1)))
     with pytest.raises(UnsupportedError, match="windows or blocks is not split"):
         share_of(injected_state(layer).block.spec, two)
+
+
+def test_a_token_that_sees_all_and_is_seen_by_all_counts_in_led() -> None:
+    original, engine, layers = _pair(FAMILIES["led"].tiny[0])
+    ids = torch.randint(3, 128, (3, 21), generator=torch.Generator().manual_seed(1))
+    everywhere = torch.zeros_like(ids)
+    everywhere[:, 0] = 1
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :5]}
+    with torch.no_grad(), Calls(layers) as calls:
+        plain = original(**given).logits
+        expected = original(**given, global_attention_mask=everywhere).logits
+        got = engine(**given, global_attention_mask=everywhere).logits
+        assert calls.layers == 2 * calls.blocks > 0
+    _agree(expected, got)
+    assert float((expected - plain).abs().max()) > 1e-2

@@ -142,7 +142,7 @@ class Block:
     ) -> Tensor:
         spec, (mix, feed) = self.spec, own
         if spec.place == "post":
-            attended = self.sum(self.attention(x, rope, attend))
+            attended = self.sum(self.attention(x, rope, attend)) if mix is None else mix(x)
             x = self.norm(Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, attended))
             x = self._ask(x, across)
             fed = self._scaled(Role.MLP_SCALE, self.sum(self.feed_forward(x)))

@@ -16,7 +16,8 @@ __all__ = ["returns_of"]
 def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Callable[..., Any] | None:
     """Learn from a layer's own answer how to answer for it.
 
-    Attention maps returned unasked become None: a forward that asks for them runs the original code.
+    Attention maps returned unasked become None: a forward that asks for them runs the original code. So does
+    a cache that is handed back: it is the one that the model handed in.
 
     Args:
         output: What the original layer returned to a batch of more than one.
@@ -33,7 +34,8 @@ def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Calla
         kind, parts = type(output), list(output[1:])
         tensors = [i for i, part in enumerate(parts) if isinstance(part, Tensor)]
         places = [i for i in tensors if own or biases and _is_bias(parts[i], output[0])]
-        rest = [None if i in places or _is_map(part, output[0]) else part for i, part in enumerate(parts)]
+        gone = [i for i, part in enumerate(parts) if _is_map(part, output[0]) or _is_cache(part)]
+        rest = [None if i in (*places, *gone) else part for i, part in enumerate(parts)]
         if not all(part is None or isinstance(part, tuple) and not part for part in rest):
             return None
 
@@ -56,3 +58,8 @@ def _is_bias(part: Any, hidden: Tensor) -> bool:
 def _is_map(part: Any, hidden: Tensor) -> bool:
     """Whether a part of an answer is the attention of `(B, S, C)`, `(B, H, S, L)`."""
     return isinstance(part, Tensor) and part.dim() == 4 and (part.shape[0], part.shape[2]) == hidden.shape[:2]
+
+
+def _is_cache(part: Any) -> bool:
+    """Whether a part of an answer is a transformers cache."""
+    return hasattr(part, "get_seq_length") and hasattr(part, "update")
