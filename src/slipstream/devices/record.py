@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import DeviceError
 
-__all__ = ["Recorder"]
+__all__ = ["NothingIsRead", "Recorder"]
 
 _READS_BACK = frozenset(
     {
@@ -36,6 +37,9 @@ _READS_BACK = frozenset(
     }
 )
 """Operations whose result, or its shape, must be known to the host."""
+
+_READS_AT_ONCE = frozenset({Tensor.tolist, Tensor.numpy})
+"""The same of a tensor on the CPU, of which torch dispatches nothing."""
 
 _FROM_HOST = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})
 """A tensor made of Python numbers: a copy from pageable memory."""
@@ -107,6 +111,16 @@ class Recorder(TorchDispatchMode):
             for old, new in zip(results, _tensors(made), strict=True):
                 if _memory(old) != _memory(new):
                     old.copy_(new)
+
+
+class NothingIsRead(TorchFunctionMode):
+    """Refuses what reads a tensor without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Hand on everything else as it is."""
+        if func in _READS_AT_ONCE:
+            raise DeviceError(f"{func.__name__} reads values back to the host, which a captured step cannot")
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from slipstream.devices import Device
+from slipstream.engine.prompt_graph import CapturedPrompt, rows_of, static_prompt
 from slipstream.engine.runner import Runner
 from slipstream.engine.static_angles import StaticAngles
+from slipstream.engine.static_step import MOST_AHEAD, blocks_of, least_blocks, static_step
 from slipstream.errors import DeviceError
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
@@ -41,9 +43,6 @@ LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 MOST_GRAPHS = 32
 """Captured steps that are kept; the one that was used longest ago goes first."""
-
-_MOST_AHEAD = 64
-"""Steps between two looks of the host."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,13 @@ class Graphs:
             tokens: That a generation usually has at most.
         """
         self._runner, self._device, self._tokens = runner, device, tokens
-        self._usual = _blocks(tokens)
+        self._usual = blocks_of(tokens)
         self._lock = threading.Lock()
         self._taken = False
         self._cache: PagedCache | None = None
         self._captured: OrderedDict[tuple[int, int, bool], _Captured] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, int], CapturedPrompt | None] = OrderedDict()
+        self._met: set[tuple[int, int]] = set()
         self._angles: StaticAngles | None = None
         self._places: tuple[tuple[int, torch.Size], ...] = ()
         self.reason = device.no_graph() or ""
@@ -101,15 +102,15 @@ class Graphs:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
-        twin._lock, twin._taken, twin._cache, twin._captured = threading.Lock(), False, None, OrderedDict()
-        twin._angles = None
+        twin._lock, twin._taken, twin._cache, twin._angles = threading.Lock(), False, None, None
+        twin._captured, twin._prompts, twin._met = OrderedDict(), OrderedDict(), set()
         twin._runner = copy.deepcopy(self._runner, memo)
         return twin
 
     def prove(self) -> None:
         """Capture the step of one row, to know whether steps can be captured."""
         if not self.reason:
-            self._reserve(_least_blocks(self._tokens))
+            self._reserve(least_blocks(self._tokens))
             self._capture(1, self._usual, draws=False)
 
     def new_cache(self, blocks: int) -> PagedCache:
@@ -133,9 +134,9 @@ class Graphs:
             return None
         # Here nothing runs yet that this would wait for.
         if self._angles is not None and not self._angles.holds():
-            self._captured.clear()
+            self._forget()
             self._angles = None
-        return _Session(self, max(_blocks(longest), self._usual))
+        return _Session(self, max(blocks_of(longest), self._usual))
 
     @property
     def device(self) -> Device:
@@ -154,14 +155,28 @@ class Graphs:
                 self._captured.popitem(last=False)
         return captured
 
+    def prompt(self, rows: int, width: int) -> CapturedPrompt | None:
+        """The captured prompt of a size, captured now where it is met again; None where there is none."""
+        key = rows, width
+        if self.reason or key not in self._met:
+            self._met.add(key)
+            return None
+        if key not in self._prompts:
+            with torch.inference_mode(False), torch.no_grad():
+                self._prompts[key] = self._capture_prompt(rows, width)
+        self._prompts.move_to_end(key)
+        if len(self._prompts) > MOST_GRAPHS:
+            self._prompts.popitem(last=False)
+        return self._prompts[key]
+
     def _reserve(self, blocks: int) -> PagedCache:
         """The cache that stays, with at least this many blocks and one that rows of nobody write to."""
         cache = self._cache
         if cache is None or cache.capacity <= blocks:
-            self._captured.clear()
+            self._forget()
             # It stays, and a tensor of inference mode could not be written to outside of it.
             with torch.inference_mode(False):
-                cache = self._cache = self._runner.make_cache(max(blocks, _least_blocks(self._tokens)) + 1)
+                cache = self._cache = self._runner.make_cache(max(blocks, least_blocks(self._tokens)) + 1)
                 for tensor in _tensors(cache):
                     tensor[-1].zero_()
             self.forget_what_moved()
@@ -174,8 +189,12 @@ class Graphs:
         """Let go of what was captured, unless every tensor that it reads is where it was."""
         places = tuple((t.data_ptr(), t.shape) for t in self._static())
         if places != self._places:
-            self._captured.clear()
+            self._forget()
             self._places = places
+
+    def _forget(self) -> None:
+        self._captured.clear()
+        self._prompts.clear()
 
     def _static(self) -> list[Tensor]:
         """Every tensor that a step reads beside its own."""
@@ -201,14 +220,11 @@ class Graphs:
 
     def _capture_upon(self, cache: PagedCache, rows: int, width: int, *, draws: bool) -> _Captured | None:
         runner, device = self._runner, _tensors(cache)[0].device
-        step, following = _static_step(rows, width, cache.capacity - 1, device)
+        step, following = static_step(rows, width, cache.capacity - 1, device)
         numbers = Warp().numbers(runner.vocabulary, device)
         noise = torch.ones(rows, runner.vocabulary, device=device, dtype=torch.float32) if draws else None
         given = [numbers] if noise is None else [numbers, noise]
-        if self._angles is None or not self._angles.reaches(step.max_kv_len):
-            ropes = [block.spec.rope for block in runner.blocks]
-            self._angles = StaticAngles(runner.frame, ropes, step.max_kv_len, device)
-        angles = self._angles
+        angles = self._angles_of(step)
         own = [*following.tensors(), step.query_starts, step.logit_rows, *angles.tensors(), *given]
 
         def run() -> Tensor:
@@ -229,43 +245,35 @@ class Graphs:
         self._captured[rows, width, draws] = captured
         return captured
 
+    def _capture_prompt(self, rows: int, width: int) -> CapturedPrompt | None:
+        cache, runner = self._cache, self._runner
+        if cache is None:
+            raise AssertionError("a prompt is captured upon a cache")
+        step = static_prompt(rows, width, cache.capacity - 1, _tensors(cache)[0].device)
+        angles = self._angles_of(step)
+        own = [t for t in vars(step).values() if isinstance(t, Tensor)] + angles.tensors()
+        try:
+            replay = self._device.capture(
+                lambda: runner(step, cache, angles.angles), [*self._static(), *_tensors(cache), *own]
+            )
+        except DeviceError as error:
+            log.info("prompts of up to %d tokens run without a graph: %s", rows - 1, error)
+            return None
+        return CapturedPrompt(step, cache.capacity - 1, replay)
+
+    def _angles_of(self, step: Step) -> StaticAngles:
+        """Tables for all positions that a captured step may have; those of earlier ones stay as they are."""
+        if self._angles is None or not self._angles.reaches(step.max_kv_len):
+            ropes = [block.spec.rope for block in self._runner.blocks]
+            self._angles = StaticAngles(self._runner.frame, ropes, step.max_kv_len, step.positions.device)
+        return self._angles
+
 
 def _tensors(cache: PagedCache) -> list[Tensor]:
     """The tensors of a cache, each with its blocks first."""
     parts = [part for pair in cache.layers for part in pair]
     found = [(part,) if isinstance(part, Tensor) else (part.codes, part.scales) for part in parts]
     return [tensor for tensors in found for tensor in tensors]
-
-
-def _least_blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)
-
-
-def _blocks(tokens: int) -> int:
-    """Blocks of a sequence, rounded up to a power of two so that widths are few."""
-    return 1 << (_least_blocks(tokens) - 1).bit_length()
-
-
-def _static_step(rows: int, width: int, scratch: int, device: torch.device) -> tuple[Step, Following]:
-    """A decode step whose tensors stay, and the way from one step to the next."""
-
-    def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
-
-    step = Step(
-        token_ids=full(rows),
-        positions=full(rows),
-        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
-        kv_lens=full(rows, value=1, dtype=torch.int32),
-        block_table=full(rows, width, value=scratch, dtype=torch.int32),
-        slots=full(rows, value=scratch * BLOCK_SIZE),
-        logit_rows=torch.arange(rows, device=device),
-        max_query_len=1,
-        max_kv_len=width * BLOCK_SIZE,
-    )
-    own = (step.token_ids, step.positions, step.kv_lens, step.slots, step.block_table)
-    arrived = full(rows, dtype=torch.int32)
-    return step, Following(full(rows, _MOST_AHEAD), full(rows), *own, arrived, BLOCK_SIZE)
 
 
 class _Session:
@@ -275,13 +283,25 @@ class _Session:
         self._graphs, self._width, self._has_looked = graphs, width, False
 
     def logits(self, step: Step) -> Tensor | None:
-        """New logits `(N, V)` float32 of a decode step, or None for another."""
+        """New logits `(R, V)` float32 of a decode step or of one prompt, or None for another."""
         captured = self._load(step)
-        return (
-            None
-            if captured is None
-            else captured.replay()[: step.token_ids.shape[0]].to(torch.float32, copy=True)
-        )
+        if captured is None:
+            return self._prompt(step)
+        return captured.replay()[: step.token_ids.shape[0]].to(torch.float32, copy=True)
+
+    def _prompt(self, step: Step) -> Tensor | None:
+        """New logits `(R, V)` float32 of a prompt that is captured, or None."""
+        rows = rows_of(step, self._width)
+        if rows is None:
+            return None
+        self._look()
+        captured = self._graphs.prompt(rows, self._width)
+        return None if captured is None else captured.logits(step)
+
+    def _look(self) -> None:
+        if not self._has_looked:
+            self._graphs.forget_what_moved()
+            self._has_looked = True
 
     def best(self, step: Step, steps: int, ends: Sequence[int]) -> Tensor | None:
         """The best tokens of a decode step and of some that follow it, `(N, steps that count)` int64.
@@ -294,7 +314,7 @@ class _Session:
         captured = self._load(step)
         if captured is None:
             return None
-        count = min(steps, _MOST_AHEAD)
+        count = min(steps, MOST_AHEAD)
         for _ in range(count):
             captured.replay()
         return _until(ends, captured.following.tokens[: step.token_ids.shape[0], :count].clone())
@@ -315,7 +335,7 @@ class _Session:
         if captured is None or captured.noise is None:
             return None
         captured.numbers.copy_(numbers)
-        rows, count = step.token_ids.shape[0], min(steps, _MOST_AHEAD)
+        rows, count = step.token_ids.shape[0], min(steps, MOST_AHEAD)
         states: list[Tensor] = []
         for _ in range(count):
             states += [device.random_state()] if ends else []
@@ -330,9 +350,7 @@ class _Session:
         rows = step.token_ids.shape[0]
         if step.max_query_len != 1 or step.kv_lens.shape[0] != rows or step.logit_rows.shape[0] != rows:
             return None
-        if not self._has_looked:  # not before the prompt, whose launches would wait for it
-            self._graphs.forget_what_moved()
-            self._has_looked = True
+        self._look()  # not before a prompt that is not captured, whose launches would wait for it
         captured = self._graphs.rung(rows, self._width, draws=draws)
         if captured is None:
             return None

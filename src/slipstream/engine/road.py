@@ -12,6 +12,7 @@ from slipstream.config import InferenceConfig
 from slipstream.devices import Device
 from slipstream.engine.graph import LADDER, Graphs
 from slipstream.engine.listen import listens
+from slipstream.engine.prompt_graph import MOST_TOKENS
 from slipstream.engine.runner import Runner
 from slipstream.model.block import Block
 from slipstream.model.cache import bytes_per_token
@@ -68,7 +69,10 @@ def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> 
         reason = graphs.reason
     if reason:
         return f"enable_cuda_graph has no effect: {reason}"
-    return f"decode steps are captured as graphs of up to {LADDER[-1]} rows"
+    return (
+        f"decode steps are captured as graphs of up to {LADDER[-1]} rows, and single prompts of up to "
+        f"{MOST_TOKENS} tokens where their size comes again"
+    )
 
 
 def together(blocks: Mapping[str, Block], stack: Bound | None, encoder: Any) -> dict[str, str]:

@@ -174,8 +174,7 @@ class Session:
         whole = self._native()
         tokens = None if whole is None else whole.best(step, steps, ends)
         if tokens is None:
-            logits = self._runner(step, self._cache).float()
-            tokens = self._runner.frame.ops.sample.run(logits, greedy=True)[:, None]
+            tokens = self._runner.frame.ops.sample.run(self.logits(step), greedy=True)[:, None]
         return tokens
 
     @property
@@ -203,8 +202,7 @@ class Session:
         whole = self._native()
         tokens = whole.drawn(step, numbers, noise, steps, ends) if isinstance(whole, Draws) else None
         if tokens is None:
-            logits = self._runner(step, self._cache).float()
-            drawn: Tensor = self._runner.frame.ops.draw.run(logits, noise(), numbers)
+            drawn: Tensor = self._runner.frame.ops.draw.run(self.logits(step), noise(), numbers)
             tokens = drawn[:, None]
         return tokens
 

@@ -37,6 +37,8 @@ def paged_attention(
     """
     if step.max_query_len == 1:
         return _decode(q, k_cache, v_cache, step, mask)
+    if step.static:
+        return _static(q, k_cache, v_cache, step, mask)
     starts, lens = step.query_starts.tolist(), step.kv_lens.tolist()
     size = k_cache.shape[1]
     out = torch.empty_like(q)
@@ -71,6 +73,27 @@ def _decode(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask:
     visible, bias = _visibility((step.kv_lens.long() - 1)[:, None, None], keys, mask)
     bias = None if bias is None else bias.transpose(0, 1)
     return _attend(q[:, :, None], k, v, visible[:, None], bias, mask)[:, 0]
+
+
+def _static(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask: AttentionMask) -> Tensor:
+    """The lengths are not read: every query meets the keys of every sequence, and its own's answer counts."""
+    size, out = k_cache.shape[1], torch.zeros_like(q)
+    rows = torch.arange(q.shape[0], device=q.device, dtype=step.query_starts.dtype)
+    owner = torch.searchsorted(step.query_starts[1:].contiguous(), rows, right=True)
+    keys = torch.arange(step.max_kv_len, device=q.device)
+    for i in range(step.kv_lens.shape[0]):
+        blocks = step.block_table[i, : -(-step.max_kv_len // size)].long()
+        beyond = (keys >= step.kv_lens[i])[:, None, None]
+        k, v = (
+            read_cache(c, blocks, q.dtype).flatten(0, 1)[: step.max_kv_len].masked_fill(beyond, 0)
+            for c in (k_cache, v_cache)
+        )
+        positions = rows.long() + (step.kv_lens[i] - step.query_starts[i + 1])
+        visible, bias = _visibility(positions[:, None], keys[None], mask)
+        queries, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        answer = _attend(queries, k, v, visible[None, None], bias, mask)[0]
+        out = torch.where((owner == i)[:, None, None], answer, out)
+    return out
 
 
 def _visibility(queries: Tensor, keys: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor | None]:

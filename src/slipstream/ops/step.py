@@ -30,6 +30,8 @@ class Step:
         max_query_len: Most tokens that a sequence has in this step.
         max_kv_len: Most tokens that a sequence has after this step, or all that its row of the block table
             has room for: lengths grow within a captured step, and this does not.
+        static: Whether the tensors get other values where a captured step is replayed, so that nothing may be
+            read back and laid out by it. A step of one token for each sequence never asks for that.
     """
 
     token_ids: Tensor
@@ -41,6 +43,7 @@ class Step:
     logit_rows: Tensor
     max_query_len: int
     max_kv_len: int
+    static: bool = False
 
 
 @dataclass(frozen=True)
