@@ -55,8 +55,8 @@ _TOP = {
     "enable_cuda_graph": _acts(
         "Decode steps of generate are captured once for each of a few batch sizes and replayed, upon a cache "
         "that stays reserved, and so are single prompts of up to 527 tokens, filled up to one of nine sizes, "
-        "when a size is met again; what cannot be captured, and any device without graphs, runs as ever, and the "
-        "report has the reason. Forwards without a cache are captured once per shape of their inputs."
+        "when a size is met again; what cannot be captured, and any device without graphs, runs as ever, and "
+        "the report has the reason. Forwards without a cache are captured once per shape of their inputs."
     ),
     "use_triton": _unserved(
         "True makes a missing Triton an error; otherwise Triton kernels are used where they are found."
