@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from slipstream.families import FAMILIES
@@ -16,6 +17,8 @@ from tests.families.sweep import peaked_model
 from tests.helpers.models import close, inject
 
 KINDS = ("switch_transformers", "nllb-moe")
+LIMITS = KINDS if transformers.__version__ >= "5.23" else ("nllb-moe",)
+"""Those that leave tokens out, and say what their routers said: older releases of the first do neither."""
 
 
 def _limited(family: str) -> Any:
@@ -29,7 +32,7 @@ def _given() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :7].flip(1)}
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", LIMITS)
 def test_tokens_beyond_an_experts_capacity_are_left_out_as_by_the_original(family: str) -> None:
     original = _limited(family)
     engine = inject(original)
@@ -46,7 +49,7 @@ def test_tokens_beyond_an_experts_capacity_are_left_out_as_by_the_original(famil
         assert float((original(**_given()).logits - expected).abs().max()) > 0.1, "nothing was left out"
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", LIMITS)
 def test_what_routers_say_is_the_originals(family: str) -> None:
     original = _limited(family)
     engine = inject(original)
