@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.attend import attends
+from slipstream.model.attend import _Attend, attends
 from slipstream.model.images import image_transformers, keep_channels_last
 from slipstream.model.parts import is_swapped
 from slipstream.model.slices import feed_forwards, run_in_slices
@@ -316,6 +316,14 @@ def test_a_transformer_that_puts_its_image_together_in_another_way_stays_as_it_i
     doubling = Doubling(2, 8, 16, norm_num_groups=4)
     plain = diffusers.Transformer2DModel(2, 8, 16, norm_num_groups=4)
     assert image_transformers(nn.ModuleList([doubling, plain])) == ("1",)
+
+
+def test_a_division_by_one_copies_nothing_and_others_divide() -> None:
+    x = torch.randn(3, 4)
+    with _Attend(lambda *_, **__: x):
+        assert (x / 1.0) is x
+        assert torch.equal(x / 2.0, x.mul(0.5)) and (x / torch.ones(())) is not x
+        assert (torch.ones(3, 4, dtype=torch.int64) / 1.0).dtype == torch.float32
 
 
 def test_a_processor_that_is_set_later_is_served() -> None:

@@ -184,6 +184,8 @@ class _Attend(TorchFunctionMode):
     ) -> Any:
         """Hand on everything else as it is."""
         kwargs = kwargs or {}
+        if func in _DIVISIONS and len(args) == 2 and _is_one(args[1]) and args[0].is_floating_point():
+            return args[0]  # by a module's `rescale_output_factor`: a copy of an image's tokens
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -202,6 +204,11 @@ class _Attend(TorchFunctionMode):
         return out.transpose(1, 2)
 
 
+def _is_one(divisor: Any) -> bool:
+    return type(divisor) in (int, float) and divisor == 1
+
+
+_DIVISIONS = frozenset({Tensor.__truediv__, Tensor.div})
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 

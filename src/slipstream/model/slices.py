@@ -19,7 +19,7 @@ from slipstream.model.namesake import namesake
 
 __all__ = ["feed_forwards", "run_in_slices"]
 
-_ROWS = 1024
+_ROWS = 512
 """Tokens of a slice: enough for the products to run at their full rate."""
 
 _STATE = "_slipstream_slices"
@@ -56,13 +56,20 @@ def _sliced_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not _may_slice(self, hidden_states):
             return original.forward(self, hidden_states, *args, **kwargs)
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        net: Any = self.net
+        rows, parts = hidden_states.reshape(-1, hidden_states.shape[-1]), list(net)
+        last = parts.pop() if _is_plain_linear(parts[-1]) else None
         out: Tensor | None = None
         for start in range(0, len(rows), _ROWS):
-            part: Tensor = original.forward(self, rows[start : start + _ROWS])
+            part: Tensor = functools.reduce(lambda x, own: own(x), parts, rows[start : start + _ROWS])
             if out is None:
-                out = part.new_empty(len(rows), part.shape[-1])
-            out[start : start + len(part)] = part
+                width = part.shape[-1] if last is None else last.out_features
+                out = part.new_empty(len(rows), int(width))
+            into = out[start : start + len(part)]
+            if last is None:
+                into.copy_(part)
+            else:
+                torch.addmm(last.bias, part, last.weight.t(), out=into)  # what `F.linear` is, without a copy
         assert out is not None
         return out.view(*hidden_states.shape[:-1], out.shape[-1])
 
@@ -70,11 +77,16 @@ def _sliced_class(original: type[nn.Module]) -> type[nn.Module]:
     return namesake(original, {"forward": forward})
 
 
+def _is_plain_linear(part: nn.Module) -> bool:
+    """Whether a part is torch's linear with a bias, whose product can be written where it belongs."""
+    return type(part) is nn.Linear and part.bias is not None and "forward" not in vars(part)
+
+
 def _may_slice(module: nn.Module, x: Any) -> bool:
     """Whether nobody could tell: no gradients, and no hook within that would see slices."""
     if not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() < 2 or module.training:
         return False
-    if x.numel() < 2 * _ROWS * x.shape[-1] or torch.is_grad_enabled():
+    if x.numel() < 2 * _ROWS * x.shape[-1] or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
     return not any(
         part._forward_hooks or part._forward_pre_hooks for part in module.modules() if part is not module

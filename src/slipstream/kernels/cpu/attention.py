@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import BOOLEAN, DTYPES, AttentionCall, address
-from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
+from slipstream.kernels.cpu.library import ISAS, LONG, Library, load, refuse, rest_torch
 from slipstream.ops.attention import attention
 from slipstream.ops.bind import Facts, Kernel
 
@@ -115,6 +115,8 @@ class NativeAttention:
             ),
             bias=_bias(mask),
         )
+        if 4 * q.numel() * k.shape[2] >= LONG:
+            rest_torch()
         self.library.run("attention", call)
         return out
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.abi import DTYPES, FORMATS, LinearCall, Matrix, address
-from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch, threads_of_torch
+from slipstream.kernels.cpu.library import ISAS, LONG, Library, load, refuse, rest_torch, threads_of_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight, linear
@@ -32,13 +32,6 @@ _MOST_ROWS_BESIDE_AMX = 16
 _LEAST_BYTES = 1 << 16
 """Below this a call costs more than it saves, but for packed matrices, which torch would unpack first: 8 us
 beside 13 to 180 for a matrix of 16 x 16."""
-
-_LONG = 8e7
-"""Additions and multiplications from which on a product waits for torch's threads to end. They spin for
-milliseconds after torch's own operations: 512 rows times 2048 x 2048 take 11.2 ms beside them and 5.5
-without, and the next operation 0.1 ms longer; 256 rows through 4 layers of 576 that else run their own code
-take 52 ms and 43."""
-
 
 _MEMORY, _RATES = 15e9, {torch.float32: 8e10, torch.bfloat16: 2.5e11}
 """Bytes and operations a second of one thread, roughly."""
@@ -74,7 +67,7 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
 def _product(x: Tensor, matrix: Matrix, library: Library, threads: int | None) -> Tensor:
     out = torch.empty(x.shape[0], matrix.outputs, dtype=x.dtype, device="cpu")
     if out.numel():
-        if 2 * out.numel() * matrix.inputs >= _LONG:
+        if 2 * out.numel() * matrix.inputs >= LONG:
             rest_torch()
         call = LinearCall(
             x=address(x), out=address(out), rows=x.shape[0], dtype=DTYPES[x.dtype], weight=matrix

@@ -13,9 +13,14 @@
 namespace slipstream {
 namespace {
 
-// With 64 keys sums are fetched and put back twice as often: attention of 40 to 128 dims takes 1.03 to 1.08
-// of the time. 256 take 0.96, but no longer leave room beside them in the first cache of tiles of AMX.
+// Sums are fetched and put back once for each tile: beside 128 keys, 64 take 1.03 to 1.08 of the time at 40
+// to 128 dims, and 256 take 0.96, for which small second caches have no room, nor the first one beside tiles
+// of AMX.
+#if defined(SLIPSTREAM_AMX)
 constexpr int64_t kTileKeys = 128;
+#else
+constexpr int64_t kTileKeys = Vec::kWidth == 16 ? 256 : 128;
+#endif
 constexpr int64_t kFewKeys = 64;       // where a few rows meet them as they lie
 constexpr int64_t kMostStripRows = 16; // rows whose scores exist at a time
 constexpr int64_t kMostPadding = 16;   // slots that a row may be padded to
