@@ -133,6 +133,8 @@ inline void dots_in_order(const typename P::X* x, const typename P::W* w, int64_
         out[c] = dot_in_order<P>(x, w + c * ws, n).sum();
 }
 
+constexpr int64_t kDeep = 32; // inputs of a transposed matrix at a time: their pages stay in the TLB
+
 // out[r * os + j] += sum over k of x[r * xs + k] * v[k * vs + j], for R rows and `width` <= S vectors of
 // columns.
 template <class T, int R, int S>
@@ -146,7 +148,12 @@ inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_
             const float* at = out + r * os + s * Vec::kWidth;
             sums[r][s] = s + 1 < S || whole ? Vec::load(at) : Vec::load(at, tail);
         }
+    constexpr int64_t kBytes = S * Vec::kWidth * static_cast<int64_t>(sizeof(T));
     for (int64_t k = 0; k < n; ++k) {
+        // Rows lie in pages of their own, past which no processor guesses.
+        const char* coming = reinterpret_cast<const char*>(v + (k + kDeep) * vs);
+        for (int64_t line = 0; line < kBytes; line += 64)
+            __builtin_prefetch(coming + line);
         Vec parts[S];
         for (int s = 0; s < S; ++s) {
             const T* at = v + k * vs + s * Vec::kWidth;
@@ -171,10 +178,13 @@ inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_
 template <class T, int R>
 inline void mix_rows(const float* x, int64_t xs, const T* v, int64_t vs, int64_t n, int64_t width, float* out,
                      int64_t os) {
-    constexpr int64_t kWide = 4 * Vec::kWidth;
+    constexpr int kVectors = R > 2 ? 4 : 8;
+    constexpr int64_t kWide = kVectors * Vec::kWidth, kNarrow = 4 * Vec::kWidth;
     int64_t j = 0;
     for (; j + kWide <= width; j += kWide)
-        mix_block<T, R, 4>(x, xs, v + j, vs, n, kWide, out + j, os);
+        mix_block<T, R, kVectors>(x, xs, v + j, vs, n, kWide, out + j, os);
+    for (; j + kNarrow <= width; j += kNarrow)
+        mix_block<T, R, 4>(x, xs, v + j, vs, n, kNarrow, out + j, os);
     for (; j < width; j += Vec::kWidth)
         mix_block<T, R, 1>(x, xs, v + j, vs, n, least(width - j, Vec::kWidth), out + j, os);
 }
@@ -184,6 +194,8 @@ template <class T>
 inline void mix(const float* x, int64_t xs, int64_t rows, const T* v, int64_t vs, int64_t n, int64_t width,
                 float* out, int64_t os) {
     int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+        mix_rows<T, 4>(x + r * xs, xs, v, vs, n, width, out + r * os, os);
     for (; r + 2 <= rows; r += 2)
         mix_rows<T, 2>(x + r * xs, xs, v, vs, n, width, out + r * os, os);
     if (r < rows)
@@ -196,7 +208,6 @@ inline void multiply_run(const Rows& x, const Run& run, int64_t inputs, int64_t 
                          float* out, int64_t os) {
     const T* w = static_cast<const T*>(run.data);
     if (run.transposed) {
-        constexpr int64_t kDeep = 32; // inputs at a time: their pages stay in the TLB while the columns pass
         for (int64_t r = 0; r < x.count; ++r)
             std::memset(out + r * os, 0, static_cast<size_t>(columns) * sizeof(float));
         for (int64_t k = 0; k < inputs; k += kDeep)
@@ -335,7 +346,11 @@ constexpr int64_t kMostColumns = 128; // of a piece of work
 // Outputs per piece of work: a few microseconds of reading, so that threads end together, and several pieces
 // per thread.
 inline int64_t grain(const Matrix& m, int64_t outputs, int threads) {
-    constexpr int64_t kPieceBytes = 32 << 10;
+    constexpr int64_t kPieceBytes = 32 << 10, kSpan = 64;
+    // Inputs of a transposed matrix lie apart: few columns at a time would read half a line of each.
+    if (m.format == kPlain && m.num_runs && m.runs[0].transposed)
+        return most(kSpan,
+                    least(kMostColumns, outputs / (2 * static_cast<int64_t>(threads))) / kSpan * kSpan);
     int64_t bytes = m.inputs * (m.dtype == kFloat32 ? 4 : 2);
     if (m.format != kPlain)
         bytes = (m.plane_bytes[kCodes] + m.plane_bytes[kUpper] + m.plane_bytes[kScales] +
