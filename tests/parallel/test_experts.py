@@ -19,7 +19,7 @@ JOBS = "tests.parallel.expert_jobs"
 
 def has_experts(index: int) -> bool:
     family, tiny = VARIANTS[index]
-    return "expert" in str(tiny.options) and family.frame is not None
+    return "expert" in str(tiny.options) and family.frame is not None and not family.feeders
 
 
 FIRST = {VARIANTS[i][0].name: i for i in reversed(range(len(VARIANTS))) if has_experts(i)}
@@ -36,6 +36,14 @@ def hold(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", sorted(FIRST))
 def test_two_ranks_that_spread_experts_answer_as_one_process(pool: Pool, name: str) -> None:
     hold(results(pool.run(f"{JOBS}:sweep", FIRST[name], 1, 2, 2, {}, ranks=2)))
+
+
+@pytest.mark.parametrize("name", sorted({family.name for family, _ in VARIANTS if family.feeders}))
+def test_experts_that_run_their_own_code_are_not_spread(pool: Pool, name: str) -> None:
+    answers = pool.run(f"{JOBS}:sweep", named(name), 1, 2, 2, {}, ranks=2)
+    for answer in answers:
+        assert isinstance(answer, Failed) and answer.kind == "UnsupportedError"
+        assert "nothing to spread" in answer.message and "run their own code" in answer.message
 
 
 def test_the_families_with_experts_are_there() -> None:

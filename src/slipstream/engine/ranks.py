@@ -162,6 +162,9 @@ def _refuse_whole_experts(layers: Sequence[Found], verdicts: Mapping[str, Verdic
     kept = [found.name for found in mixed or layers if verdicts[found.name].returns is None]
     if not mixed or kept:
         reason = f"{kept[0]}: {verdicts[kept[0]].reason}" if kept else "no layer of this model has experts"
+        fed = next((found for found in layers if found.spec is not None and found.spec.feeder), None)
+        if fed is not None and fed.spec is not None:
+            reason = f"{fed.name}: its {fed.spec.feeder} run their own code"
         raise UnsupportedError(
             f"moe.ep_size={mesh.expert_places} has nothing to spread, or not all of it ({reason}); only "
             "experts of fused blocks are spread (replace_with_kernel_inject=True)"
