@@ -31,26 +31,34 @@ inline void few_scores(const float* q, int64_t slots, const T* const* rows, int6
     for (int64_t j = 0; j < n; j += kCols) {
         soon.ask(j, j + kCols);
         const T* keys[kCols];
+#pragma GCC unroll 16
         for (int c = 0; c < kCols; ++c)
             keys[c] = rows[least(j + c, n - 1)];
         Vec sums[R][kCols], parts[kCols];
+#pragma GCC unroll 16
         for (auto& row : sums)
+#pragma GCC unroll 16
             for (auto& sum : row)
                 sum = Vec::set(0);
         const auto add = [&](int i, Vec x) {
+#pragma GCC unroll 16
             for (int c = 0; c < kCols; ++c)
                 sums[i][c] = P::Sum::add(sums[i][c], x, parts[c]);
         };
         int64_t d = 0;
         for (; d + kElements <= dim; d += kElements) {
+#pragma GCC unroll 16
             for (int c = 0; c < kCols; ++c)
                 parts[c] = P::along(keys[c] + d, kElements);
+#pragma GCC unroll 16
             for (int i = 0; i < R; ++i)
                 add(i, Vec::load(q + i * slots + d / P::kDepth));
         }
         if (d < dim) {
+#pragma GCC unroll 16
             for (int c = 0; c < kCols; ++c)
                 parts[c] = P::along(keys[c] + d, dim - d);
+#pragma GCC unroll 16
             for (int i = 0; i < R; ++i)
                 add(i, Vec::load(q + i * slots + d / P::kDepth, ceil_div(dim - d, P::kDepth)));
         }
@@ -63,12 +71,16 @@ template <class P, int R, int C, class T>
 inline void few_values(const float* weights, const T* const* rows, int64_t n, int64_t d, int64_t dim,
                        const Soon<T>& soon, float* out, int64_t os) {
     Vec sums[R][C], parts[C];
+#pragma GCC unroll 16
     for (int i = 0; i < R; ++i)
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             sums[i][c] = Vec::load(out + i * os + d + c * Vec::kWidth);
     const auto add = [&](int64_t j) {
+#pragma GCC unroll 16
         for (int i = 0; i < R; ++i) {
             const Vec factor = Vec::repeat(weights + i * kTileKeys + j / P::kDepth);
+#pragma GCC unroll 16
             for (int c = 0; c < C; ++c)
                 sums[i][c] = P::Sum::add(sums[i][c], factor, parts[c]);
         }
@@ -84,12 +96,15 @@ inline void few_values(const float* weights, const T* const* rows, int64_t n, in
         add(j);
     }
     if (j < n) {
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             parts[c] = P::across(rows[j] + d + c * Vec::kWidth, static_cast<const T*>(nullptr),
                                  least(dim - d - c * Vec::kWidth, Vec::kWidth));
         add(j);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < R; ++i)
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             sums[i][c].store(out + i * os + d + c * Vec::kWidth);
 }

@@ -54,6 +54,7 @@ inline void pack_keys(const T* const* rows, int64_t n, int64_t dim, float* to) {
         for (int64_t d = 0; d < dim; d += kElements) {
             const int64_t count = least(dim - d, kElements);
             Vec v[kWidth];
+#pragma GCC unroll 16
             for (int64_t i = 0; i < kWidth; ++i)
                 v[i] = j + i < n ? P::along(rows[j + i] + d, count) : Vec::set(0);
             transpose(v);
@@ -78,20 +79,27 @@ template <class P, bool kAdd, int R, int C>
 inline void product_block(const float* a, int64_t as, const float* b, int64_t bs, int64_t depth, float* out,
                           int64_t os) {
     Vec sums[R][C];
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             sums[r][c] = kAdd ? Vec::load(out + r * os + c * Vec::kWidth) : Vec::set(0);
     for (int64_t k = 0; k < depth; ++k, b += bs) {
         Vec columns[C];
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             columns[c] = Vec::load(b + c * Vec::kWidth);
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const Vec factor = Vec::repeat(a + r * as + k);
+#pragma GCC unroll 16
             for (int c = 0; c < C; ++c)
                 sums[r][c] = P::add(sums[r][c], factor, columns[c]);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             sums[r][c].store(out + r * os + c * Vec::kWidth);
 }

@@ -22,16 +22,21 @@ template <int R, int C>
 inline void codes_block(const Operand& x, int64_t r, const uint8_t* w, int64_t n, float* out, int64_t os) {
     const uint8_t* codes = x.codes + r * x.stride;
     Vec sums[R][C], totals[C];
+#pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
         totals[c] = Vec::set(0);
+#pragma GCC unroll 16
         for (int i = 0; i < R; ++i)
             sums[i][c] = Vec::set(0);
     }
     const auto step = [&](int64_t k, const Codes(&columns)[C]) {
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             totals[c] = dot(totals[c], Codes::set(1), columns[c]);
+#pragma GCC unroll 16
         for (int i = 0; i < R; ++i) {
             const Codes row = Codes::load(codes + i * x.stride + k);
+#pragma GCC unroll 16
             for (int c = 0; c < C; ++c)
                 sums[i][c] = dot(sums[i][c], row, columns[c]);
         }
@@ -39,6 +44,7 @@ inline void codes_block(const Operand& x, int64_t r, const uint8_t* w, int64_t n
     int64_t k = 0;
     Codes columns[C];
     for (; k + 64 <= n; k += 64) {
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c) {
             columns[c] = Codes::load(w + c * n + k);
             __builtin_prefetch(w + c * n + k + kPackedAhead, 0, 2);
@@ -46,13 +52,16 @@ inline void codes_block(const Operand& x, int64_t r, const uint8_t* w, int64_t n
         step(k, columns);
     }
     if (k < n) {
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             columns[c] = Codes::load(w + c * n + k, n - k);
         step(k, columns);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
         const Grid& grid = x.grids[r + i];
         const Vec zero = integers(static_cast<int32_t>(grid.zero)), scale = Vec::set(grid.scale);
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             sums[i][c] = less_product(sums[i][c], zero, totals[c]) * scale;
     }

@@ -191,21 +191,28 @@ template <class U, int R, int S>
     const int64_t pitch = p.pitch, group = p.group, words = p.words;
     float* c = p.c + row * p.stride;
     decltype(U::sum_of(Vec())) sums[R][S];
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
             sums[r][s] =
                 U::sum_of(p.first ? Vec::set(p.start[row + r]) : Vec::load(c + r * p.stride + s * kGroup));
     for (int64_t k = 0; k < words; ++k, x += line_items<U>(), w += U::kItems) {
         decltype(U::lanes(x)) lanes[S];
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
             lanes[s] = U::lanes(x + s * group);
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const auto weight = U::spread(w + r * pitch);
+#pragma GCC unroll 16
             for (int s = 0; s < S; ++s)
                 sums[r][s] = U::add(sums[r][s], lanes[s], weight);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
             U::stored(sums[r][s]).store(c + r * p.stride + s * kGroup);
 }

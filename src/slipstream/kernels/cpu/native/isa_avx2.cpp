@@ -68,7 +68,9 @@ struct Vec {
 
 template <int R, int C>
 inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             out[r * os + c] = v[r][c].sum();
 }
@@ -139,6 +141,7 @@ inline void store_low_bytes(Vec x, uint8_t* p) {
 // Row i becomes column i.
 inline void transpose(Vec (&v)[8]) {
     __m256 quads[8];
+#pragma GCC unroll 16
     for (int i = 0; i < 8; i += 4) {
         const __m256 low = _mm256_unpacklo_ps(v[i].v, v[i + 1].v),
                      high = _mm256_unpackhi_ps(v[i].v, v[i + 1].v);
@@ -149,6 +152,7 @@ inline void transpose(Vec (&v)[8]) {
         quads[i + 2] = _mm256_shuffle_ps(high, next_high, 0x44);
         quads[i + 3] = _mm256_shuffle_ps(high, next_high, 0xee);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; ++i) {
         v[i].v = _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x20);
         v[4 + i].v = _mm256_permute2f128_ps(quads[i], quads[4 + i], 0x31);
@@ -158,17 +162,22 @@ inline void transpose(Vec (&v)[8]) {
 // out[c * os + r] = in[r * is + c] of eight words by eight.
 inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
     __m256 a[8], b[8];
+#pragma GCC unroll 8
     for (int r = 0; r < 4; ++r)
+#pragma GCC unroll 8
         for (int half = 0; half < 2; ++half) {
             const __m128 low = _mm_loadu_ps(in + r * is + 4 * half);
             a[r + 4 * half] = _mm256_insertf128_ps(_mm256_castps128_ps256(low),
                                                    _mm_loadu_ps(in + (r + 4) * is + 4 * half), 1);
         }
+#pragma GCC unroll 8
     for (int r = 0; r < 8; r += 2) {
         b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
         b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
     }
+#pragma GCC unroll 8
     for (int r = 0; r < 8; r += 4)
+#pragma GCC unroll 8
         for (int i = 0; i < 2; ++i) {
             const __m256d low = _mm256_castps_pd(b[r + i]), high = _mm256_castps_pd(b[r + i + 2]);
             _mm256_storeu_ps(out + (r + 2 * i) * os, _mm256_castpd_ps(_mm256_unpacklo_pd(low, high)));

@@ -82,6 +82,7 @@ template <int R, int C>
     static_assert(R * C == 16, "a lane for each");
     const auto at = [&](int r, int c) { return v[(4 * r + c) / C][(4 * r + c) % C].v; };
     __m512 quarter[4]; // by column of four by four; quarter r is what is left of row r
+#pragma GCC unroll 16
     for (int c = 0; c < 4; ++c)
         quarter[c] = fold(fold(at(0, c), at(1, c)), fold(at(2, c), at(3, c)));
     const __m512 low =
@@ -99,6 +100,7 @@ template <int R, int C>
     if constexpr (R == 8 && C == 2) {
         alignas(64) float sums[16];
         _mm512_store_ps(sums, sixteen_sums(v));
+#pragma GCC unroll 16
         for (int r = 0; r < 8; ++r)
             std::memcpy(out + r * os, sums + 2 * r, 2 * sizeof(float));
     } else if constexpr (R == 4 && C == 4) {
@@ -108,6 +110,7 @@ template <int R, int C>
         _mm_storeu_ps(out + 2 * os, _mm512_extractf32x4_ps(sums, 2));
         _mm_storeu_ps(out + 3 * os, _mm512_extractf32x4_ps(sums, 3));
     } else if constexpr (C == 4) {
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             __m512 s = fold(fold(v[r][0].v, v[r][1].v), fold(v[r][2].v, v[r][3].v)); // a quarter each
             s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
@@ -116,7 +119,9 @@ template <int R, int C>
             _mm_storeu_ps(out + r * os, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
         }
     } else {
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
             for (int c = 0; c < C; ++c)
                 out[r * os + c] = v[r][c].sum();
     }
@@ -194,6 +199,7 @@ inline void store_low_bytes(Vec x, uint8_t* p) {
 // Row i becomes column i; elements are only moved, whatever their bits mean.
 inline void transpose(Vec (&v)[16]) {
     __m512d pairs[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i += 4) {
         const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(v[i].v, v[i + 1].v));
         const __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(v[i].v, v[i + 1].v));
@@ -204,6 +210,7 @@ inline void transpose(Vec (&v)[16]) {
         pairs[i + 2] = _mm512_unpacklo_pd(high, next_high);
         pairs[i + 3] = _mm512_unpackhi_pd(high, next_high);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 4; ++i) {
         const __m512 a = _mm512_castpd_ps(pairs[i]), b = _mm512_castpd_ps(pairs[4 + i]);
         const __m512 c = _mm512_castpd_ps(pairs[8 + i]), d = _mm512_castpd_ps(pairs[12 + i]);
@@ -219,9 +226,11 @@ inline void transpose(Vec (&v)[16]) {
 // out[c * os + r] = in[r * is + c] of sixteen words by sixteen.
 inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
     Vec v[16];
+#pragma GCC unroll 16
     for (int r = 0; r < 16; ++r)
         v[r] = Vec::load(in + r * is);
     transpose(v);
+#pragma GCC unroll 16
     for (int r = 0; r < 16; ++r)
         v[r].store(out + r * os);
 }

@@ -50,19 +50,24 @@ template <int S>
                                    float* out) {
     constexpr int kChains = S == 1 ? 2 : 1; // so many sums that none waits for the one before it
     Vec sums[kChains][kLaneRows][S];
+#pragma GCC unroll 16
     for (auto& chain : sums)
+#pragma GCC unroll 16
         for (auto& row : chain)
+#pragma GCC unroll 16
             for (auto& sum : row)
                 sum = Vec::set(0);
     // The block after the next is asked for line by line, as they lie in memory.
     const char* next = reinterpret_cast<const char*>(w + 2 * kLaneRows * ws);
     const auto add = [&](int64_t i, Vec(&to)[kLaneRows][S]) {
         Bf16Lanes lanes[S];
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
             lanes[s] = Bf16Lanes::load(x + s * group + i * kLaneGroup);
 #pragma GCC unroll 8
         for (int r = 0; r < kLaneRows; ++r) {
             const Bf16Lanes weight = Bf16Lanes::spread(w + r * ws + i);
+#pragma GCC unroll 16
             for (int s = 0; s < S; ++s)
                 to[r][s] = dot(to[r][s], lanes[s], weight);
         }
@@ -75,7 +80,9 @@ template <int S>
     }
     if (i < inputs)
         add(i, sums[0]);
+#pragma GCC unroll 16
     for (int r = 0; r < kLaneRows; ++r)
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
             (kChains == 2 ? sums[0][r][s] + sums[1][r][s] : sums[0][r][s])
                 .store(out + (r * S + s) * kLaneGroup);
@@ -94,6 +101,7 @@ inline int64_t multiply_lanes(const Bf16* x, int64_t rows, const Bf16* w, int64_
             lanes_block<S>(x, group, w + (c + half) * ws, ws, inputs, block + half * S * kLaneGroup);
         for (int s = 0; s < S; ++s) {
             Vec v[kLaneGroup];
+#pragma GCC unroll 16
             for (int64_t j = 0; j < kLaneGroup; ++j)
                 v[j] = Vec::load(block + (j * S + s) * kLaneGroup);
             transpose(v);

@@ -39,7 +39,9 @@ template <class P, int R, int C>
 inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* w, int64_t ws, int64_t n,
                        float* out, int64_t os) {
     Vec sums[R][C];
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             sums[r][c] = Vec::set(0);
     // What is asked for is the block after the next, line by line as it lies in memory: C places at once
@@ -49,20 +51,25 @@ inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* 
     int64_t k = 0;
     for (; k + P::kStep <= n; k += P::kStep) {
         decltype(P::w(w)) columns[C];
+#pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             columns[c] = P::w(w + c * ws + k);
         for (int64_t line = 0; line < kAsked; line += 64)
             __builtin_prefetch(next + line);
         next += kAsked;
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const auto row = P::x(x + r * xs + k);
+#pragma GCC unroll 16
             for (int c = 0; c < C; ++c)
                 sums[r][c] = P::add(sums[r][c], row, columns[c]);
         }
     }
     if (k < n) {
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const auto row = P::x(x + r * xs + k, n - k);
+#pragma GCC unroll 16
             for (int c = 0; c < C; ++c)
                 sums[r][c] = P::add(sums[r][c], row, P::w(w + c * ws + k, n - k));
         }
@@ -143,7 +150,9 @@ inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_
     const int64_t tail = width - (S - 1) * Vec::kWidth; // lanes of the last vector
     const bool whole = tail == Vec::kWidth;
     Vec sums[R][S];
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s) {
             const float* at = out + r * os + s * Vec::kWidth;
             sums[r][s] = s + 1 < S || whole ? Vec::load(at) : Vec::load(at, tail);
@@ -155,17 +164,22 @@ inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_
         for (int64_t line = 0; line < kBytes; line += 64)
             __builtin_prefetch(coming + line);
         Vec parts[S];
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s) {
             const T* at = v + k * vs + s * Vec::kWidth;
             parts[s] = s + 1 < S || whole ? Vec::load(at) : Vec::load(at, tail);
         }
+#pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const Vec factor = Vec::set(x[r * xs + k]);
+#pragma GCC unroll 16
             for (int s = 0; s < S; ++s)
                 sums[r][s] = fma(factor, parts[s], sums[r][s]);
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
         for (int s = 0; s < S; ++s) {
             float* at = out + r * os + s * Vec::kWidth;
             if (s + 1 < S || whole)

@@ -258,9 +258,11 @@ inline void turn_piece(const Piece& p, T* out, int64_t stride) {
     for (int64_t t = 0; t < squares; t += kGroup)
         for (int64_t j = 0; j < columns; j += kGroup) {
             Vec v[kGroup];
+#pragma GCC unroll 16
             for (int64_t i = 0; i < kGroup; ++i)
                 v[i] = Vec::load(p.c + (j + i) * p.stride + t);
             transpose(v);
+#pragma GCC unroll 16
             for (int64_t i = 0; i < kGroup; ++i)
                 v[i].store(out + (p.token + t + i) * stride + p.begin + j);
         }

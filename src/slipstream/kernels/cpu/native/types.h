@@ -1,5 +1,9 @@
 // Storage types, small arithmetic and the dispatch over dtypes. Included by the isa_*.cpp alone: everything
 // is in an anonymous namespace, so that no unit's code can be taken for another's.
+//
+// Loops over arrays of registers are marked `#pragma GCC unroll` wherever they stand: gcc 12 takes an array
+// apart before it unrolls on its own account, and so keeps an unmarked one in memory around the innermost
+// loop. A product of 8 rows, 256 columns and 20 steps then ran at 0.78 of the rate, and at 0.97 so marked.
 #pragma once
 
 #include <cstdint>
