@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.model.attend import _Attend, attends
+from slipstream.model.convolutions import multiply_windows, wide_convolutions
 from slipstream.model.images import image_transformers, keep_channels_last
 from slipstream.model.parts import is_swapped
 from slipstream.model.slices import feed_forwards, run_in_slices
@@ -268,6 +269,57 @@ def test_convolutions_have_their_channels_last_and_are_saved_and_refreshed_as_ev
     engine.refresh_weights(model)
     assert engine.module.conv_in.weight is weight
     torch.testing.assert_close(engine(**inputs).sample, model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 5, 7), (2, 8, 8), (1, 1, 1), (2, 16, 16)])
+def test_wide_convolutions_of_small_images_multiply_windows(
+    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    batch, height, width = shape
+    own = nn.Conv2d(1536, 6, 3, padding=1).to(memory_format=torch.channels_last)
+    model = nn.ModuleList([copy.deepcopy(own).to(dtype)]).eval()
+    multiply_windows(model, ("0",))
+    x = torch.randn(batch, 1536, height, width).contiguous(memory_format=torch.channels_last)
+    runs: list[Tensor] = []
+    monkeypatch.setattr(nn.Conv2d, "forward", lambda *args: runs.append(args[1]))
+    with torch.no_grad():
+        got = model[0](x.to(dtype))
+        expected = torch.nn.functional.conv2d(x, own.weight, own.bias, padding=1)
+    assert not runs and got.dtype == dtype and got.is_contiguous(memory_format=torch.channels_last)
+    far = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(got.float(), expected, atol=far, rtol=far)
+
+
+def test_convolutions_multiply_no_windows_where_that_is_slower_or_somebody_could_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.ModuleList([nn.Conv2d(1100, 2, 3, padding=1).to(memory_format=torch.channels_last)])
+    multiply_windows(model, ("0",))
+    x = torch.randn(1, 1100, 6, 6).contiguous(memory_format=torch.channels_last)
+    runs: list[Tensor] = []
+    monkeypatch.setattr(nn.Conv2d, "forward", lambda *args: runs.append(args[1]))
+    model[0](x)  # gradients are asked for
+    with torch.no_grad():
+        model[0](x.repeat(1, 1, 2, 2))  # 144 pixels of 1100 channels
+        model[0](x.contiguous())  # channels first
+        with torch.autocast("cpu"):
+            model[0](x)
+        assert len(runs) == 4
+        model[0](x)
+        assert len(runs) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 2}, {"padding": 0}, {"dilation": 2}, {"groups": 2}, {"padding_mode": "circular"}],
+    ids=str,
+)
+def test_other_convolutions_stay_as_they_are(options: dict[str, Any]) -> None:
+    other = nn.Conv2d(1536, 2, 3, **{"padding": 1, **options})
+    narrow, plain = nn.Conv2d(1024, 2, 3, padding=1), nn.Conv2d(1536, 2, 3, padding=1)
+    assert wide_convolutions(nn.ModuleList([other, narrow, plain, nn.Conv2d(1536, 2, 1)])) == ("2",)
 
 
 def test_the_report_says_what_runs_otherwise_and_nothing_of_what_cannot() -> None:

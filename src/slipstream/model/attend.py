@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from slipstream.model.convolutions import multiply_windows, wide_convolutions
 from slipstream.model.fuse import Settings
 from slipstream.model.images import image_transformers, is_of_diffusers, keep_channels_last
 from slipstream.model.layers import Found
@@ -50,6 +51,7 @@ class AttendPlan:
         names: Of the modules; none where torch's own attention stays.
         op: What they run.
         convolutions: Modules whose weights are laid out with the channels last.
+        wide: Those of them that multiply windows where an image is small.
         feeds: Feed-forwards that run on slices of an image's tokens.
         images: Transformers whose answers keep their channels last.
         max_error: Of the op, beside torch's.
@@ -58,6 +60,7 @@ class AttendPlan:
     names: tuple[str, ...]
     op: Bound
     convolutions: tuple[str, ...]
+    wide: tuple[str, ...] = ()
     feeds: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
     max_error: float = 0.0
@@ -78,17 +81,18 @@ def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
         return None
     names = tuple(name for name, module in model.named_modules() if _has_processor(module))
     convolutions = tuple(name for name, module in model.named_modules() if type(module) is nn.Conv2d)
-    feeds = feed_forwards(model) if settings.device.type == "cpu" else ()
+    on_cpu = settings.device.type == "cpu"
+    wide, feeds = (wide_convolutions(model), feed_forwards(model)) if on_cpu else ((), ())
     images = image_transformers(model)
     op = settings.bind(None).attention
     if not names or op.name == "reference":
-        return AttendPlan((), op, convolutions, feeds, images)
+        return AttendPlan((), op, convolutions, wide, feeds, images)
     errors = [_disagreement(op.run, settings, dim, keys) for dim in _DIMS for keys in (9, 33)]
     worst = max(errors)
     if not worst <= 8 * torch.finfo(settings.dtype).eps:
         log.warning("%s attends with an error of %.3g; diffusers' attention stays torch's", op.name, worst)
         names = ()
-    return AttendPlan(names, op, convolutions, feeds, images, worst)
+    return AttendPlan(names, op, convolutions, wide, feeds, images, worst)
 
 
 def with_attention(
@@ -141,11 +145,14 @@ def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
     for name in plan.convolutions:
         weight = model.get_submodule(name).get_parameter("weight")
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    multiply_windows(model, plan.wide)
     run_in_slices(model, plan.feeds)
     keep_channels_last(model, plan.images)
     notes = [f"the attention of {len(plan.names)} modules runs {plan.op.name}"] if plan.names else []
     if plan.convolutions:
         notes.append(f"the weights of {len(plan.convolutions)} convolutions have their channels last")
+    if plan.wide:
+        notes.append(f"{len(plan.wide)} of them multiply windows where an image is small")
     if plan.images:
         notes.append(f"the images of {len(plan.images)} transformers keep their channels last")
     if plan.feeds:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.namesake import namesake
+from slipstream.model.namesake import become, namesake
 
 __all__ = ["image_transformers", "is_of_diffusers", "keep_channels_last"]
 
@@ -70,11 +70,7 @@ def _answers_alike(module: nn.Module) -> bool:
 
 def keep_channels_last(model: nn.Module, names: tuple[str, ...]) -> None:
     """Let modules run so, in place; each stays the object it was, of a subclass of its class."""
-    for name in names:
-        module = model.get_submodule(name)
-        if _STATE not in module.__dict__:
-            module.__dict__[_STATE] = True
-            module.__class__ = _turned_class(type(module))  # type: ignore[arg-type]
+    become(model, names, _STATE, _turned_class)
 
 
 @functools.cache

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["namesake"]
+__all__ = ["become", "namesake"]
 
 
 def namesake(
@@ -26,3 +26,21 @@ def namesake(
     made: type[nn.Module] = type(original.__name__, bases or (original,), namespace)
     made.__qualname__ = original.__qualname__
     return made
+
+
+def become(
+    model: nn.Module, names: Iterable[str], mark: str, subclass: Callable[..., type[nn.Module]]
+) -> None:
+    """Let modules become of a subclass of their class, in place; each stays the object it was.
+
+    Args:
+        model: What the names are of.
+        names: Of the modules. One that has become so before is left as it is.
+        mark: An attribute that says so.
+        subclass: Makes the subclass of a module's class.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        if mark not in module.__dict__:
+            module.__dict__[mark] = True
+            module.__class__ = subclass(type(module))

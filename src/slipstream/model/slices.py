@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.namesake import namesake
+from slipstream.model.namesake import become, namesake
 
 __all__ = ["feed_forwards", "run_in_slices"]
 
@@ -42,11 +42,7 @@ def _is_by_token(module: nn.Module) -> bool:
 
 def run_in_slices(model: nn.Module, names: tuple[str, ...]) -> None:
     """Let modules run so, in place; each stays the object it was, of a subclass of its class."""
-    for name in names:
-        module = model.get_submodule(name)
-        if _STATE not in module.__dict__:
-            module.__dict__[_STATE] = True
-            module.__class__ = _sliced_class(type(module))  # type: ignore[arg-type]
+    become(model, names, _STATE, _sliced_class)
 
 
 @functools.cache
