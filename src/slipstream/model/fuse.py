@@ -18,6 +18,7 @@ from slipstream.errors import InjectionError, UnsupportedError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.as_packed import round_inputs, unpack_into
 from slipstream.model.block import Block
+from slipstream.model.by_rows import lay_by_rows
 from slipstream.model.check import (
     MODEL_ERRORS,
     RecordedCall,
@@ -312,12 +313,14 @@ def make_block(
     if verdict.returns is None:
         raise AssertionError("only layers that are to be fused come here")
     source: Source = ModuleSource(layer)
-    if settings.filling is not None and (layer is found.layer or settings.format.bits):
+    filled = settings.filling is not None and (layer is found.layer or bool(settings.format.bits))
+    if filled and settings.filling is not None:
         source = settings.filling.of(found, settings.dtype, settings.keep)
     whole = plans = plan_block(source, family.recipes, spec, ignored=family.ignores(spec))
     share = share_of(spec, settings.mesh, settings.format.group, turn)
     if share is not None:
         plans, spec = cut_plans(whole, share, ModuleSource(layer).read), share.spec
+    ops = settings.bind(spec)
     weights = load_block(
         source,
         plans,
@@ -325,8 +328,10 @@ def make_block(
         plain=FORMATS["plain"],
         plain_roles=settings.plain_roles,
         join=settings.join,
+        # Of a layer with values of its own they are laid out; files that are streamed stay as they lie.
+        by_rows=ops.linear.by_rows and (layer is not found.layer or (filled and settings.streamer is None)),
     )
-    block = Block(spec, weights, settings.bind(spec), share)
+    block = Block(spec, weights, ops, share)
     return Injected(
         original=type(layer),
         block=block,
@@ -368,6 +373,7 @@ def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Set
         if verdict.returns is None:
             continue
         turn = turns.next(*loads_of(_known(found)[1], settings.mesh, settings.format.group))
+        _lay_by_rows(found, settings)
         state = make_block(found, found.layer, settings, verdict, turn)
         if settings.streamer is not None:
             offload_block(state.block, settings.streamer)
@@ -378,3 +384,12 @@ def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Set
     if settings.streamer is not None:
         settings.streamer.start()
     return blocks
+
+
+def _lay_by_rows(found: Found, settings: Settings) -> None:
+    """Before anything holds a layer's tensors: each matrix is let go of as it is laid out anew."""
+    family, spec = _known(found)
+    if settings.filling is None and settings.mesh.is_alone and settings.bind(spec).linear.by_rows:
+        plans = plan_block(ModuleSource(found.layer), family.recipes, spec, ignored=family.ignores(spec))
+        packs = settings.format.bits > 0
+        lay_by_rows(found.layer, plans, is_packed=packs, plain_roles=settings.plain_roles)

@@ -75,6 +75,8 @@ class Kernel:
         device: The device type it runs on ("cpu", "cuda").
         refuse: Why it cannot serve these facts, or None if it can.
         run: The implementation, with the op's signature.
+        by_rows: Of a linear: it reads a matrix faster whose rows lie one after the other than one that lies
+            transposed, so that such are laid out anew when an engine is built.
     """
 
     op: str
@@ -82,6 +84,7 @@ class Kernel:
     device: str
     refuse: Callable[[Facts], str | None]
     run: Callable[..., Any]
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,14 @@ class Bound:
         name: The implementation's name; "reference" for plain torch.
         run: What to call.
         refused: Reason by name of each kernel that was asked and declined.
+        by_rows: See `Kernel`.
     """
 
     op: str
     name: str
     run: Callable[..., Any]
     refused: Mapping[str, str] = field(default_factory=dict)
+    by_rows: bool = False
 
 
 def bind(op: Op, facts: Facts, kernels: Iterable[Kernel]) -> Bound:
@@ -118,6 +123,6 @@ def bind(op: Op, facts: Facts, kernels: Iterable[Kernel]) -> Bound:
             continue
         reason = kernel.refuse(facts)
         if reason is None:
-            return Bound(op.name, kernel.name, kernel.run, refused)
+            return Bound(op.name, kernel.name, kernel.run, refused, kernel.by_rows)
         refused[kernel.name] = reason
     return Bound(op.name, "reference", op.reference, refused)

@@ -21,7 +21,9 @@ from slipstream.weights.source import Source
 __all__ = [
     "BlockWeights",
     "Vector",
+    "lies_transposed",
     "load_block",
+    "may_be_packed",
     "own_views",
     "part_of_planes",
     "plan_block",
@@ -173,6 +175,7 @@ def load_block(
     plain: Format,
     plain_roles: frozenset[Role] = frozenset(),
     join: bool = False,
+    by_rows: bool = False,
 ) -> BlockWeights:
     """Read a block's tensors and pack its matrices.
 
@@ -184,18 +187,18 @@ def load_block(
         plain_roles: Others that stay dense.
         join: Dense matrices are one plane whose rows are contiguous, a copy where the source has them in runs
             or transposed; the layer's own tensors become views of it, and what they were can be released.
+        by_rows: Dense matrices that lie transposed are copied likewise, and the runs of rows stay several.
     """
     matrices: dict[Role, Weight] = {}
     vectors: dict[Role, Vector] = {}
     for role, plan in plans.items():
         bias = gather(source, plan.bias, plan.slice) if plan.bias else None
         if role.is_matrix:
-            packed = role.is_quantizable and role not in plain_roles
-            wanted = matrix_format if packed else plain
+            wanted = matrix_format if may_be_packed(role, plain_roles) else plain
             ready = source.packed(role, wanted, plan.whole or plan.weight) if wanted.bits else None
             ready = None if ready is None else part_of_planes(ready, plan.slice, wanted)
             if ready is None:
-                ready = read_matrix(source, plan, bias, wanted, join=join)
+                ready = read_matrix(source, plan, bias, wanted, join=join, by_rows=by_rows)
             matrices[role] = replace(ready, bias=bias)
         else:
             weight = gather(source, plan.weight, plan.slice).flatten() if plan.weight else None
@@ -203,8 +206,32 @@ def load_block(
     return BlockWeights(matrices, vectors)
 
 
+def may_be_packed(role: Role, plain_roles: frozenset[Role]) -> bool:
+    """Whether a role's matrix has the engine's weight format; others are dense."""
+    return role.is_quantizable and role not in plain_roles
+
+
+def lies_transposed(piece: Piece, tensor: Tensor) -> bool:
+    """Whether a source tensor has memory of its own in which the rows of its piece do not lie in order.
+
+    What several processes share stays as it lies: each would have a copy.
+    """
+    return (
+        piece.transposed
+        and not piece.experts
+        and tensor.dim() > 1
+        and not (tensor.is_meta or tensor.mT.is_contiguous() or tensor.is_shared())
+    )
+
+
 def read_matrix(
-    source: Source, plan: Plan, bias: Tensor | None, matrix_format: Format, *, join: bool = False
+    source: Source,
+    plan: Plan,
+    bias: Tensor | None,
+    matrix_format: Format,
+    *,
+    join: bool = False,
+    by_rows: bool = False,
 ) -> Weight:
     """Read a role's matrix and pack it: a rank's part has the scales of the whole where it can."""
     columns = plan.slice.columns
@@ -218,9 +245,14 @@ def read_matrix(
         return matrix_format.weight(gather(source, plan.weight, plan.slice), bias)
     if join:
         return matrix_format.weight(gather(source, plan.weight).contiguous(), bias)
-    planes = tuple(piece.of(source.read(piece.name)) for piece in plan.weight)
+    planes = tuple(_rows_of(piece, source.read(piece.name), by_rows) for piece in plan.weight)
     shape = (*planes[0].shape[:-2], sum(plane.shape[-2] for plane in planes), planes[0].shape[-1])
     return Weight(matrix_format.name, shape, planes, matrix_format.unpack, bias)
+
+
+def _rows_of(piece: Piece, tensor: Tensor, by_rows: bool) -> Tensor:
+    rows = piece.of(tensor)
+    return rows.contiguous() if by_rows and lies_transposed(piece, tensor) else rows
 
 
 def part_of_planes(ready: Weight, part: Slice, packed: Format) -> Weight | None:
