@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -64,3 +65,27 @@ def test_layers_that_are_divided_at_the_first_forward_are_divided_once(ran: bool
         expected = original(ids).logits
         close(expected, engine(ids).logits)
         close(expected, engine(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore:replace_with_kernel_inject=True replaced nothing")
+@pytest.mark.parametrize("length", [12, 48])
+def test_layers_that_change_their_attention_by_the_length_of_a_prompt_do_so_in_an_engine(length: int) -> None:
+    """BigBird attends to all of a short prompt by other modules than to blocks of a long one."""
+    torch.manual_seed(0)
+    config = transformers.BigBirdConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+        block_size=4,
+    )  # fmt: skip
+    original = transformers.BigBirdForMaskedLM(config).eval()
+    engine = slipstream.init_inference(
+        copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
+    )
+    ids = prompt(2, length)
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    answers = []
+    for model in (original, engine):
+        np.random.seed(0)  # which blocks are seen is drawn
+        with torch.no_grad():
+            answers.append(model(ids, attention_mask=mask).logits[mask.bool()])
+    close(*answers)
