@@ -14,46 +14,17 @@ import slipstream
 from slipstream.families import FAMILIES
 from slipstream.model.inject import injected_state, is_injected
 from tests.helpers.models import blocks_that_run, roads
+from tests.helpers.pictures import PICTURE, TEXT, grown, idefics, idefics_asked
 
 TOLERANCE = 1e-4
 """The promise for float32."""
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_PICTURE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
 _TWO: list[tuple[str, dict[str, Any]]] = [
     ("CLIP", {}),
     ("Siglip", {}),
     ("AltCLIP", {"project_dim": 64}),
     ("ChineseCLIP", {}),
 ]
-
-
-def _grown(config: Any, model: str) -> Any:
-    """A random model whose weights are large enough for errors to show."""
-    torch.manual_seed(0)
-    made = getattr(transformers, model)(config).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-    return made
 
 
 def _injected(model: Any) -> Any:
@@ -70,9 +41,9 @@ def _agree(expected: Tensor, got: Tensor) -> None:
 @pytest.mark.parametrize(("prefix", "more"), _TWO, ids=[name for name, _ in _TWO])
 def test_both_towers_are_fused_and_agree_on_pairs(prefix: str, more: dict[str, Any]) -> None:
     config = getattr(transformers, f"{prefix}Config")(
-        text_config={**_TEXT, **more}, vision_config=_PICTURE, projection_dim=32
+        text_config={**TEXT, **more}, vision_config=PICTURE, projection_dim=32
     )
-    original = _grown(config, f"{prefix}Model")
+    original = grown(config, f"{prefix}Model")
     engine = _injected(original)
     ids = torch.randint(3, 128, (3, 7), generator=torch.Generator().manual_seed(1))
     ids[:, -1] = 2
@@ -89,8 +60,8 @@ def test_both_towers_are_fused_and_agree_on_pairs(prefix: str, more: dict[str, A
 
 
 def test_a_pooler_of_the_last_position_reads_it_where_it_is_padding() -> None:
-    config = transformers.SiglipConfig(text_config=_TEXT, vision_config=_PICTURE)
-    original = _grown(config, "SiglipModel")
+    config = transformers.SiglipConfig(text_config=TEXT, vision_config=PICTURE)
+    original = grown(config, "SiglipModel")
     engine = _injected(original)
     ids = torch.randint(3, 128, (3, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -103,19 +74,19 @@ def test_a_pooler_of_the_last_position_reads_it_where_it_is_padding() -> None:
     _agree(expected, got)
 
 
-_LANGUAGE: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "head_dim": 16}
+_LANGUAGE: dict[str, Any] = {**TEXT, "num_key_value_heads": 2, "head_dim": 16}
 _PATCHED = 16
 """Tokens of a picture: four by four patches."""
 
 
 def _llava() -> Any:
-    vision = transformers.CLIPVisionConfig(**_PICTURE)
+    vision = transformers.CLIPVisionConfig(**PICTURE)
     text = transformers.LlamaConfig(**_LANGUAGE)
     return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=100)
 
 
 def _paligemma() -> Any:
-    vision = transformers.SiglipVisionConfig(**_PICTURE, projection_dim=64, vision_use_head=False)
+    vision = transformers.SiglipVisionConfig(**PICTURE, projection_dim=64, vision_use_head=False)
     text = transformers.GemmaConfig(**_LANGUAGE)
     return transformers.PaliGemmaConfig(
         vision_config=vision, text_config=text, image_token_index=100, projection_dim=64, hidden_size=64
@@ -123,7 +94,7 @@ def _paligemma() -> Any:
 
 
 def _gemma3() -> Any:
-    vision = transformers.SiglipVisionConfig(**_PICTURE, vision_use_head=False)
+    vision = transformers.SiglipVisionConfig(**PICTURE, vision_use_head=False)
     text = transformers.Gemma3TextConfig(**_LANGUAGE, sliding_window=6, sliding_window_pattern=2)
     return transformers.Gemma3Config(
         text_config=text,
@@ -136,7 +107,7 @@ def _gemma3() -> Any:
 
 
 def _idefics3() -> Any:
-    vision = transformers.Idefics3VisionConfig(**_PICTURE)
+    vision = transformers.Idefics3VisionConfig(**PICTURE)
     text = transformers.LlamaConfig(**_LANGUAGE)
     return transformers.Idefics3Config(
         vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
@@ -144,7 +115,7 @@ def _idefics3() -> Any:
 
 
 def _smolvlm() -> Any:
-    vision = transformers.SmolVLMVisionConfig(**_PICTURE)
+    vision = transformers.SmolVLMVisionConfig(**PICTURE)
     text = transformers.LlamaConfig(**_LANGUAGE)
     return transformers.SmolVLMConfig(
         vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
@@ -178,7 +149,7 @@ def _asked(prefix: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("prefix", _SPEAKING)
 def test_a_language_model_that_sees_is_fused_whole_and_goes_on_seeing(prefix: str) -> None:
-    original = _grown(_SPEAKING[prefix](), f"{prefix}ForConditionalGeneration")
+    original = grown(_SPEAKING[prefix](), f"{prefix}ForConditionalGeneration")
     engine = _injected(original)
     given = _asked(prefix)
     other = {**given, "pixel_values": given["pixel_values"].flip(0)}
@@ -199,7 +170,7 @@ def test_paligemma_2_is_fused_whole_with_the_windows_and_caps_of_its_language_mo
     config.text_config = transformers.Gemma2Config(
         **_LANGUAGE, **caps, query_pre_attn_scalar=20, use_bidirectional_attention=True
     )
-    original = _grown(config, "PaliGemmaForConditionalGeneration")
+    original = grown(config, "PaliGemmaForConditionalGeneration")
     engine = _injected(original)
     assert engine.report().level == "block", str(engine.report())
     given = _asked("PaliGemma")
@@ -212,7 +183,7 @@ def test_paligemma_2_is_fused_whole_with_the_windows_and_caps_of_its_language_mo
 
 def test_t5gemma_2_reads_pictures_in_its_encoder_and_writes_by_fused_layers() -> None:
     tiny = FAMILIES["t5gemma2"].tiny[0]
-    original = _grown(getattr(transformers, tiny.config)(**tiny.options, image_token_index=100), tiny.model)
+    original = grown(getattr(transformers, tiny.config)(**tiny.options, image_token_index=100), tiny.model)
     engine = _injected(original)
     assert engine.report().level == "block", str(engine.report())
     given = _asked("T5Gemma2")
@@ -268,7 +239,7 @@ def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> No
         video_token_id=103,
         **tokens,
     )
-    original = _grown(config, f"{prefix}ForConditionalGeneration")
+    original = grown(config, f"{prefix}ForConditionalGeneration")
     engine = _injected(original)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 90, (1, 14), generator=generator)
@@ -291,7 +262,7 @@ def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> No
 def test_a_window_that_a_config_names_and_the_model_does_not_know_is_none() -> None:
     windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     config = transformers.Qwen3VLTextConfig(**_QWEN_TEXT, **windows)
-    original = _grown(config, "Qwen3VLTextModel")
+    original = grown(config, "Qwen3VLTextModel")
     engine = _injected(original)
     assert engine.report().level == "block", str(engine.report())
     ids = torch.randint(3, 90, (1, 14), generator=torch.Generator().manual_seed(3))
@@ -300,7 +271,7 @@ def test_a_window_that_a_config_names_and_the_model_does_not_know_is_none() -> N
 
 
 def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees() -> None:
-    text = {**_TEXT, "num_hidden_layers": 3, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    text = {**TEXT, "num_hidden_layers": 3, "num_key_value_heads": 2, "cross_attention_layers": [1]}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     tower = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
@@ -309,7 +280,7 @@ def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees(
         "vision_output_dim": 96,
     }  # fmt: skip
     config = transformers.MllamaConfig(text_config=text, vision_config=tower, image_token_index=100)
-    original = _grown(config, "MllamaForConditionalGeneration")
+    original = grown(config, "MllamaForConditionalGeneration")
     with torch.no_grad():
         for name, parameter in original.named_parameters():
             if "gate" in name and parameter.numel() == 1:
@@ -354,31 +325,13 @@ def test_layers_that_look_at_a_picture_are_fused_and_see_what_the_original_sees(
     ids=["every layer", "every second, heads normalised", "resampled"],
 )
 def test_idefics_looks_at_several_pictures_between_fused_layers(more: dict[str, Any]) -> None:
-    config = transformers.IdeficsConfig(
-        **_TEXT,
-        additional_vocab_size=0,
-        alpha_initializer="ones",
-        vision_config={**_PICTURE, "embed_dim": 32},
-        perceiver_config={"resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 2},
-        **more,
-    )
-    original = _grown(config, "IdeficsForVisionText2Text")
+    original = idefics(**more)
     engine = _injected(original)
     of_blocks = ("model.layers.", "model.gated_cross_attn_layers.", "model.vision_model.")
     levels = {layer.level for layer in engine.report().layers if layer.name.startswith(of_blocks)}
     assert levels == {"block"}, str(engine.report())
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, 100, (2, 9), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    seen = torch.ones(2, 9, 2, dtype=torch.long)
-    seen[:, :5, 1] = seen[1, :3] = 0
-    given = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "pixel_values": torch.randn(2, 2, 3, 32, 32, generator=generator),
-        "image_attention_mask": seen,
-    }
+    given = idefics_asked()
+    mask, seen = given["attention_mask"], given["image_attention_mask"]
     with torch.no_grad():
         expected, got = original(**given).logits, engine(**given).logits
         other = original(**{**given, "pixel_values": given["pixel_values"].flip(0)}).logits
@@ -401,9 +354,9 @@ def test_towers_that_are_no_models_by_themselves_are_fused_where_they_stand() ->
         "hidden_size": 64, "resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 4,
         "resampler_head_dim": 16, "num_key_value_heads": 2,
     }  # fmt: skip
-    idefics = transformers.Idefics2Config(
+    idefics2 = transformers.Idefics2Config(
         text_config=text,
-        vision_config=_PICTURE,
+        vision_config=PICTURE,
         perceiver_config=perceiver,
         image_token_id=100,
         pad_token_id=0,
@@ -412,16 +365,16 @@ def test_towers_that_are_no_models_by_themselves_are_fused_where_they_stand() ->
         "vocab_size": 128, "embed_dim": 64, "layers": 2, "attention_heads": 4, "ffn_dim": 96,
         "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    kosmos = transformers.Kosmos2Config(text_config=words, vision_config=_PICTURE, latent_query_num=3)
+    kosmos = transformers.Kosmos2Config(text_config=words, vision_config=PICTURE, latent_query_num=3)
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(3))
     ids[:, 2:5] = 100
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(ids)
     for prefix, config, given in (
-        ("Idefics2", idefics, {"pixel_values": pixels[:, None]}),
+        ("Idefics2", idefics2, {"pixel_values": pixels[:, None]}),
         ("Kosmos2", kosmos, {"pixel_values": pixels, "image_embeds_position_mask": (ids == 100).long()}),
     ):
-        original = _grown(config, f"{prefix}ForConditionalGeneration")
+        original = grown(config, f"{prefix}ForConditionalGeneration")
         engine = _injected(original)
         with torch.no_grad():
             expected = original(input_ids=ids, attention_mask=mask, **given).logits
@@ -433,11 +386,11 @@ def test_towers_that_are_no_models_by_themselves_are_fused_where_they_stand() ->
 def test_phi4_generates_text_by_the_engine_and_hears_sound_by_transformers() -> None:
     towers = {"hidden_size": 32, "intermediate_size": 48}
     config = transformers.Phi4MultimodalConfig(
-        **{**_TEXT, "num_key_value_heads": 2},
+        **{**TEXT, "num_key_value_heads": 2},
         vision_config={**towers, "num_hidden_layers": 0, "image_token_id": 126},
         audio_config={**towers, "num_blocks": 0, "audio_token_id": 127},
     )
-    original = _grown(config, "Phi4MultimodalForCausalLM")
+    original = grown(config, "Phi4MultimodalForCausalLM")
     engine = _injected(original)
     assert engine.report().level == "block" and engine.why_compatible() is None
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(3))

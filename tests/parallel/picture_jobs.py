@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
-import transformers
 
 import slipstream
-from tests.families.test_towers import _PICTURE, _TEXT, _grown
+from tests.helpers.pictures import idefics as tiny_idefics
+from tests.helpers.pictures import idefics_asked
 from tests.parallel.jobs import from_first, parameter_bytes, split
 
 _HEADS = ("model.layers.", "model.vision_model.", "model.gated_cross_attn_layers.")
@@ -17,28 +17,10 @@ _HEADS = ("model.layers.", "model.vision_model.", "model.gated_cross_attn_layers
 
 def idefics(size: int, more: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """IDEFICS on several ranks beside one process: errors, tokens, levels, and the rank's share."""
-    config = transformers.IdeficsConfig(
-        **_TEXT,
-        additional_vocab_size=0,
-        alpha_initializer="ones",
-        vision_config={**_PICTURE, "embed_dim": 32},
-        perceiver_config={"resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 2},
-        **more,
-    )
-    original = _grown(config, "IdeficsForVisionText2Text")
+    original = tiny_idefics(**more)
     engine: Any = split(copy.deepcopy(original), size, **settings)
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, 100, (2, 9), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    seen = torch.ones(2, 9, 2, dtype=torch.long)
-    seen[:, :5, 1] = seen[1, :3] = 0
-    given = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "pixel_values": torch.randn(2, 2, 3, 32, 32, generator=generator),
-        "image_attention_mask": seen,
-    }
+    given = idefics_asked()
+    mask = given["attention_mask"]
     reference: Any = original
     if "quant" in settings:  # one process with the same words
         reference = slipstream.init_inference(copy.deepcopy(original), dtype=torch.float32, **settings)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, llama_like, window
+from slipstream.families.common import LLAMA_RECIPES, TINY, llama_like, window
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
 from slipstream.weights.recipe import Stack, Take
@@ -65,21 +65,12 @@ T5GEMMA_RECIPES = {
 }
 
 T5GEMMA_TINY: Mapping[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **TINY,
     "head_dim": 24,
-    "max_position_embeddings": 256,
     "sliding_window": 4,
     "query_pre_attn_scalar": 20,
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 2.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 _NARROW: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4}
 
