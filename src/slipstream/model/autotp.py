@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.check import RecordedCall
+from slipstream.model.check import MODEL_ERRORS, RecordedCall
 from slipstream.model.convert import convert
 from slipstream.model.cuts import attention_splits, gathered, unit_splits
 from slipstream.model.expert_cuts import expert_splits, whole_experts
@@ -31,7 +31,7 @@ from slipstream.model.report import SplitReport
 from slipstream.model.sizes import Sizes
 from slipstream.model.split import LayerSplit, ModuleSplit
 
-__all__ = ["LayerPlan", "in_float32", "is_shared_out", "plan_layer"]
+__all__ = ["LayerPlan", "is_shared_out", "plan_layer", "staged"]
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +90,11 @@ def plan_layer(
 ) -> LayerPlan:
     """The plan for one layer."""
     named, patterns, why = known
-    if not calls:
+    stage, reason = staged(first.layer, calls, why)
+    if stage is None:
         draft = _Draft()
         _gather_rest(first.layer, None, draft, sizes)
-        reason = f"the model cannot be run on random input to see more: {why}"
         return LayerPlan(draft.split, _rows(first.layer, draft, reason), None)
-    stage = Stage(in_float32(first.layer), calls)
     flow = watch_flow(stage.layer, stage.given_calls())
     draft = _Draft()
     paths = [path for path in flow.reads if any(f".{path}".endswith(f".{n.lstrip('.')}") for n in named)]
@@ -107,7 +106,24 @@ def plan_layer(
     return LayerPlan(proved.split, _rows(first.layer, proved, "", reasons), error)
 
 
-def in_float32(layer: nn.Module) -> nn.Module:
+def staged(layer: nn.Module, calls: Sequence[RecordedCall], why: str = "") -> tuple[Stage | None, str]:
+    """A layer and its calls, ready to be rehearsed; or None, and why it cannot be.
+
+    Args:
+        layer: It is only read.
+        calls: Of it. A model may have changed the layer for them, and it answers no such call by itself.
+        why: There are no calls.
+    """
+    if not calls:
+        return None, f"the model cannot be run on random input to see more: {why}"
+    try:
+        return Stage(_in_float32(layer), calls), ""
+    except MODEL_ERRORS as failure:
+        first = str(failure).partition("\n")[0]
+        return None, f"it cannot repeat its model's calls by itself: {type(failure).__name__}: {first}"
+
+
+def _in_float32(layer: nn.Module) -> nn.Module:
     """The layer itself, or a copy: sums of parts have another order, which float32 tells from an error."""
     if all(t.dtype == torch.float32 for t in layer.parameters() if t.is_floating_point()):
         return layer
@@ -134,6 +150,10 @@ def _branches(
         if branch.attends and found.spec is not None and found.spec.sharing != "own":
             reasons[branch.row] = "its keys and values are other layers' too"
             continue
+        unheard = _unheard(stage.layer, branch, flow)
+        if unheard is not None:
+            reasons[branch.row] = f"no run came to {unheard}, which may read or write heads, too"
+            continue
         full = f"{found.name}.{branch.row}"
         by_plan = any(_matches(full, pattern) for pattern in patterns)
         source = "injection_policy" if named else "transformers' plan" if by_plan else "structure"
@@ -153,6 +173,14 @@ def _branches(
             }
             draft.add(split, how | {row: (f"inputs {kind}, added up", source)})
     return reasons
+
+
+def _unheard(layer: nn.Module, branch: Branch, flow: Flow) -> str | None:
+    """A linear among those of an attention that was not called, as inputs that nobody knows of may do."""
+    if not (branch.attends and branch.parent):
+        return None
+    inside = layer.get_submodule(branch.parent).named_modules(prefix=branch.parent)
+    return next((path for path, module in inside if is_matrix(module) and path not in flow.reads), None)
 
 
 def _matches(path: str, pattern: str) -> bool:

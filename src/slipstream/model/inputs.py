@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Inputs", "sample_inputs", "takes_input", "vocabulary"]
+__all__ = ["Inputs", "beside_tokens", "sample_inputs", "takes_input", "vocabulary"]
 
 Inputs = dict[str, Tensor]
 
@@ -41,6 +41,41 @@ def vocabulary(root: nn.Module) -> int | None:
     except NotImplementedError:  # transformers' answer where it does not know the embedding's name
         return _number(getattr(root, "config", None), "vocab_size")
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def beside_tokens(root: nn.Module, mask: Tensor) -> list[Inputs]:
+    """What a model may be given beside its tokens, and leads through parts that nothing else comes to.
+
+    Args:
+        root: The model.
+        mask: `(B, S)`, 0 where a token is padding.
+
+    Returns:
+        Keyword arguments of its forward, for one run each; empty for most models.
+    """
+    accepts = inspect.signature(root.forward).parameters
+    return [make(mask) for name, make in _BESIDE.items() if name in accepts]
+
+
+def _global(mask: Tensor) -> Inputs:
+    """Tokens that see all others and are seen by all: the first of each row, and the very last."""
+    marks = torch.zeros_like(mask).scatter_(1, mask.argmax(dim=1, keepdim=True), 1)
+    marks[-1, -1] = 1
+    return {"global_attention_mask": marks}
+
+
+def _entities(mask: Tensor) -> Inputs:
+    """Three things that a text speaks of, by one word and by two; of the first row the last is padding."""
+    places = torch.tensor([[4, -1], [5, 6], [4, -1]], device=mask.device).expand(len(mask), -1, -1)
+    seen = mask.new_ones(len(mask), 3)
+    seen[0, -1] = 0
+    return {"entity_ids": torch.ones_like(seen), "entity_position_ids": places, "entity_attention_mask": seen}
+
+
+_BESIDE: Mapping[str, Callable[[Tensor], Inputs]] = {
+    "global_attention_mask": _global,
+    "entity_ids": _entities,
+}
 
 
 def sample_inputs(root: nn.Module) -> list[Inputs]:

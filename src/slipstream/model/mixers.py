@@ -14,13 +14,12 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.autotp import LayerPlan, in_float32, is_shared_out
+from slipstream.model.autotp import LayerPlan, is_shared_out, staged
 from slipstream.model.check import RecordedCall
 from slipstream.model.cuts import gathered
 from slipstream.model.flow import is_matrix, watch_flow
 from slipstream.model.layers import Found
 from slipstream.model.plan_layers import Recorded, kind_of
-from slipstream.model.rehearsal import Stage
 from slipstream.model.report import SplitReport
 from slipstream.model.sizes import Sizes
 from slipstream.model.split import LayerSplit
@@ -69,9 +68,9 @@ def _rehearsed(
     found: Found, calls: Sequence[RecordedCall], sizes: Sizes
 ) -> tuple[LayerSplit, float | None, str]:
     """How a layer's parts are cut, the error of that, and why they are not."""
-    if not calls:
-        return {}, None, "the model cannot be run on random input"
-    stage = Stage(in_float32(found.layer), calls)
+    stage, reason = staged(found.layer, calls)
+    if stage is None:
+        return {}, None, reason
     flow = watch_flow(stage.layer, stage.given_calls())
     split = {
         path: gathered(module, sizes)

@@ -15,10 +15,9 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import InjectionError, UnsupportedError
-from slipstream.model.autotp import LayerPlan, in_float32, plan_layer
+from slipstream.model.autotp import LayerPlan, plan_layer, staged
 from slipstream.model.check import MODEL_ERRORS, RecordedCall, record_calls
 from slipstream.model.layers import Found
-from slipstream.model.rehearsal import Stage
 from slipstream.model.sizes import Sizes
 from slipstream.model.split import ModuleSplit
 from slipstream.parallel import Turns
@@ -159,8 +158,11 @@ def _fits(found: Found, calls: Sequence[RecordedCall], plan: LayerPlan, sizes: S
     """Whether another layer's plan is right for this one, which may be called with other arguments."""
     if not calls or plan.max_error is None:
         return not calls and plan.max_error is None
+    stage, reason = staged(found.layer, calls[:1])
     try:
-        Stage(in_float32(found.layer), calls[:1]).error(plan.split, sizes.ranks)
+        if stage is None:
+            raise InjectionError(reason)
+        stage.error(plan.split, sizes.ranks)
     except InjectionError as failure:
         log.info("%s is not cut as a layer like it: %s", found.name, failure)
         return False

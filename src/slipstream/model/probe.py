@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.inputs import sample_inputs, vocabulary
+from slipstream.model.inputs import beside_tokens, sample_inputs, vocabulary
 from slipstream.model.layers import Found
 
 __all__ = ["BATCH", "LENGTH", "PADDING", "guessed_runs", "runs_of"]
@@ -37,12 +37,18 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
 
     Returns:
         A padded prompt; one more token, where the model keeps a cache; and a prompt without padding, for
-        which transformers often makes no mask at all. Of a model that takes no tokens, what `sample_inputs`
-        makes for it.
+        which transformers often makes no mask at all; then the padded one with each thing of `beside_tokens`.
+        Of a model that takes no tokens, what `sample_inputs` makes for it.
     """
     tokens = vocabulary(root)
     if tokens is None:
         return [dict(inputs) for inputs in sample_inputs(root)]
+    runs = _runs_on_tokens(root, layers, tokens)
+    prompt = {name: value for name, value in runs[0].items() if name != "past_key_values"}
+    return [*runs, *({**prompt, **more} for more in beside_tokens(root, prompt["attention_mask"]))]
+
+
+def _runs_on_tokens(root: nn.Module, layers: Sequence[Found], tokens: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     device = next(root.parameters()).device
     ids = torch.randint(0, tokens, (BATCH, LENGTH + 1), generator=generator).to(device)
