@@ -15,9 +15,11 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.model.attend import _Attend, attends
 from slipstream.model.convolutions import multiply_windows, wide_convolutions
+from slipstream.model.feeds import plan_feeds, swap_feeds
 from slipstream.model.images import image_transformers, keep_channels_last
 from slipstream.model.parts import is_swapped
-from slipstream.model.slices import feed_forwards, run_in_slices
+from slipstream.ops import OPS
+from slipstream.ops.bind import Bound
 
 diffusers = pytest.importorskip(
     "diffusers", reason="diffusers is not installed: pip install slipstream[diffusion]"
@@ -219,7 +221,65 @@ def test_attention_that_the_op_does_not_serve_is_torchs() -> None:
     torch.testing.assert_close(asked.detach(), model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu-approximate", "geglu", "geglu-approximate", "swiglu"])
+OP = Bound("feed_forward", "kernel", OPS["feed_forward"].reference)
+BENDS = ["gelu", "gelu-approximate", "geglu", "geglu-approximate", "swiglu"]
+
+
+@pytest.mark.parametrize("activation", BENDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_feed_forwards_answer_alike_as_a_whole_unless_somebody_could_tell(
+    activation: str, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    feed = diffusers.models.attention.FeedForward(16, activation_fn=activation, bias=bias, final_dropout=True)
+    model = nn.ModuleList([feed]).eval()
+    x = torch.randn(3, 100, 16)
+    with torch.no_grad():
+        expected = feed(x)
+    calls: list[int] = []
+
+    def counted(rows: Tensor, *weights: Any, **how: Any) -> Tensor:
+        calls.append(len(rows))
+        out: Tensor = OP.run(rows, *weights, **how)
+        return out
+
+    plan = plan_feeds(model, Bound("feed_forward", "kernel", counted))
+    assert (
+        plan.whole == ("0",) and not plan.sliced and plan.notes == ["1 feed-forwards run kernel as a whole"]
+    )
+    swap_feeds(model, plan)
+    calls.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(feed(x), expected)
+        assert calls == [300]
+        feed.net[2].weight.mul_(2.0)  # what becomes of the weights later is followed
+        if bias:
+            feed.net[2].bias.mul_(2.0)
+        torch.testing.assert_close(feed(x), 2 * expected)
+        torch.testing.assert_close(feed(x[:, :9]), 2 * expected[:, :9])
+        assert calls == [300, 300]  # so few run the module's own code
+        hook = feed.net[0].register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(feed(x), 2 * expected)
+        hook.remove()
+        feed.net[2] = nn.Sequential(feed.net[2])  # as an adapter would
+        torch.testing.assert_close(feed(x), 2 * expected)
+    feed(x.requires_grad_()).sum().backward()
+    assert calls == [300, 300] and x.grad is not None
+
+
+def test_a_feed_forward_that_answers_otherwise_than_the_op_is_none_of_its() -> None:
+    class GELU(diffusers.models.activations.GELU):
+        def gelu(self, gate: Tensor) -> Tensor:
+            return 2 * super().gelu(gate)
+
+    GELU.__module__ = diffusers.models.activations.__name__
+    feed = diffusers.models.attention.FeedForward(16, activation_fn="gelu")
+    feed.net[0] = GELU(16, 64)
+    plan = plan_feeds(nn.ModuleList([feed]), OP)
+    assert plan.sliced == ("0",) and not plan.whole
+
+
+@pytest.mark.parametrize("activation", BENDS)
 def test_feed_forwards_answer_alike_in_slices_unless_somebody_could_tell(activation: str) -> None:
     torch.manual_seed(0)
     feed = diffusers.models.attention.FeedForward(16, activation_fn=activation)
@@ -230,8 +290,9 @@ def test_feed_forwards_answer_alike_in_slices_unless_somebody_could_tell(activat
     own = feed.net[2].forward
     calls: list[int] = []
     feed.net[2].forward = lambda rows: (calls.append(rows.numel() // rows.shape[-1]), own(rows))[1]
-    assert feed_forwards(model) == ("0",)
-    run_in_slices(model, ("0",))
+    plan = plan_feeds(model, Bound("feed_forward", "reference", OPS["feed_forward"].reference))
+    assert plan.sliced == ("0",) and not plan.whole
+    swap_feeds(model, plan)
     with torch.no_grad():
         torch.testing.assert_close(feed(x), expected)
         assert sum(calls) == 3333 and max(calls) < 3333
@@ -251,7 +312,8 @@ def test_a_feed_forward_with_a_part_that_nobody_knows_runs_whole() -> None:
 
     feed = diffusers.models.attention.FeedForward(16)
     feed.net.append(Mixing())
-    assert feed_forwards(nn.ModuleList([feed])) == ()
+    plan = plan_feeds(nn.ModuleList([feed]), OP)
+    assert not plan.whole and not plan.sliced
 
 
 def test_convolutions_have_their_channels_last_and_are_saved_and_refreshed_as_ever(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from slipstream.kernels.cpu import KERNELS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
 from slipstream.kernels.cpu.attention import NativeAttention
+from slipstream.kernels.cpu.feed import native_feed_forward
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
@@ -26,6 +27,7 @@ from slipstream.ops.linear import Weight
 
 NATIVE: dict[str, Callable[..., Tensor]] = {
     "attention": lambda library, **given: NativeAttention(library)(**given),
+    "feed_forward": native_feed_forward,
     "linear": native_linear,
     "norm": native_norm,
     "moe": lambda library, **given: NativeExperts(library.isa)(**given),

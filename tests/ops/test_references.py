@@ -74,6 +74,13 @@ def test_every_op_has_a_definition_to_be_compared_with() -> None:
     assert set(DEFINITIONS) == set(OPS)
 
 
+def _feed_forward(x: Tensor, first: Weight, last: Weight, *, gate_last: bool = False, **how: Any) -> Tensor:
+    inner = _linear(x, first)
+    half = inner.shape[-1] // 2
+    ordered = torch.cat([inner[:, half:], inner[:, :half]], dim=-1) if gate_last else inner
+    return _linear(_activation(ordered, **how), last)
+
+
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Any) -> Tensor:
     width = (x.shape[-1],)
     scale = None if weight is None else weight + spec.offset
@@ -304,6 +311,7 @@ DEFINITIONS = {
     "draw": _draw,
     "activation": _activation,
     "attention": _attention,
+    "feed_forward": _feed_forward,
     "linear": _linear,
     "moe": _moe,
     "norm": _norm,

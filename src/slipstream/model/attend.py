@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slipstream.model.convolutions import multiply_windows, wide_convolutions
+from slipstream.model.feeds import FeedPlan, plan_feeds, swap_feeds
 from slipstream.model.fuse import Settings
 from slipstream.model.images import image_transformers, is_of_diffusers, keep_channels_last
 from slipstream.model.layers import Found
 from slipstream.model.namesake import namesake
 from slipstream.model.parts import Part
-from slipstream.model.slices import feed_forwards, run_in_slices
 from slipstream.ops.bind import Bound
 
 __all__ = ["AttendPlan", "attends", "plan_attention", "swap_attention", "with_attention"]
@@ -52,7 +52,7 @@ class AttendPlan:
         op: What they run.
         convolutions: Modules whose weights are laid out with the channels last.
         wide: Those of them that multiply windows where an image is small.
-        feeds: Feed-forwards that run on slices of an image's tokens.
+        feeds: Feed-forwards that run otherwise, or None.
         images: Transformers whose answers keep their channels last.
         max_error: Of the op, beside torch's.
     """
@@ -61,14 +61,16 @@ class AttendPlan:
     op: Bound
     convolutions: tuple[str, ...]
     wide: tuple[str, ...] = ()
-    feeds: tuple[str, ...] = ()
+    feeds: FeedPlan | None = None
     images: tuple[str, ...] = ()
     max_error: float = 0.0
 
     @property
     def changes(self) -> bool:
         """Whether anything of the model runs otherwise."""
-        return bool(self.names or self.convolutions or self.feeds or self.images)
+        return bool(
+            self.names or self.convolutions or self.images or (self.feeds is not None and self.feeds.notes)
+        )
 
 
 def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
@@ -81,10 +83,10 @@ def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
         return None
     names = tuple(name for name, module in model.named_modules() if _has_processor(module))
     convolutions = tuple(name for name, module in model.named_modules() if type(module) is nn.Conv2d)
-    on_cpu = settings.device.type == "cpu"
-    wide, feeds = (wide_convolutions(model), feed_forwards(model)) if on_cpu else ((), ())
-    images = image_transformers(model)
-    op = settings.bind(None).attention
+    ops, on_cpu = settings.bind(None), settings.device.type == "cpu"
+    wide = wide_convolutions(model) if on_cpu else ()
+    feeds = plan_feeds(model, ops.feed_forward) if on_cpu else None
+    images, op = image_transformers(model), ops.attention
     if not names or op.name == "reference":
         return AttendPlan((), op, convolutions, wide, feeds, images)
     errors = [_disagreement(op.run, settings, dim, keys) for dim in _DIMS for keys in (9, 33)]
@@ -146,7 +148,8 @@ def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
         weight = model.get_submodule(name).get_parameter("weight")
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     multiply_windows(model, plan.wide)
-    run_in_slices(model, plan.feeds)
+    if plan.feeds is not None:
+        swap_feeds(model, plan.feeds)
     keep_channels_last(model, plan.images)
     notes = [f"the attention of {len(plan.names)} modules runs {plan.op.name}"] if plan.names else []
     if plan.convolutions:
@@ -155,9 +158,7 @@ def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
         notes.append(f"{len(plan.wide)} of them multiply windows where an image is small")
     if plan.images:
         notes.append(f"the images of {len(plan.images)} transformers keep their channels last")
-    if plan.feeds:
-        notes.append(f"{len(plan.feeds)} feed-forwards run on slices of an image's tokens")
-    return notes
+    return notes + (plan.feeds.notes if plan.feeds is not None else [])
 
 
 def attends(module: nn.Module) -> bool:

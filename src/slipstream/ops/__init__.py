@@ -9,6 +9,7 @@ from slipstream.ops import (
     activation,
     attention,
     draw,
+    feed,
     linear,
     moe,
     norm,
@@ -23,7 +24,19 @@ __all__ = ["OPS", "Ops", "bind_ops"]
 
 OPS: dict[str, Op] = {
     module.OP.name: module.OP
-    for module in (activation, attention, draw, linear, moe, norm, paged_attention, rope, rope_cache, sample)
+    for module in (
+        activation,
+        attention,
+        draw,
+        feed,
+        linear,
+        moe,
+        norm,
+        paged_attention,
+        rope,
+        rope_cache,
+        sample,
+    )
 }
 """Every op by name."""
 
@@ -35,6 +48,7 @@ class Ops:
     activation: Bound
     attention: Bound
     draw: Bound
+    feed_forward: Bound
     linear: Bound
     moe: Bound
     norm: Bound

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu import attention, linear, moe, norm, paged_attention
+from slipstream.kernels.cpu import attention, feed, linear, moe, norm, paged_attention
 from slipstream.ops.bind import Kernel
 
 __all__ = ["KERNELS"]
 
 KERNELS: tuple[Kernel, ...] = (
     *linear.KERNELS,
+    *feed.KERNELS,
     *moe.KERNELS,
     *norm.KERNELS,
     *attention.KERNELS,

@@ -25,6 +25,7 @@ __all__ = [
     "Bias",
     "Block",
     "Cache",
+    "FeedCall",
     "Frame",
     "LinearCall",
     "Mask",
@@ -43,7 +44,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 11
+ABI = 12
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -177,6 +178,17 @@ class LinearCall(ctypes.Structure):
         ("rows", c_int64),
         *_each(c_int32, "dtype unused"),
         ("weight", Matrix),
+    ]
+
+
+class FeedCall(ctypes.Structure):
+    """Arguments of `slipstream_feed`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "x out"),
+        ("rows", c_int64),
+        *_each(c_int32, "dtype activation gated gate_last"),
+        *_each(Matrix, "first last"),
     ]
 
 

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 11;
+constexpr int32_t kAbi = 12;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -169,6 +169,17 @@ struct LinearCall {
     Matrix weight;
 };
 
+// out = `last` times f(gate) * up, where gate and up are the halves of what `first` answers, or f of all of
+// it.
+struct FeedCall {
+    const void* x; // `(rows, first.inputs)` contiguous
+    void* out;     // `(rows, last.outputs)` contiguous, same dtype
+    int64_t rows;
+    int32_t dtype, activation;
+    int32_t gated, gate_last; // gate_last: up is the first half
+    Matrix first, last;       // neither rounds its inputs to codes
+};
+
 // Keys and values of one layer, `(P, Z, K, D)` contiguous, or with heads first. Codes (kInt8Codes) stand for
 // code * scale, with scales `(P, Z, K)` float32 contiguous; otherwise the scales are null. Where a step has
 // a past, its keys and values are `(P, K, past, D)` contiguous, and become the first of each page.
@@ -282,6 +293,7 @@ SLIPSTREAM_API int32_t slipstream_abi();
 SLIPSTREAM_API int32_t slipstream_isa(const char* name);
 SLIPSTREAM_API const char* slipstream_error(int32_t status);
 SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
+SLIPSTREAM_API int32_t slipstream_feed(int32_t isa, int32_t threads, const slipstream::FeedCall* call);
 SLIPSTREAM_API int32_t slipstream_norm(int32_t isa, int32_t threads, const slipstream::NormCall* call);
 SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
                                             const slipstream::AttentionCall* call);

@@ -166,6 +166,10 @@ int32_t slipstream_linear(int32_t isa, int32_t threads, const LinearCall* call) 
     return start(isa, threads, call, &Kernels::linear_bytes, &Kernels::linear);
 }
 
+int32_t slipstream_feed(int32_t isa, int32_t threads, const FeedCall* call) {
+    return start(isa, threads, call, &Kernels::feed_bytes, &Kernels::feed);
+}
+
 int32_t slipstream_norm(int32_t isa, int32_t threads, const NormCall* call) {
     return start(isa, threads, call, &Kernels::norm_bytes, &Kernels::norm);
 }

@@ -90,6 +90,10 @@ Status first_of(Status a, Status b) {
     return a != kOk ? a : b;
 }
 
+bool bends(int32_t activation, int32_t gated) {
+    return activation >= 0 && activation < kActivations && (activation != kSwigluOai || gated);
+}
+
 // A matrix that may be absent.
 Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
     return m.outputs == 0 ? kOk : exact_matrix(m, outputs, inputs);
@@ -122,7 +126,7 @@ Status block(const Block& b, const StackCall& call) {
         return status;
     if (!is_size(b.hidden) || !is_size(b.ffn) || b.hidden != call.blocks[0].hidden)
         return kShape;
-    if (b.activation < 0 || b.activation >= kActivations || (b.activation == kSwigluOai && !b.gated))
+    if (!bends(b.activation, b.gated))
         return kUnsupported;
     if (b.qk_norm < kNoQkNorm || b.qk_norm > kWhole)
         return kUnsupported;
@@ -261,6 +265,19 @@ Status check(const LinearCall& call) {
     if (!is_size(call.rows))
         return kShape;
     const Status status = matrix(call.weight, call.weight.outputs, call.weight.inputs);
+    return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
+}
+
+Status check(const FeedCall& call) {
+    const Matrix &first = call.first, &last = call.last;
+    if (!is_size(call.rows) || !is_size(last.inputs))
+        return kShape;
+    if (call.gated < 0 || call.gated > 1 || call.gate_last < 0 || call.gate_last > call.gated)
+        return kUnsupported;
+    if (!bends(call.activation, call.gated))
+        return kUnsupported;
+    Status status = exact_matrix(first, call.gated ? 2 * last.inputs : last.inputs, first.inputs);
+    status = first_of(status, exact_matrix(last, last.outputs, last.inputs));
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
 }
 

@@ -298,39 +298,19 @@ private:
                      });
     }
 
-    // What the activation leaves is packed for the second matrix at once: it never lies anywhere in float32,
-    // but where it is rounded, for which its rows must be complete.
     void feed_many(const Block& b, const Feed& feed, const float* x, Team& team, int rank) {
-        float *own = own_floats(rank), *whole = reinterpret_cast<float*>(packed_inner_);
-        const bool rounds = feed.out->input_bits != 0;
+        float* own = own_floats(rank);
         with_word(*feed.in, [&](auto unit) {
-            using U = decltype(unit);
-            pack_rows<U>(x, kFloat32, tokens_, *feed.in, packed_, team);
-            const Product<U> product(*feed.in, feed.width, b.gated ? feed.width : 0, tokens_, team.size());
-            product.run(packed_, team, reinterpret_cast<char*>(own), [&](const Piece& piece) {
-                // Rounding to codes has its own scales: only what becomes bfloat16 is rounded for sure.
-                const bool next_rounds = Vec::kBf16Dot && feed.out->dtype == kBfloat16 && !rounds;
-                for (int64_t j = 0; j < piece.outputs; ++j)
-                    (next_rounds ? activate_rounded_row
-                                 : activate_row)(b.activation, piece.c + j * piece.stride,
-                                                 piece.up ? piece.up + j * piece.stride : nullptr,
-                                                 ceil_div(piece.tokens, kGroup) * kGroup);
-                with_word(*feed.out, [&](auto next) {
-                    using N = decltype(next);
-                    if constexpr (!N::kRounds)
-                        if (!rounds)
-                            return pack_piece<N>(piece, feed.width, packed_inner_);
-                    each_row(piece, [&](int64_t t, const float* values) {
-                        std::memcpy(whole + t * feed.width + piece.begin, values,
-                                    static_cast<size_t>(piece.outputs) * sizeof(float));
-                    });
-                });
-            });
+            pack_rows<decltype(unit)>(x, kFloat32, tokens_, *feed.in, packed_, team);
         });
-        if (rounds)
+        feed_inner({*feed.in, *feed.out, feed.width, b.activation, b.gated != 0, false}, packed_, tokens_,
+                   packed_inner_, team, reinterpret_cast<char*>(own));
+        if (feed.out->input_bits) {
+            const auto* whole = reinterpret_cast<const float*>(packed_inner_);
             project({whole, nullptr, feed.width, tokens_}, *feed.out, fed_, team, rank);
-        else
+        } else {
             project_packed(packed_inner_, *feed.out, fed_, team, own);
+        }
     }
 
     void leave(const Block& b, int64_t t) {

@@ -37,6 +37,7 @@
 #include "attend.h"
 #include "attention_calls.h"
 #include "experts.h"
+#include "feed.h"
 #include "stack.h"
 #include "sequences.h"
 #include "pack.h"
@@ -142,10 +143,10 @@ inline void model(const ModelCall& call, char* base, Team& team, int rank) {
 }
 
 constexpr Kernels table() {
-    return {linear_bytes, norm_bytes, attention_bytes, paged_attention_bytes,
-            stack_bytes,  pack_bytes, model_bytes,     linear,
-            norm,         attention,  paged_attention, stack,
-            pack,         model};
+    return {linear_bytes, feed_bytes, norm_bytes,      attention_bytes, paged_attention_bytes,
+            stack_bytes,  pack_bytes, model_bytes,     linear,          feed,
+            norm,         attention,  paged_attention, stack,           pack,
+            model};
 }
 
 } // namespace

@@ -1,0 +1,121 @@
+"""`feed_forward` on the CPU: many rows go through both matrices in one call, some of them at a time.
+
+What is between the two never lies in memory as a whole, and is bent while it is in the first cache. Of a
+gated feed-forward in bfloat16 with 512 to 8192 rows of 320 to 1280 that leaves 0.8 to 0.85 of the time that
+torch's own steps take, on a Zen 4.
+
+Shapes: T packed tokens, C input width, F width between the matrices, O output width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu.abi import DTYPES, FeedCall, Matrix, address
+from slipstream.kernels.cpu.library import ISAS, LONG, Library, load, refuse, rest_torch
+from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.ops import feed as op
+from slipstream.ops.activation import KINDS
+from slipstream.ops.bind import Facts, Kernel
+from slipstream.ops.linear import Weight
+
+__all__ = ["KERNELS", "native_feed_forward"]
+
+_LEAST_ROWS = 64
+"""Fewer rows are bound by reading the matrices, which a product of few rows does faster."""
+
+
+def native_feed_forward(
+    x: Tensor,
+    first: Weight,
+    last: Weight,
+    *,
+    name: str,
+    gated: bool,
+    gate_last: bool = False,
+    library: Library,
+) -> Tensor:
+    """Return what `ops.feed.feed_forward` does, always by the library.
+
+    Args:
+        x: `(T, C)` in float32, bfloat16 or float16.
+        first: `(F, C)`, or `(2F, C)` where gated, dense in any of these dtypes or packed.
+        last: `(O, F)`, the same.
+        name: A key of `ops.activation.KINDS`.
+        gated: Whether `first` answers a gate and an up half.
+        gate_last: The gate is the second half.
+        library: For one instruction set.
+
+    Returns:
+        `(T, O)` in the dtype of `x`.
+
+    Raises:
+        ValueError: A weight is none that the library reads.
+    """
+    matrices = [matrix_of(weight) for weight in (first, last)]
+    for matrix in matrices:
+        if isinstance(matrix, str):
+            raise ValueError(matrix)
+    return _run_call(x.contiguous(), matrices, (KINDS[name], gated, gate_last), library)
+
+
+def _run_call(
+    x: Tensor, matrices: list[Matrix | str], how: tuple[int, bool, bool], library: Library
+) -> Tensor:
+    first, last = (matrix for matrix in matrices if isinstance(matrix, Matrix))
+    out = torch.empty(x.shape[0], last.outputs, dtype=x.dtype, device="cpu")
+    if not out.numel():
+        return out
+    if 2 * x.shape[0] * (first.outputs * first.inputs + last.outputs * last.inputs) >= LONG:
+        rest_torch()
+    kind, gated, gate_last = how
+    call = FeedCall(
+        x=address(x), out=address(out), rows=x.shape[0], dtype=DTYPES[x.dtype], activation=kind,
+        gated=int(gated), gate_last=int(gate_last), first=first, last=last,
+    )  # fmt: skip
+    library.run("feed", call)
+    return out
+
+
+def _run(
+    x: Tensor,
+    first: Weight,
+    last: Weight,
+    *,
+    name: str,
+    gated: bool,
+    gate_last: bool = False,
+    isa: str,
+) -> Tensor:
+    """Return what `ops.feed.feed_forward` does, by the library where that is faster."""
+    if (
+        name not in KINDS
+        or x.dim() != 2
+        or x.dtype not in DTYPES
+        or x.device.type != "cpu"
+        or x.shape[0] < _LEAST_ROWS
+        or any(w.rounding is not None or w.computes_in != x.dtype for w in (first, last))
+        or (library := load(isa)) is None
+    ):
+        return op.feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last)
+    return native_feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last, library=library)
+
+
+def _refuse(facts: Facts, *, isa: str) -> str | None:
+    if facts.spec is not None:
+        return "a block has its feed-forward within its own calls"
+    if facts.dtype not in DTYPES:
+        return f"computes in float32, bfloat16 and float16, not {facts.dtype}"
+    return refuse(isa)
+
+
+def _kernel(isa: str) -> Kernel:
+    decide: Callable[[Facts], str | None] = functools.partial(_refuse, isa=isa)
+    return Kernel("feed_forward", f"cpu-{isa}", "cpu", decide, functools.partial(_run, isa=isa))
+
+
+KERNELS: tuple[Kernel, ...] = tuple(_kernel(isa) for isa in ISAS)

@@ -1,0 +1,93 @@
+// The feed-forward of many rows: what leaves the activation is packed for the second matrix at once, and
+// never lies anywhere in float32.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// The two matrices, and what happens between them.
+struct FeedForward {
+    const Matrix &first, &last;
+    int64_t width; // of what enters `last`
+    int32_t activation;
+    bool gated, gate_last; // gate_last: the gate is the second half of what `first` answers
+};
+
+// The product of packed rows with the first matrix, bent, and packed for the second one; where that rounds
+// its inputs to codes, for which its rows must be complete, they are left in float32.
+inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens, char* inner, Team& team,
+                       char* own) {
+    float* whole = reinterpret_cast<float*>(inner);
+    const bool codes = f.last.input_bits != 0;
+    // Rounding to codes has its own scales: only what becomes bfloat16 is rounded for sure.
+    const bool rounds = Vec::kBf16Dot && f.last.dtype == kBfloat16 && !codes;
+    with_word(f.first, [&](auto unit) {
+        using U = decltype(unit);
+        const Product<U> product(f.first, f.width, f.gated ? f.width : 0, tokens, team.size());
+        product.run(packed, team, own, [&](Piece piece) {
+            if (f.gate_last)
+                std::swap(piece.c, piece.up);
+            for (int64_t j = 0; j < piece.outputs; ++j)
+                (rounds ? activate_rounded_row : activate_row)(
+                    f.activation, piece.c + j * piece.stride, f.gated ? piece.up + j * piece.stride : nullptr,
+                    ceil_div(piece.tokens, kGroup) * kGroup);
+            with_word(f.last, [&](auto next) {
+                using N = decltype(next);
+                if constexpr (!N::kRounds)
+                    if (!codes)
+                        return pack_piece<N>(piece, f.width, inner);
+                each_row(piece, [&](int64_t t, const float* values) {
+                    std::memcpy(whole + t * f.width + piece.begin, values,
+                                static_cast<size_t>(piece.outputs) * sizeof(float));
+                });
+            });
+        });
+    });
+}
+
+// Rows that pass both matrices before the next ones do: what is between the two stays in the second cache.
+constexpr int64_t kFeedRows = 512;
+
+struct FeedScratch {
+    FeedScratch(const FeedCall& call, char* base, int threads) {
+        const int64_t rows = least(call.rows, kFeedRows);
+        Scratch scratch(base);
+        packed = scratch.part<char>(packed_bytes(rows, call.first.inputs));
+        inner = scratch.part<char>(packed_bytes(rows, call.last.inputs));
+        own = scratch.part<char>(kProductBytes * threads);
+        bytes = scratch.used();
+    }
+    char *packed, *inner, *own;
+    int64_t bytes;
+};
+
+inline int64_t feed_bytes(const FeedCall& call, int threads) {
+    return FeedScratch(call, nullptr, threads).bytes;
+}
+
+inline void feed(const FeedCall& call, char* base, Team& team, int rank) {
+    const FeedScratch scratch(call, base, team.size());
+    const FeedForward f = {call.first,      call.last,       call.last.inputs,
+                           call.activation, call.gated != 0, call.gate_last != 0};
+    char* own = scratch.own + kProductBytes * rank;
+    with_dtype(call.dtype, [&](auto* type) {
+        using T = typename std::remove_pointer<decltype(type)>::type;
+        for (int64_t t = 0; t < call.rows; t += kFeedRows) {
+            const int64_t rows = least(kFeedRows, call.rows - t);
+            const T* x = static_cast<const T*>(call.x) + t * call.first.inputs;
+            T* out = static_cast<T*>(call.out) + t * call.last.outputs;
+            with_word(call.first, [&](auto unit) {
+                pack_rows<decltype(unit)>(x, call.dtype, rows, call.first, scratch.packed, team);
+            });
+            feed_inner(f, scratch.packed, rows, scratch.inner, team, own);
+            with_word(call.last, [&](auto unit) {
+                const Product<decltype(unit)> product(call.last, call.last.outputs, 0, rows, team.size());
+                product.run(scratch.inner, team, own,
+                            [&](const Piece& piece) { turn_piece(piece, out, call.last.outputs); });
+            });
+        }
+    });
+}
+
+} // namespace
+} // namespace slipstream
