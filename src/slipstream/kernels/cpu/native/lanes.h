@@ -74,7 +74,7 @@ template <int S>
     };
     int64_t i = 0;
     for (; i + 4 <= inputs; i += 4, next += 4 * kLaneRows * sizeof(Bf16)) {
-        __builtin_prefetch(next);
+        __builtin_prefetch(next, 0, 2);
         add(i, sums[0]);
         add(i + 2, sums[kChains - 1]);
     }
