@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import slipstream
 from slipstream.engine import build
 from slipstream.model.gated import Gated
 from slipstream.model.parts import _STATE, is_swapped
+from slipstream.ops import OPS
 from slipstream.ops.activation import ACTIVATIONS
 
 WIDTH, INNER = 48, 80
@@ -228,6 +231,32 @@ def test_a_feed_forward_of_halves_or_squares_is_known(make: Callable[[], nn.Modu
     assert is_swapped(model.layers[0].part)
     assert engine.report().layers[0].parts["part"] == "gated feed-forward"
     torch.testing.assert_close(engine(ids()), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", [Feed, lambda: Halves(up_first=False), lambda: Halves(up_first=True), lambda: Feed(bias=True)]
+)
+def test_many_rows_of_a_gated_feed_forward_run_the_op(
+    make: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    model = Model(make).eval()
+    expected = copy.deepcopy(model).to(dtype)(ids(3, 40))
+    engine = engine_of(model, dtype)
+    part = engine.module.layers[0].part
+    runs: list[int] = []
+
+    def counted(rows: Tensor, *weights: Any, **how: Any) -> Tensor:
+        runs.append(len(rows))
+        out: Tensor = OPS["feed_forward"].reference(rows, *weights, **how)
+        return out
+
+    part.__dict__[_STATE] = replace(part.__dict__[_STATE], feed=counted)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(engine(ids(3, 40)), expected, rtol=tolerance, atol=tolerance)
+    engine(ids())
+    # Few rows do not, nor those whose gate and up have biases apart.
+    assert runs == ([] if isinstance(part, Feed) and part.b.bias is not None else [120])
 
 
 def test_what_is_no_gated_feed_forward_keeps_its_own_code() -> None:

@@ -2,8 +2,8 @@
 
 A gated feed-forward has three linears, or two where gate and up are the halves of one, and no other tensor.
 For one order of the linears and one of the op's activations, `down(f(gate(x)) * up(x))` must be what it
-answers. It then bends and multiplies in place: the two tensors of F columns that are not made anew are most
-of what torch's own steps cost beside the products.
+answers. Many rows of it run the bound op as a whole; otherwise it bends and multiplies in place: the two
+tensors of F columns that are not made anew are most of what torch's own steps cost beside the products.
 
 Source: Shazeer 2020 (arXiv 2002.05202), eqs. 5-6.
 
@@ -22,12 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.formats import FORMATS
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
 from slipstream.model.intact import Parts, is_intact, parts_of
+from slipstream.model.packed import is_packed
 from slipstream.model.proof import Heard, Proven, disagreement, is_as_near
+from slipstream.ops import Ops
 from slipstream.ops.activation import ACTIVATIONS, KINDS
-from slipstream.ops.bind import Bound
+from slipstream.ops.linear import Weight
 
 Multiply = Callable[[nn.Module, Tensor], Tensor]
 """A linear's product with `(..., I)`."""
@@ -38,6 +41,8 @@ Linears = tuple[nn.Module, nn.Module | None, nn.Module]
 __all__ = ["Gated", "may_be_gated", "prove_gated"]
 
 _ROWS = 6
+_MANY = 64
+"""Rows from which the op runs; fewer are bound by reading the matrices."""
 _SPREAD = 2.0
 """Deviation of what enters the activation while it is looked for: its bend must show."""
 
@@ -92,6 +97,7 @@ class Gated:
     Attributes:
         formula: Which part is which.
         multiply: Products of its linears, packed or not.
+        feed: The implementation of `ops.feed` for many rows; None where there is none.
         forward: The class's own forward, which runs wherever somebody changed a part, or listens to one.
         parts: What was inside when it was swapped.
         linears: Gate, up and down among that.
@@ -99,6 +105,7 @@ class Gated:
 
     formula: _Formula
     multiply: Multiply
+    feed: Callable[..., Tensor] | None
     forward: Callable[..., Tensor]
     parts: Parts = Parts()
     linears: Linears | None = None
@@ -108,11 +115,35 @@ class Gated:
         if not is_intact(module, self.parts) or x.dim() < 2 or x.numel() == 0:
             return self.forward(module, x)
         assert self.linears is not None
-        return self.formula.of(self.linears, x, self.multiply)
+        return self.answer(self.linears, x)
+
+    def answer(self, linears: Linears, x: Tensor) -> Tensor:
+        """What a module with these linears answers for `(..., C)`."""
+        if self.feed is not None and x.numel() >= _MANY * x.shape[-1] and (weights := _dense(linears)):
+            rows, up_first = x.reshape(-1, x.shape[-1]), self.formula.up_first
+            out = self.feed(rows, *weights, name=self.formula.activation, gated=True, gate_last=up_first)
+            return out.view(*x.shape[:-1], out.shape[-1])
+        return self.formula.of(linears, x, self.multiply)
 
     def settled(self, module: nn.Module) -> Gated:
         """The same, once nothing changes the module's parts any more."""
         return replace(self, parts=parts_of(module), linears=self.formula.linears(module))
+
+
+def _dense(linears: Linears) -> tuple[Weight, Weight] | None:
+    """What comes before the activation, and what after; None where the op does not take it."""
+    gate, up, down = linears
+    if any(is_packed(linear) for linear in linears if linear is not None):
+        return None
+    plain = FORMATS["plain"]
+    last = plain.weight(down.get_parameter("weight"), down._parameters["bias"])
+    first, bias = plain.weight(gate.get_parameter("weight"), None), gate._parameters["bias"]
+    if up is None:
+        return replace(first, bias=bias), last
+    if bias is not None or up._parameters["bias"] is not None:
+        return None  # one after the other they would have to be copied
+    runs = (*first.planes, up.get_parameter("weight"))
+    return replace(first, shape=(2 * first.shape[0], first.shape[1]), planes=runs), last
 
 
 def may_be_gated(module: nn.Module) -> bool:
@@ -150,7 +181,7 @@ def _orders(linears: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, st
 
 def prove_gated(
     module: nn.Module,
-    bound: Bound,
+    ops: Ops,
     multiply: Multiply,
     settings: Settings,
     name: str,
@@ -160,7 +191,7 @@ def prove_gated(
 
     Args:
         module: With its values; it is only read.
-        bound: The implementation of `ops.linear`.
+        ops: The implementations of `ops.linear` and of `ops.feed`.
         multiply: Products of linears by it, or by torch's where that is as fast.
         settings: Has the dtype and the device.
         name: The module's full name.
@@ -183,17 +214,19 @@ def prove_gated(
         own = copy.deepcopy(module)
         convert(own, settings.dtype, keep=settings.keep, prefix=name)
         own.to(settings.device)
-    worst = 0.0
-    for given in (rows, *(() if heard is None else heard[:1])):
+    bound, feed = ops.linear, None if ops.feed_forward.name == "reference" else ops.feed_forward.run
+    worst, gated = 0.0, Gated(formula, multiply, feed, type(module).forward)
+    many = () if feed is None else (rows.repeat_interleave(_MANY // _ROWS + 1, dim=-2),)
+    for given in (rows, *many, *(() if heard is None else heard[:1])):
         x = given.to(settings.device, settings.dtype)
-        expected, got = own.forward(x), formula.of(formula.linears(own), x, multiply)
+        expected, got = own.forward(x), gated.answer(formula.linears(own), x)
         error = disagreement(expected, got)
         if error is None and is_as_near(expected, got, _exactly(formula, own, x)):
             error = float((got.float() - expected.float()).abs().max())
         if error is None:
             return f"{bound.name} answers otherwise in {str(settings.dtype).removeprefix('torch.')}"
         worst = max(worst, error)
-    return Proven("gated feed-forward", Gated(formula, multiply, type(module).forward), bound, worst)
+    return Proven("gated feed-forward", gated, bound, worst)
 
 
 def _exactly(formula: _Formula, own: nn.Module, x: Tensor) -> Tensor:

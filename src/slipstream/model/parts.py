@@ -265,7 +265,7 @@ def _prove(
                 return why if isinstance(why, Proven) or _is_named_norm(module) else ""
             if not settings.mesh.is_alone:
                 return "ranks share its linears"
-            return prove_gated(module, bound, _product(bound, settings).of, settings, name, heard)
+            return prove_gated(module, ops, _product(bound, settings).of, settings, name, heard)
     except MODEL_ERRORS as error:
         log.info("%s keeps its own code: %s: %s", name, type(error).__name__, error)
         is_norm = may_be_norm(module) and _is_named_norm(module)  # others had the shapes alone

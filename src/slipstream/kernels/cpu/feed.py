@@ -15,8 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.abi import DTYPES, FeedCall, Matrix, address
+from slipstream.kernels.cpu.abi import DTYPES, FeedCall, address
 from slipstream.kernels.cpu.library import ISAS, LONG, Library, load, refuse, rest_torch
+from slipstream.kernels.cpu.linear import threads_for
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops import feed as op
 from slipstream.ops.activation import KINDS
@@ -60,24 +61,17 @@ def native_feed_forward(
     for matrix in matrices:
         if isinstance(matrix, str):
             raise ValueError(matrix)
-    return _run_call(x.contiguous(), matrices, (KINDS[name], gated, gate_last), library)
-
-
-def _run_call(
-    x: Tensor, matrices: list[Matrix | str], how: tuple[int, bool, bool], library: Library
-) -> Tensor:
-    first, last = (matrix for matrix in matrices if isinstance(matrix, Matrix))
-    out = torch.empty(x.shape[0], last.outputs, dtype=x.dtype, device="cpu")
+    x, rows = x.contiguous(), x.shape[0]
+    out = torch.empty(rows, last.shape[0], dtype=x.dtype, device="cpu")
     if not out.numel():
         return out
-    if 2 * x.shape[0] * (first.outputs * first.inputs + last.outputs * last.inputs) >= LONG:
+    if 2 * rows * (first.shape[0] * first.shape[1] + last.shape[0] * last.shape[1]) >= LONG:
         rest_torch()
-    kind, gated, gate_last = how
     call = FeedCall(
-        x=address(x), out=address(out), rows=x.shape[0], dtype=DTYPES[x.dtype], activation=kind,
-        gated=int(gated), gate_last=int(gate_last), first=first, last=last,
+        x=address(x), out=address(out), rows=rows, dtype=DTYPES[x.dtype], activation=KINDS[name],
+        gated=int(gated), gate_last=int(gate_last), first=matrices[0], last=matrices[1],
     )  # fmt: skip
-    library.run("feed", call)
+    library.run("feed", call, threads_for(x, first, last))
     return out
 
 

@@ -17,7 +17,7 @@ from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight, linear
 
-__all__ = ["KERNELS", "native_linear", "refuse_linear", "run_linear"]
+__all__ = ["KERNELS", "native_linear", "refuse_linear", "run_linear", "threads_for"]
 
 _MOST_ROWS = 1 << 20
 """Rows up to which torch's own product is slower: any number, measured with 1 to 512 rows of 576 to 5632."""
@@ -80,10 +80,18 @@ def _product(x: Tensor, matrix: Matrix, library: Library, threads: int | None) -
     return out
 
 
-def _threads(x: Tensor, weight: Weight) -> int | None:
-    """One where others would save less than it takes to call them: between torch's operations they sleep."""
+def threads_for(x: Tensor, *weights: Weight) -> int | None:
+    """One where others would save less than it takes to call them: between torch's operations they sleep.
+
+    Args:
+        x: `(T, I)`, the rows that are multiplied.
+        weights: By which matrices, each in its turn.
+    """
     rate = _RATES.get(x.dtype, _RATES[torch.float32])
-    alone = max(weight.nbytes / _MEMORY, 2 * x.shape[0] * weight.shape[0] * weight.shape[1] / rate)
+    alone = sum(
+        max(weight.nbytes / _MEMORY, 2 * x.shape[0] * weight.shape[0] * weight.shape[1] / rate)
+        for weight in weights
+    )
     return 1 if alone * (1 - 1 / threads_of_torch()) < _WAKE else None
 
 
@@ -114,7 +122,7 @@ def run_linear(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
         and not isinstance(matrix := matrix_of(weight), str)
         and (library := load(isa)) is not None
     ):
-        return _product(x.contiguous(), matrix, library, _threads(x, weight))
+        return _product(x.contiguous(), matrix, library, threads_for(x, weight))
     return linear(x, weight)
 
 
