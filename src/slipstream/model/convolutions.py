@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.model.namesake import become, namesake
+from slipstream.model.values import is_plain
 
 __all__ = ["multiply_windows", "wide_convolutions"]
 
@@ -52,7 +53,7 @@ def multiply_windows(model: nn.Module, names: tuple[str, ...]) -> None:
 def _windows_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, x: Tensor) -> Any:
         weight = self.get_parameter("weight")
-        if not _pays(x, weight):
+        if not is_plain(self, x) or not _pays(x, weight):
             return original.forward(self, x)
         batch, _, height, width = x.shape
         matrix = weight.permute(0, 2, 3, 1).flatten(1)  # a view: the channels lie last
@@ -64,15 +65,12 @@ def _windows_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product is faster, and answers what nobody can tell from the convolution."""
-    if x.dim() != 4 or x.device.type != "cpu" or x.dtype != weight.dtype or torch.is_grad_enabled():
+    """Whether a product is faster than the convolution, and as right."""
+    if x.dim() != 4 or x.device.type != "cpu" or x.dtype != weight.dtype or x.shape[1] != weight.shape[1]:
         return False
     pixels = x.shape[0] * x.shape[2] * x.shape[3]
-    return (
-        0 < pixels <= min(_MOST_PIXELS, x.shape[1] - _LEAST_CHANNELS)
-        and not torch.is_autocast_enabled("cpu")
-        and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
-    )
+    channels_last = all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    return channels_last and 0 < pixels <= min(_MOST_PIXELS, x.shape[1] - _LEAST_CHANNELS)
 
 
 def _windows(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from slipstream.formats import FORMATS
 from slipstream.model.namesake import become, namesake
+from slipstream.model.values import is_plain
 from slipstream.ops.bind import Bound
 
 __all__ = ["FeedPlan", "plan_feeds", "swap_feeds"]
@@ -194,11 +195,9 @@ def _is_plain_linear(part: nn.Module) -> bool:
 
 def _is_free(module: nn.Module, x: Any, least_rows: int) -> bool:
     """Whether nobody could tell: no gradients, and no hook within that would see slices or nothing."""
-    if not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() < 2 or module.training:
+    if module.training or not is_plain(module, x) or x.device.type != "cpu" or x.dim() < 2:
         return False
-    if x.numel() < least_rows * x.shape[-1] or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-        return False
-    return not _is_watched(module)
+    return x.numel() >= least_rows * x.shape[-1] and not _is_watched(module)
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ from slipstream.model.namesake import namesake
 from slipstream.model.norms import is_native_norm, may_be_norm, prove_norm
 from slipstream.model.packed import is_packed, weight_of
 from slipstream.model.proof import Heard, Proven, disagreement
+from slipstream.model.values import is_plain
 from slipstream.ops import Ops
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
@@ -201,24 +202,11 @@ def _swapped_class(original: type[nn.Module], takes: int) -> type[nn.Module]:
     """A subclass of a module's class whose forward runs the op; it bears the original's name."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.training or kwargs or len(args) != takes or not all(_is_plain(self, x) for x in args):
+        if self.training or kwargs or len(args) != takes or not all(is_plain(self, x) for x in args):
             return original.forward(self, *args, **kwargs)
         return self.__dict__[_STATE](self, *args)
 
     return namesake(original, {"forward": forward})
-
-
-def _is_plain(module: nn.Module, x: Any) -> bool:
-    """Whether an argument stands for its values alone: no gradients, other dtypes, traces or transforms."""
-    if (
-        not isinstance(x, Tensor)
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
-        return False
-    return not torch.is_autocast_enabled(x.device.type) and torch._C._functorch.maybe_current_level() is None
 
 
 def _candidates(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
