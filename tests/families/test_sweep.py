@@ -34,6 +34,8 @@ APART = frozenset(
         "recurrent_gemma",
         "swin",
         "swinv2",
+        "mlcd_vision_model",
+        "tipsv2_vision_model",
     }
 )
 """Layers that do not run together without a cache: they are handed biases or masks that weigh keys, scale
@@ -59,9 +61,9 @@ def test_family_answers_like_the_original(
     assert max(errors.values()) <= TOLERANCE, errors
     assert row.greedy in ("identical", "-")
     if refuse("avx2") is None and not _is_pair(variant[1]):
-        # Gemma hands causal masks to layers that are not causal: they are no padding.
+        # Gemma and AIMv2 hand causal masks to layers that are not causal: they are no padding.
         apart = variant[0].name in APART or label(variant).startswith(
-            ("falcon rw", "gemma bidirectional", "gemma2 bidirectional")
+            ("falcon rw", "gemma bidirectional", "gemma2 bidirectional", "aimv2 text")
         )
         between = variant[0].name == "yolos"  # adds positions to the states between its layers
         if row.calls != "refused":

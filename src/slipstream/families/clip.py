@@ -59,6 +59,7 @@ FAMILIES = (
     _family("chinese_clip", ("ChineseCLIPVisionLayer",), _seeing("ChineseCLIP")),
     _family("git", ("GitVisionEncoderLayer",), _seeing("Git")),
     _family("siglip", ("SiglipEncoderLayer",), _seeing("Siglip"), _reading("Siglip")),
+    _family("tipsv2_text_model", ("Tipsv2TextEncoderLayer",), _reading("Tipsv2")),
     _family("siglip2", ("Siglip2EncoderLayer",), _seeing("Siglip2", **_PATCHES), _reading("Siglip2")),
     _family(
         "idefics3_vision",

@@ -1,4 +1,4 @@
-"""DINOv2 and DINOv3: ViT's layer with a scale per channel on each branch; DINOv3 turns the patches' heads."""
+"""DINOv2, DINOv3, TIPSv2: ViT's layer with a scale per channel on each branch; DINOv3 turns heads."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def _family(name: str, prefix: str, **options: Any) -> Family:
 FAMILIES = (
     _family("dinov2", "Dinov2"),
     _family("dinov2_with_registers", "Dinov2WithRegisters"),
+    _family("tipsv2_vision_model", "Tipsv2Vision"),
     Family(
         name="dinov3_vit",
         layers=("DINOv3ViTLayer",),
