@@ -107,7 +107,13 @@ class Own(Slot):
     def write(self, values: Mapping[str, Tensor]) -> None:
         """See `Slot.write`."""
         value = values[self.names[0]]
-        if value.data_ptr() != self.tensor.data_ptr() or value.stride() != self.tensor.stride():
+        if value.data_ptr() == self.tensor.data_ptr() and value.stride() == self.tensor.stride():
+            return
+        if self.tensor.dim() > 1 and not self.tensor.is_contiguous() and self.tensor.mT.is_contiguous():
+            # By rows: torch turns a matrix block by block where what it writes is contiguous, in a third
+            # of the time.
+            self.tensor.mT.copy_(value.mT)
+        else:
             self.tensor.copy_(value)
 
 

@@ -54,9 +54,11 @@ def is_finite(tensor: Tensor) -> bool | None:
 
 
 def _is_one_run(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory in their order, on the CPU."""
+    """Whether a tensor's elements fill its memory, in their order or by columns, on the CPU."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    if not plain or tensor.is_neg() or tensor.is_conj():
+        return False
+    return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
 
 
 PASSES = Passes(copied, is_finite)
