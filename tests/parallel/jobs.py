@@ -305,8 +305,8 @@ def by_policy(size: int, names: tuple[str, ...]) -> dict[str, Any]:
     return sweep(index, size, {"injection_policy": policy}) | held(index, size, {"injection_policy": policy})
 
 
-def few_heads(size: int, heads: int) -> dict[str, Any]:
-    """A model with so many heads that ranks do not all get one."""
+def few_heads(size: int, heads: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """A model with so few heads that ranks do not all get one."""
     import transformers
 
     torch.manual_seed(0)
@@ -315,9 +315,8 @@ def few_heads(size: int, heads: int) -> dict[str, Any]:
         num_key_value_heads=1,
     )  # fmt: skip
     original = transformers.LlamaForCausalLM(config).eval()
-    engine = split(
-        copy.deepcopy(original), size, tensor_parallel={"tp_group": group(size), "tp_grain_size": 8}
-    )
+    ranks = {"tp_group": group(size), "tp_grain_size": 8}
+    engine = split(copy.deepcopy(original), size, tensor_parallel=ranks, **settings)
     ids, left, _ = batch(96)
     with torch.no_grad():
         error = (

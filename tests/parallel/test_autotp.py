@@ -143,7 +143,7 @@ def test_a_policy_that_names_what_ends_no_branch_is_refused(pool: Pool) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_more_ranks_than_heads_join_rows_and_cut_units_at_the_grain(pool: Pool, heads: int) -> None:
-    rows = results(pool.run(f"{JOBS}:few_heads", 3, heads, ranks=3))
+    rows = results(pool.run(f"{JOBS}:few_heads", 3, heads, OWN_CODE, ranks=3))
     assert max(row["error"] for row in rows) <= TOLERANCE
     assert list(rows[0]["rows"]) == ["rows, joined", "rows by units", "inputs by units, added up"]
     assert [row["down"] for row in rows] == [64, 64, 64]

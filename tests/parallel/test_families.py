@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.families.sweep import VARIANTS, label
-from tests.parallel.pool import Pool, results
+from tests.parallel.pool import Failed, Pool, results
 
 TOLERANCE = 1e-4
 """The promise for logits in float32."""
@@ -69,9 +69,22 @@ def test_more_ranks_than_kv_heads_or_than_heads_divide_answer_as_one(
     hold(results(pool.run("tests.parallel.jobs:sweep", named(name), size, INJECTED, ranks=size)))
 
 
+def test_a_tower_of_fewer_heads_than_ranks_runs_its_own_code_beside_blocks(pool: Pool) -> None:
+    """T5Gemma 2's pictures have two heads, its words four."""
+    rows = results(pool.run("tests.parallel.jobs:sweep", named("t5gemma2"), 3, INJECTED, ranks=3))
+    hold(rows, "module")
+
+
+def test_more_ranks_than_all_layers_have_heads_are_refused(pool: Pool) -> None:
+    for answer in pool.run("tests.parallel.jobs:few_heads", 3, 2, INJECTED, ranks=3):
+        assert isinstance(answer, Failed) and answer.kind == "ConfigError"
+        assert "tp_size=3 is more than the 2 attention heads" in answer.message
+
+
 PACKED = [
     *((name, "int8") for name in ("llama", "gpt2", "bloom", "gemma2", "qwen2_moe", "bert", "cohere2_moe")),
     ("t5gemma", "int8"),  # whose head is tied to the decoder's own table
+    ("swinv2", "int8"),  # a small network beside the roles, which no block packs
     *((name, "fp8") for name in ("llama", "gpt2", "qwen2_moe")),
     *((name, "fp6") for name in ("llama", "gpt2", "mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe")),
     *((name, "int4") for name in ("bloom six heads, residual after the norm", "t5", "mixtral", "gpt_oss")),
@@ -81,7 +94,8 @@ PACKED = [
 @pytest.mark.parametrize(("name", "quant"), [case for case in PACKED if case[0] in map(label, VARIANTS)])
 def test_packed_weights_are_those_of_one_process(pool: Pool, name: str, quant: str) -> None:
     settings = {**INJECTED, "quant": quant}
-    hold(results(pool.run("tests.parallel.jobs:sweep", named(name), 2, settings, ranks=2)))
+    rows = results(pool.run("tests.parallel.jobs:sweep", named(name), 2, settings, ranks=2))
+    hold(rows, "module" if name in KEEP_THEIR_CODE else "block")
 
 
 @pytest.mark.parametrize("quant", ["int4", "fp6"])

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import InjectionError, UnsupportedError, WeightError
+from slipstream.errors import ConfigError, InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.as_packed import round_inputs, unpack_into
 from slipstream.model.block import Block
@@ -28,16 +28,15 @@ from slipstream.model.check import (
     run_part,
 )
 from slipstream.model.convert import applies, convert
+from slipstream.model.declines import declines, in_several, unsplit
 from slipstream.model.filling import Filling
 from slipstream.model.inject import Injected, inject_layer
-from slipstream.model.intact import is_hooked
 from slipstream.model.layers import Found
 from slipstream.model.offload import offload_block
 from slipstream.model.probe import runs_of
 from slipstream.model.returns import returns_of
 from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
-from slipstream.ops.activation import ACTIVATIONS, LEARNED
 from slipstream.parallel import ALONE, Mesh, Turns, loads_of, share_of
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
@@ -125,18 +124,20 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
     Raises:
         InjectionError: A kind of layer does not agree with its block.
         WeightError: A layer's tensors are not what its family says.
+        ConfigError: There are more ranks than heads, or units, in all of the layers.
     """
     verdicts: dict[str, Verdict] = {}
     kinds: dict[tuple[Any, ...], list[Found]] = {}
-    shared = _in_several(layers)
+    shared, narrow = in_several(layers), list[ConfigError]()
     for found in layers:
-        reason = (
-            found.reason or _declines(found, shared) or _misfits(found, settings) or _unsplit(found, settings)
-        )
+        reason = found.reason or declines(found, shared) or _misfits(found, settings)
+        reason = reason or unsplit(found, settings.mesh, settings.format.group, narrow)
         if reason:
             verdicts[found.name] = Verdict(None, reason=reason)
         else:
             kinds.setdefault(_kind(found), []).append(found)
+    if narrow and not kinds:
+        raise narrow[0]
     for root in sorted({members[0].root for members in kinds.values()}):
         of_root = [members for members in kinds.values() if members[0].root == root]
         filled = nullcontext() if settings.filling is None else settings.filling.lending(layers)
@@ -184,31 +185,6 @@ def _record_alone(found: Found) -> list[RecordedCall]:
     return call_alone(found, found.spec.hidden) if found.wanted and found.spec is not None else []
 
 
-def _in_several(layers: Sequence[Found]) -> set[nn.Module]:
-    """Modules with parameters of their own that stand in several layers."""
-    seen: set[nn.Module] = set()
-    several: set[nn.Module] = set()
-    for found in layers:
-        own = {module for module in found.layer.modules() if module._parameters}
-        several |= seen & own
-        seen |= own
-    return several
-
-
-def _declines(found: Found, shared: set[nn.Module]) -> str:
-    if found.spec is None:
-        raise AssertionError("a layer without a spec has a reason")
-    if found.spec.activation not in ACTIVATIONS and found.spec.activation not in ("swiglu_oai", *LEARNED):
-        return f"no op for the activation {found.spec.activation!r}"
-    if any(not p.is_floating_point() for p in found.layer.parameters()):
-        return "its weights are already quantized"
-    if any(is_hooked(module) for module in list(found.layer.modules())[1:]):
-        return "someone listens to its parts by hooks, which a fused block would pass over"
-    if shared and not shared.isdisjoint(found.layer.modules()):
-        return "it shares a part with another layer, and a block takes over all of its layer's tensors"
-    return ""
-
-
 def _misfits(found: Found, settings: Settings) -> str:
     family, spec = _known(found)
     try:
@@ -220,15 +196,6 @@ def _misfits(found: Found, settings: Settings) -> str:
             f"{found.name} ({type(found.layer).__name__}, family {family.name}): {error}; "
             'injection_check="fallback" keeps such layers as they are'
         ) from error
-    return ""
-
-
-def _unsplit(found: Found, settings: Settings) -> str:
-    """Why ranks cannot share a layer's block; its own code they may."""
-    try:
-        share_of(_known(found)[1], settings.mesh, settings.format.group)
-    except UnsupportedError as error:
-        return str(error)
     return ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -87,6 +88,7 @@ def _parts(found: Found, fused: bool) -> tuple[str, ...]:
 def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[PackPlan]:
     """What is packed in a layer, or in one part of it."""
     roles = _roles(found)
+    beside = () if found.family is None or found.spec is None else found.family.ignored
     for path, module in found.layer.named_modules():
         if not path or not f"{path}.".startswith(f"{part}." if part else "") or "forward" in vars(module):
             continue
@@ -94,6 +96,8 @@ def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[P
             continue
         full, leaf = f"{path}.weight", path.rpartition(".")[2]
         weight = module._parameters.get("weight")
+        if any(fnmatchcase(full, pattern) for pattern in beside):
+            continue  # a block leaves it as it is
         if weight is None or not weight.is_floating_point() or weight.numel() == 0:
             continue
         if full in roles:
