@@ -85,7 +85,7 @@ def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
     convolutions = tuple(name for name, module in model.named_modules() if type(module) is nn.Conv2d)
     ops, on_cpu = settings.bind(None), settings.device.type == "cpu"
     wide = wide_convolutions(model) if on_cpu else ()
-    feeds = plan_feeds(model, ops.feed_forward) if on_cpu else None
+    feeds = plan_feeds(model, ops.feed_forward, alone=settings.mesh.is_alone) if on_cpu else None
     images, op = image_transformers(model), ops.attention
     if not names or op.name == "reference":
         return AttendPlan((), op, convolutions, wide, feeds, images)

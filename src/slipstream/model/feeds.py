@@ -81,10 +81,17 @@ class FeedPlan:
         return notes
 
 
-def plan_feeds(model: nn.Module, op: Bound) -> FeedPlan:
-    """Find diffusers' feed-forwards whose every part treats each token by itself; the model is only read."""
+def plan_feeds(model: nn.Module, op: Bound, *, alone: bool = True) -> FeedPlan:
+    """Find diffusers' feed-forwards whose every part treats each token by itself; the model is only read.
+
+    Args:
+        model: Has its values.
+        op: The bound `ops.feed`.
+        alone: No ranks share its linears, which meet within one.
+    """
     names = [name for name, module in model.named_modules() if _is_by_token(module)]
-    whole = [n for n in names if op.name != "reference" and _answers_alike(model.get_submodule(n), op.run)]
+    may = alone and op.name != "reference"
+    whole = [name for name in names if may and _answers_alike(model.get_submodule(name), op.run)]
     return FeedPlan(op, tuple(whole), tuple(name for name in names if name not in whole))
 
 
