@@ -81,7 +81,7 @@ def sweep(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 def packs(settings: dict[str, Any]) -> bool:
     """Whether settings round the weights."""
-    return bool(settings.get("quant")) or settings.get("dtype") == torch.int8
+    return bool(settings.get("quant")) or settings.get("dtype") in (torch.int8, "int8")
 
 
 def off_float64(index: int, size: int, settings: dict[str, Any]) -> tuple[float, float]:

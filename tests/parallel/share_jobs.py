@@ -87,7 +87,7 @@ def share(
 
     None of packed weights.
     """
-    if settings.get("quant") or settings.get("dtype") == torch.int8:
+    if settings.get("quant") or settings.get("dtype") in (torch.int8, "int8"):
         return None
     row = counted(engine, model, size, settings)
     everywhere = row["everywhere"]
