@@ -87,6 +87,91 @@ inline void start_sixes(const uint8_t* digits, int64_t stride, int count, const 
     }
 }
 
+// Inputs of a packed matrix that rows in lanes meet at a time: the two highest digits of as many, times codes
+// of int8, together fit in int32.
+constexpr int64_t kBytesDeep = 512;
+
+// Of them those whose sums are multiplied by one scale, or by none.
+inline int64_t lane_span(const Matrix& m) {
+    return m.format == kInt8 ? kBytesDeep : m.group;
+}
+
+// What one group of rows in lanes takes, in items of each. A row has one lane of sixteen, or where no more
+// than eight are left two, which have fours of inputs in turns.
+//
+// digits   [fours of inputs][row in group][input]
+//          zeros beyond the rows and the inputs; those of all groups together
+// starts   [span][digit][lane]
+//          what sums begin with, so that what was added to the codes does not count
+// sums     [span][lane]
+//          of the rows, in their units
+struct ByteRoom {
+    ByteRoom(const Matrix& m, int count)
+        : digits(ceil_div(m.inputs, 64) * 64 * kLaneGroup),
+          starts(ceil_div(m.inputs, lane_span(m)) * count * kLaneGroup),
+          sums(ceil_div(m.inputs, lane_span(m)) * kLaneGroup) {}
+    int64_t digits, starts, sums;
+};
+
+// 64 bytes of each of sixteen rows, or of eight, as lanes of one four or two.
+inline void turn_bytes(const uint8_t* square, int lanes, uint8_t* to) {
+    if (lanes == 1)
+        return transpose(reinterpret_cast<const float*>(square), kLaneGroup, reinterpret_cast<float*>(to),
+                         kLaneGroup);
+    for (int64_t i = 0; i < 64; i += 8)
+        for (int64_t r = 0; r < kLaneGroup / 2; ++r, to += 8)
+            std::memcpy(to, square + r * 64 + i, 8);
+}
+
+// A group of rows with so many lanes each; the digits of each place are `apart` from those of the next.
+inline void fill_digits(const float* x, int64_t stride, int64_t rows, int lanes, int64_t n, int count,
+                        uint8_t* digits, int64_t apart, float* units) {
+    alignas(64) uint8_t squares[3][kLaneGroup * 64];
+    std::memset(squares, 0, sizeof(squares));
+    const float below = count == 2 ? 256.0f : 65536.0f;
+    float times[kLaneGroup];
+    for (int64_t r = 0; r < kLaneGroup / lanes; ++r) {
+        const Grid grid = grid_of(x + least(r, rows - 1) * stride, n, false); // of the highest digit
+        times[r] = grid.times * below;
+        for (int64_t i = 0; i < lanes; ++i)
+            units[r * lanes + i] = grid.scale / below;
+    }
+    for (int64_t i = 0; i < n; i += 64, digits += 64 * (kLaneGroup / lanes)) {
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t j = 0; j < 64; j += Vec::kWidth) {
+                const Vec part = Vec::load(x + r * stride + i + j, most(0, least(n - i - j, Vec::kWidth)));
+                store_digits(part * Vec::set(times[r]), count, squares[0] + r * 64 + j, sizeof(squares[0]));
+            }
+        for (int d = 0; d < count; ++d)
+            turn_bytes(squares[d], lanes, digits + d * apart);
+    }
+}
+
+// What sums over them begin with, where `added` was added to the codes, and where `sums` is not null their
+// sums.
+inline void start_lanes(const uint8_t* digits, int64_t apart, int lanes, int count, const Matrix& m,
+                        int added, int32_t* starts, float* sums) {
+    const int64_t span = lane_span(m);
+    for (int64_t k = 0; k < m.inputs; k += span) {
+        CodeSums all[3];
+        for (int d = 0; d < count; ++d, starts += kLaneGroup) {
+            all[d] = CodeSums::of(Vec::set(0));
+            for (int64_t i = k; i < least(k + span, m.inputs); i += 4 * lanes)
+                all[d] =
+                    dot(all[d], Codes::set(1), Codes::load(digits + d * apart + i * (kLaneGroup / lanes)));
+            const CodeSums::Lanes less = all[d].v * -added;
+            std::memcpy(starts, &less, sizeof(less));
+        }
+        if (!sums)
+            continue;
+        Vec whole = as_floats(raise(all[0]) + all[1]);
+        if (count == 3)
+            whole = fma(whole, Vec::set(256), as_floats(all[2]));
+        whole.store(sums);
+        sums += kLaneGroup;
+    }
+}
+
 // The sums of the row, in its units, over each group of int4; zeros behind them.
 inline void sum_digits(const uint8_t* digits, int64_t stride, int count, int64_t group, float* sums,
                        int64_t room) {

@@ -70,8 +70,9 @@ template <class F, int R, int C, int N>
 }
 
 template <class F, int R, int C, int N>
-inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
-                      const Matrix& m, float* out, int64_t os) {
+[[gnu::always_inline]] inline void few_block(const Operand& x, int64_t r, const F& codes,
+                                             const PackedRow (&rows)[C], const Matrix& m, float* out,
+                                             int64_t os) {
     Vec sums[R][C];
     for (int i = 0; i < R; ++i)
         for (int c = 0; c < C; ++c)
@@ -85,11 +86,10 @@ inline void few_block(const Operand& x, int64_t r, const F& codes, const PackedR
 // 0.70 of the time of all inputs at once, fp6 0.69; of 2048 inputs it would be 1.1. Four rows lose by it.
 constexpr int64_t kPassColumns = 8, kPassInputs = 1024, kFewestPassInputs = 2049;
 
-// The same for eight rows and `columns` <= kPassColumns.
-template <class F, int N>
+// The same for more than four rows and `columns` <= kPassColumns.
+template <class F, int R, int N>
 [[gnu::noinline]] void few_passes(const Operand& x, int64_t r, const F& codes, const Matrix& m,
                                   const PackedRows& all, int64_t o, int64_t columns, float* out, int64_t os) {
-    constexpr int R = 8;
     alignas(64) float kept[kPassColumns / 2][R][2][Vec::kWidth];
     for (int64_t from = 0; from < m.inputs; from += kPassInputs) {
         const int64_t to = least(from + kPassInputs, m.inputs);
@@ -203,8 +203,9 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
 
 // out[i * os + c] = x row r + i . matrix row o + c for R rows and `columns` <= C rows of the matrix.
 template <class F, int R, int C, int N>
-inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matrix& m, const PackedRows& all,
-                        int64_t o, int64_t columns, float* out, int64_t os) {
+[[gnu::always_inline]] inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matrix& m,
+                                               const PackedRows& all, int64_t o, int64_t columns, float* out,
+                                               int64_t os) {
     const auto at = [&](int64_t c) { return all.row(o + least(c, columns - 1)); };
     float part[R * C];
     float* to = columns == C ? out : part;
@@ -234,19 +235,42 @@ inline void few_group(const Operand& x, int64_t r, const F& codes, const Matrix&
     if constexpr (kSixes || (kFours && R >= kFewestTurned)) {
         turned_columns<R, N>(x, r, codes, all, o, columns, out, os);
     } else {
-        if constexpr (R == 8)
+        if constexpr (R > 4)
             if (m.inputs >= kFewestPassInputs)
-                return few_passes<F, N>(x, r, codes, m, all, o, columns, out, os);
-        constexpr int C = R == 8 ? 2 : 4; // what registers hold
+                return few_passes<F, R, N>(x, r, codes, m, all, o, columns, out, os);
+        constexpr int C = R > 4 ? 2 : 4; // what registers hold
         for (int64_t c = 0; c < columns; c += C)
             few_columns<F, R, C, N>(x, r, codes, m, all, o + c, least(C, columns - c), out + c, os);
     }
 }
 
+// Calls `f` with `rows` as a constant; those that go in lanes of bytes are not among them.
+template <class F, class G>
+inline void with_rows(int64_t rows, G f) {
+    constexpr bool kBytes = std::is_same<F, Int8Codes>::value || std::is_same<F, Grouped>::value;
+    constexpr int kMost = kBytes ? kFewestNarrow - 1 : 8;
+    if (rows == 1)
+        f(std::integral_constant<int, 1>());
+    else if (rows == 2)
+        f(std::integral_constant<int, 2>());
+    else if (rows == 3)
+        f(std::integral_constant<int, 3>());
+    else if (rows == 4)
+        f(std::integral_constant<int, 4>());
+    else if (rows == 5)
+        f(std::integral_constant<int, 5>());
+    else if (rows == 6)
+        f(std::integral_constant<int, 6>());
+    else if (kMost > 6 && rows == 7)
+        f(std::integral_constant<int, least(7, kMost)>());
+    else if (kMost > 6)
+        f(std::integral_constant<int, kMost>());
+}
+
 template <class F, int N>
 inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t begin, int64_t end,
                      float* out, int64_t os) {
-    const int64_t rows = x.rows.count;
+    const int64_t rows = x.rows.count - x.in_lanes;
     const PackedRows all(m);
     static_assert(kTurnedColumns == kPassColumns, "both are taken at a time");
     for (int64_t o = begin; o < end; o += kPassColumns, out += kPassColumns) {
@@ -254,14 +278,10 @@ inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t 
         for (RowBlock b = RowBlock::at(0, rows); b.first < rows; b = RowBlock::at(b.first + b.rows, rows)) {
             const int64_t r = b.first;
             float* to = out + r * os;
-            if (b.rows == 8)
-                few_group<F, 8, N>(x, r, codes, m, all, o, columns, to, os);
-            else if (b.rows == 4)
-                few_group<F, 4, N>(x, r, codes, m, all, o, columns, to, os);
-            else if (b.rows == 2)
-                few_group<F, 2, N>(x, r, codes, m, all, o, columns, to, os);
-            else
-                few_group<F, 1, N>(x, r, codes, m, all, o, columns, to, os);
+            const auto run = [&](auto count) {
+                few_group<F, decltype(count)::value, N>(x, r, codes, m, all, o, columns, to, os);
+            };
+            with_rows<F>(b.rows, run);
         }
     }
 }

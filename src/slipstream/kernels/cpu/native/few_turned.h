@@ -1,4 +1,4 @@
-// Four or eight rows times int4, and any few times fp6, in an order in which each lane has inputs of one
+// Four rows or more times int4, and any few times fp6, in an order in which each lane has inputs of one
 // group alone: sums are multiplied by scales once for 512 inputs (256 of fp6), where `few_grouped` does so
 // for 128.
 //
@@ -60,8 +60,9 @@ template <int R>
 template <int R, int N, int J, class F, int W>
 [[gnu::always_inline]] inline void turned_dots(const F& codes, const Codes (&raw)[W], const Bf16* x,
                                                int64_t apart, Vec scales, Vec (&sums)[R]) {
-    constexpr int64_t kRegisters = kOperandStep / 32;               // of a row, before those of the next
-    constexpr int kChains = static_cast<int>(least(W * J, 16 / R)); // none waits for the sum before it
+    constexpr int64_t kRegisters = kOperandStep / 32; // of a row, before those of the next
+    // So many that none waits for the sum before it, and a power of two.
+    constexpr int kChains = static_cast<int>(least(W * J, R > 4 ? 2 : (R > 2 ? 4 : (R > 1 ? 8 : 16))));
     Vec parts[kChains][R];
     for (auto& chain : parts)
         for (auto& part : chain)
@@ -158,7 +159,7 @@ constexpr int64_t kTurnedColumns = 8;
 // codes take more operations, 8 rows of 5632 take 0.8 and of 2048 1.05.
 template <int R, class G>
 inline int64_t turned_deep(const G& g) {
-    constexpr int64_t kFits = G::kFits / R, kDeep = 8192 / R;
+    constexpr int64_t kFits = G::kFits / R, kDeep = 8192 / R / Nibbled::kTurned * Nibbled::kTurned;
     return g.padded() <= kFits ? g.padded() : kDeep;
 }
 
@@ -182,16 +183,17 @@ template <int R, int N, class G>
                 sums[i].store(kept[c][i]);
         }
     }
-    for (int64_t c = 0; c < columns; c += 2) {
-        Vec sums[R][2];
+    constexpr int C = R > 4 ? 2 : 4;
+    for (int64_t c = 0; c < columns; c += C) {
+        Vec sums[R][C];
         for (int i = 0; i < R; ++i)
-            for (int j = 0; j < 2; ++j)
+            for (int j = 0; j < C; ++j)
                 sums[i][j] = Vec::load(kept[least(c + j, columns - 1)][i]);
-        float two[R * 2];
-        const bool both = c + 1 < columns;
-        store_sums(sums, both ? out + c : two, both ? os : 2);
-        for (int i = 0; !both && i < R; ++i)
-            out[c + i * os] = two[2 * i];
+        float some[R * C];
+        const bool whole = c + C <= columns;
+        store_sums(sums, whole ? out + c : some, whole ? os : C);
+        for (int i = 0; !whole && i < R; ++i)
+            std::memcpy(out + c + i * os, some + C * i, static_cast<size_t>(columns - c) * sizeof(float));
     }
 }
 

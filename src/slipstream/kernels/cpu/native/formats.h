@@ -20,6 +20,11 @@ inline const float* row_factors(const Matrix& m) {
     return static_cast<const float*>(m.planes[kFactors]);
 }
 
+// Whether codes are whole numbers of something, which products of bytes take.
+inline bool in_bytes(const Matrix& m) {
+    return m.format != kFp8 && m.format != kFp6E3m2;
+}
+
 // A row of the planes.
 struct PackedRow {
     const uint8_t *codes, *crumbs; // a code's lower bits (or all), and the upper two of fp6

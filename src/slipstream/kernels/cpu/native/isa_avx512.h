@@ -52,7 +52,10 @@ struct Vec {
     static Vec load(const T* p, int64_t n) {
         return widen(_mm256_maskz_loadu_epi16(first(n), p), p);
     }
-    static Vec load(const int8_t* p) { return load(p, kWidth); }
+    static Vec load(const int8_t* p) {
+        return {
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+    }
     static Vec load(const int8_t* p, int64_t n) {
         return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)))};
     }
@@ -102,6 +105,15 @@ template <int R, int C>
         _mm512_store_ps(sums, sixteen_sums(v));
 #pragma GCC unroll 16
         for (int r = 0; r < 8; ++r)
+            std::memcpy(out + r * os, sums + 2 * r, 2 * sizeof(float));
+    } else if constexpr (R > 4 && C == 2) {
+        Vec all[8][2]; // some of them twice
+        for (int r = 0; r < 8; ++r)
+            for (int c = 0; c < 2; ++c)
+                all[r][c] = v[r % R][c];
+        alignas(64) float sums[16];
+        _mm512_store_ps(sums, sixteen_sums(all));
+        for (int r = 0; r < R; ++r)
             std::memcpy(out + r * os, sums + 2 * r, 2 * sizeof(float));
     } else if constexpr (R == 4 && C == 4) {
         const __m512 sums = sixteen_sums(v);
@@ -262,76 +274,6 @@ inline Vec dot(Vec sum, Bf16Lanes a, Bf16Lanes b) {
 // The same of lanes whose 32 bits hold a pair.
 inline Vec dot_pairs(Vec sum, Vec a, Vec b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
-}
-// Sums of products of 64 bytes in fours, those of the left side unsigned, in int32: the bits of a Vec.
-struct Codes {
-    __m512i v;
-    static Codes set(uint8_t x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
-    static Codes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-    static Codes load(const uint8_t* p, int64_t n) {
-        return {_mm512_maskz_loadu_epi8(n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}, p)};
-    }
-    // The four at `p` in all lanes.
-    static Codes spread(const uint8_t* p) {
-        int32_t four;
-        std::memcpy(&four, p, sizeof(four));
-        return {_mm512_set1_epi32(four)};
-    }
-};
-inline Vec dot(Vec sum, Codes x, Codes w) {
-    return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), x.v, w.v))};
-}
-// Such sums of int32, of the type that the instruction has: gcc 12 copies others to the stack in every step.
-struct CodeSums {
-    typedef int32_t Lanes __attribute__((vector_size(64)));
-    Lanes v;
-    static CodeSums of(Vec x) { return {(Lanes)x.v}; }
-    Vec bits() const { return {(__m512)v}; }
-};
-inline CodeSums dot(CodeSums sum, Codes x, Codes w) {
-    return {(CodeSums::Lanes)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
-}
-// What such sums of the next lower digits are added to: 256 * sum.
-inline CodeSums raise(CodeSums sum) {
-    return {(CodeSums::Lanes)_mm512_slli_epi32((__m512i)sum.v, 8)};
-}
-inline CodeSums operator+(CodeSums a, CodeSums b) {
-    return {a.v + b.v};
-}
-inline Vec as_floats(CodeSums sum) {
-    return {_mm512_cvtepi32_ps((__m512i)sum.v)};
-}
-// Bytes between -128 and 127 as those between 0 and 255.
-inline Codes less_least(Codes x) {
-    return {_mm512_xor_si512(x.v, _mm512_set1_epi8(-128))};
-}
-// The sums of each four lanes.
-inline void store_fours(CodeSums sum, float* out) {
-    __m512 s = as_floats(sum).v;
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
-    const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
-    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
-}
-// Whole numbers as digits of eight bits with a sign, the highest first, `apart` from each other: the sum of
-// digit i * 256^(count - 1 - i).
-inline void store_digits(Vec whole, int count, uint8_t* p, int64_t apart) {
-    __m512i left = _mm512_cvtps_epi32(whole.v);
-    for (int i = count - 1; i >= 0; --i) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + i * apart), _mm512_cvtepi32_epi8(left));
-        left = _mm512_srai_epi32(_mm512_add_epi32(left, _mm512_set1_epi32(128)), 8);
-    }
-}
-// sum - a * b of integers, in float32.
-inline Vec less_product(Vec sum, Vec a, Vec b) {
-    const __m512i product = _mm512_mullo_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));
-    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(sum.v), product))};
-}
-inline Vec integers(int32_t x) {
-    return {_mm512_castsi512_ps(_mm512_set1_epi32(x))};
-}
-inline int32_t sum_of_integers(Vec x) {
-    return _mm512_reduce_add_epi32(_mm512_castps_si512(x.v));
 }
 // Pairs (p[0], p[1]), (p[2], p[3]), ... of n <= 32 elements, and zeros after them.
 inline Vec pairs_along(const Bf16* p, int64_t n) {

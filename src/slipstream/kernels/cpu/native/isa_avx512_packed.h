@@ -283,50 +283,6 @@ struct Int4Codes {
     __m512i table;
 };
 
-// 64 codes of eight bits less the least, which makes them unsigned; `kLeast` is what was added.
-struct Int8Bytes {
-    static constexpr int kAdded = 128;
-    static constexpr float kUnit = 1;
-    static void ask(const PackedRow& row, int64_t k) { __builtin_prefetch(row.codes + k + kAhead); }
-    static Codes load(const PackedRow& row, int64_t k) { return less_least(Codes::load(row.codes + k)); }
-    static Codes load(const PackedRow& row, int64_t k, int64_t n) {
-        return less_least(Codes::load(row.codes + k, n));
-    }
-};
-
-// The same of fp6 with three bits of mantissa, whose values are whole numbers of eighths, up to 60 of them.
-struct ByteEighths {
-    alignas(64) uint8_t values[64] = {};
-};
-constexpr ByteEighths fp6_eighths() {
-    ByteEighths t;
-    for (int c = 0; c < 64; ++c) {
-        const int m = c & 7, e = c >> 3 & 3, size = e ? (8 + m) << (e - 1) : m;
-        t.values[c] = static_cast<uint8_t>(64 + (c & 32 ? -size : size));
-    }
-    return t;
-}
-constexpr ByteEighths kFp6Eighths = fp6_eighths();
-
-struct Fp6Bytes {
-    static constexpr int kAdded = 64;
-    static constexpr float kUnit = 0.125f;
-    static Codes of(Codes codes) {
-        return {_mm512_permutexvar_epi8(codes.v, _mm512_load_si512(kFp6Eighths.values))};
-    }
-};
-
-// 128 codes of int4: those of each 32 inputs lie in 16 bytes, the first sixteen in the lower halves.
-struct Nibbles {
-    Codes low, high;
-    explicit Nibbles(Codes both) {
-        __asm__("" : "+v"(both.v)); // or it is loaded twice
-        const __m512i mask = _mm512_set1_epi8(15);
-        low.v = _mm512_and_si512(both.v, mask);
-        high.v = _mm512_and_si512(_mm512_srli_epi16(both.v, 4), mask);
-    }
-};
-
 // The numbers of the groups in 128 inputs, in the lanes of theirs: lane j of a sum over Nibbles belongs to
 // the 32 inputs number j / 4.
 struct GroupNumbers {

@@ -10,14 +10,22 @@
 namespace slipstream {
 namespace {
 
+constexpr int64_t kLaneGroup = 16, kLaneGroups = 3, kLaneLine = 2 * kLaneGroup;
+
 #ifdef SLIPSTREAM_BF16_DOT
 
 constexpr int64_t kFewestInLanes = 12; // fewer leave too many lanes empty
-constexpr int64_t kLaneGroup = 16, kLaneGroups = 3, kLaneLine = 2 * kLaneGroup;
 constexpr int kLaneRows = 8; // of the matrix at once; more at a power of two apart share a place in the cache
 
+// How many of some rows go in lanes: the first ones, and all where those behind whole groups are not few.
+inline int64_t rows_in_lanes(int64_t rows, int64_t fewest) {
+    const int64_t rest = rows % kLaneGroup;
+    return rest >= fewest ? rows : rows - rest;
+}
+
+// Whether a dense matrix can be read where it lies.
 inline bool fits_lanes(const Matrix& m, int64_t rows) {
-    return m.format == kPlain && m.inputs % 2 == 0 && !m.runs[0].transposed && rows >= kFewestInLanes &&
+    return m.format == kPlain && m.inputs % 2 == 0 && !m.runs[0].transposed &&
            rows <= kLaneGroup * kLaneGroups;
 }
 
@@ -88,6 +96,25 @@ template <int S>
                 .store(out + (r * S + s) * kLaneGroup);
 }
 
+// out[r * os + j] = row r of `columns` <= 16 columns of results, block[j][s] those of group s of the rows;
+// each row is the sum of W lanes.
+template <int S, int W = 1>
+inline void turn_lanes(const float* block, int64_t rows, int64_t columns, float* out, int64_t os) {
+    constexpr int64_t kRows = kLaneGroup / W;
+    for (int s = 0; s < S; ++s) {
+        Vec v[kLaneGroup];
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < kLaneGroup; ++j)
+            v[j] = Vec::load(block + (j * S + s) * kLaneGroup);
+        transpose(v);
+        float* to = out + s * kRows * os;
+        for (int64_t r = 0; r < least(kRows, rows - s * kRows); ++r) {
+            const Vec row = W == 1 ? v[r] : v[W * r] + v[W * r + W - 1];
+            columns == kLaneGroup ? row.store(to + r * os) : row.store(to + r * os, columns);
+        }
+    }
+}
+
 // out[r * os + j] = x row r . w row j, for as many of the `columns` rows of w as are returned: all but those
 // that do not fill a block.
 template <int S>
@@ -99,16 +126,7 @@ inline int64_t multiply_lanes(const Bf16* x, int64_t rows, const Bf16* w, int64_
         const int64_t n = least(2 * kLaneRows, whole - c);
         for (int64_t half = 0; half < n; half += kLaneRows)
             lanes_block<S>(x, group, w + (c + half) * ws, ws, inputs, block + half * S * kLaneGroup);
-        for (int s = 0; s < S; ++s) {
-            Vec v[kLaneGroup];
-#pragma GCC unroll 16
-            for (int64_t j = 0; j < kLaneGroup; ++j)
-                v[j] = Vec::load(block + (j * S + s) * kLaneGroup);
-            transpose(v);
-            float* to = out + s * kLaneGroup * os + c;
-            for (int64_t r = 0; r < least(kLaneGroup, rows - s * kLaneGroup); ++r)
-                n == kLaneGroup ? v[r].store(to + r * os) : v[r].store(to + r * os, n);
-        }
+        turn_lanes<S>(block, rows, n, out + c, os);
     }
     return whole;
 }

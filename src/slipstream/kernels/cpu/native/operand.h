@@ -10,6 +10,9 @@ struct Rows {
     const float* full;
     const Bf16* rounded; // null: not wanted
     int64_t stride, count;
+    Rows from(int64_t first) const {
+        return {full + first * stride, rounded ? rounded + first * stride : nullptr, stride, count - first};
+    }
 };
 
 // Whether products are made in bfloat16: a single row is bound by memory anyway, and keeps its precision.
@@ -25,7 +28,14 @@ struct Operand {
     // rows, see RowBlock, zero beyond the inputs, int4's in the order of its codes, see Nibbled. Null: rows.
     const Bf16* terms = nullptr;
     int64_t apart = 0;
-    const Bf16* lanes = nullptr;         // of a dense matrix, see lanes.h
+    // The first `in_lanes` rows, see lanes.h; the others are as above, counted from there.
+    const Bf16* lanes = nullptr;
+    int64_t in_lanes = 0, lanes_apart = 0;
+    // The same of a matrix whose codes are whole numbers, see lanes_bytes.h; the last of them may have two
+    // lanes each. Of each lane the unit.
+    const uint8_t* byte_lanes = nullptr;
+    int64_t in_narrow = 0;
+    const float *units = nullptr, *lane_sums = nullptr;
     const float* sums = nullptr;         // over each group of int4
     int64_t stride = 0, sums_stride = 0; // of a row
     // A single row in digits (see digits.h) `stride` apart, in `unit`s; its sums are in units as well.
@@ -45,15 +55,16 @@ constexpr int64_t kFewRows = kManyRows - 1;
 constexpr int64_t kOperandStep = 128; // operands end at a multiple of it
 constexpr int kMostTerms = 3;
 
-// Rows that meet a packed matrix together, 8, 4, 2 or 1 of them. Step by step of kOperandStep inputs they lie
+// Rows that meet a packed matrix together, up to 8 of them. Step by step of kOperandStep inputs they lie
 // side by side, so that one register points to all of them, and no two fall upon the same place in a cache.
 struct RowBlock {
     int64_t first, rows;
-    static RowBlock at(int64_t first, int64_t count) {
-        const int64_t left = count - first;
-        return {first, left >= 8 ? 8 : (left >= 4 ? 4 : (left >= 2 ? 2 : 1))};
-    }
+    static RowBlock at(int64_t first, int64_t count) { return {first, least(8, count - first)}; }
 };
+
+// From so many rows on, which are left behind whole sixteens, eight of them go in lanes of bytes with two
+// each, or all of them with one. Measured on a Zen 4; rows of several terms gain earlier.
+constexpr int64_t kFewestNarrow = 7, kFewestWide = 13, kFewestNarrowOfTerms = 5, kFewestWideOfTerms = 11;
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.format != kPlain && !m.input_bits && rows <= kFewRows;
@@ -97,7 +108,8 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
     if (!Vec::kBf16Dot || rows > kFewRows)
         return rounded;
     const int64_t terms = kMostTerms * static_cast<int64_t>(sizeof(Bf16));
-    return most(rounded, rows * (operand_stride(inputs) * terms + operand_sums(inputs) * 4));
+    const int64_t room = ceil_div(rows, kLaneGroup) * kLaneGroup;
+    return most(rounded, room * (operand_stride(inputs) * terms + operand_sums(inputs) * 4));
 }
 
 // Rows rounded to eight bits: as codes, or where the unit has no product of bytes as floats on their grids.
@@ -198,6 +210,64 @@ inline Operand digit_operand(const Rows& rows, const Matrix& m, char* scratch) {
 }
 #endif
 
+#ifdef SLIPSTREAM_BF16_DOT
+// The first rows in lanes of bytes; returns where they end in the scratch.
+inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scratch) {
+    const int digits = digits_of(m), added = m.format == kInt8 ? Int8Bytes::kAdded
+                                             : is_int4(m)      ? 8
+                                                               : Fp6Bytes::kAdded;
+    const bool one = operand_terms(m) == 1;
+    const int64_t wide = rows_in_lanes(rows.count, one ? kFewestWide : kFewestWideOfTerms);
+    const int64_t left = rows.count - wide, narrow = one ? kFewestNarrow : kFewestNarrowOfTerms;
+    x.in_narrow = left >= narrow ? least(left, kLaneGroup / 2) : 0;
+    x.in_lanes = wide + x.in_narrow;
+    const int64_t groups = ceil_div(wide, kLaneGroup), all = groups + (x.in_narrow > 0);
+    const ByteRoom room(m, digits);
+    auto* lanes = reinterpret_cast<uint8_t*>(scratch);
+    if (!all)
+        return scratch;
+    x.byte_lanes = lanes;
+    x.lanes_apart = all * room.digits;
+    auto* starts = reinterpret_cast<int32_t*>(lanes + digits * x.lanes_apart);
+    auto* sums = reinterpret_cast<float*>(starts + all * room.starts);
+    auto* units = sums + all * room.sums;
+    x.starts = starts, x.lane_sums = sums, x.units = units;
+    for (int64_t g = 0; g < all; ++g, lanes += room.digits) {
+        const bool narrow = g == groups;
+        const int64_t first = g * kLaneGroup, count = narrow ? x.in_narrow : least(kLaneGroup, wide - first);
+        fill_digits(rows.full + least(first, wide) * rows.stride, rows.stride, count, 1 + narrow, m.inputs,
+                    digits, lanes, x.lanes_apart, units + first);
+        start_lanes(lanes, x.lanes_apart, 1 + narrow, digits, m, added, starts + g * room.starts,
+                    m.format == kInt4 ? sums + g * room.sums : nullptr);
+    }
+    return reinterpret_cast<char*>(units + all * kLaneGroup);
+}
+
+// Rows from `first` on in terms.
+inline void packed_terms(const Rows& rows, const Matrix& m, int64_t first, Operand& x, char* scratch) {
+    const int terms = operand_terms(m);
+    const int64_t count = rows.count - first;
+    x.stride = operand_stride(m.inputs);
+    x.sums_stride = operand_sums(m.inputs);
+    x.apart = count * x.stride;
+    auto* to = reinterpret_cast<Bf16*>(scratch);
+    auto* sums = reinterpret_cast<float*>(to + terms * x.apart);
+    x.terms = to;
+    x.sums = sums;
+    RowBlock block = RowBlock::at(0, count);
+    for (int64_t r = 0; r < count; ++r) {
+        if (r == block.first + block.rows)
+            block = RowBlock::at(r, count);
+        const float* row = rows.full + (first + r) * rows.stride;
+        const int64_t at = block.first * x.stride + (r - block.first) * kOperandStep;
+        split_row(row, m.inputs, TermOrder(m, block.rows), terms, to + at, x.apart,
+                  block.rows * kOperandStep);
+        if (m.format == kInt4)
+            sum_groups(row, m.inputs, m.group, sums + r * x.sums_stride, x.sums_stride);
+    }
+}
+#endif
+
 // The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
 // thread until it has multiplied.
 inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
@@ -205,33 +275,20 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
         return rounded_operand(rows, m, scratch);
     Operand x = {rows};
 #ifdef SLIPSTREAM_BF16_DOT
-    if (rows.rounded && fits_lanes(m, rows.count)) {
+    const int64_t in_lanes = rows_in_lanes(rows.count, kFewestInLanes);
+    if (rows.rounded && in_lanes && fits_lanes(m, rows.count)) {
+        x.in_lanes = in_lanes;
         x.lanes = reinterpret_cast<Bf16*>(scratch);
-        fill_lanes(rows.rounded, rows.stride, rows.count, m.inputs, reinterpret_cast<Bf16*>(scratch));
+        fill_lanes(rows.rounded, rows.stride, in_lanes, m.inputs, reinterpret_cast<Bf16*>(scratch));
     }
     if (!wants_operand(m, rows.count))
         return x;
     if (rows.count == 1 && takes_digits(m))
         return digit_operand(rows, m, scratch);
-    x.stride = operand_stride(m.inputs);
-    x.sums_stride = operand_sums(m.inputs);
-    x.apart = rows.count * x.stride;
-    const int terms = operand_terms(m);
-    auto* to = reinterpret_cast<Bf16*>(scratch);
-    auto* sums = reinterpret_cast<float*>(to + terms * x.apart);
-    RowBlock block = RowBlock::at(0, rows.count);
-    for (int64_t r = 0; r < rows.count; ++r) {
-        if (r == block.first + block.rows)
-            block = RowBlock::at(r, rows.count);
-        const float* row = rows.full + r * rows.stride;
-        const int64_t at = block.first * x.stride + (r - block.first) * kOperandStep;
-        split_row(row, m.inputs, TermOrder(m, block.rows), terms, to + at, x.apart,
-                  block.rows * kOperandStep);
-        if (m.format == kInt4)
-            sum_groups(row, m.inputs, m.group, sums + r * x.sums_stride, x.sums_stride);
-    }
-    x.terms = to;
-    x.sums = sums;
+    if (in_bytes(m))
+        scratch = byte_lanes(rows, m, x, scratch);
+    if (x.in_lanes < rows.count)
+        packed_terms(rows, m, x.in_lanes, x, scratch);
 #else
     (void)m;
     (void)scratch;

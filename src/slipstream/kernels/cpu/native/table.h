@@ -4,6 +4,7 @@
 // clang-format off: each builds upon those before it
 #include "formats.h"
 #ifdef SLIPSTREAM_BF16_DOT
+#include "isa_avx512_bytes.h"
 #include "isa_avx512_packed.h"
 #include "isa_avx512_decode.h"
 #endif
@@ -14,10 +15,12 @@
 #include "one_row.h"
 #include "few_turned.h"
 #include "few.h"
+#include "lanes_bytes.h"
 #include "bytes.h"
+#include "rows.h"
+#include "grain.h"
 #include "matmul.h"
 #include "functions.h"
-#include "rows.h"
 #include "gemm.h"
 #ifdef SLIPSTREAM_AMX
 #include "tiles.h"

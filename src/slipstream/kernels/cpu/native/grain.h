@@ -1,0 +1,27 @@
+// How much of a matrix a thread takes at a time.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+constexpr int64_t kMostColumns = 128; // of a piece of work
+
+// Outputs per piece of work: a few microseconds of reading, so that threads end together, and several pieces
+// per thread.
+inline int64_t grain(const Matrix& m, int64_t outputs, int threads) {
+    constexpr int64_t kPieceBytes = 32 << 10, kSpan = 64;
+    // Inputs of a transposed matrix lie apart: few columns at a time would read half a line of each.
+    if (m.format == kPlain && m.num_runs && m.runs[0].transposed)
+        return most(kSpan,
+                    least(kMostColumns, outputs / (2 * static_cast<int64_t>(threads))) / kSpan * kSpan);
+    int64_t bytes = m.inputs * (m.dtype == kFloat32 ? 4 : 2);
+    if (m.format != kPlain)
+        bytes = (m.plane_bytes[kCodes] + m.plane_bytes[kUpper] + m.plane_bytes[kScales] +
+                 m.plane_bytes[kMinima]) /
+                m.outputs;
+    const int64_t piece = least(kPieceBytes / bytes, outputs / (4 * static_cast<int64_t>(threads)));
+    return most(8, least(kMostColumns, piece / 8 * 8));
+}
+
+} // namespace
+} // namespace slipstream

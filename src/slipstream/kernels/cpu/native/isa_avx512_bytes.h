@@ -1,0 +1,140 @@
+// Products of bytes (AVX-512 VNNI), and codes of packed weights as such.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// Sums of products of 64 bytes in fours, those of the left side unsigned, in int32: the bits of a Vec.
+struct Codes {
+    __m512i v;
+    static Codes set(uint8_t x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
+    static Codes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+    static Codes load(const uint8_t* p, int64_t n) {
+        return {_mm512_maskz_loadu_epi8(n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}, p)};
+    }
+    void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
+    // The four at `p` in all lanes.
+    static Codes spread(const uint8_t* p) {
+        int32_t four;
+        std::memcpy(&four, p, sizeof(four));
+        return {_mm512_set1_epi32(four)};
+    }
+    // The same of W fours, which take turns.
+    template <int W>
+    static Codes spread(const uint8_t* p) {
+        static_assert(W <= 2, "wider ones have instructions of their own");
+        if (W == 1)
+            return spread(p);
+        int64_t eight;
+        std::memcpy(&eight, p, sizeof(eight));
+        return {_mm512_set1_epi64(eight)};
+    }
+};
+inline Vec dot(Vec sum, Codes x, Codes w) {
+    return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), x.v, w.v))};
+}
+// Such sums of int32, of the type that the instruction has: gcc 12 copies others to the stack in every step.
+struct CodeSums {
+    typedef int32_t Lanes __attribute__((vector_size(64)));
+    Lanes v;
+    static CodeSums of(Vec x) { return {(Lanes)x.v}; }
+    Vec bits() const { return {(__m512)v}; }
+};
+inline CodeSums dot(CodeSums sum, Codes x, Codes w) {
+    return {(CodeSums::Lanes)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
+}
+// What such sums of the next lower digits are added to: 256 * sum.
+inline CodeSums raise(CodeSums sum) {
+    return {(CodeSums::Lanes)_mm512_slli_epi32((__m512i)sum.v, 8)};
+}
+inline CodeSums operator+(CodeSums a, CodeSums b) {
+    return {a.v + b.v};
+}
+inline Vec as_floats(CodeSums sum) {
+    return {_mm512_cvtepi32_ps((__m512i)sum.v)};
+}
+// Bytes between -128 and 127 as those between 0 and 255.
+inline Codes less_least(Codes x) {
+    return {_mm512_xor_si512(x.v, _mm512_set1_epi8(-128))};
+}
+// The sums of each four lanes.
+inline void store_fours(CodeSums sum, float* out) {
+    __m512 s = as_floats(sum).v;
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+    const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+}
+// Whole numbers as digits of eight bits with a sign, the highest first, `apart` from each other: the sum of
+// digit i * 256^(count - 1 - i).
+inline void store_digits(Vec whole, int count, uint8_t* p, int64_t apart) {
+    __m512i left = _mm512_cvtps_epi32(whole.v);
+    for (int i = count - 1; i >= 0; --i) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + i * apart), _mm512_cvtepi32_epi8(left));
+        left = _mm512_srai_epi32(_mm512_add_epi32(left, _mm512_set1_epi32(128)), 8);
+    }
+}
+// sum - a * b of integers, in float32.
+inline Vec less_product(Vec sum, Vec a, Vec b) {
+    const __m512i product = _mm512_mullo_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));
+    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(sum.v), product))};
+}
+inline Vec integers(int32_t x) {
+    return {_mm512_castsi512_ps(_mm512_set1_epi32(x))};
+}
+inline int32_t sum_of_integers(Vec x) {
+    return _mm512_reduce_add_epi32(_mm512_castps_si512(x.v));
+}
+// 64 codes of eight bits less the least, which makes them unsigned; `kLeast` is what was added.
+struct Int8Bytes {
+    static constexpr int kAdded = 128;
+    static constexpr float kUnit = 1;
+    static void ask(const PackedRow& row, int64_t k) { __builtin_prefetch(row.codes + k + kAhead); }
+    static Codes load(const PackedRow& row, int64_t k) { return less_least(Codes::load(row.codes + k)); }
+    static Codes load(const PackedRow& row, int64_t k, int64_t n) {
+        return less_least(Codes::load(row.codes + k, n));
+    }
+};
+
+// The same of fp6 with three bits of mantissa, whose values are whole numbers of eighths, up to 60 of them.
+struct ByteEighths {
+    alignas(64) uint8_t values[64] = {};
+};
+constexpr ByteEighths fp6_eighths() {
+    ByteEighths t;
+    for (int c = 0; c < 64; ++c) {
+        const int m = c & 7, e = c >> 3 & 3, size = e ? (8 + m) << (e - 1) : m;
+        t.values[c] = static_cast<uint8_t>(64 + (c & 32 ? -size : size));
+    }
+    return t;
+}
+constexpr ByteEighths kFp6Eighths = fp6_eighths();
+
+struct Fp6Bytes {
+    static constexpr int kAdded = 64;
+    static constexpr float kUnit = 0.125f;
+    static Codes of(Codes codes) {
+        return {_mm512_permutexvar_epi8(codes.v, _mm512_load_si512(kFp6Eighths.values))};
+    }
+};
+
+// 128 codes of int4: those of each 32 inputs lie in 16 bytes, the first sixteen in the lower halves.
+struct Nibbles {
+    Codes low, high;
+    explicit Nibbles(Codes both) {
+        __asm__("" : "+v"(both.v)); // or it is loaded twice
+        const __m512i mask = _mm512_set1_epi8(15);
+        low.v = _mm512_and_si512(both.v, mask);
+        high.v = _mm512_and_si512(_mm512_srli_epi16(both.v, 4), mask);
+    }
+    // In the order of the inputs.
+    void store(uint8_t* p) const {
+        const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+        const __m512i second = _mm512_add_epi64(first, _mm512_set1_epi64(4));
+        _mm512_storeu_si512(p, _mm512_permutex2var_epi64(low.v, first, high.v));
+        _mm512_storeu_si512(p + 64, _mm512_permutex2var_epi64(low.v, second, high.v));
+    }
+};
+
+} // namespace
+} // namespace slipstream
