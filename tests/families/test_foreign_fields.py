@@ -52,6 +52,7 @@ _HALF_READ = {
     "esm": ("head_dim",),
     "dinov2_with_registers": ("head_dim",),
     "gpt_neox_japanese": ("head_dim",),
+    "mlcd_vision_model": ("head_dim",),
     "mllama": ("head_dim",),
     "modernbert": ("head_dim",),
     "modernbert-decoder": ("head_dim",),
