@@ -61,6 +61,7 @@ _HALF_READ = {
     "stablelm": ("head_dim",),
     "swin": ("head_dim",),
     "swinv2": ("head_dim",),
+    "tipsv2_vision_model": ("head_dim",),
 }
 """Fields that a part of the original reads and another does not, so that it cannot run with them itself; or
 that one version of transformers reads and another does not."""
