@@ -141,7 +141,7 @@ private:
         for (int64_t j = 0; j < n; ++j) {
             const char* p = reinterpret_cast<const char*>(row<T>(view, head, next_[j]));
             for (int64_t line = 0; line < bytes; line += 64)
-                __builtin_prefetch(p + line, 0, 2);
+                prefetch(p + line);
         }
     }
 

@@ -47,7 +47,7 @@ inline void codes_block(const Operand& x, int64_t r, const uint8_t* w, int64_t n
 #pragma GCC unroll 16
         for (int c = 0; c < C; ++c) {
             columns[c] = Codes::load(w + c * n + k);
-            __builtin_prefetch(w + c * n + k + kPackedAhead, 0, 2);
+            prefetch(w + c * n + k + kPackedAhead);
         }
         step(k, columns);
     }
@@ -97,11 +97,13 @@ inline Vec codes_in_order(const Operand& x, const uint8_t* w, int64_t n, Vec zer
     int64_t k = 0;
     for (; k + 128 <= n; k += 128)
         for (int i = 0; i < 2; ++i) {
-            __builtin_prefetch(w + k + 64 * i + kAhead);
+            prefetch(w + k + 64 * i + kAhead);
             add(i, k + 64 * i, Codes::load(w + k + 64 * i));
         }
-    for (int i = 0; k < n; k += 64, ++i)
+    for (int i = 0; k < n; k += 64, ++i) {
+        prefetch(w + k + kAhead);
         add(i, k, Codes::load(w + k, least(64, n - k)));
+    }
     return less_product(sums[0], zero, totals[0]) + less_product(sums[1], zero, totals[1]);
 }
 

@@ -140,6 +140,7 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
             add(k, w);
         }
         if (k < m.inputs) {
+            F::template ask<kAhead>(rows[c], k);
             codes.load(rows[c], k, m.inputs - k, w);
             add(k, w);
         }
@@ -167,11 +168,11 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
             scales[c] = Vec::load(rows[c].scales + g, here);
-            __builtin_prefetch(reinterpret_cast<const char*>(rows[c].scales + g) + kPackedAhead / 8, 0, 2);
+            prefetch(reinterpret_cast<const char*>(rows[c].scales + g) + kPackedAhead / 8);
             if (m.format != kInt4)
                 continue;
             const Vec middle = fma(scales[c], Vec::set(8), Vec::load(rows[c].minima + g, here)); // of code 8
-            __builtin_prefetch(reinterpret_cast<const char*>(rows[c].minima + g) + kPackedAhead / 8, 0, 2);
+            prefetch(reinterpret_cast<const char*>(rows[c].minima + g) + kPackedAhead / 8);
             for (int i = 0; i < R; ++i)
                 sums[c][i] = fma(middle, Vec::load(x.sums + (r + i) * x.sums_stride + g), sums[c][i]);
         }
@@ -182,7 +183,7 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
             for (int c = 0; c < C; ++c) {
                 Bf16Lanes w[F::kLanes];
                 load(rows[c].codes + b, w);
-                __builtin_prefetch(rows[c].codes + b + kPackedAhead, 0, 2);
+                prefetch(rows[c].codes + b + kPackedAhead);
                 const Vec scale = lanes.of(scales[c]);
                 Vec parts[R];
                 for (int i = 0; i < R; ++i)

@@ -49,7 +49,7 @@ template <int R>
     const float* of_x = x.sums + r * x.sums_stride;
     for (int64_t k = 0; k < g.groups; k += Vec::kWidth) {
         const int64_t n = least(Vec::kWidth, g.groups - k);
-        __builtin_prefetch(reinterpret_cast<const char*>(row.minima + k) + kPackedAhead / 8, 0, 2);
+        prefetch(reinterpret_cast<const char*>(row.minima + k) + kPackedAhead / 8);
         const Vec middle = fma(Vec::load(row.scales + k, n), Vec::set(8), Vec::load(row.minima + k, n));
         for (int i = 0; i < R; ++i)
             sums[i] = fma(middle, Vec::load(of_x + i * x.sums_stride + k), sums[i]);
@@ -104,7 +104,7 @@ template <int R, int N>
     for (; to - from >= Sixes::kTurned; from += Sixes::kTurned, codes += 128, upper += 64, scales += 4) {
         Codes raw[4];
         Sixes::turned(codes, upper, raw);
-        Sixes::ask<kPackedAhead, 2>(codes, upper, scales);
+        Sixes::ask<kPackedAhead>(codes, upper, scales);
         turned_dots<R, N, 2>(g, raw, terms + R * from, x.apart, g.numbers.of<4>(scales), sums);
     }
     for (; from < to; from += 64, codes += 32, upper += 16, ++scales) {
@@ -125,8 +125,8 @@ template <int R, int N>
         Codes raw[4];
         Int4Codes::turned(at, raw);
         for (int64_t line = 0; line < Nibbled::kTurned / 2; line += 64)
-            __builtin_prefetch(at + line + kPackedAhead, 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(scales) + kPackedAhead / 8, 0, 2);
+            prefetch(at + line + kPackedAhead);
+        prefetch(reinterpret_cast<const char*>(scales) + kPackedAhead / 8);
         turned_dots<R, N, 4>(g, raw, terms, x.apart, g.spread.turned.of(Vec::load(scales, g.in_turned)),
                              sums);
         terms += R * Nibbled::kTurned;
@@ -134,7 +134,7 @@ template <int R, int N>
     }
     for (; left > Nibbled::kWide; left -= kOperandStep, at += kOperandStep / 2) {
         const Codes raw[1] = {Codes::load(at, left / 2)};
-        __builtin_prefetch(at + kPackedAhead, 0, 2);
+        prefetch(at + kPackedAhead);
         turned_dots<R, N, 4>(
             g, raw, terms, x.apart,
             g.spread.quarters.of(Vec::load(scales, least(g.in_step, left * g.in_step / kOperandStep))), sums);
@@ -143,7 +143,7 @@ template <int R, int N>
     }
     if (left > 0) {
         const Codes raw[1] = {Int4Codes::wide(at, left / 2)};
-        __builtin_prefetch(at + kPackedAhead, 0, 2);
+        prefetch(at + kPackedAhead);
         turned_dots<R, N, 2>(
             g, raw, terms, x.apart,
             g.spread.halves.of(Vec::load(scales, least(g.in_step, left * g.in_step / kOperandStep))), sums);

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kPackedBlock = 64;
 
 // How far ahead of their use weights are asked for where they are read as they lie, one row after another.
-constexpr int64_t kAhead = 4 << 10;
+constexpr int64_t kAhead = 6 << 10;
 // The same of packed weights of which several rows are read at once.
 constexpr int64_t kPackedAhead = 12 << 10;
 

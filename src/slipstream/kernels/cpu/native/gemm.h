@@ -163,7 +163,7 @@ struct Ahead {
 
     void some() {
         for (int64_t i = 0; i < lines && at < end; ++i, at += 64)
-            __builtin_prefetch(at, 0, 2);
+            prefetch(at);
     }
 };
 

@@ -89,7 +89,7 @@ inline int32_t sum_of_integers(Vec x) {
 struct Int8Bytes {
     static constexpr int kAdded = 128;
     static constexpr float kUnit = 1;
-    static void ask(const PackedRow& row, int64_t k) { __builtin_prefetch(row.codes + k + kAhead); }
+    static void ask(const PackedRow& row, int64_t k) { prefetch(row.codes + k + kAhead); }
     static Codes load(const PackedRow& row, int64_t k) { return less_least(Codes::load(row.codes + k)); }
     static Codes load(const PackedRow& row, int64_t k, int64_t n) {
         return less_least(Codes::load(row.codes + k, n));

@@ -143,7 +143,7 @@ struct SignedBytes : ByteCodes {
     }
     template <int64_t kDistance>
     static void ask(const PackedRow& row, int64_t k) {
-        __builtin_prefetch(row.codes + k + kDistance);
+        prefetch(row.codes + k + kDistance);
     }
     [[gnu::always_inline]] void make(__m512i codes, Bf16Lanes* to) const {
         codes = _mm512_permutexvar_epi64(order(), codes);
@@ -189,13 +189,13 @@ struct Sixes {
         to[2] = join(second, two);
         to[3] = join(_mm512_srli_epi16(second, 4), _mm512_srli_epi16(two, 2));
     }
-    // Asks for what lies behind 256 inputs, for the first cache (3) or the second (2).
-    template <int64_t kDistance, int kCache>
+    // Asks for what lies behind 256 inputs.
+    template <int64_t kDistance>
     static void ask(const uint8_t* codes, const uint8_t* upper, const Half* scales) {
-        __builtin_prefetch(codes + kDistance, 0, kCache);
-        __builtin_prefetch(codes + 64 + kDistance, 0, kCache);
-        __builtin_prefetch(upper + kDistance / 2, 0, kCache);
-        __builtin_prefetch(reinterpret_cast<const char*>(scales) + kDistance / 16, 0, kCache);
+        prefetch(codes + kDistance);
+        prefetch(codes + 64 + kDistance);
+        prefetch(upper + kDistance / 2);
+        prefetch(reinterpret_cast<const char*>(scales) + kDistance / 16);
     }
 };
 

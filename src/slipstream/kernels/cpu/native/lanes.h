@@ -82,7 +82,7 @@ template <int S>
     };
     int64_t i = 0;
     for (; i + 4 <= inputs; i += 4, next += 4 * kLaneRows * sizeof(Bf16)) {
-        __builtin_prefetch(next, 0, 2);
+        prefetch(next);
         add(i, sums[0]);
         add(i + 2, sums[kChains - 1]);
     }

@@ -26,7 +26,7 @@ struct BytesOfInt8 {
     static constexpr bool kScales = false;
     static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to) {
         for (int64_t b = 0; b < n; b += 64) {
-            __builtin_prefetch(row.codes + k + b + kPackedAhead, 0, 2);
+            prefetch(row.codes + k + b + kPackedAhead);
             (n - b < 64 ? Int8Bytes::load(row, k + b, n - b) : Int8Bytes::load(row, k + b)).store(to + b);
         }
     }
@@ -40,7 +40,7 @@ struct BytesOfInt4 {
     static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to) {
         const uint8_t* from = row.codes + k / 2;
         for (int64_t left = ceil_div(n, 32) * 16; left > 0; left -= 64, from += 64, to += 128) {
-            __builtin_prefetch(from + kPackedAhead, 0, 2);
+            prefetch(from + kPackedAhead);
             const Nibbles both(left < 64 ? Codes::load(from, left) : Codes::load(from));
             both.store(to);
         }
@@ -55,9 +55,9 @@ struct BytesOfSixes {
     static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to) {
         for (int64_t b = k; b < k + n; b += 64, to += 64) {
             if (b % 128 == 0)
-                __builtin_prefetch(row.codes + b / 2 + kPackedAhead, 0, 2);
+                prefetch(row.codes + b / 2 + kPackedAhead);
             if (b % 256 == 0)
-                __builtin_prefetch(row.crumbs + b / 4 + kPackedAhead / 2, 0, 2);
+                prefetch(row.crumbs + b / 4 + kPackedAhead / 2);
             Fp6Bytes::of(Sixes::plain(row.codes + b / 2, row.crumbs + b / 4)).store(to);
         }
     }

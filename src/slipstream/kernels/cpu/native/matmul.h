@@ -59,7 +59,7 @@ inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* 
         for (int c = 0; c < C; ++c)
             columns[c] = P::w(w + c * ws + k);
         for (int64_t line = 0; line < kAsked; line += 64)
-            __builtin_prefetch(next + line, 0, 2);
+            prefetch(next + line);
         next += kAsked;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -118,7 +118,7 @@ inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t 
     for (; k + kSums * P::kStep <= n; k += kSums * P::kStep) {
         const char* next = reinterpret_cast<const char*>(w + k) + kAhead;
         for (int64_t line = 0; line < kSums * kBytes; line += 64)
-            __builtin_prefetch(next + line, 0, 2);
+            prefetch(next + line);
         for (int i = 0; i < kSums; ++i)
             sums[i] = P::add(sums[i], P::x(x + k + i * P::kStep), P::w(w + k + i * P::kStep));
     }
@@ -166,7 +166,7 @@ inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_
         // Rows lie in pages of their own, past which no processor guesses.
         const char* coming = reinterpret_cast<const char*>(v + (k + kDeep) * vs);
         for (int64_t line = 0; line < kBytes; line += 64)
-            __builtin_prefetch(coming + line, 0, 2);
+            prefetch(coming + line);
         Vec parts[S];
 #pragma GCC unroll 16
         for (int s = 0; s < S; ++s) {

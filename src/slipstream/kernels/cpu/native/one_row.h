@@ -28,6 +28,8 @@ inline Vec digit_dot(const Operand& x, const PackedRow& row, int64_t inputs) {
         F::ask(row, k + 64);
         add(F::load(row, k + 64), k + 64, sums[1]);
     }
+    if (k < inputs)
+        F::ask(row, k);
     if (k + 64 <= inputs) {
         add(F::load(row, k), k, sums[0]);
         k += 64;
@@ -66,7 +68,7 @@ inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& 
     const auto four = [&](Vec& sum) {
         Codes codes[4];
         Sixes::turned(row.codes, row.crumbs, codes);
-        Sixes::ask<kAhead, 3>(row.codes, row.crumbs, row.scales);
+        Sixes::ask<kAhead>(row.codes, row.crumbs, row.scales);
         add(codes, numbers.of<4>(row.scales), sum);
         row.codes += 128, row.crumbs += 64, row.scales += 4;
     };
@@ -76,7 +78,10 @@ inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& 
     }
     if (groups >= 4)
         four(sums[0]);
-    for (groups %= 4; groups > 0; --groups) {
+    groups %= 4;
+    if (groups > 0)
+        Sixes::ask<kAhead>(row.codes, row.crumbs, row.scales);
+    for (; groups > 0; --groups) {
         const Codes codes[1] = {Sixes::plain(row.codes, row.crumbs)};
         add(codes, everywhere(row.scales), sums[1]);
         row.codes += 32, row.crumbs += 16, ++row.scales;
@@ -91,8 +96,8 @@ inline Vec digit_dot_grouped(const Operand& x, const PackedRow& row, const Group
     Vec sums[2] = {Vec::set(0), Vec::set(0)};
     const Half* minima = row.minima ? row.minima : row.scales;
     for (int64_t g = 0; g < groups; g += Vec::kWidth) {
-        __builtin_prefetch(reinterpret_cast<const char*>(row.scales + g) + kAhead / 8);
-        __builtin_prefetch(reinterpret_cast<const char*>(minima + g) + kAhead / 8);
+        prefetch(reinterpret_cast<const char*>(row.scales + g) + kAhead / 8);
+        prefetch(reinterpret_cast<const char*>(minima + g) + kAhead / 8);
         const Vec here =
             g + Vec::kWidth <= groups ? Vec::load(minima + g) : Vec::load(minima + g, groups - g);
         sums[0] = fma(here, Vec::load(x.sums + g), sums[0]);
@@ -114,18 +119,20 @@ inline Vec digit_dot_grouped(const Operand& x, const PackedRow& row, const Group
     };
     int64_t left = groups;
     for (; left >= 2 * G; left -= 2 * G, codes += 128, scales += 2 * G) {
-        __builtin_prefetch(codes + kAhead);
+        prefetch(codes + kAhead);
         add(Codes::load(codes), numbers.of<G>(scales), sums[0]);
-        __builtin_prefetch(codes + kAhead + 64);
+        prefetch(codes + kAhead + 64);
         add(Codes::load(codes + 64), numbers.of<G>(scales + G), sums[1]);
     }
     if (left >= G) {
-        __builtin_prefetch(codes + kAhead);
+        prefetch(codes + kAhead);
         add(Codes::load(codes), numbers.of<G>(scales), sums[0]);
         left -= G, codes += 64, scales += G;
     }
-    if (left)
+    if (left) {
+        prefetch(codes + kAhead);
         add(Codes::load(codes, left * (64 / G)), numbers.of(scales, left), sums[1]);
+    }
     return sums[0] + sums[1];
 }
 
