@@ -57,9 +57,12 @@ private:
     int64_t code_bytes_, groups_ = 0;
 };
 
-// Read where it lies: a copy on the stack would be read as a vector before it is written.
 inline float widen_one(const Half* x) {
+#ifdef __F16C__
+    return _cvtsh_ss(x->bits);
+#else
     return Vec::load(x, 1).sum();
+#endif
 }
 
 // Sixteen bytes at a time, which the compiler's own vectors are on any machine: byte by byte it cannot know
@@ -72,70 +75,90 @@ inline Bytes16 sixteen(const uint8_t* from) {
     return bytes;
 }
 
-// 32 codes of four bits.
-inline void nibbles(const uint8_t* from, uint8_t* to) {
-    const Bytes16 bytes = sixteen(from), low = bytes & 15, high = bytes >> 4;
-    std::memcpy(to, &low, sizeof(low));
-    std::memcpy(to + 16, &high, sizeof(high));
+// Sixteen small floats by way of float16, whose fields are the same but wider; kBits of exponent and mantissa,
+// and kShift to the float16's mantissa. They come out as 2^(bias - 15) of their value times `factor`.
+template <int kBits, int kShift, class F>
+inline void minifloats(Bytes16 codes, Vec factor, F take) {
+    typedef uint16_t Words16 __attribute__((vector_size(32)));
+    const Words16 wide = __builtin_convertvector(codes, Words16);
+    constexpr uint16_t kMagnitude = (1 << kBits) - 1;
+    const Words16 bits = (wide & kMagnitude) << kShift | (wide >> kBits) << 15;
+    alignas(32) Half halves[16];
+    std::memcpy(halves, &bits, sizeof(halves));
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j += Vec::kWidth)
+        take(j, Vec::load(halves + j) * factor);
 }
 
-// The upper two bits of 64 codes of six, whose lower four are there.
-inline void add_crumbs(const uint8_t* from, uint8_t* codes) {
-    const Bytes16 crumbs = sixteen(from);
-    for (int j = 0; j < 4; ++j) {
-        const Bytes16 all = sixteen(codes + 16 * j) | (crumbs >> 2 * j & 3) << 4;
-        std::memcpy(codes + 16 * j, &all, sizeof(all));
+// Calls take(j, weights j to j + Vec::kWidth) with the weights of a block, before the multiplier of their row:
+// those of `row` from input `from` on, a multiple of kPackedBlock. There are `n` of them, and kPackedBlock
+// where it is whole; what is taken behind them is nothing's. A group has 1 << group_shift inputs.
+template <bool kWhole, class F>
+[[gnu::always_inline]] inline void decode_block(const Matrix& m, const PackedRow& row, int group_shift,
+                                                int64_t from, int64_t n, F take) {
+    const uint8_t *bytes = row.codes + from, *halves = row.codes + from / 2;
+    alignas(16) uint8_t end[kPackedBlock] = {};
+    if (!kWhole && (m.format == kInt8 || m.format == kFp8)) {
+        std::memcpy(end, bytes, static_cast<size_t>(n));
+        bytes = end;
     }
-}
-
-// Small floats by way of float16, whose fields are the same but wider; `bits` of exponent and mantissa, and
-// `shift` to the float16's mantissa. What comes out is 2^(bias - 15) of the value.
-inline void minifloats(const uint8_t* codes, int64_t n, int bits, int shift, float factor, float* out) {
-    Half halves[kPackedBlock] = {};
-    const int magnitude = (1 << bits) - 1;
-    for (int64_t j = 0; j < n; ++j)
-        halves[j].bits = static_cast<uint16_t>((codes[j] & magnitude) << shift | (codes[j] >> bits) << 15);
-    for (int64_t j = 0; j < n; j += Vec::kWidth)
-        (Vec::load(halves + j) * Vec::set(factor)).store(out + j);
-}
-
-// n <= kPackedBlock weights into `out`, which has room for a whole block: those of a whole row from
-// input `from` on, a multiple of kPackedBlock. A group has 1 << group_shift inputs.
-inline void decode_block(const Matrix& m, const PackedRow& row, int group_shift, int64_t from, int64_t n,
-                         float* out) {
-    const uint8_t* halves = row.codes + from / 2;
-    uint8_t codes[kPackedBlock];
+    const auto sixteen_at = [&](int at) { return [&take, at](int j, Vec w) { take(at + j, w); }; };
     switch (m.format) {
     case kInt8:
-        for (int64_t j = 0; j < n; ++j)
-            out[j] = static_cast<float>(static_cast<int8_t>(row.codes[from + j]));
+#pragma GCC unroll 16
+        for (int j = 0; j < kPackedBlock; j += Vec::kWidth)
+            take(j, Vec::load(reinterpret_cast<const int8_t*>(bytes) + j));
         return;
     case kFp8:
-        minifloats(row.codes + from, n, 7, 7, 256.0f, out);
+#pragma GCC unroll 4
+        for (int j = 0; j < kPackedBlock; j += 16)
+            minifloats<7, 7>(sixteen(bytes + j), Vec::set(256), sixteen_at(j));
         return;
     case kInt4:
     case kInt4Symmetric:
-        for (int64_t b = 0; b < n; b += 32) {
-            nibbles(halves + b / 2, codes);
+#pragma GCC unroll 2
+        for (int b = 0; b < kPackedBlock; b += 32) {
+            if (!kWhole && b >= n)
+                return;
             const int64_t group = (from + b) >> group_shift;
-            const float scale = widen_one(row.scales + group);
-            const float minimum = row.minima ? widen_one(row.minima + group) : -8.0f * scale;
-            for (int j = 0; j < 32; j += Vec::kWidth) {
-                const Vec code = Vec::load(reinterpret_cast<const int8_t*>(codes) + j);
-                fma(code, Vec::set(scale), Vec::set(minimum)).store(out + b + j);
-            }
+            const Vec scale = Vec::set(widen_one(row.scales + group));
+            const Vec minimum =
+                row.minima ? Vec::set(widen_one(row.minima + group)) : scale * Vec::set(-8);
+            alignas(16) int8_t codes[32];
+            const Bytes16 both = sixteen(halves + b / 2), low = both & 15, high = both >> 4;
+            std::memcpy(codes, &low, sizeof(low));
+            std::memcpy(codes + 16, &high, sizeof(high));
+#pragma GCC unroll 8
+            for (int j = 0; j < 32; j += Vec::kWidth)
+                take(b + j, fma(Vec::load(codes + j), scale, minimum));
         }
         return;
     default:
-        nibbles(halves, codes);
-        nibbles(halves + 16, codes + 32);
-        add_crumbs(row.crumbs + from / 4, codes);
-        const float scale = widen_one(row.scales + (from >> group_shift)); // a code times it is exact
-        if (m.format == kFp6E2m3)
-            minifloats(codes, 64, 5, 7, 16384.0f * scale, out);
-        else
-            minifloats(codes, 64, 5, 8, 4096.0f * scale, out);
+        const Vec scale = Vec::set(widen_one(row.scales + (from >> group_shift))); // a code times it is exact
+        const Bytes16 crumbs = sixteen(row.crumbs + from / 4);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) { // sixteen codes each
+            const Bytes16 both = sixteen(halves + i / 2 * 16);
+            const Bytes16 code = (i % 2 ? both >> 4 : both & 15) | (crumbs >> 2 * i & 3) << 4;
+            if (m.format == kFp6E2m3)
+                minifloats<5, 7>(code, scale * Vec::set(16384), sixteen_at(16 * i));
+            else
+                minifloats<5, 8>(code, scale * Vec::set(4096), sixteen_at(16 * i));
+        }
     }
+}
+
+// The inputs of a group are 1 << this.
+inline int group_shift(const Matrix& m) {
+    return m.group == 32 ? 5 : (m.group == 64 ? 6 : 7);
+}
+
+// Asks for what lies behind a block.
+inline void ask_ahead(const Matrix& m, const PackedRow& row, int64_t from) {
+    if (m.format == kInt8 || m.format == kFp8)
+        prefetch(row.codes + from + kPackedAhead);
+    else if (from % (2 * kPackedBlock) == 0)
+        prefetch(row.codes + from / 2 + kPackedAhead);
 }
 
 // Weights before the multiplier of their row: out[i * stride + j] = weight (o + i, k + j), for `rows` rows
@@ -143,21 +166,23 @@ inline void decode_block(const Matrix& m, const PackedRow& row, int group_shift,
 // written. To is float or Bf16; the codes of formats without groups are exact in both.
 template <class To>
 inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, To* out, int64_t stride) {
-    alignas(64) float block[kPackedBlock];
-    const int group_shift = m.group == 32 ? 5 : (m.group == 64 ? 6 : 7);
+    const int shift = group_shift(m);
     const PackedRows all(m);
     for (int64_t i = 0; i < rows; ++i) {
         const PackedRow row = all.row(o + i);
-        for (int64_t b = 0; b < n; b += kPackedBlock) {
-            const int64_t count = least(kPackedBlock, n - b);
-            decode_block(m, row, group_shift, k + b, count, block);
-            To* to = out + i * stride + b;
-            int64_t j = 0;
-            for (; j + Vec::kWidth <= count; j += Vec::kWidth) // parts of a vector are slow but with AVX-512
-                Vec::load(block + j).store(to + j);
-            if (j < count)
-                Vec::load(block + j, count - j).store(to + j, count - j);
+        To* to = out + i * stride;
+        int64_t b = 0;
+        for (; b + kPackedBlock <= n; b += kPackedBlock) {
+            ask_ahead(m, row, k + b);
+            decode_block<true>(m, row, shift, k + b, kPackedBlock, [&](int j, Vec w) { w.store(to + b + j); });
         }
+        if (b < n)
+            decode_block<false>(m, row, shift, k + b, n - b, [&](int j, Vec w) {
+                if (b + j + Vec::kWidth <= n) // parts of a vector are slow but with AVX-512
+                    w.store(to + b + j);
+                else if (b + j < n)
+                    w.store(to + b + j, n - b - j);
+            });
     }
 }
 

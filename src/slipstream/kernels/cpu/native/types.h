@@ -11,6 +11,10 @@
 #include <type_traits>
 #include <utility>
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 #include "kernels.h"
 
 namespace slipstream {
