@@ -122,15 +122,18 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
     const Bf16* terms = x.terms + r * x.stride;
     Vec sums[1][C];
     for (int c = 0; c < C; ++c) {
-        Vec parts[F::kLanes]; // short chains of additions
-        for (auto& part : parts)
-            part = Vec::set(0);
-        const auto add = [&](int64_t k, const Bf16Lanes(&w)[F::kLanes]) {
+        Vec parts[N][F::kLanes]; // short chains of additions
+#pragma GCC unroll 3
+        for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
             for (int l = 0; l < F::kLanes; ++l)
+                parts[n][l] = Vec::set(0);
+        const auto add = [&](int64_t k, const Bf16Lanes(&w)[F::kLanes]) {
 #pragma GCC unroll 3
-                for (int n = 0; n < N; ++n)
-                    parts[l] = dot(parts[l], Bf16Lanes::load(terms + n * x.apart + k + 32 * l), w[l]);
+            for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+                for (int l = 0; l < F::kLanes; ++l)
+                    parts[n][l] = dot(parts[n][l], Bf16Lanes::load(terms + n * x.apart + k + 32 * l), w[l]);
         };
         Bf16Lanes w[F::kLanes];
         int64_t k = 0;
@@ -144,9 +147,12 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
             codes.load(rows[c], k, m.inputs - k, w);
             add(k, w);
         }
-        sums[0][c] = parts[0];
-        for (int l = 1; l < F::kLanes; ++l)
-            sums[0][c] = sums[0][c] + parts[l];
+        sums[0][c] = Vec::set(0);
+#pragma GCC unroll 3
+        for (int n = N - 1; n >= 0; --n) // the smallest first
+#pragma GCC unroll 4
+            for (int l = 0; l < F::kLanes; ++l)
+                sums[0][c] = sums[0][c] + parts[n][l];
     }
     store_sums(sums, out, 0);
 }

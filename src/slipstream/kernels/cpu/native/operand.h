@@ -64,7 +64,7 @@ struct RowBlock {
 
 // From so many rows on, which are left behind whole sixteens, eight of them go in lanes of bytes with two
 // each, or all of them with one. Measured on a Zen 4; rows of several terms gain earlier.
-constexpr int64_t kFewestNarrow = 7, kFewestWide = 13, kFewestNarrowOfTerms = 5, kFewestWideOfTerms = 11;
+constexpr int64_t kFewestNarrow = 7, kFewestWide = 13, kFewestNarrowOfTerms = 4, kFewestWideOfTerms = 11;
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.format != kPlain && !m.input_bits && rows <= kFewRows;
