@@ -75,8 +75,9 @@ inline Bytes16 sixteen(const uint8_t* from) {
     return bytes;
 }
 
-// Sixteen small floats by way of float16, whose fields are the same but wider; kBits of exponent and mantissa,
-// and kShift to the float16's mantissa. They come out as 2^(bias - 15) of their value times `factor`.
+// Sixteen small floats by way of float16, whose fields are the same but wider; kBits of exponent and
+// mantissa, and kShift to the float16's mantissa. They come out as 2^(bias - 15) of their value times
+// `factor`.
 template <int kBits, int kShift, class F>
 inline void minifloats(Bytes16 codes, Vec factor, F take) {
     typedef uint16_t Words16 __attribute__((vector_size(32)));
@@ -90,9 +91,10 @@ inline void minifloats(Bytes16 codes, Vec factor, F take) {
         take(j, Vec::load(halves + j) * factor);
 }
 
-// Calls take(j, weights j to j + Vec::kWidth) with the weights of a block, before the multiplier of their row:
-// those of `row` from input `from` on, a multiple of kPackedBlock. There are `n` of them, and kPackedBlock
-// where it is whole; what is taken behind them is nothing's. A group has 1 << group_shift inputs.
+// Calls take(j, weights j to j + Vec::kWidth) with the weights of a block, before the multiplier of their
+// row: those of `row` from input `from` on, a multiple of kPackedBlock. There are `n` of them, and
+// kPackedBlock where it is whole; what is taken behind them is nothing's. A group has 1 << group_shift
+// inputs.
 template <bool kWhole, class F>
 [[gnu::always_inline]] inline void decode_block(const Matrix& m, const PackedRow& row, int group_shift,
                                                 int64_t from, int64_t n, F take) {
@@ -122,8 +124,7 @@ template <bool kWhole, class F>
                 return;
             const int64_t group = (from + b) >> group_shift;
             const Vec scale = Vec::set(widen_one(row.scales + group));
-            const Vec minimum =
-                row.minima ? Vec::set(widen_one(row.minima + group)) : scale * Vec::set(-8);
+            const Vec minimum = row.minima ? Vec::set(widen_one(row.minima + group)) : scale * Vec::set(-8);
             alignas(16) int8_t codes[32];
             const Bytes16 both = sixteen(halves + b / 2), low = both & 15, high = both >> 4;
             std::memcpy(codes, &low, sizeof(low));
@@ -174,7 +175,8 @@ inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t 
         int64_t b = 0;
         for (; b + kPackedBlock <= n; b += kPackedBlock) {
             ask_ahead(m, row, k + b);
-            decode_block<true>(m, row, shift, k + b, kPackedBlock, [&](int j, Vec w) { w.store(to + b + j); });
+            decode_block<true>(m, row, shift, k + b, kPackedBlock,
+                               [&](int j, Vec w) { w.store(to + b + j); });
         }
         if (b < n)
             decode_block<false>(m, row, shift, k + b, n - b, [&](int j, Vec w) {

@@ -131,8 +131,8 @@ inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t 
 
 // A longer row of x shares the first cache with what is read of w: few rows of w at a time then make more of
 // each part of it that is there. Measured on a Zen 4, GB/s of one thread out of memory, in order and
-// four at a time: 4096 inputs of bfloat16 22.6 and 19.9, 5632 16.7 and 19.5, 8192 13.8 and 21.4; 576 of float32
-// 20.8 and 18.9, 2048 23.3 and 25.8, 8192 20.1 and 28.6.
+// four at a time: 4096 inputs of bfloat16 22.6 and 19.9, 5632 16.7 and 19.5, 8192 13.8 and 21.4; 576 of
+// float32 20.8 and 18.9, 2048 23.3 and 25.8, 8192 20.1 and 28.6.
 template <class T>
 constexpr int64_t kInOrder = sizeof(T) == sizeof(float) ? 1024 : 4608;
 
