@@ -17,7 +17,7 @@ struct Soon {
     void ask(int64_t begin, int64_t end) const {
         for (int64_t j = begin; j < least(end, n); ++j)
             for (int64_t line = 0; line < bytes; line += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(rows[j]) + line);
+                prefetch(reinterpret_cast<const char*>(rows[j]) + line);
     }
 };
 

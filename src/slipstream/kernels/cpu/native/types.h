@@ -48,8 +48,9 @@ inline void with_dtype(int32_t dtype, F f) {
         f(static_cast<Half*>(nullptr));
 }
 
-// Asks for the line at `p`, which need not be there, to come into the second cache. Into the first it takes
-// buffers that what is read now needs: one row of int4 then came at 0.55 of the rate.
+// Asks for the line at `p`, which need not be there, to come into the second cache. On the way to
+// the first it keeps others waiting: one row of int4 then came at 0.55 of the rate, and a step of decode
+// behind 4096 tokens took 1.6 times as long.
 inline void prefetch(const void* p) {
     __builtin_prefetch(p, 0, 2);
 }
