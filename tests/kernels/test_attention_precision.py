@@ -14,17 +14,11 @@ from slipstream.kernels.cpu.attention import NativeAttention
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.paged_attention import native_paged_attention
 from slipstream.ops.step import AttentionMask, Step
+from tests.helpers.libraries import library
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
 )
-
-
-def library(isa: str) -> Library:
-    found = load(isa)
-    if found is None:
-        pytest.skip(f"this machine has no {isa}")
-    return found
 
 
 def heads(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:

@@ -15,7 +15,7 @@ from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
 from slipstream.kernels.cpu.attention import NativeAttention
 from slipstream.kernels.cpu.feed import native_feed_forward
-from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.moe import NativeExperts
@@ -24,6 +24,7 @@ from slipstream.kernels.cpu.paged_attention import native_paged_attention
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Facts, Kernel
 from slipstream.ops.linear import Weight
+from tests.helpers.libraries import library
 
 NATIVE: dict[str, Callable[..., Tensor]] = {
     "attention": lambda library, **given: NativeAttention(library)(**given),
@@ -41,13 +42,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
 )
-
-
-def library(isa: str) -> Library:
-    found = load(isa)
-    if found is None:
-        pytest.skip(f"this machine has no {isa}")
-    return found
 
 
 def double(value: Any) -> Any:

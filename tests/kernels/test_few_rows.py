@@ -9,10 +9,11 @@ from torch import Tensor
 from slipstream.formats import FORMATS, VARIANTS, Format, rounding_inputs
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, Matrix
-from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.linear import Weight, linear
+from tests.helpers.libraries import library
 
 EVERY: dict[str, Format] = {
     **FORMATS,
@@ -23,17 +24,12 @@ EVERY: dict[str, Format] = {
 ROWS = (*range(1, 34), 40, 47)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of the largest number of a row's answer: rounding of the result, in 16 bits also of the row."""
+LONG = {torch.float32: 1.4e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""The same of 9,001 inputs in place of 200: what a sum rounds away grows with the root of its length."""
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
 )
-
-
-def library(isa: str) -> Library:
-    found = load(isa)
-    if found is None:
-        pytest.skip(f"this machine has no {isa}")
-    return found
 
 
 def weight(name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Weight:
@@ -62,6 +58,18 @@ def test_each_of_a_few_rows_has_a_size_of_its_own(name: str, isa: str, dtype: to
         got, right = native_linear(x, own, lib).double(), expected(x, own)
         error = (got - right).abs().amax(-1) / right.abs().amax(-1)
         assert float(error.max()) <= TOLERANCE[dtype], (rows, error)
+
+
+@pytest.mark.parametrize("dtype", list(LONG), ids=str)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("name", EVERY)
+def test_a_row_may_be_longer_than_a_cache(name: str, isa: str, dtype: torch.dtype) -> None:
+    lib, own = library(isa), weight(name, 11, 9001, dtype)
+    for rows in (1, 2):
+        x = rows_of_many_sizes(rows, 9001, dtype)
+        got, right = native_linear(x, own, lib).double(), expected(x, own)
+        error = (got - right).abs().amax(-1) / right.abs().amax(-1)
+        assert float(error.max()) <= LONG[dtype], (rows, error)
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))

@@ -10,11 +10,12 @@ from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import LinearCall, Matrix
-from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import KERNELS, native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Kernel
 from slipstream.ops.linear import Weight
+from tests.helpers.libraries import library
 
 PACKED = {name: f for name, f in (FORMATS | VARIANTS).items() if name != "plain"}
 ROWS = (*range(1, 34), 37, 44, 47, 48, 50)
@@ -31,13 +32,6 @@ of the weights of groups times their scales, in products of bfloat16."""
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
 )
-
-
-def library(isa: str) -> Library:
-    found = load(isa)
-    if found is None:
-        pytest.skip(f"this machine has no {isa}")
-    return found
 
 
 def weight(name: str, *shape: int, dtype: torch.dtype = torch.float32, bias: bool = False) -> Weight:

@@ -11,21 +11,15 @@ from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS, rounding_inputs
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import LinearCall, Matrix
-from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import KERNELS, native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.linear import Rounding, Weight, linear
+from tests.helpers.libraries import library
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
 )
-
-
-def library(isa: str) -> Library:
-    found = load(isa)
-    if found is None:
-        pytest.skip(f"this machine has no {isa}")
-    return found
 
 
 def weight(outputs: int, inputs: int, *, symmetric: bool = True, groups: int = 1) -> Weight:

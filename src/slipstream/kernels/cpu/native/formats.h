@@ -60,7 +60,7 @@ private:
 inline float widen_one(const Half* x) {
 #ifdef __F16C__
     return _cvtsh_ss(x->bits);
-#else
+#else // read where it lies: a copy on the stack would be read as a vector before it is written
     return Vec::load(x, 1).sum();
 #endif
 }
