@@ -188,5 +188,33 @@ inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t 
     }
 }
 
+// out[o - begin] = x . row o of a packed matrix, before its multiplier: weights are multiplied as they are
+// decoded.
+inline void multiply_decoded(const float* x, const Matrix& m, int64_t begin, int64_t end, float* out) {
+    const int shift = group_shift(m);
+    const PackedRows all(m);
+    for (int64_t o = begin; o < end; ++o) {
+        const PackedRow row = all.row(o);
+        Vec sums[4] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};
+        const auto add = [&](int j, Vec w, Vec some) {
+            Vec& sum = sums[j / Vec::kWidth % 4];
+            sum = fma(w, some, sum);
+        };
+        int64_t k = 0;
+        for (; k + kPackedBlock <= m.inputs; k += kPackedBlock) {
+            ask_ahead(m, row, k);
+            decode_block<true>(m, row, shift, k, kPackedBlock,
+                               [&](int j, Vec w) { add(j, w, Vec::load(x + k + j)); });
+        }
+        if (k < m.inputs)
+            decode_block<false>(m, row, shift, k, m.inputs - k, [&](int j, Vec w) {
+                const int64_t left = m.inputs - k - j;
+                if (left > 0)
+                    add(j, w, left < Vec::kWidth ? Vec::load(x + k + j, left) : Vec::load(x + k + j));
+            });
+        out[o - begin] = ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum();
+    }
+}
+
 } // namespace
 } // namespace slipstream
