@@ -33,6 +33,7 @@ OURS: dict[str, tuple[Format, str]] = {
     "bfloat16": (FORMATS["plain"], "bfloat16"),
     "int8": (FORMATS["int8"], "bfloat16"),
     "int8, inputs too": (rounding_inputs(FORMATS["int8"]), "int8"),
+    "int4, inputs too": (rounding_inputs(FORMATS["int4"]), "int8"),
 }
 """Format and unit by the name of a row."""
 

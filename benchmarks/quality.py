@@ -35,6 +35,8 @@ FORMATS: dict[str, str | dict[str, Any]] = {
     "fp6": "fp6",
     "fp6-e3m2": "fp6-e3m2",
     "int4": "int4",
+    "int4, inputs too": {"weight": {"format": "int4"}, "activation": {"enabled": True}},
+    "int4, inputs too, asymmetric": {"weight": {"format": "int4"}, "activation": {"q_type": "asymmetric"}},
     "int4, groups of 64": {"weight": {"num_bits": 4, "q_groups": -64}},
     "int4, symmetric": {"weight": {"num_bits": 4, "q_type": "symmetric"}},
     "int8, embedding too": {"weight": {"format": "int8"}, "embedding": "int8"},

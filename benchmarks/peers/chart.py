@@ -26,7 +26,12 @@ _ROWS = {  # what a bar shows: the start of a row's name, the label, the colour
     "transformers compiled": ("transformers, compiled", "#a9bfa4"),
     "transformers eager": ("transformers, eager bf16", "#c9c9c9"),
 }
-_BESIDE = ("slipstream fp8", "slipstream fp6", "slipstream int8, int8 activations")
+_BESIDE = (
+    "slipstream fp8",
+    "slipstream fp6",
+    "slipstream int8, int8 activations",
+    "slipstream int4, int8 activations",
+)
 _INK, _MUTED = "#222222", "#777777"
 
 

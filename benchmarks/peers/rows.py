@@ -74,7 +74,9 @@ def _engine(name: str, precision: str, **keywords: Any) -> Row:
 
 
 _EAGER = Row("transformers eager bf16", "torch_models", "", "bfloat16", {"how": "eager"})
-_DYNAMIC = {"weight": {"format": "int8"}, "activation": {"enabled": True}}
+_DYNAMIC = {
+    name: {"weight": {"format": name}, "activation": {"enabled": True}} for name in ("int8", "int4")
+}
 _ROWS: dict[str, tuple[Row, ...]] = {
     "float32": (
         _engine("slipstream fp32", "float32"),
@@ -98,7 +100,7 @@ _ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "int8": (
         _engine("slipstream int8", "int8", quant="int8"),
-        _engine("slipstream int8, int8 activations", "int8", quant=_DYNAMIC),
+        _engine("slipstream int8, int8 activations", "int8", quant=_DYNAMIC["int8"]),
         _engine("slipstream fp8", "int8", quant="fp8"),
         _EAGER,
         Row("llama.cpp Q8_0", "llama_cpp", "llama_cpp", "int8", for_models="decoder", units="int8"),
@@ -107,6 +109,7 @@ _ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "int4": (
         _engine("slipstream int4", "int4", quant="int4"),
+        _engine("slipstream int4, int8 activations", "int4", quant=_DYNAMIC["int4"]),
         _engine("slipstream fp6", "int4", quant="fp6"),
         _EAGER,
         Row("llama.cpp Q4_0", "llama_cpp", "llama_cpp", "int4", for_models="decoder", units="int8"),

@@ -17,12 +17,21 @@ from slipstream.ops.linear import Rounding, round_rows
 from tests.engine.test_quantized import logits, unpacked
 from tests.helpers.models import inject, left_padded, make, prompt
 
+INT4 = {"format": "int4"}
 ASKED: dict[str, dict[str, Any]] = {
-    "int8-a8": {"enabled": True},
-    "int8-a8-asym": {"q_type": "asymmetric"},
-    "int8-a8-g2": {"q_groups": 2},
+    "int8-a8": {"activation": {"enabled": True}},
+    "int8-a8-asym": {"activation": {"q_type": "asymmetric"}},
+    "int8-a8-g2": {"activation": {"q_groups": 2}},
+    "int4-a8": {"weight": INT4, "activation": {"enabled": True}},
+    "int4-a8-asym": {"weight": INT4, "activation": {"q_type": "asymmetric"}},
 }
-ROUNDINGS = {"int8-a8": Rounding(), "int8-a8-asym": Rounding(False), "int8-a8-g2": Rounding(groups=2)}
+ROUNDINGS = {
+    "int8-a8": Rounding(),
+    "int8-a8-asym": Rounding(False),
+    "int8-a8-g2": Rounding(groups=2),
+    "int4-a8": Rounding(),
+    "int4-a8-asym": Rounding(False),
+}
 
 TOLERANCE = 2e-2
 """Of the logits' size: numbers equal to 1e-6 may be rounded one step apart, 1/127 of a row's largest."""
@@ -45,7 +54,7 @@ def linears(model: nn.Module) -> Iterator[nn.Module]:
 @pytest.mark.parametrize("name", ASKED)
 def test_logits_are_those_of_rounded_rows(name: str, kind: str, injected: bool) -> None:
     original = make(kind)
-    engine = inject(original, quant={"activation": ASKED[name]}, replace_with_kernel_inject=injected)
+    engine = inject(original, quant=ASKED[name], replace_with_kernel_inject=injected)
     report = engine.report()
     assert {layer.format for layer in report.layers} == {name}
     assert report.level == ("block" if injected else "none")
@@ -56,7 +65,8 @@ def test_logits_are_those_of_rounded_rows(name: str, kind: str, injected: bool) 
     for module in chosen:
         module.register_forward_pre_hook(partial(round_first, rounding=ROUNDINGS[name]))
     ids, mask = left_padded()
-    for inputs in ({"input_ids": prompt()}, {"input_ids": ids, "attention_mask": mask}):
+    many = {"input_ids": prompt(2, 40)}
+    for inputs in ({"input_ids": prompt()}, {"input_ids": ids, "attention_mask": mask}, many):
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
         expected, found = logits(exact, **inputs)[real], logits(engine, **inputs)[real]
         error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
@@ -66,9 +76,10 @@ def test_logits_are_those_of_rounded_rows(name: str, kind: str, injected: bool) 
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
-def test_generate_follows_the_rounded_original(kind: str) -> None:
+@pytest.mark.parametrize("name", ["int8-a8", "int4-a8"])
+def test_generate_follows_the_rounded_original(name: str, kind: str) -> None:
     original = make(kind)
-    engine = inject(original, quant={"activation": {"enabled": True}})
+    engine = inject(original, quant=ASKED[name])
     exact = unpacked(original, engine)
     for module in linears(exact):
         module.register_forward_pre_hook(partial(round_first, rounding=Rounding()))
@@ -98,8 +109,8 @@ def test_groups_are_left_to_torch_and_the_report_says_so() -> None:
     assert {layer.kernels["linear"] for layer in report.layers} == {"reference"}
 
 
-@pytest.mark.parametrize("name", ["int4", "fp6"])
-def test_only_weights_of_eight_bits_take_rounded_rows(name: str) -> None:
+@pytest.mark.parametrize("name", ["fp6", "fp6-e3m2"])
+def test_weights_of_six_bits_take_no_rounded_rows(name: str) -> None:
     quant = {"weight": {"format": name}, "activation": {"enabled": True}}
     with pytest.raises(slipstream.ConfigError, match=f"do not go with {name} weights"):
         inject(make("llama"), quant=quant)

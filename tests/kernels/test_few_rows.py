@@ -15,11 +15,14 @@ from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.linear import Weight, linear
 from tests.helpers.libraries import library
 
+INT4 = {name: f for name, f in (FORMATS | VARIANTS).items() if name.startswith("int4")}
 EVERY: dict[str, Format] = {
     **FORMATS,
     **VARIANTS,
     "int8, inputs too": rounding_inputs(FORMATS["int8"]),
     "int8, inputs too, zero points": rounding_inputs(FORMATS["int8"], symmetric=False),
+    **{f"{name}, inputs too": rounding_inputs(f) for name, f in INT4.items()},
+    "int4, inputs too, zero points": rounding_inputs(FORMATS["int4"], symmetric=False),
 }
 ROWS = (*range(1, 34), 40, 47)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

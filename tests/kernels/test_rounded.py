@@ -1,4 +1,4 @@
-"""Rounded rows times int8 weights natively: a row alone is answered as among others, nothing overflows."""
+"""Rounded rows times whole numbers natively: a row alone is answered as among others, nothing overflows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.errors import DeviceError
-from slipstream.formats import FORMATS, rounding_inputs
+from slipstream.formats import FORMATS, VARIANTS, rounding_inputs
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import LinearCall, Matrix
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
@@ -22,21 +22,28 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def weight(outputs: int, inputs: int, *, symmetric: bool = True, groups: int = 1) -> Weight:
+NAMES = ("int8", *(name for name in FORMATS | VARIANTS if name.startswith("int4")))
+
+
+def weight(
+    outputs: int, inputs: int, name: str = "int8", *, symmetric: bool = True, groups: int = 1
+) -> Weight:
     dense = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)) + 0.2
-    packed = rounding_inputs(FORMATS["int8"], symmetric=symmetric, groups=groups)
+    packed = rounding_inputs((FORMATS | VARIANTS)[name], symmetric=symmetric, groups=groups)
     return packed.weight(dense, torch.randn(outputs, generator=torch.Generator().manual_seed(1)))
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_row_s_answer_does_not_depend_on_the_rows_beside_it(symmetric: bool, isa: str) -> None:
-    own, lib = weight(70, 200, symmetric=symmetric), library(isa)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_s_answer_does_not_depend_on_the_rows_beside_it(name: str, symmetric: bool, isa: str) -> None:
+    own, lib = weight(70, 200, name, symmetric=symmetric), library(isa)
     x = torch.randn(100, 200, generator=torch.Generator().manual_seed(3))
     whole = native_linear(x, own, lib)
-    for count in (1, 2, 5, 17, 48):
-        # Sums of codes are exact; of the few floats after them the order differs.
-        torch.testing.assert_close(native_linear(x[:count], own, lib), whole[:count], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole, linear(x, own), rtol=1e-4, atol=1e-4)
+    for count in (1, 2, 5, 17, 33, 48):
+        # Sums of codes are exact; of the floats after them, in answers of about 14, the order differs.
+        torch.testing.assert_close(native_linear(x[:count], own, lib), whole[:count], rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
@@ -60,8 +67,11 @@ def test_the_largest_sums_do_not_overflow(rows: int, isa: str) -> None:
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("rows", [1, 3, 60])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_shows_in_its_own_answer(value: float, rows: int, isa: str) -> None:
-    own = weight(20, 70)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_row_that_is_not_finite_shows_in_its_own_answer(
+    name: str, value: float, rows: int, isa: str
+) -> None:
+    own = weight(20, 70, name)
     x = torch.randn(rows, 70, generator=torch.Generator().manual_seed(4))
     x[-1, 3] = value
     got = native_linear(x, own, library(isa))

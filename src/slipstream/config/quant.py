@@ -76,7 +76,7 @@ class WeightQuantConfig(BaseQuantConfig):
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """How the inputs of int8 and fp8 linears are quantized; weights alone are when this is left out."""
+    """How the inputs of int8, int4 and fp8 linears are quantized; weights alone are when this is left out."""
 
     @model_validator(mode="after")
     def _eight_bits(self) -> ActivationQuantConfig:
@@ -155,10 +155,11 @@ class QuantizationConfig(Section):
                 "activation.enabled=True contradicts weight.enabled=False: a matmul takes narrow activations "
                 "only together with narrow weights; drop one of the two"
             )
-        if self.activation_quantized and self.weight_format not in ("int8", "fp8"):
+        if self.activation_quantized and self.weight_format not in ("int8", "int4", "fp8"):
             raise ValueError(
-                f"activations of 8 bits do not go with {self.weight_format} weights: products take int8, or "
-                'fp8, on both sides; use weight.format="int8" or "fp8", or leave activation out'
+                f"activations of 8 bits do not go with {self.weight_format} weights: products take whole "
+                'numbers, or fp8, on both sides; use weight.format="int8", "int4" or "fp8", or leave '
+                "activation out"
             )
         asked, plain = self.activation.explicit(), {"q_type": "symmetric", "q_groups": 1}
         odd = [name for name, only in plain.items() if asked.get(name, only) != only]

@@ -79,7 +79,7 @@ def rounding_inputs(packed: Format, *, symmetric: bool = True, groups: int = 1) 
     """The same format for matrices whose input rows are rounded to 8 bits.
 
     Args:
-        packed: `int8` or `fp8`, or what packs it faster.
+        packed: `int8`, an `int4` or `fp8`, or what packs it faster.
         symmetric: Without a zero point.
         groups: Of a row, with a scale of their own.
     """

@@ -53,11 +53,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INT8_CODES, BOOLEAN = 3, 4
 """Storage types of cached keys and values, and of masks."""
 
+_INPUTS = ("", "-a8", "-a8-asym")
+
 FORMATS = {
     "plain": 0,
-    **dict.fromkeys(("int8", "int8-a8", "int8-a8-asym"), 1),
-    **dict.fromkeys(("int4", "int4-g64", "int4-g128"), 2),
-    **{f"int4-g{group}-sym": 3 for group in (32, 64, 128)},
+    **{f"int8{rounded}": 1 for rounded in _INPUTS},
+    **{f"{name}{rounded}": 2 for name in ("int4", "int4-g64", "int4-g128") for rounded in _INPUTS},
+    **{f"int4-g{group}-sym{rounded}": 3 for group in (32, 64, 128) for rounded in _INPUTS},
     "fp8": 4,
     "fp6": 5,
     "fp6-e3m2": 6,

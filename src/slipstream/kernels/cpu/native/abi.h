@@ -71,7 +71,7 @@ struct Matrix {
     int64_t num_runs, outputs, inputs;
     int32_t dtype, bias_dtype;
     int32_t format, group;        // inputs per group: int4 32, 64 or 128, fp6 64, else 0
-    int32_t input_bits;           // 0; 8: each row that it multiplies is rounded to 8 bits first (int8 only)
+    int32_t input_bits;           // 0; 8: each row that it multiplies is rounded to 8 bits first (int8, int4)
     int32_t input_zero;           // 0, or 1: and that with a zero point
     const void* planes[kPlanes];  // packed only; null where the format has none
     int64_t plane_bytes[kPlanes]; // must be what format, group and shape say

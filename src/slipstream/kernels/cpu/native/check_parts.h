@@ -80,7 +80,8 @@ bool rounding(const Matrix& m) {
     if (m.input_bits == 0)
         return m.input_zero == 0;
     const bool known = m.input_bits == 8 && (m.input_zero == 0 || m.input_zero == 1);
-    return known && m.format == kInt8 && m.inputs <= kMostInputs;
+    const bool codes = m.format == kInt8 || m.format == kInt4 || m.format == kInt4Symmetric;
+    return known && codes && m.inputs <= kMostInputs;
 }
 
 Status packed(const Matrix& m) {

@@ -4,20 +4,29 @@
 namespace slipstream {
 namespace {
 
-#ifdef SLIPSTREAM_BF16_DOT
+inline bool is_int4(const Matrix& m) {
+    return m.format == kInt4 || m.format == kInt4Symmetric;
+}
 
-// Digits that hold what the dtype of a matrix does: 15 bits and a sign beside the row's largest, or 23.
+// Digits that hold what the dtype of a matrix does: 15 bits and a sign beside the row's largest, or 23; of
+// rows that are rounded what they are rounded to.
 inline int digits_of(const Matrix& m) {
+    if (m.input_bits)
+        return m.input_zero ? 2 : 1;
     return m.dtype == kFloat32 ? 3 : 2;
 }
+
+// Whether rounded rows meet the codes of a matrix as the bytes that they are rounded to. Beside a format with
+// groups they are whole numbers, like the digits of any other row.
+inline bool in_codes(const Matrix& m) {
+    return m.input_bits && m.format == kInt8;
+}
+
+#ifdef SLIPSTREAM_BF16_DOT
 
 // Whether a row becomes digits; lanes of int32 hold the sums of so many inputs.
 inline bool takes_digits(const Matrix& m) {
     return m.format != kFp8 && m.format != kFp6E3m2 && m.inputs <= 1 << 19;
-}
-
-inline bool is_int4(const Matrix& m) {
-    return m.format == kInt4 || m.format == kInt4Symmetric;
 }
 
 inline bool is_fp6(const Matrix& m) {
@@ -42,19 +51,32 @@ struct DigitOrder {
     int64_t turned;
 };
 
-// The row in units of what is returned, `stride` digits of each place, and zeros behind the inputs. The unit
-// is NaN where the row holds NaN or infinity.
-inline float split_digits(const float* x, int64_t n, const DigitOrder& order, int count, uint8_t* digits,
-                          int64_t stride) {
-    const Grid grid = grid_of(x, n, false); // of the highest digit
-    const float below = count == 2 ? 256.0f : 65536.0f;
-    const Vec times = Vec::set(grid.times * below);
+// How a row becomes whole numbers: by what it is multiplied, and of what they are multiples then. The unit is
+// NaN where the row holds NaN or infinity; rows that are rounded are whole numbers already.
+struct Places {
+    float times, unit;
+    static Places of(const float* x, const Matrix& m) {
+        if (m.input_bits)
+            return {1, 1};
+        const Grid grid = grid_of(x, m.inputs, false); // of the highest digit
+        const float below = digits_of(m) == 2 ? 256.0f : 65536.0f;
+        return {grid.times * below, grid.scale / below};
+    }
+};
+
+// The row in units of what is returned, `stride` digits of each place, and zeros behind the inputs.
+inline float split_digits(const float* x, const Matrix& m, uint8_t* digits, int64_t stride) {
+    const DigitOrder order(m);
+    const int count = digits_of(m);
+    const int64_t n = m.inputs;
+    const Places places = Places::of(x, m);
+    const Vec times = Vec::set(places.times);
     int64_t j = 0;
     for (; j + Vec::kWidth <= n; j += Vec::kWidth)
         store_digits(Vec::load(x + j) * times, count, digits + order.at(j), stride);
     for (; j < stride; j += Vec::kWidth)
         store_digits(Vec::load(x + j, most(0, n - j)) * times, count, digits + order.at(j), stride);
-    return grid.scale / below;
+    return places.unit;
 }
 
 // What sums begin with, 16 lanes for each place, so that what was added to the codes does not count.
@@ -124,22 +146,23 @@ inline void turn_bytes(const uint8_t* square, int lanes, uint8_t* to) {
 }
 
 // A group of rows with so many lanes each; the digits of each place are `apart` from those of the next.
-inline void fill_digits(const float* x, int64_t stride, int64_t rows, int lanes, int64_t n, int count,
-                        uint8_t* digits, int64_t apart, float* units) {
+inline void fill_digits(const Rows& x, int lanes, const Matrix& m, uint8_t* digits, int64_t apart,
+                        float* units) {
     alignas(64) uint8_t squares[3][kLaneGroup * 64];
     std::memset(squares, 0, sizeof(squares));
-    const float below = count == 2 ? 256.0f : 65536.0f;
+    const int count = digits_of(m);
     float times[kLaneGroup];
     for (int64_t r = 0; r < kLaneGroup / lanes; ++r) {
-        const Grid grid = grid_of(x + least(r, rows - 1) * stride, n, false); // of the highest digit
-        times[r] = grid.times * below;
+        const Places places = Places::of(x.full + least(r, x.count - 1) * x.stride, m);
+        times[r] = places.times;
         for (int64_t i = 0; i < lanes; ++i)
-            units[r * lanes + i] = grid.scale / below;
+            units[r * lanes + i] = places.unit;
     }
-    for (int64_t i = 0; i < n; i += 64, digits += 64 * (kLaneGroup / lanes)) {
-        for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < m.inputs; i += 64, digits += 64 * (kLaneGroup / lanes)) {
+        for (int64_t r = 0; r < x.count; ++r)
             for (int64_t j = 0; j < 64; j += Vec::kWidth) {
-                const Vec part = Vec::load(x + r * stride + i + j, most(0, least(n - i - j, Vec::kWidth)));
+                const int64_t left = most(0, least(m.inputs - i - j, Vec::kWidth));
+                const Vec part = Vec::load(x.full + r * x.stride + i + j, left);
                 store_digits(part * Vec::set(times[r]), count, squares[0] + r * 64 + j, sizeof(squares[0]));
             }
         for (int d = 0; d < count; ++d)
@@ -164,7 +187,7 @@ inline void start_lanes(const uint8_t* digits, int64_t apart, int lanes, int cou
         }
         if (!sums)
             continue;
-        Vec whole = as_floats(raise(all[0]) + all[1]);
+        Vec whole = as_floats(count == 1 ? all[0] : raise(all[0]) + all[1]);
         if (count == 3)
             whole = fma(whole, Vec::set(256), as_floats(all[2]));
         whole.store(sums);

@@ -21,6 +21,10 @@ struct InRegisters {
     static constexpr int64_t kPanelRows = 64;             // in two halves where gate and up go together
     static constexpr int64_t kPanelBytes = 768 << 10;     // deeper panels are summed in several passes
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
+    // Items that lie between each `kSpan` inputs: of a packed token, and of a row of a panel.
+    static constexpr int64_t kSpan = 1, kBetween = 0, kBetweenRow = 0;
+    static constexpr int kPadding = 0; // the code of zero
+    using Sum = int32_t;               // of a row, which zero points are multiplied by
     // What sums are while they are added to, and in memory.
     static Vec sum_of(Vec stored) { return stored; }
     static Vec stored(Vec sum) { return sum; }
@@ -63,6 +67,7 @@ struct ByteWord : InRegisters {
     static CodeSums sum_of(Vec stored) { return CodeSums::of(stored); }
     static Vec stored(CodeSums sum) { return sum.bits(); }
     static CodeSums add(CodeSums sum, Codes x, Codes w) { return dot(sum, x, w); }
+    static Vec less_zeros(Vec sums, Vec zeros, Sum row) { return less_product(sums, zeros, integers(row)); }
 };
 #else
 using Bf16Word = FloatWord;
@@ -80,6 +85,12 @@ inline int64_t padded(int64_t inputs) {
     return ceil_div(inputs, line_items<U>()) * line_items<U>();
 }
 
+// Items that so many inputs of a packed token take, whole lines of them.
+template <class U>
+constexpr int64_t packed_items(int64_t inputs) {
+    return inputs + inputs / U::kSpan * U::kBetween;
+}
+
 // Bytes of the packed rows of a call, whichever unit takes them.
 inline int64_t packed_bytes(int64_t tokens, int64_t inputs) {
     return ceil_div(tokens, kGroup) * kGroup * padded<Bf16Word>(inputs) * static_cast<int64_t>(sizeof(float));
@@ -90,7 +101,8 @@ inline int64_t packed_bytes(int64_t tokens, int64_t inputs) {
 template <class U>
 inline float* packed_grids(const typename U::Item* packed, int64_t tokens, int64_t inputs) {
     auto* codes = const_cast<typename U::Item*>(packed);
-    return reinterpret_cast<float*>(codes + ceil_div(tokens, kGroup) * kGroup * padded<U>(inputs));
+    return reinterpret_cast<float*>(codes +
+                                    ceil_div(tokens, kGroup) * kGroup * packed_items<U>(padded<U>(inputs)));
 }
 
 template <class From, class To>
@@ -110,14 +122,14 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
     constexpr int64_t line = line_items<U>();
     alignas(64) typename U::Item square[kGroup * line];
     std::memset(static_cast<void*>(square), 0, sizeof(square));
-    for (int64_t i = 0; i < inputs; i += line, out += kGroup * line) {
+    for (int64_t i = 0; i < inputs; i += line, out += kGroup * packed_items<U>(line)) {
         const int64_t n = least(line, inputs - i);
         for (int64_t t = 0; t < count; ++t) {
             const T* from = x + t * stride + i;
             typename U::Item* to = square + t * line;
             if (grids) {
                 round_row(from, n, grids[t], to);
-                std::memset(static_cast<void*>(to + n), 0,
+                std::memset(static_cast<void*>(to + n), U::kPadding,
                             static_cast<size_t>(line - n) * sizeof(typename U::Item));
                 continue;
             }
@@ -125,6 +137,8 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
                 copy_padded(from, n, to, line);
         }
         transpose(reinterpret_cast<const float*>(square), kGroup, reinterpret_cast<float*>(out), kGroup);
+        if constexpr (U::kBetween > 0)
+            U::part(out);
     }
 }
 
@@ -145,7 +159,7 @@ inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, const Matrix
             for (int64_t i = 0; m.input_bits && i < count; ++i)
                 grids[i] = grid_of(from + i * inputs, inputs, m.input_zero != 0);
             pack_group<U>(from, inputs, count, inputs, m.input_bits ? grids : nullptr,
-                          out + t * padded<U>(inputs));
+                          out + t * packed_items<U>(padded<U>(inputs)));
             if constexpr (U::kRounds)
                 for (int64_t i = 0; i < kGroup; ++i) {
                     const auto zero = static_cast<int32_t>(grids[i].zero);

@@ -135,7 +135,7 @@ template <int R, int S, int W, int N, bool kScales, bool kMinima>
 #pragma GCC unroll 16
             for (int s = 0; s < S; ++s) {
                 float* to = sums + ((row + r) * S + s) * kLaneGroup;
-                Vec whole = as_floats(raise(parts[0][r][s]) + parts[1][r][s]);
+                Vec whole = as_floats(N == 1 ? parts[0][r][s] : raise(parts[0][r][s]) + parts[N > 1][r][s]);
 #pragma GCC unroll 16
                 for (int n = 2; n < N; ++n)
                     whole = fma(whole, Vec::set(256), as_floats(parts[n][r][s]));
@@ -196,9 +196,9 @@ inline void multiply_bytes(const Operand& x, const Matrix& m, int64_t begin, int
         constexpr bool kMinima = decltype(minima)::value;
         const int64_t wide = x.in_lanes - x.in_narrow;
         int64_t r = 0, g = 0;
-        for (; N == 2 && wide - r > kLaneGroup; r += 2 * kLaneGroup, g += 2)
-            bytes_rows<F, 2, 1, 2, kMinima>(x, m, g, least(2 * kLaneGroup, wide - r), begin, end,
-                                            out + r * os, os);
+        for (; N <= 2 && wide - r > kLaneGroup; r += 2 * kLaneGroup, g += 2)
+            bytes_rows<F, 2, 1, least(N, 2), kMinima>(x, m, g, least(2 * kLaneGroup, wide - r), begin, end,
+                                                      out + r * os, os);
         for (; r < wide; r += kLaneGroup, ++g)
             bytes_rows<F, 1, 1, N, kMinima>(x, m, g, least(kLaneGroup, wide - r), begin, end, out + r * os,
                                             os);
@@ -206,10 +206,13 @@ inline void multiply_bytes(const Operand& x, const Matrix& m, int64_t begin, int
             bytes_rows<F, 1, 2, N, kMinima>(x, m, g, x.in_narrow, begin, end, out + wide * os, os);
     };
     const auto run = [&](auto codes, auto minima) {
-        if (digits_of(m) == 2)
+        const int digits = digits_of(m);
+        if (digits == 2)
             rows(codes, std::integral_constant<int, 2>(), minima);
-        else
+        else if (digits == 3)
             rows(codes, std::integral_constant<int, 3>(), minima);
+        else if constexpr (std::is_same<decltype(codes), BytesOfInt4>::value)
+            rows(codes, std::integral_constant<int, 1>(), minima); // rounded rows
     };
     switch (m.format) {
     case kInt8:

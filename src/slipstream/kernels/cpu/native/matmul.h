@@ -151,82 +151,6 @@ inline void dots_in_order(const typename P::X* x, const typename P::W* w, int64_
         out[c] = dot_in_order<P>(x, w + c * ws, n).sum();
 }
 
-constexpr int64_t kDeep = 32; // inputs of a transposed matrix at a time: their pages stay in the TLB
-
-// out[r * os + j] += sum over k of x[r * xs + k] * v[k * vs + j], for R rows and `width` <= S vectors of
-// columns.
-template <class T, int R, int S>
-inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_t n, int64_t width,
-                      float* out, int64_t os) {
-    const int64_t tail = width - (S - 1) * Vec::kWidth; // lanes of the last vector
-    const bool whole = tail == Vec::kWidth;
-    Vec sums[R][S];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-        for (int s = 0; s < S; ++s) {
-            const float* at = out + r * os + s * Vec::kWidth;
-            sums[r][s] = s + 1 < S || whole ? Vec::load(at) : Vec::load(at, tail);
-        }
-    constexpr int64_t kBytes = S * Vec::kWidth * static_cast<int64_t>(sizeof(T));
-    for (int64_t k = 0; k < n; ++k) {
-        // Rows lie in pages of their own, past which no processor guesses.
-        const char* coming = reinterpret_cast<const char*>(v + (k + kDeep) * vs);
-        for (int64_t line = 0; line < kBytes; line += 64)
-            prefetch(coming + line);
-        Vec parts[S];
-#pragma GCC unroll 16
-        for (int s = 0; s < S; ++s) {
-            const T* at = v + k * vs + s * Vec::kWidth;
-            parts[s] = s + 1 < S || whole ? Vec::load(at) : Vec::load(at, tail);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const Vec factor = Vec::set(x[r * xs + k]);
-#pragma GCC unroll 16
-            for (int s = 0; s < S; ++s)
-                sums[r][s] = fma(factor, parts[s], sums[r][s]);
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-        for (int s = 0; s < S; ++s) {
-            float* at = out + r * os + s * Vec::kWidth;
-            if (s + 1 < S || whole)
-                sums[r][s].store(at);
-            else
-                sums[r][s].store(at, tail);
-        }
-}
-
-template <class T, int R>
-inline void mix_rows(const float* x, int64_t xs, const T* v, int64_t vs, int64_t n, int64_t width, float* out,
-                     int64_t os) {
-    constexpr int kVectors = R > 2 ? 4 : 8;
-    constexpr int64_t kWide = kVectors * Vec::kWidth, kNarrow = 4 * Vec::kWidth;
-    int64_t j = 0;
-    for (; j + kWide <= width; j += kWide)
-        mix_block<T, R, kVectors>(x, xs, v + j, vs, n, kWide, out + j, os);
-    for (; j + kNarrow <= width; j += kNarrow)
-        mix_block<T, R, 4>(x, xs, v + j, vs, n, kNarrow, out + j, os);
-    for (; j < width; j += Vec::kWidth)
-        mix_block<T, R, 1>(x, xs, v + j, vs, n, least(width - j, Vec::kWidth), out + j, os);
-}
-
-// out[r * os + j] += sum over k of x[r * xs + k] * v[k * vs + j].
-template <class T>
-inline void mix(const float* x, int64_t xs, int64_t rows, const T* v, int64_t vs, int64_t n, int64_t width,
-                float* out, int64_t os) {
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4)
-        mix_rows<T, 4>(x + r * xs, xs, v, vs, n, width, out + r * os, os);
-    for (; r + 2 <= rows; r += 2)
-        mix_rows<T, 2>(x + r * xs, xs, v, vs, n, width, out + r * os, os);
-    if (r < rows)
-        mix_rows<T, 1>(x + r * xs, xs, v, vs, n, width, out + r * os, os);
-}
-
 // out[r * os + j] = x row r . row j of a matrix, for up to kPanel rows of it, of which `fill(k, n, panel,
 // stride)` brings inputs [k, k + n).
 template <class P, int kPanel, class Fill>
@@ -302,8 +226,7 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
     if (x.codes)
         return multiply_codes(x, m, begin, end, out, os);
     if (x.digits)
-        return digits_of(m) == 2 ? multiply_digits<2>(x, m, begin, end, out)
-                                 : multiply_digits<3>(x, m, begin, end, out);
+        return multiply_digits(x, m, begin, end, out);
     if (x.byte_lanes)
         multiply_bytes(x, m, begin, end, out, os);
     if (x.terms)
@@ -349,6 +272,17 @@ inline void scale_columns(float* x, int64_t rows, int64_t columns, int64_t strid
     }
 }
 
+// Rows that are whole numbers become what those are multiples of.
+inline void scale_rows(float* x, const Grid* grids, int64_t rows, int64_t columns, int64_t stride) {
+    for (int64_t r = 0; r < rows; ++r) {
+        const Vec scale = Vec::set(grids[r].scale);
+        for (int64_t j = 0; j < columns; j += Vec::kWidth) {
+            const int64_t n = least(columns - j, Vec::kWidth);
+            (Vec::load(x + r * stride + j, n) * scale).store(x + r * stride + j, n);
+        }
+    }
+}
+
 // out[r * os + o - begin] = x row r . matrix row o + bias, for outputs [begin, end).
 inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int64_t end, float* out,
                      int64_t os) {
@@ -357,6 +291,8 @@ inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int
     if (m.format != kPlain) {
         multiply_packed(operand, m, begin, end, out, os);
         scale_columns(out, x.count, columns, os, row_factors(m) + begin);
+        if (operand.grids && !operand.codes)
+            scale_rows(out, operand.grids, x.count, columns, os);
     }
     int64_t first = 0;
     for (int64_t i = 0; i < m.num_runs; first += m.runs[i++].rows) {

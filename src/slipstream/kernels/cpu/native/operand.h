@@ -4,17 +4,6 @@
 namespace slipstream {
 namespace {
 
-// Rows as the matrices take them: in float32, and where a matrix is in bfloat16 (or packed and would be
-// unpacked to that) and rows are many also rounded to that.
-struct Rows {
-    const float* full;
-    const Bf16* rounded; // null: not wanted
-    int64_t stride, count;
-    Rows from(int64_t first) const {
-        return {full + first * stride, rounded ? rounded + first * stride : nullptr, stride, count - first};
-    }
-};
-
 // Whether products are made in bfloat16: a single row is bound by memory anyway, and keeps its precision.
 inline bool rounds(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.dtype == kBfloat16 && !m.input_bits && rows > 1;
@@ -43,7 +32,8 @@ struct Operand {
     const int32_t* starts =
         nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
     float unit = 0;
-    const uint8_t* codes = nullptr; // of a matrix whose inputs are rounded, where the unit multiplies bytes
+    // Of rows that are rounded: their codes, or null where the rows are whole numbers, and what those are of.
+    const uint8_t* codes = nullptr;
     const Grid* grids = nullptr;
 };
 
@@ -62,18 +52,29 @@ struct RowBlock {
     static RowBlock at(int64_t first, int64_t count) { return {first, least(8, count - first)}; }
 };
 
-// From so many rows on, which are left behind whole sixteens, eight of them go in lanes of bytes with two
-// each, or all of them with one. Measured on a Zen 4; rows of several terms gain earlier.
-constexpr int64_t kFewestNarrow = 7, kFewestWide = 13, kFewestNarrowOfTerms = 4, kFewestWideOfTerms = 11;
+// So many rows that are left behind whole sixteens always go in lanes of bytes; see Fewest.
+constexpr int64_t kFewestNarrow = 7;
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
-    return Vec::kBf16Dot && m.format != kPlain && !m.input_bits && rows <= kFewRows;
+    return Vec::kBf16Dot && m.format != kPlain && !in_codes(m) && rows <= kFewRows;
 }
 
 // Terms of bfloat16, eight bits each, that a row becomes: as many as hold its own bits.
 inline int operand_terms(const Matrix& m) {
-    return m.dtype == kBfloat16 ? 1 : (m.dtype == kFloat16 ? 2 : kMostTerms);
+    return m.input_bits || m.dtype == kBfloat16 ? 1 : (m.dtype == kFloat16 ? 2 : kMostTerms);
 }
+
+// From so many rows on, which are left behind whole sixteens, eight of them go in lanes of bytes with two
+// each, or all of them with one. Measured on a Zen 4; rows of several terms gain earlier, and so do those of
+// one digit.
+struct Fewest {
+    int64_t narrow, wide;
+    static Fewest of(const Matrix& m) {
+        if (operand_terms(m) > 1)
+            return {4, 11};
+        return digits_of(m) == 1 ? Fewest{5, 11} : Fewest{kFewestNarrow, 13};
+    }
+};
 
 inline int64_t operand_stride(int64_t inputs) {
     return ceil_div(inputs, kOperandStep) * kOperandStep;
@@ -99,6 +100,11 @@ inline int64_t operand_sums(int64_t inputs) {
     return ceil_div(inputs, 32 * 16) * 16; // of the smallest groups, in whole vectors
 }
 
+// What rounded rows take that are whole numbers.
+inline int64_t whole_bytes(int64_t stride, int64_t rows) {
+    return rows * (stride * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(Grid)));
+}
+
 // Bytes of scratch that `prepare` wants of each thread.
 inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
     if (rows >= kManyRows)
@@ -109,7 +115,10 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
         return rounded;
     const int64_t terms = kMostTerms * static_cast<int64_t>(sizeof(Bf16));
     const int64_t room = ceil_div(rows, kLaneGroup) * kLaneGroup;
-    return most(rounded, room * (operand_stride(inputs) * terms + operand_sums(inputs) * 4));
+    const int64_t stride = operand_stride(inputs), sums = operand_sums(inputs) * 4;
+    // Beside whole numbers two digits of each, or a term, and what goes with them.
+    const int64_t whole = whole_bytes(stride, rows) + 64 + room * (stride * 3 + sums);
+    return most(most(rounded, room * (stride * terms + sums)), whole);
 }
 
 // Rows rounded to eight bits: as codes, or where the unit has no product of bytes as floats on their grids.
@@ -133,6 +142,24 @@ inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch)
     }
     return x;
 }
+
+#ifdef SLIPSTREAM_BF16_DOT
+// Rows rounded to eight bits as the whole numbers that their codes are, less the zero point; what they are
+// multiples of is left for the result. Returns where they end in the scratch.
+inline char* whole_rows(const Rows& rows, const Matrix& m, Operand& x, char* scratch) {
+    const int64_t stride = operand_stride(m.inputs);
+    auto* whole = reinterpret_cast<float*>(scratch);
+    auto* grids = reinterpret_cast<Grid*>(whole + rows.count * stride);
+    for (int64_t r = 0; r < rows.count; ++r) {
+        const float* row = rows.full + r * rows.stride;
+        grids[r] = grid_of(row, m.inputs, m.input_zero != 0);
+        round_row(row, m.inputs, Grid{grids[r].times, 1, grids[r].zero}, whole + r * stride);
+    }
+    x.rows = {whole, nullptr, stride, rows.count};
+    x.grids = grids;
+    return reinterpret_cast<char*>(whole) + ceil_div(whole_bytes(stride, rows.count), 64) * 64;
+}
+#endif
 
 #ifdef SLIPSTREAM_BF16_DOT
 // How a term lies beside a matrix.
@@ -188,13 +215,12 @@ inline void sum_groups(const float* x, int64_t n, int64_t group, float* sums, in
 #endif
 
 #ifdef SLIPSTREAM_BF16_DOT
-inline Operand digit_operand(const Rows& rows, const Matrix& m, char* scratch) {
+inline void digit_operand(const Matrix& m, Operand& x, char* scratch) {
     const int count = digits_of(m);
     auto* digits = reinterpret_cast<uint8_t*>(scratch);
-    Operand x = {rows};
     x.digits = digits;
     x.stride = operand_stride(m.inputs);
-    x.unit = split_digits(rows.full, m.inputs, DigitOrder(m), count, digits, x.stride);
+    x.unit = split_digits(x.rows.full, m, digits, x.stride);
     char* rest = scratch + count * x.stride;
     if (is_int4(m)) {
         x.sums = reinterpret_cast<float*>(rest);
@@ -206,7 +232,6 @@ inline Operand digit_operand(const Rows& rows, const Matrix& m, char* scratch) {
         else
             start_digits(digits, x.stride, count, reinterpret_cast<int32_t*>(rest));
     }
-    return x;
 }
 #endif
 
@@ -216,10 +241,9 @@ inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scr
     const int digits = digits_of(m), added = m.format == kInt8 ? Int8Bytes::kAdded
                                              : is_int4(m)      ? 8
                                                                : Fp6Bytes::kAdded;
-    const bool one = operand_terms(m) == 1;
-    const int64_t wide = rows_in_lanes(rows.count, one ? kFewestWide : kFewestWideOfTerms);
-    const int64_t left = rows.count - wide, narrow = one ? kFewestNarrow : kFewestNarrowOfTerms;
-    x.in_narrow = left >= narrow ? least(left, kLaneGroup / 2) : 0;
+    const Fewest fewest = Fewest::of(m);
+    const int64_t wide = rows_in_lanes(rows.count, fewest.wide), left = rows.count - wide;
+    x.in_narrow = left >= fewest.narrow ? least(left, kLaneGroup / 2) : 0;
     x.in_lanes = wide + x.in_narrow;
     const int64_t groups = ceil_div(wide, kLaneGroup), all = groups + (x.in_narrow > 0);
     const ByteRoom room(m, digits);
@@ -235,8 +259,8 @@ inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scr
     for (int64_t g = 0; g < all; ++g, lanes += room.digits) {
         const bool narrow = g == groups;
         const int64_t first = g * kLaneGroup, count = narrow ? x.in_narrow : least(kLaneGroup, wide - first);
-        fill_digits(rows.full + least(first, wide) * rows.stride, rows.stride, count, 1 + narrow, m.inputs,
-                    digits, lanes, x.lanes_apart, units + first);
+        const float* from = rows.full + least(first, wide) * rows.stride;
+        fill_digits({from, nullptr, rows.stride, count}, 1 + narrow, m, lanes, x.lanes_apart, units + first);
         start_lanes(lanes, x.lanes_apart, 1 + narrow, digits, m, added, starts + g * room.starts,
                     m.format == kInt4 ? sums + g * room.sums : nullptr);
     }
@@ -271,7 +295,7 @@ inline void packed_terms(const Rows& rows, const Matrix& m, int64_t first, Opera
 // The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
 // thread until it has multiplied.
 inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
-    if (m.input_bits)
+    if (m.input_bits && (in_codes(m) || !Vec::kBf16Dot))
         return rounded_operand(rows, m, scratch);
     Operand x = {rows};
 #ifdef SLIPSTREAM_BF16_DOT
@@ -283,12 +307,14 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     }
     if (!wants_operand(m, rows.count))
         return x;
+    if (m.input_bits)
+        scratch = whole_rows(rows, m, x, scratch);
     if (rows.count == 1 && takes_digits(m))
-        return digit_operand(rows, m, scratch);
-    if (in_bytes(m))
-        scratch = byte_lanes(rows, m, x, scratch);
-    if (x.in_lanes < rows.count)
-        packed_terms(rows, m, x.in_lanes, x, scratch);
+        digit_operand(m, x, scratch);
+    else if (in_bytes(m))
+        scratch = byte_lanes(x.rows, m, x, scratch);
+    if (!x.digits && x.in_lanes < rows.count)
+        packed_terms(x.rows, m, x.in_lanes, x, scratch);
 #else
     (void)m;
     (void)scratch;

@@ -8,6 +8,12 @@ template <class U>
 struct PanelFor {
     using Type = RowPanel<U>;
 };
+#ifdef SLIPSTREAM_BF16_DOT
+template <>
+struct PanelFor<GroupedWord> {
+    using Type = GroupedPanel;
+};
+#endif
 #ifdef SLIPSTREAM_AMX
 template <>
 struct PanelFor<TileWord> {
@@ -19,11 +25,13 @@ struct PanelFor<ByteTileWord> {
 };
 using Bf16Unit = TileWord;
 using ByteUnit = ByteTileWord;
+using GroupedUnit = TileWord;
 constexpr int64_t kManyRowsInTiles = 9; // fewer are bound by memory either way
 constexpr int64_t kManyRowsInTerms = 9;
 #else
 using Bf16Unit = Bf16Word;
 using ByteUnit = ByteWord;
+using GroupedUnit = GroupedWord;
 constexpr int64_t kManyRowsInTiles = kManyRows;
 // The same of rows in float32 and a packed matrix whose codes are no whole numbers: a row in three terms
 // costs more than one in a panel. Measured on a Zen 4 with 576 x 576 of fp8: at 24 rows 233 us by terms and
@@ -35,6 +43,7 @@ constexpr int64_t kManyRowsInTerms = Vec::kBf16Dot ? 25 : kManyRows;
 // Measured with 2048 x 2048 out of memory and 576 x 576 in the cache: 16 rows take 1.02 and 0.59 of the time
 // by panels, 17 rows 1.31 and 0.94, 28 rows 0.88 and 0.58.
 constexpr int64_t kManyRowsInBytes = Vec::kBf16Dot ? least(24, kManyRowsInTiles) : kManyRowsInTiles;
+constexpr int64_t kManyRowsInGroups = 33; // beside int4: so many are three groups in lanes
 constexpr int64_t kFewestInGroup = Vec::kBf16Dot ? least(14, kManyRowsInTiles) : kManyRowsInTiles;
 constexpr int64_t kFewestInPanels = least(kFewestInGroup, least(kManyRowsInTiles, kManyRowsInTerms));
 
@@ -42,7 +51,9 @@ constexpr int64_t kFewestInPanels = least(kFewestInGroup, least(kManyRowsInTiles
 inline bool many(int64_t rows, const Matrix& m) {
     if (wants_operand(m, rows) && operand_terms(m) == kMostTerms && !in_bytes(m))
         return rows >= kManyRowsInTerms;
-    if (m.input_bits)
+    if (in_grouped_codes(m))
+        return rows >= kManyRowsInGroups;
+    if (in_codes(m))
         return rows >= kManyRowsInBytes || (rows >= kFewestInGroup && rows <= kGroup);
     return rows >= (m.dtype == kBfloat16 && m.format == kPlain ? kManyRowsInTiles : kManyRows);
 }
@@ -57,8 +68,10 @@ constexpr int64_t kProductBytes = most(FloatWord::kPanelBytes, Bf16Unit::kPanelB
 // Calls `f` with the unit that multiplies a matrix.
 template <class F>
 inline void with_word(const Matrix& m, F f) {
-    if (Vec::kBf16Dot && m.input_bits)
+    if (Vec::kBf16Dot && in_codes(m))
         f(ByteUnit());
+    else if (in_grouped_codes(m))
+        f(GroupedUnit());
     else if (Vec::kBf16Dot && m.dtype == kBfloat16)
         f(Bf16Unit());
     else
@@ -134,18 +147,19 @@ private:
     using Panel = typename PanelFor<U>::Type;
     static constexpr int64_t kDecoded = most(line_items<U>(), kPackedBlock); // passes begin where blocks do
     static constexpr int64_t kRowItems = U::kPanelBytes / U::kPanelRows / static_cast<int64_t>(sizeof(Item));
-    static constexpr int64_t kDeepest = (kRowItems - line_items<U>()) / kDecoded * kDecoded;
+    static constexpr int64_t kDeepest =
+        (kRowItems - line_items<U>()) * U::kSpan / (U::kSpan + U::kBetweenRow) / kDecoded * kDecoded;
     static constexpr int64_t kStep = U::kGroups * kGroup; // tokens that pass a panel together
 
     template <class F>
     void work(const Item* packed, int64_t task, char* own, int ahead_by, F& finish) const {
         auto* panel = reinterpret_cast<Item*>(own);
         auto* c = reinterpret_cast<float*>(own + U::kPanelBytes);
-        [[maybe_unused]] int32_t
-            sums[2][U::kPanelRows]; // of the rows of both halves, where tokens have zero points
+        [[maybe_unused]]
+        typename U::Sum sums[2][U::kPanelRows]; // of the rows of both halves, where tokens have zero points
         const int64_t begin = task % panels_ * width_, n = least(width_, outputs_ - begin);
         const int64_t token = task / panels_ * chunk_, end = least(tokens_, token + chunk_);
-        const int64_t inputs = padded<U>(m_.inputs);
+        const int64_t inputs = padded<U>(m_.inputs), items = packed_items<U>(inputs);
         Ahead ahead[2];
         look_ahead((task + ahead_by) % panels_ * width_, ceil_div(end - token, kStep), ahead);
         alignas(64) float starts[2][U::kPanelRows] = {};
@@ -164,7 +178,8 @@ private:
                                  pitch_);
                 }
                 if constexpr (U::kRounds)
-                    this->sum_rows(begin + half * second_, n, from, deep, sums[half]);
+                    this->sum_rows(rows[half], pitches[half], begin + half * second_, n, from, deep,
+                                   sums[half]);
             }
             const int64_t words = least(deep_, inputs - from) / U::kItems;
             for (int64_t t = token; t < end; t += kStep) {
@@ -172,9 +187,9 @@ private:
                 float* at = stride_ == chunk_ ? c + t - token : c;
                 for (int64_t half = 0; half < halves_; ++half) {
                     float* part = at + half * width_ * stride_;
-                    Panel::multiply({rows[half], pitches[half], n, packed + t * inputs + from * kGroup,
-                                     inputs * kGroup, groups, words, from == 0, starts[half], part, stride_,
-                                     ahead + half});
+                    Panel::multiply({rows[half], pitches[half], n,
+                                     packed + t * items + packed_items<U>(from) * kGroup, items * kGroup,
+                                     groups, words, from == 0, starts[half], part, stride_, ahead + half});
                     if (from + deep_ < inputs || settled)
                         continue;
                     if constexpr (U::kRounds)
@@ -220,23 +235,29 @@ private:
     }
 
 #ifdef SLIPSTREAM_BF16_DOT
-    // The sums of the codes of n rows, over the passes together.
-    void sum_rows(int64_t row, int64_t n, int64_t from, int64_t deep, int32_t* sums) const {
+    // What the zero points of tokens are multiplied by beside n rows, over the passes together: sums of
+    // codes, or of the weights that those stand for.
+    void sum_rows(const Item* panel, int64_t pitch, int64_t row, int64_t n, int64_t from, int64_t deep,
+                  typename U::Sum* sums) const {
         const auto* codes = static_cast<const uint8_t*>(m_.planes[kCodes]) + row * m_.inputs + from;
-        for (int64_t j = 0; j < n; ++j)
-            sums[j] = (from ? sums[j] : 0) + sum_codes(codes + j * m_.inputs, deep);
+        for (int64_t j = 0; j < n; ++j) {
+            sums[j] = from ? sums[j] : 0;
+            if constexpr (std::is_same<U, GroupedWord>::value)
+                sums[j] += m_.input_zero ? GroupedPanel::sum(panel + j * pitch, deep) : 0;
+            else
+                sums[j] += sum_codes(codes + j * m_.inputs, deep);
+        }
     }
 
     // Sums of products of codes become results.
-    void settle_codes(int64_t row, int64_t n, const float* scales, int64_t tokens, const int32_t* sums,
-                      float* c) const {
+    void settle_codes(int64_t row, int64_t n, const float* scales, int64_t tokens,
+                      const typename U::Sum* sums, float* c) const {
         const float* zeros = scales + ceil_div(tokens_, kGroup) * kGroup;
         for (int64_t j = 0; j < n; ++j) {
             const Vec factor = Vec::set(row_factors(m_)[row + j]), shift = Vec::set(bias(row + j));
-            const Vec sum = integers(sums[j]);
             for (int64_t t = 0; t < tokens; t += kGroup) {
                 float* at = c + j * stride_ + t;
-                const Vec value = less_product(Vec::load(at), Vec::load(zeros + t), sum);
+                const Vec value = U::less_zeros(Vec::load(at), Vec::load(zeros + t), sums[j]);
                 fma(value * Vec::load(scales + t), factor, shift).store(at);
             }
         }

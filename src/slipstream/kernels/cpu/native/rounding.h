@@ -7,6 +7,17 @@
 namespace slipstream {
 namespace {
 
+// Rows as the matrices take them: in float32, and where a matrix is in bfloat16 (or packed and would be
+// unpacked to that) and rows are many also rounded to that.
+struct Rows {
+    const float* full;
+    const Bf16* rounded; // null: not wanted
+    int64_t stride, count;
+    Rows from(int64_t first) const {
+        return {full + first * stride, rounded ? rounded + first * stride : nullptr, stride, count - first};
+    }
+};
+
 // A code is round(x * times) + zero, and stands for (code - zero) * scale.
 struct Grid {
     float times, scale, zero;

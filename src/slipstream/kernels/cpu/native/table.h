@@ -19,9 +19,11 @@
 #include "bytes.h"
 #include "rows.h"
 #include "grain.h"
+#include "transposed.h"
 #include "matmul.h"
 #include "functions.h"
 #include "gemm.h"
+#include "gemm_grouped.h"
 #ifdef SLIPSTREAM_AMX
 #include "tiles.h"
 #include "gemm_amx.h"
