@@ -74,9 +74,7 @@ def _engine(name: str, precision: str, **keywords: Any) -> Row:
 
 
 _EAGER = Row("transformers eager bf16", "torch_models", "", "bfloat16", {"how": "eager"})
-_DYNAMIC = {
-    name: {"weight": {"format": name}, "activation": {"enabled": True}} for name in ("int8", "int4")
-}
+_DYNAMIC = {name: {"weight": {"format": name}, "activation": {"enabled": True}} for name in ("int8", "int4")}
 _ROWS: dict[str, tuple[Row, ...]] = {
     "float32": (
         _engine("slipstream fp32", "float32"),
