@@ -47,6 +47,23 @@ def test_a_folder_opens_as_the_engine_that_wrote_it(kind: str, quant: Any, tmp_p
     assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_rows_that_are_rounded_are_no_part_of_the_planes(name: str, kind: str, tmp_path: Path) -> None:
+    """A folder opens with the rounding of the engine that wrote it, without, and with another one."""
+    quant = {"weight": {"format": name}, "activation": {"enabled": True}}
+    engine = write(tmp_path / "packed", kind, quant)
+    opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
+    torch.testing.assert_close(opened(prompt()).logits, engine(prompt()).logits, rtol=1e-5, atol=1e-5)
+    zero = {"weight": {"format": name}, "activation": {"q_type": "asymmetric"}}
+    for asked, found in ((None, f"{name}-a8"), (name, name), (zero, f"{name}-a8-asym")):
+        settings = {} if asked is None else {"quant": asked}
+        other = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True, **settings)
+        assert {layer.format for layer in other.report().layers} == {found}
+        own, got = engine.state_dict(), other.state_dict()
+        assert own.keys() == got.keys() and all(torch.equal(own[key], got[key]) for key in own)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash"])
 def test_a_router_s_correction_which_is_a_buffer_is_written(name: str, tmp_path: Path) -> None:
     (variant, *_) = (v for v in VARIANTS if label(v) == name)

@@ -17,7 +17,6 @@ from slipstream.ops.linear import Weight
 from slipstream.parallel import Axis
 from slipstream.weights.load import BlockWeights, restore_block
 from slipstream.weights.packed_folder import Matrix
-from slipstream.weights.slot import packed_as
 from slipstream.weights.spread import rejoined
 
 __all__ = ["gathered_tensors", "is_any_packed"]
@@ -83,7 +82,7 @@ def _unpacked(path: str, part: nn.Module) -> tuple[dict[str, Kind], dict[str, Te
         for name, (weight, transposed) in (packed_matrices(module) if is_packed(module) else {}).items():
             if weight.format != "plain":  # rows of the vocabulary, of which ranks have some
                 full = f"{inside}.{name}" if inside else name
-                kinds[full] = (packed_as(weight), transposed, weight.planes[0].data_ptr())
+                kinds[full] = (weight.packed_as, transposed, weight.planes[0].data_ptr())
     with _in_float32(part):
         state: dict[str, Tensor] = part.state_dict(prefix=head)
     if is_injected(part):
@@ -104,7 +103,7 @@ def _of_block(layer: nn.Module) -> tuple[dict[str, Kind], Mapping[str, Tensor]]:
             f"from {share.mesh.replica.size} ranks; save the packed model from one"
         )
     names = {
-        piece.name: (packed_as(weight), piece.transposed, id(piece))
+        piece.name: (weight.packed_as, piece.transposed, id(piece))
         for role, weight in packed.items()
         for piece in held.whole[role].weight
     }

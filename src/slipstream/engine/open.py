@@ -101,7 +101,12 @@ def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) ->
         )
     if given.get("checkpoint") is not None:
         raise ConfigError(f"checkpoint={given['checkpoint']!r} beside {folder}, which has weights; drop one")
-    values = {"dtype": packed.dtype, **given, "quant": packed.quant, "checkpoint": str(folder)}
+    quant = dict(packed.quant)
+    if asked is not None:  # rows are rounded as they come, and planes know nothing of it
+        quant.pop("activation", None)
+        own = InferenceConfig(quant=asked).quant.explicit()
+        quant |= {"activation": own["activation"]} if "activation" in own else {}
+    values = {"dtype": packed.dtype, **given, "quant": quant, "checkpoint": str(folder)}
     return InferenceConfig(**values)
 
 

@@ -54,6 +54,11 @@ class Format:
     rounding: Rounding | None = None
     pack_into: Callable[[Tensor, tuple[Tensor, ...]], bool] | None = None
 
+    @property
+    def packed_as(self) -> str:
+        """Name of the format without what is done to rows."""
+        return self.name if self.rounding is None else self.name.removesuffix(self.rounding.suffix)
+
     def layout(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each plane of a matrix `(..., O, I)` in a packed format."""
         *rows, inputs = shape
@@ -66,7 +71,7 @@ class Format:
         dtype = dense.dtype if self.bits else None
         name, rounding = self.name, self.rounding
         if rounding is not None and dense.dim() > 2:
-            name, rounding = name.removesuffix(rounding.suffix), None
+            name, rounding = self.packed_as, None
         return Weight(name, tuple(dense.shape), self.pack(dense), self.unpack, bias, dtype, rounding)
 
     def part(self, dense: Tensor, bias: Tensor | None, run: range) -> Weight:

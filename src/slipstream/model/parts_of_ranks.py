@@ -12,7 +12,7 @@ from slipstream.model.packed import holds, packed_matrices
 from slipstream.model.split import split_of
 from slipstream.ops.linear import Weight
 from slipstream.parallel.plan import Cut
-from slipstream.weights.slot import Part, packed_as, plain
+from slipstream.weights.slot import Part, plain
 
 __all__ = ["slots_of_parts", "whole_of_part"]
 
@@ -94,7 +94,7 @@ def _packs(
     format_named: Callable[[str], Format],
 ) -> Callable[[Mapping[str, Tensor]], Weight]:
     """Packs a rank's part as it was: where inputs are cut, with multipliers of whole rows if it has them."""
-    wanted = format_named(packed_as(weight))
+    wanted = format_named(weight.packed_as)
 
     def make(values: Mapping[str, Tensor]) -> Weight:
         whole = values[name]

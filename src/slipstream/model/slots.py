@@ -15,7 +15,7 @@ from slipstream.model.parts_of_ranks import slots_of_parts, whole_of_part
 from slipstream.model.split import is_split
 from slipstream.ops.linear import Weight
 from slipstream.parallel.vocabulary import SplitRows
-from slipstream.weights.slot import Own, Packed, Part, Slot, block_slots, packed_as
+from slipstream.weights.slot import Own, Packed, Part, Slot, block_slots
 
 __all__ = ["find_slots", "refuse_streamed", "tensors_of", "wholes_of"]
 
@@ -96,7 +96,7 @@ def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[
             if isinstance(weight, SplitRows):
                 made: Packed | Part = _rows_of(own, weight, format_named)
             else:
-                made = Packed(own, weight, format_named(packed_as(weight)), transposed)
+                made = Packed(own, weight, format_named(weight.packed_as), transposed)
             planes[id(weight.planes[0])] = made
     slots += planes.values()
     rest = {key: paths for key, paths in names.items() if key not in held}
@@ -105,7 +105,7 @@ def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[
 
 def _rows_of(names: tuple[str, ...], weight: SplitRows, format_named: Callable[[str], Format]) -> Part:
     """A rank's rows of the vocabulary."""
-    run, wanted = weight.runs[weight.axis.rank], format_named(packed_as(weight.held))
+    run, wanted = weight.runs[weight.axis.rank], format_named(weight.held.packed_as)
 
     def make(values: Mapping[str, Tensor]) -> Weight:
         return wanted.weight(values[names[0]][run.start : run.stop], None)

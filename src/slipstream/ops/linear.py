@@ -146,6 +146,11 @@ class Weight:
         """The dtype of the rows that it multiplies."""
         return self.planes[0].dtype if self.dtype is None else self.dtype
 
+    @property
+    def packed_as(self) -> str:
+        """Name of the format that packs it, whatever is done to the rows that it multiplies."""
+        return self.format if self.rounding is None else self.format.removesuffix(self.rounding.suffix)
+
     def dense(self) -> Tensor:
         """Return the dense tensor of `shape`, or what is `inside`: a new one, of "plain" the stored one."""
         if self.dtype is not None:

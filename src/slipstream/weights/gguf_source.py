@@ -113,7 +113,7 @@ class GgufSource(Source):
         """The file's own blocks as int4 planes, where they fit."""
         tensor = self._tensors.get(name)
         kind = None if tensor is None else tensor.kind
-        if tensor is None or kind not in _DIRECT or wanted.name != FORMATS["int4"].name:
+        if tensor is None or kind not in _DIRECT or wanted.packed_as != FORMATS["int4"].name:
             return None
         rows, inputs = self._shapes[name]
         blocks = self._bytes(name).view(rows, -1)
@@ -126,7 +126,7 @@ class GgufSource(Source):
             (rows, inputs),
             (*ordered, torch.ones(rows, dtype=torch.float32, device="cpu")),
             wanted.unpack,
-            None,
+            rounding=wanted.rounding,
         )
 
     def stored(self, name: str) -> Tensor | None:

@@ -98,7 +98,7 @@ def write_packed_folder(
             tensors[key] = plane
             planes.append(key)
         table[name] = {
-            "format": matrix.weight.format,
+            "format": matrix.weight.packed_as,
             "shape": list(matrix.weight.shape),
             "planes": planes,
             "transposed": matrix.transposed,
@@ -168,10 +168,13 @@ class PackedFolder(Source):
         pieces = _pieces(where, entry, shape[-2])
         return _Described(found, shape, tuple(names), pieces, entry.get("transposed") is True)
 
-    def _weight(self, matrix: _Described) -> Weight:
-        """Planes as they lie."""
+    def _weight(self, matrix: _Described, wanted: Format | None = None) -> Weight:
+        """Planes as they lie, with the rounding of rows that is asked for."""
         planes = tuple(map(self._file.tensor, matrix.planes))
-        return Weight(matrix.format.name, matrix.shape, planes, matrix.format.unpack, None, self.dtype)
+        weight = Weight(matrix.format.name, matrix.shape, planes, matrix.format.unpack, None, self.dtype)
+        if wanted is None or wanted.rounding is None or len(matrix.shape) > 2:
+            return weight
+        return replace(weight, format=wanted.name, rounding=wanted.rounding)
 
     def names(self) -> Iterable[str]:
         """The model's names, of packed and of plain tensors."""
@@ -215,7 +218,7 @@ class PackedFolder(Source):
             raise WeightError(
                 f"{self._path}: {name} has rows in another order than this version's; make the folder again"
             )
-        return self._weight(matrix)
+        return self._weight(matrix, wanted)
 
     def _part(self, name: str, wanted: Format) -> Weight | None:
         home = self._homes.get(name)
@@ -228,7 +231,7 @@ class PackedFolder(Source):
             return None
         index, piece = own[0]
         start = sum(p.count for p in matrix.pieces[:index])
-        weight = self._weight(matrix)
+        weight = self._weight(matrix, wanted)
         *planes, factors = weight.planes
         rows = [plane.narrow(-2, start, piece.count) for plane in planes]
         cut = (*rows, factors.narrow(-1, start, piece.count))
@@ -236,9 +239,9 @@ class PackedFolder(Source):
         return replace(weight, planes=tuple(plane.contiguous() for plane in cut), shape=shape)
 
     def _agree(self, name: str, matrix: _Described, wanted: Format) -> None:
-        if matrix.format.name != wanted.name:
+        if matrix.format.name != wanted.packed_as:
             raise WeightError(
-                f"{self._path}: {name} is packed as {matrix.format.name}, and {wanted.name} is asked for; "
+                f"{self._path}: {name} is packed as {matrix.format.name}, and {wanted.packed_as} is asked for; "
                 "leave quant out, or quantize the original"
             )
 

@@ -23,7 +23,7 @@ from slipstream.weights.load import BlockWeights, own_views, read_matrix
 from slipstream.weights.recipe import Piece, Plan, gather, scatter
 from slipstream.weights.source import Source
 
-__all__ = ["Joined", "Own", "Packed", "Part", "Slot", "TensorSource", "block_slots", "packed_as", "plain"]
+__all__ = ["Joined", "Own", "Packed", "Part", "Slot", "TensorSource", "block_slots", "plain"]
 
 
 class TensorSource(Source):
@@ -242,11 +242,6 @@ class Part(_Held):
             plane.copy_(new.reshape(plane.shape))
 
 
-def packed_as(weight: Weight) -> str:
-    """Name of the format that packs a weight, whatever is done to the rows that it multiplies."""
-    return weight.format if weight.rounding is None else weight.format.removesuffix(weight.rounding.suffix)
-
-
 def _dtype(weight: Weight) -> torch.dtype:
     return weight.planes[0].dtype if weight.dtype is None else weight.dtype
 
@@ -280,10 +275,10 @@ def block_slots(
             continue
         made = {name: paths[name] for name in names}
         if plan.slice.is_whole:
-            packed = None if weight.format == "plain" else format_named(packed_as(weight))
+            packed = None if weight.format == "plain" else format_named(weight.packed_as)
             yield Joined(tuple(made.values()), weight, tuple(pieces), made, packed)
         else:
-            wanted = None if pieces is not plan.weight else format_named(packed_as(weight))
+            wanted = None if pieces is not plan.weight else format_named(weight.packed_as)
             yield Part(tuple(made.values()), weight, _maker(plan, pieces, made, wanted))
 
 
