@@ -84,7 +84,9 @@ def test_an_engine_answers_as_the_files_own_numbers(
         rounding = {**quant, "activation": {"enabled": True}}
         own, got = model.state_dict(), engine.state_dict()
         rounded = slipstream.init_inference(path, quant=rounding, **settings).state_dict()
-        assert all(torch.equal(own[name], got[name]) and torch.equal(own[name], rounded[name]) for name in own)
+        assert all(
+            torch.equal(own[name], got[name]) and torch.equal(own[name], rounded[name]) for name in own
+        )
         close(model(input_ids=ids).logits.detach(), engine(input_ids=ids).logits)
 
 
