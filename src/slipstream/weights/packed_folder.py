@@ -241,8 +241,8 @@ class PackedFolder(Source):
     def _agree(self, name: str, matrix: _Described, wanted: Format) -> None:
         if matrix.format.name != wanted.packed_as:
             raise WeightError(
-                f"{self._path}: {name} is packed as {matrix.format.name}, and {wanted.packed_as} is asked for; "
-                "leave quant out, or quantize the original"
+                f"{self._path}: {name} is packed as {matrix.format.name}, and {wanted.packed_as} is asked "
+                "for; leave quant out, or quantize the original"
             )
 
     def stored(self, name: str) -> Tensor | None:
