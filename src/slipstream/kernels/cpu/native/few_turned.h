@@ -32,10 +32,11 @@ struct Grouped : Int4Codes {
 
 // The same of fp6.
 struct GroupedSixes : Fp6Codes {
-    explicit GroupedSixes(const Matrix& m) : Fp6Codes(m), inputs(ceil_div(m.inputs, m.group) * m.group) {}
+    explicit GroupedSixes(const Matrix& m)
+        : Fp6Codes(m), numbers(32), inputs(ceil_div(m.inputs, m.group) * m.group) {}
     static constexpr int64_t kFits = 16384;
     int64_t padded() const { return inputs; }
-    Quarters numbers;
+    GroupNumbers numbers; // a quarter of the lanes each
     int64_t inputs;
 };
 
@@ -104,7 +105,7 @@ template <int R, int N>
         Codes raw[4];
         Sixes::turned(codes, upper, raw);
         Sixes::ask<kPackedAhead>(codes, upper, scales);
-        turned_dots<R, N, 2>(g, raw, terms + R * from, x.apart, g.numbers.of(scales), sums);
+        turned_dots<R, N, 2>(g, raw, terms + R * from, x.apart, g.numbers.of<4>(scales), sums);
     }
     for (; from < to; from += 64, codes += 32, upper += 16, ++scales) {
         const Codes raw[1] = {Sixes::plain(codes, upper)};

@@ -283,17 +283,27 @@ struct Int4Codes {
     __m512i table;
 };
 
-// Four numbers, each in the lanes of a quarter.
-struct Quarters {
-    Quarters() {
-        const __m128i number = _mm_set_epi16(3, 3, 2, 2, 1, 1, 0, 0);
-        const __m256i pairs = _mm256_cvtepu16_epi32(number); // the lower byte of a number, and the upper
+// The numbers of the groups in 128 inputs, in the lanes of theirs: lane j of a sum over Nibbles belongs to
+// the 32 inputs number j / 4.
+struct GroupNumbers {
+    explicit GroupNumbers(int64_t group) {
+        const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2);
+        const __m128i block = _mm_srl_epi16(_mm_set_epi16(3, 3, 2, 2, 1, 1, 0, 0), _mm_cvtsi32_si128(shift));
+        const __m256i pairs = _mm256_cvtepu16_epi32(block); // the lower byte of a number, and the upper
         index = _mm256_add_epi8(_mm256_mullo_epi32(pairs, _mm256_set1_epi32(0x02020202)),
                                 _mm256_set1_epi32(0x01000100));
     }
+    // `count` numbers are read, as many as 128 inputs have or fewer.
+    template <int kCount>
     Vec of(const Half* p) const {
-        int64_t numbers;
-        std::memcpy(&numbers, p, sizeof(numbers));
+        int64_t numbers = 0;
+        std::memcpy(&numbers, p, kCount * sizeof(*p));
+        return {_mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi64x(numbers), index))};
+    }
+    Vec of(const Half* p, int64_t count) const {
+        int64_t numbers = 0;
+        for (int64_t i = 0; i < count; ++i)
+            numbers |= static_cast<int64_t>(p[i].bits) << 16 * i;
         return {_mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi64x(numbers), index))};
     }
     __m256i index;

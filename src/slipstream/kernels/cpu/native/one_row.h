@@ -45,7 +45,7 @@ inline Vec digit_dot(const Operand& x, const PackedRow& row, int64_t inputs) {
 // The row . a row of fp6. Lanes of int32 hold the sums over sixteen inputs, of the two highest digits
 // together.
 template <int N>
-inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const Quarters& numbers, int64_t groups) {
+inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& numbers, int64_t groups) {
     Vec sums[2] = {Vec::set(0), Vec::set(0)};
     const uint8_t* digits = x.digits;
     const int32_t* starts = x.starts;
@@ -69,7 +69,7 @@ inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const Quarters& numb
         Codes codes[4];
         Sixes::turned(row.codes, row.crumbs, codes);
         Sixes::ask<kAhead>(row.codes, row.crumbs, row.scales);
-        add(codes, numbers.of(row.scales), sum);
+        add(codes, numbers.of<4>(row.scales), sum);
         row.codes += 128, row.crumbs += 64, row.scales += 4;
     };
     for (; groups >= 8; groups -= 8) {
@@ -89,11 +89,58 @@ inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const Quarters& numb
     return sums[0] + sums[1];
 }
 
-// The row . R rows of int4: sixteen groups at a time, whose scales and minima become float32 together. Rows
-// share what is loaded of the digits, of which a Zen 4 loads one register in a cycle.
+// The row . a row of int4; G groups in 128 inputs.
+template <int N, int G>
+inline Vec digit_dot_grouped(const Operand& x, const PackedRow& row, const GroupNumbers& numbers,
+                             int64_t groups) {
+    Vec sums[2] = {Vec::set(0), Vec::set(0)};
+    const Half* minima = row.minima ? row.minima : row.scales;
+    for (int64_t g = 0; g < groups; g += Vec::kWidth) {
+        prefetch(reinterpret_cast<const char*>(row.scales + g) + kAhead / 8);
+        prefetch(reinterpret_cast<const char*>(minima + g) + kAhead / 8);
+        const Vec here =
+            g + Vec::kWidth <= groups ? Vec::load(minima + g) : Vec::load(minima + g, groups - g);
+        sums[0] = fma(here, Vec::load(x.sums + g), sums[0]);
+    }
+    if (!row.minima)
+        sums[0] = sums[0] * Vec::set(-8);
+    const uint8_t *codes = row.codes, *digits = x.digits;
+    const Half* scales = row.scales;
+    const auto add = [&](Codes both, Vec scale, Vec& sum) {
+        const Nibbles of(both);
+        CodeSums all = CodeSums::of(Vec::set(0));
+#pragma GCC unroll 3
+        for (int i = 0; i < N; ++i) {
+            all = dot(i ? raise(all) : all, of.low, Codes::load(digits + i * x.stride));
+            all = dot(all, of.high, Codes::load(digits + i * x.stride + 64));
+        }
+        sum = fma(as_floats(all), scale, sum);
+        digits += 128;
+    };
+    int64_t left = groups;
+    for (; left >= 2 * G; left -= 2 * G, codes += 128, scales += 2 * G) {
+        prefetch(codes + kAhead);
+        add(Codes::load(codes), numbers.of<G>(scales), sums[0]);
+        prefetch(codes + kAhead + 64);
+        add(Codes::load(codes + 64), numbers.of<G>(scales + G), sums[1]);
+    }
+    if (left >= G) {
+        prefetch(codes + kAhead);
+        add(Codes::load(codes), numbers.of<G>(scales), sums[0]);
+        left -= G, codes += 64, scales += G;
+    }
+    if (left) {
+        prefetch(codes + kAhead);
+        add(Codes::load(codes, left * (64 / G)), numbers.of(scales, left), sums[1]);
+    }
+    return sums[0] + sums[1];
+}
+
+// The row . R short rows of int4: sixteen groups at a time, whose scales and minima become float32 together.
+// They share what is loaded of the digits, of which a Zen 4 loads one register in a cycle.
 template <int N, int R>
-inline void digit_dots_int4(const Operand& x, const Matrix& m, const PackedRow (&rows)[R],
-                            const GroupSpread& spread, Vec (&sums)[R]) {
+inline void digit_dots_grouped(const Operand& x, const Matrix& m, const PackedRow (&rows)[R],
+                               const GroupSpread& spread, Vec (&sums)[R]) {
     const int64_t groups = ceil_div(m.inputs, m.group), bytes = groups * m.group / 2;
     const int64_t ahead = most(kAhead, R * bytes);
     const uint8_t* digits = x.digits;
@@ -163,29 +210,36 @@ inline void multiply_rows(const Matrix& m, float unit, int64_t begin, int64_t en
     }
 }
 
-// The same of int4, where rows share digits while they are short enough for memory to be read in about its
-// order. Measured on a Zen 4, one thread out of memory, four rows at a time and one: 576 inputs 16.0 and 14.1
-// GB/s, 1536 inputs 17.8 and 18.0, 2048 inputs 22.0 and 24.0.
+// The same of int4. Short rows are read four at a time, which is about the order of memory, and longer ones
+// as they lie. Measured on a Zen 4, GB/s of one thread out of memory: 576 inputs 16.0 and 14.1, 1536
+// inputs 17.8 and 18.0, 2048 inputs 20.2 and 22.0.
 template <int N>
 inline void multiply_int4(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out) {
     constexpr int64_t kShort = 1024;
     const PackedRows all(m);
     const GroupSpread spread(m.group);
-    int64_t o = begin;
-    for (; m.inputs <= kShort && o + 4 <= end; o += 4, out += 4) {
+    for (; m.inputs <= kShort && begin + 4 <= end; begin += 4, out += 4) {
+        const PackedRow rows[4] = {all.row(begin), all.row(begin + 1), all.row(begin + 2),
+                                   all.row(begin + 3)};
         Vec sums[1][4];
-        digit_dots_int4<N, 4>(x, m, {all.row(o), all.row(o + 1), all.row(o + 2), all.row(o + 3)}, spread,
-                              sums[0]);
+        digit_dots_grouped<N>(x, m, rows, spread, sums[0]);
         for (Vec& sum : sums[0])
             sum = sum * Vec::set(x.unit);
         store_sums(sums, out, 0);
     }
-    if (o < end)
-        multiply_rows(m, x.unit, o, end, out, [&](const PackedRow& row) {
-            Vec sum[1];
-            digit_dots_int4<N, 1>(x, m, {row}, spread, sum);
-            return sum[0];
+    const auto by_group = [&](auto in_128) {
+        const GroupNumbers numbers(m.group);
+        const int64_t groups = ceil_div(m.inputs, m.group);
+        multiply_rows(m, x.unit, begin, end, out, [&](const PackedRow& row) {
+            return digit_dot_grouped<N, decltype(in_128)::value>(x, row, numbers, groups);
         });
+    };
+    if (m.group == 32)
+        by_group(std::integral_constant<int, 4>());
+    else if (m.group == 64)
+        by_group(std::integral_constant<int, 2>());
+    else
+        by_group(std::integral_constant<int, 1>());
 }
 
 // out[o - begin] = the row . row o of a packed matrix, before its multiplier.
@@ -200,7 +254,7 @@ inline void multiply_digits(const Operand& x, const Matrix& m, int64_t begin, in
                 return multiply_rows(
                     m, x.unit * Int8Bytes::kUnit, begin, end, out,
                     [&](const PackedRow& row) { return digit_dot<Int8Bytes, N>(x, row, m.inputs); });
-            const Quarters numbers;
+            const GroupNumbers numbers(32); // a quarter of the lanes each
             const int64_t groups = ceil_div(m.inputs, m.group);
             multiply_rows(m, x.unit * Fp6Bytes::kUnit, begin, end, out,
                           [&](const PackedRow& row) { return digit_dot_sixes<N>(x, row, numbers, groups); });
