@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.engine.runner import Session
 from slipstream.kernels.cpu.stack import NativeStack
+from slipstream.kernels.cpu.text import NativeText
 from slipstream.model.block import Block
 
 VOCABULARY = 100
@@ -223,7 +224,7 @@ def blocks_that_run() -> Iterator[Ran]:
         return followed(self, course)
 
     def counting(several: Any) -> Any:
-        def run_several(self: NativeStack, blocks: Any, *args: Any) -> Any:
+        def run_several(self: Any, blocks: Any, *args: Any) -> Any:
             out = several(self, blocks, *args)
             if out is not None:
                 ran.blocks += blocks
@@ -235,8 +236,8 @@ def blocks_that_run() -> Iterator[Ran]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "__call__", run_one)
         patch.setattr(Block, "follow", run_course)
-        for name in ("encode", "extend"):
-            patch.setattr(NativeStack, name, counting(getattr(NativeStack, name)))
+        for kind, name in ((NativeStack, "encode"), (NativeStack, "extend"), (NativeText, "__call__")):
+            patch.setattr(kind, name, counting(getattr(kind, name)))
         yield ran
 
 

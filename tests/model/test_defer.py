@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slipstream.errors import DeviceError
 from slipstream.kernels.cpu.library import refuse
 from slipstream.kernels.cpu.stack import NativeStack
+from slipstream.kernels.cpu.text import NativeText
 from slipstream.model.defer import Pending
 from slipstream.model.rows import pack, real_tokens
 from slipstream.spec import BlockSpec, Norm
@@ -331,6 +332,7 @@ def test_a_copy_and_a_cast_model_run_together(bert: Pair) -> None:
 
 def test_where_the_library_declines_the_blocks_run(bert: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeStack, "encode", lambda *args: None)
+    monkeypatch.setattr(NativeText, "__call__", lambda *args: None)
     both(bert, padded("none", "left"), exact=True)
 
 

@@ -128,7 +128,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     watch(model if blocks else None, encoder)
     if blocks and mesh.is_alone:
         swap_around(model, plan.layers, settings)
-        answer_at_once(model, plan.layers, encoder, settings.bind(None).linear.run)
+        answer_at_once(model, plan.layers, encoder)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner = None if plan.frame is None else _runner(plan.frame, blocks, stack, frame_ops)

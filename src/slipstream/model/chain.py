@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, C hidden, K kv heads, D head dim, T packed tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,9 +19,10 @@ from slipstream.model.layer_call import LayerCall, run_block
 from slipstream.model.rows import Rows, pack, real_tokens, sees_all
 from slipstream.ops.rope import half_tables
 from slipstream.ops.step import Older, Packed
+from slipstream.ops.text import TextFrame, TextRows
 from slipstream.spec import Rope
 
-__all__ = ["Chain", "Encoder"]
+__all__ = ["Chain", "Encoder", "TextRun"]
 
 
 class Encoder(Protocol):
@@ -47,6 +48,11 @@ class Encoder(Protocol):
         tables: dict[Rope, RopeTable],
         older: Sequence[Older],
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None: ...
+    def text(self, frame: TextFrame) -> TextRun | None: ...  # noqa: D102
+
+
+TextRun = Callable[[Sequence[Any], TextRows], "tuple[Tensor, Tensor | None] | None"]
+"""The signature of `kernels.cpu.text.NativeText`."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import DeviceError, SlipstreamError
 from slipstream.families.family import Family
 from slipstream.model.chain import Encoder
 from slipstream.model.check import MODEL_ERRORS, TOLERANCE
@@ -28,9 +28,9 @@ from slipstream.model.defer import current, is_plain_run
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.layers import Found
 from slipstream.model.namesake import namesake
-from slipstream.model.packed import weight_of
-from slipstream.model.rows import pack
+from slipstream.model.rows import Rows, pack
 from slipstream.model.still import Still
+from slipstream.model.text import TextParts
 from slipstream.model.untouched import left_as_it_was
 from slipstream.model.watch import (
     asks_for_internals,
@@ -39,7 +39,7 @@ from slipstream.model.watch import (
     reads_padding,
     wants_original,
 )
-from slipstream.ops.linear import Weight, times
+from slipstream.ops.text import TextRows
 from slipstream.spec import EncoderSpec
 
 __all__ = ["answer_at_once", "answers_at_once", "at_once"]
@@ -69,7 +69,7 @@ class _Whole:
         parts: Those, by their fields in `spec`; without the ones that it lacks.
         layers: In order.
         encoder: Runs them.
-        multiply: The bound product.
+        text: Runs them with the parts.
         still: What has to be as it was.
         kind: Of the answer.
     """
@@ -78,24 +78,18 @@ class _Whole:
     parts: Mapping[str, Any]
     layers: tuple[nn.Module, ...]
     encoder: Encoder
-    multiply: Callable[[Tensor, Weight], Tensor]
+    text: TextParts
     still: Still
     kind: Callable[..., Any] = dict
 
 
-def answer_at_once(
-    model: nn.Module,
-    layers: Sequence[Found],
-    encoder: Encoder | None,
-    multiply: Callable[[Tensor, Weight], Tensor],
-) -> list[str]:
+def answer_at_once(model: nn.Module, layers: Sequence[Found], encoder: Encoder | None) -> list[str]:
     """Let the encoders of text in a model answer at once, where that is proved to be the same.
 
     Args:
         model: With fused layers, in the engine's dtype and on its device.
         layers: All that were looked at.
         encoder: Runs layers together; None where nothing does.
-        multiply: The bound product.
 
     Returns:
         Paths of the encoders that do.
@@ -109,7 +103,8 @@ def answer_at_once(
             continue
         own_layers = tuple(f.layer for f in own)
         parts, still = _parts(base, spec), Still(base, own_layers)
-        whole = _Whole(spec, parts, own_layers, encoder, multiply, still) if _look_up(parts) else None
+        text = TextParts(parts, encoder)
+        whole = _Whole(spec, parts, own_layers, encoder, text, still) if _look_up(parts) else None
         if whole is not None and _prove(base, whole):
             base.__class__ = _quick_class(type(base))  # type: ignore[arg-type]
             whole.still = Still(base, own_layers)
@@ -183,7 +178,7 @@ def at_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     try:
         return _answer(model, whole, args, kwargs)
-    except IndexError:  # ids that no table has, of which others say more
+    except DeviceError:  # ids that no table has, of which others say more
         return None
 
 
@@ -212,11 +207,11 @@ def _answer(
     real = _real(given.get("attention_mask"), ids)
     if isinstance(real, bool):
         return None
-    x = _enter(whole, ids, given.get("token_type_ids"))
-    if x is None:
+    types = given.get("token_type_ids")
+    if not (types is None or ("types" in whole.parts and _fits(types, ids))):
         return None
     drops = not reads_padding(base, given) and (scope is None or scope.drops)
-    return _run(whole, x, real, drops=drops)
+    return _run(whole, ids, types, real, drops=drops)
 
 
 def _real(mask: Any, ids: Tensor) -> Tensor | None | bool:
@@ -233,25 +228,6 @@ def _real(mask: Any, ids: Tensor) -> Tensor | None | bool:
     return real if bool(real.any(dim=1).all()) else False
 
 
-def _enter(whole: _Whole, ids: Tensor, types: Any) -> Tensor | None:
-    """What enters the first layer, `(B, S, C)`, rounded where the original rounds; None as of `_answer`."""
-    parts = whole.parts
-    kinds, norm, project = parts.get("types"), parts["norm"], parts.get("project_in")
-    if not (types is None or (kinds is not None and _fits(types, ids))):
-        return None
-    at = _places(ids, parts["positions"].weight, whole.spec.padding)
-    if at is None:
-        return None
-    x = torch.embedding(parts["words"].weight, ids)
-    if kinds is not None:
-        x += kinds.weight[0] if types is None else torch.embedding(kinds.weight, types)
-    x += at
-    x = torch.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    if project is None:
-        return x
-    return times(whole.multiply, x.flatten(0, 1), weight_of(project)).view(*ids.shape, -1)
-
-
 def _fits(types: Any, ids: Tensor) -> bool:
     return (
         type(types) is Tensor
@@ -261,35 +237,59 @@ def _fits(types: Any, ids: Tensor) -> bool:
     )
 
 
-def _places(ids: Tensor, table: Tensor, padding: int | None) -> Tensor | None:
-    """The rows of the tokens' places, `(B | 1, S, E)`; None where the table has not so many."""
-    first, length = 0 if padding is None else padding + 1, ids.shape[1]
-    if first + length > table.shape[0]:
+def _run(
+    whole: _Whole, ids: Tensor, types: Tensor | None, real: Tensor | None, *, drops: bool
+) -> Mapping[str, Any] | None:
+    """The answer of the tables, the layers and what follows them; None as of `_answer`."""
+    run = whole.text.run()
+    if run is None:
         return None
-    if padding is None or not bool((real := ids != padding).all()):
-        counted = None if padding is None else (real.cumsum(1) * real) + padding
-        return table[None, :length] if counted is None else torch.embedding(table, counted)
-    return table[None, first : first + length]
-
-
-def _run(whole: _Whole, x: Tensor, real: Tensor | None, *, drops: bool) -> Mapping[str, Any] | None:
-    """The answer of the layers and of what follows them."""
-    batch, length, width = x.shape
+    batch, length = ids.shape
     blocks = [injected_state(layer).block for layer in whole.layers]
     rows = pack(real, batch, length, specs=(block.spec for block in blocks), drops=drops)
-    flat = x.view(batch * length, width)
-    left = whole.encoder.encode(blocks, flat if rows.index is None else flat[rows.index], rows.packed, {})
-    if left is None:
+    tokens = _tokens(whole, ids, types, rows)
+    answer = None if tokens is None else run(blocks, tokens)
+    if answer is None:
         return None
+    left, pooled = answer
     if rows.index is not None:
-        left = torch.zeros_like(flat).index_copy_(0, rows.index, left)
-    states = left.view(batch, length, width)
-    values = {"last_hidden_state": states}
-    if "pooler" in whole.parts:
-        first, dense = states[:, 0].contiguous(), weight_of(whole.parts["pooler"])
-        values["pooler_output"] = times(whole.multiply, first, dense).tanh_()
-    answer: Mapping[str, Any] = whole.kind(**values)
-    return answer
+        left = left.new_zeros(batch * length, left.shape[1]).index_copy_(0, rows.index, left)
+    values = {"last_hidden_state": left.view(batch, length, -1)}
+    if pooled is not None:
+        values["pooler_output"] = pooled
+    made: Mapping[str, Any] = whole.kind(**values)
+    return made
+
+
+def _tokens(whole: _Whole, ids: Tensor, types: Tensor | None, rows: Rows) -> TextRows | None:
+    """The tokens that are computed, and where; None where the table has no such places."""
+    (batch, length), padding, index = ids.shape, whole.spec.padding, rows.index
+    first = 0 if padding is None else padding + 1
+    if first + length > whole.parts["positions"].weight.shape[0]:
+        return None
+    places = None
+    if padding is not None and not bool((real := ids != padding).all()):
+        places = (real.cumsum(1) * real) + padding
+    if index is not None and places is None:
+        places = torch.arange(first, first + length, device=ids.device).expand(batch, length)
+    computed = None
+    if index is not None:
+        count = torch.arange(index.shape[0], device=ids.device)
+        computed = count.new_full((batch * length,), -1).index_copy_(0, index, count)
+    return TextRows(
+        ids=_flat(ids, index),
+        types=None if types is None else _flat(types, index),
+        places=None if places is None else _flat(places, index),
+        first=first,
+        period=length,
+        pooled=None if computed is None else computed[::length].contiguous(),
+        packed=rows.packed,
+    )
+
+
+def _flat(tokens: Tensor, index: Tensor | None) -> Tensor:
+    flat = tokens.reshape(-1)
+    return (flat if index is None else flat[index]).long()
 
 
 def _prove(base: nn.Module, whole: _Whole) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "FeedCall",
     "Frame",
     "LinearCall",
+    "Lookup",
     "Mask",
     "Matrix",
     "ModelCall",
@@ -41,10 +42,11 @@ __all__ = [
     "Step",
     "Strided",
     "Table",
+    "TextCall",
     "address",
 ]
 
-ABI = 12
+ABI = 13
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -267,6 +269,31 @@ class StackCall(ctypes.Structure):
         *_each(c_int32, "dtype cache_dtype"),
         ("step", Step),
         *_each(c_void_p, "turn failed"),
+    ]
+
+
+class Lookup(ctypes.Structure):
+    """What a table holds of each token."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("table", c_void_p),
+        ("rows", c_int64),
+        ("at", c_void_p),
+        *_each(c_int64, "first period"),
+        *_each(c_int32, "dtype unused"),
+    ]
+
+
+class TextCall(ctypes.Structure):
+    """Arguments of `slipstream_text`."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("stack", StackCall),
+        ("lookups", Lookup * 3),
+        ("width", c_int64),
+        ("norm", Norm),
+        *_each(Matrix, "project_in pooler"),
+        *_each(c_void_p, "pooled_tokens pooled"),
     ]
 
 

@@ -19,11 +19,13 @@ from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
 from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, readable, serves, step_of
+from slipstream.kernels.cpu.text import NativeText, refuse_text
 from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import BlockLike
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Older, Packed, Step
+from slipstream.ops.text import TextFrame
 from slipstream.spec import BlockSpec, Role, Rope
 
 __all__ = ["NativeStack", "bind_encoder", "bind_stack", "serves_caches"]
@@ -202,12 +204,12 @@ class NativeStack:
         del angles
         return out
 
-    def _call(self, call: StackCall, blocks: Sequence[BlockLike]) -> None:
-        """Run the library, with turns where blocks are there for a while only."""
+    def _call(self, call: StackCall, blocks: Sequence[BlockLike], whole: abi.TextCall | None = None) -> None:
+        """Run a call, or all that it is part of, with turns where blocks are there for a while only."""
         turns = Turns.of(blocks)
         if turns is not None:
             turns.point(call)
-        self.library.run("stack", call)
+        self.library.run(*(("stack", call) if whole is None else ("text", whole)))
         if turns is not None:
             turns.check()
 
@@ -226,7 +228,7 @@ class NativeStack:
         Raises:
             DeviceError: `packed` points outside of `x` or of the tables.
         """
-        prepared = self._prepared_for(blocks, x)
+        prepared = self.prepared_for(blocks, x)
         if prepared is None:
             return None
         call = StackCall()
@@ -252,7 +254,7 @@ class NativeStack:
         Raises:
             DeviceError: `packed` points outside of `x` or of the tables.
         """
-        prepared = self._prepared_for(blocks, x)
+        prepared = self.prepared_for(blocks, x)
         if prepared is None:
             return None
         batch = packed.kv_lens.shape[0]
@@ -286,7 +288,7 @@ class NativeStack:
         )
         return self._run_packed(prepared, call, blocks, x, packed, tables), made
 
-    def _prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
+    def prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
         """The structs, where some layers can run on some rows together."""
         serves = (
             all(map(self.has, blocks))
@@ -305,21 +307,38 @@ class NativeStack:
         packed: Packed,
         tables: Tables,
     ) -> Tensor:
-        """Run a call that says what the tokens see; the rest of it is filled in."""
         x = x.contiguous()
         out = torch.empty_like(x)
+        call.x = x.data_ptr()
+        self.run_layers(prepared, call, blocks, out, packed, tables)
+        return out
+
+    def text(self, frame: TextFrame) -> NativeText | None:
+        """What runs layers together with what stands around them in an encoder of text, or None."""
+        return NativeText(self, frame) if refuse_text(frame) is None else None
+
+    def run_layers(
+        self,
+        prepared: Prepared,
+        call: StackCall,
+        blocks: Sequence[Any],
+        out: Tensor,
+        packed: Packed,
+        tables: Tables,
+        whole: abi.TextCall | None = None,
+    ) -> None:
+        """Fill in the rest of a call that says what the tokens see, and run it, or all that it is part of."""
         angles, rows = _tables(prepared, tables)
         places = [self._place[id(block)] for block in blocks]
-        call.x, call.out, call.dtype = x.data_ptr(), out.data_ptr(), DTYPES[x.dtype]
+        call.out, call.dtype = out.data_ptr(), DTYPES[out.dtype]
         call.blocks, call.num_blocks = self._structs(prepared, places), len(places)
         call.tables, call.num_tables = rows, len(angles)
         call.positions = address(packed.positions)
-        call.step.tokens, call.step.sequences = x.shape[0], packed.kv_lens.shape[0]
+        call.step.tokens, call.step.sequences = out.shape[0], packed.kv_lens.shape[0]
         call.step.query_starts = packed.query_starts.data_ptr()
         rest_torch()
-        self._call(call, [self.blocks[place] for place in places])
+        self._call(call, [self.blocks[place] for place in places], whole)
         del angles
-        return out
 
     def _structs(self, prepared: Prepared, places: Sequence[int]) -> Any:
         """The structs of some blocks in their order; where that is the engine's own, those that are there."""

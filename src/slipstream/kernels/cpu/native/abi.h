@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 12;
+constexpr int32_t kAbi = 13;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -241,6 +241,27 @@ struct StackCall {
     const int32_t* failed;
 };
 
+// What a table holds of each token.
+struct Lookup {
+    const void* table; // `(rows, width)` contiguous, or null: nothing
+    int64_t rows;
+    const int64_t* at;     // `(T,)`, each token's row; null: token t has row first + t % period
+    int64_t first, period; // period > 0
+    int32_t dtype, unused;
+};
+
+// An encoder of text: the sum of what the tables hold, its norm and projection enter the blocks; of what
+// leaves them, one row of each sequence is pooled. A matrix without outputs is absent.
+struct TextCall {
+    StackCall stack; // without caches; `x` is not read
+    Lookup lookups[3];
+    int64_t width; // of the tables
+    Norm norm;
+    Matrix project_in, pooler;
+    const int64_t* pooled_tokens; // `(N,)`, -1: zeros; null: the first of each sequence
+    void* pooled;                 // `(N, pooler.outputs)` contiguous, same dtype as `out`: tanh(pooler x)
+};
+
 struct NormCall {
     const void* x; // `(rows, width)` contiguous
     void* out;     // same, may be x
@@ -300,6 +321,7 @@ SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
 SLIPSTREAM_API int32_t slipstream_paged_attention(int32_t isa, int32_t threads,
                                                   const slipstream::PagedAttentionCall* call);
 SLIPSTREAM_API int32_t slipstream_stack(int32_t isa, int32_t threads, const slipstream::StackCall* call);
+SLIPSTREAM_API int32_t slipstream_text(int32_t isa, int32_t threads, const slipstream::TextCall* call);
 SLIPSTREAM_API int32_t slipstream_pack(int32_t isa, int32_t threads, const slipstream::PackCall* call);
 SLIPSTREAM_API int32_t slipstream_model(int32_t isa, int32_t threads, const slipstream::ModelCall* call);
 }

@@ -186,6 +186,10 @@ int32_t slipstream_stack(int32_t isa, int32_t threads, const StackCall* call) {
     return start(isa, threads, call, &Kernels::stack_bytes, &Kernels::stack);
 }
 
+int32_t slipstream_text(int32_t isa, int32_t threads, const TextCall* call) {
+    return start(isa, threads, call, &Kernels::text_bytes, &Kernels::text);
+}
+
 int32_t slipstream_pack(int32_t isa, int32_t threads, const PackCall* call) {
     return start(isa, threads, call, &Kernels::pack_bytes, &Kernels::pack);
 }

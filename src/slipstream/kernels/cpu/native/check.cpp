@@ -259,6 +259,53 @@ Status around(const ModelCall& call) {
     return steps(call);
 }
 
+Status lookup(const Lookup& l, int64_t tokens) {
+    if (!l.table)
+        return kOk;
+    const Status status = tensor(l.table, l.dtype);
+    if (status != kOk)
+        return status;
+    if (!is_size(l.rows) || !is_size(l.period))
+        return kShape;
+    if (!is_aligned(l.at, 8))
+        return kAlignment;
+    const int64_t used = l.period < tokens ? l.period : tokens;
+    if (!l.at)
+        return l.first >= 0 && l.first < kLargest && l.first + used <= l.rows ? kOk : kRange;
+    for (int64_t t = 0; t < tokens; ++t)
+        if (l.at[t] < 0 || l.at[t] >= l.rows)
+            return kRange;
+    return kOk;
+}
+
+// What a text's call has beside its layers, which are checked before.
+Status around(const TextCall& call) {
+    const Step& s = call.stack.step;
+    const int64_t hidden = call.stack.blocks[0].hidden;
+    if (!is_size(call.width) || (!call.project_in.outputs && call.width != hidden))
+        return kShape;
+    if (!call.lookups[0].table)
+        return kNull;
+    Status status = norm(call.norm, call.width, call.width);
+    for (const Lookup& l : call.lookups)
+        status = first_of(status, lookup(l, s.tokens));
+    if (call.project_in.outputs)
+        status = first_of(status, matrix(call.project_in, hidden, call.width));
+    if (status != kOk || !call.pooler.outputs)
+        return status;
+    status =
+        first_of(matrix(call.pooler, call.pooler.outputs, hidden), tensor(call.pooled, call.stack.dtype));
+    if (!is_aligned(call.pooled_tokens, 8))
+        return first_of(status, kAlignment);
+    for (int64_t n = 0; status == kOk && n < s.sequences; ++n) {
+        // A sequence without tokens has no first one.
+        const int64_t t = call.pooled_tokens ? call.pooled_tokens[n] : s.query_starts[n];
+        if (t < -1 || t >= s.tokens || (!call.pooled_tokens && s.query_starts[n + 1] == t))
+            return kRange;
+    }
+    return status;
+}
+
 } // namespace
 
 Status check(const LinearCall& call) {
@@ -321,6 +368,13 @@ Status check(const PagedAttentionCall& call) {
 Status check(const StackCall& call) {
     const Status status = layers(call);
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
+}
+
+Status check(const TextCall& call) {
+    if (call.stack.caches)
+        return kUnsupported;
+    const Status status = first_of(layers(call.stack), tensor(call.stack.out, call.stack.dtype));
+    return status != kOk ? status : around(call);
 }
 
 Status check(const ModelCall& call) {

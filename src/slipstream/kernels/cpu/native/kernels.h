@@ -15,6 +15,7 @@ struct Kernels {
     int64_t (*attention_bytes)(const AttentionCall&, int threads);
     int64_t (*paged_attention_bytes)(const PagedAttentionCall&, int threads);
     int64_t (*stack_bytes)(const StackCall&, int threads);
+    int64_t (*text_bytes)(const TextCall&, int threads);
     int64_t (*pack_bytes)(const PackCall&, int threads);
     int64_t (*model_bytes)(const ModelCall&, int threads);
     // Run by every thread of a team; `scratch` is shared and aligned to 64 bytes.
@@ -24,6 +25,7 @@ struct Kernels {
     void (*attention)(const AttentionCall&, char* scratch, Team&, int rank);
     void (*paged_attention)(const PagedAttentionCall&, char* scratch, Team&, int rank);
     void (*stack)(const StackCall&, char* scratch, Team&, int rank);
+    void (*text)(const TextCall&, char* scratch, Team&, int rank);
     void (*pack)(const PackCall&, char* scratch, Team&, int rank);
     void (*model)(const ModelCall&, char* scratch, Team&, int rank);
 };

@@ -45,13 +45,18 @@ inline Vec activate_rounded(int32_t kind, Vec x) {
 }
 #endif
 
-// As `activate_row`, for values that are rounded to bfloat16 next; whole vectors.
+// As `activate_row`, for values that are rounded to bfloat16 next.
 inline void activate_rounded_row(int32_t kind, float* x, const float* up, int64_t n) {
 #ifdef SLIPSTREAM_BF16_DOT
     if (kind != kSwigluOai) {
-        for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        int64_t j = 0;
+        for (; j + Vec::kWidth <= n; j += Vec::kWidth) {
             const Vec g = activate_rounded(kind, Vec::load(x + j));
             (up ? g * Vec::load(up + j) : g).store(x + j);
+        }
+        if (j < n) {
+            const Vec g = activate_rounded(kind, Vec::load(x + j, n - j));
+            (up ? g * Vec::load(up + j, n - j) : g).store(x + j, n - j);
         }
         return;
     }

@@ -27,7 +27,7 @@ public:
         if (first >= step.sequences)
             return false;
         const int32_t* at = step.query_starts;
-        const int64_t token = at[first];
+        const int64_t token = token_ = at[first];
         do
             ++end_;
         while (end_ < step.sequences && (at[end_] - token < size_ || at[end_] == step.tokens));
@@ -35,7 +35,6 @@ public:
         if (first == 0 && end_ == step.sequences)
             return true;
         const int64_t offset = token * call_.blocks[0].hidden * (call_.dtype == kFloat32 ? 4 : 2);
-        part->x = static_cast<const char*>(call_.x) + offset;
         part->out = static_cast<char*>(call_.out) + offset;
         part->positions = call_.positions ? call_.positions + token : nullptr;
         part->step.tokens = at[end_] - token;
@@ -49,10 +48,13 @@ public:
         return true;
     }
 
+    // The first token of the part.
+    int64_t token() const { return token_; }
+
 private:
     const StackCall& call_;
     int32_t* starts_;
-    int64_t size_, end_ = 0;
+    int64_t size_, end_ = 0, token_ = 0;
 };
 
 struct PartsScratch {
@@ -74,11 +76,28 @@ inline int64_t stack_bytes(const StackCall& call, int threads) {
     return PartsScratch(call, nullptr, threads).bytes;
 }
 
-inline void stack(const StackCall& call, char* base, Team& team, int rank) {
+// `read(t, row)` writes what enters the first block for token t. False where a block's matrices could not be
+// had.
+template <class Read>
+inline bool run_parts(const StackCall& call, char* base, Team& team, int rank, Read read) {
     const PartsScratch scratch(call, base, team.size());
+    const int64_t hidden = call.blocks[0].hidden;
     StackCall part;
     for (Parts parts(call, scratch.starts + scratch.num_starts * rank); parts.next(&part);)
-        Stack(part, scratch.rest, team.size()).run(team, rank);
+        if (!Stack(part, scratch.rest, team.size())
+                 .run(
+                     team, rank, [&](int64_t t, float* row) { read(parts.token() + t, row); },
+                     [&](int64_t t, const float* row) {
+                         write_row(row, part.out, part.dtype, t * hidden, hidden);
+                     }))
+            return false;
+    return true;
+}
+
+inline void stack(const StackCall& call, char* base, Team& team, int rank) {
+    const int64_t hidden = call.blocks[0].hidden;
+    run_parts(call, base, team, rank,
+              [&](int64_t t, float* row) { read_row(call.x, call.dtype, t * hidden, row, hidden); });
 }
 
 } // namespace

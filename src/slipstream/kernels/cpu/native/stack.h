@@ -66,14 +66,6 @@ public:
     // What left the last block, `(T, C)`.
     const float* left() const { return x_; }
 
-    void run(Team& team, int rank) {
-        const int64_t hidden = call_.blocks[0].hidden;
-        run(
-            team, rank,
-            [&](int64_t t, float* row) { read_row(call_.x, call_.dtype, t * hidden, row, hidden); },
-            [&](int64_t t, const float* row) { write_row(row, call_.out, call_.dtype, t * hidden, hidden); });
-    }
-
     // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last.
     // False where a block's matrices could not be had.
     template <class Read, class Write>
@@ -285,7 +277,8 @@ private:
                 multiply(in, *feed.in, width + begin, width + end, own, n);
             for (int64_t t = 0; t < tokens_; ++t) {
                 float* row = inner_ + t * width + begin;
-                activate_row(b.activation, row, b.gated ? own + t * n : nullptr, n);
+                (rounded_out ? activate_rounded_row : activate_row)(b.activation, row,
+                                                                    b.gated ? own + t * n : nullptr, n);
                 if (rounded_out)
                     copy_row(row, rounded_inner_ + t * width + begin, n);
             }
