@@ -75,7 +75,7 @@ class Text:
     def run(self, rows: TextRows) -> tuple[Tensor, Tensor | None]:
         text = self.stack.text(self.frame)
         assert text is not None
-        answer = text(self.blocks, rows)
+        answer = text(self.blocks, rows, ())
         assert answer is not None
         return answer
 

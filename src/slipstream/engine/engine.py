@@ -164,7 +164,7 @@ class InferenceEngine(Weights):
         """The answer of a model that needs no code of its own for it; None of any other, or of bad input."""
         if not answers_at_once(self.module) or not self.inference_config.return_tuple:
             return None
-        with torch.no_grad(), self._built.small.scope({"0": args[0], **kwargs} if args else kwargs):
+        with torch.no_grad():
             return at_once(self.module, args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

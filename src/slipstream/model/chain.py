@@ -51,7 +51,7 @@ class Encoder(Protocol):
     def text(self, frame: TextFrame) -> TextRun | None: ...  # noqa: D102
 
 
-TextRun = Callable[[Sequence[Any], TextRows], "tuple[Tensor, Tensor | None] | None"]
+TextRun = Callable[[Sequence[Any], TextRows, Sequence[object]], "tuple[Tensor, Tensor | None] | None"]
 """The signature of `kernels.cpu.text.NativeText`."""
 
 

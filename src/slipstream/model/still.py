@@ -51,6 +51,10 @@ class Still:
             and all(map(_Held.holds, self._held, map(injected_state, self._layers)))
         )
 
+    def links(self) -> list[tuple[Link, ...] | None]:
+        """By what the tensors of the layers were found: none has moved while these are the same objects."""
+        return [held.links for held in self._held]
+
 
 _GET: Callable[[Any, Any], Any] = dict.get
 _OWN = operator.attrgetter("__dict__")
@@ -73,7 +77,7 @@ class _Held:
 
     def __init__(self) -> None:
         """Of none yet."""
-        self._links: tuple[Link, ...] | None = None
+        self.links: tuple[Link, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         """Of none yet: a copy of a layer has links of its own."""
@@ -81,8 +85,8 @@ class _Held:
 
     def holds(self, state: Injected) -> bool:
         """Whether a layer's class has its code, and the layer its tensors."""
-        if state.links is not self._links:
-            self._links = state.links
+        if state.links is not self.links:
+            self.links = state.links
             self._owners = [one.owner for one in state.links]
             self._places = [
                 "_parameters" if one.leaf in one.owner._parameters else "_buffers" for one in state.links

@@ -248,7 +248,7 @@ def _run(
     blocks = [injected_state(layer).block for layer in whole.layers]
     rows = pack(real, batch, length, specs=(block.spec for block in blocks), drops=drops)
     tokens = _tokens(whole, ids, types, rows)
-    answer = None if tokens is None else run(blocks, tokens)
+    answer = None if tokens is None else run(blocks, tokens, whole.still.links())
     if answer is None:
         return None
     left, pooled = answer

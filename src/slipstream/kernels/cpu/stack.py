@@ -160,7 +160,7 @@ class NativeStack:
         prepared = self._prepared
         if (
             prepared is not None
-            and all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))
+            and self._is_of(prepared)
             and tuple(map(Tensor.data_ptr, prepared.tensors)) == prepared.addresses
         ):
             return prepared
@@ -288,15 +288,24 @@ class NativeStack:
         )
         return self._run_packed(prepared, call, blocks, x, packed, tables), made
 
-    def prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
-        """The structs, where some layers can run on some rows together."""
-        serves = (
+    def _is_of(self, prepared: Prepared) -> bool:
+        return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))
+
+    def _takes(self, blocks: Sequence[Any], x: Tensor) -> bool:
+        return (
             all(map(self.has, blocks))
             and 0 < x.shape[0] <= self.most_tokens
             and x.dtype in DTYPES
             and x.device.type == "cpu"
         )
-        return self.ready() if serves else None
+
+    def prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
+        """The structs, where some layers can run on some rows together."""
+        return self.ready() if self._takes(blocks, x) else None
+
+    def serves(self, prepared: Prepared, blocks: Sequence[Any], x: Tensor) -> bool:
+        """Whether structs made earlier are still those, where no tensor has moved since."""
+        return prepared is self._prepared and self._is_of(prepared) and self._takes(blocks, x)
 
     def _run_packed(
         self,

@@ -5,6 +5,7 @@ Shapes: as in `ops.text`; O what the pooler answers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
+from slipstream.kernels.cpu.blocks import Prepared
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.linear import Weight
 from slipstream.ops.text import TextFrame, TextRows
@@ -55,6 +57,7 @@ class NativeText:
             frame: Accepted by `refuse_text`.
         """
         self._stack, self._frame = stack, frame
+        self._known: tuple[Sequence[object], Prepared | None] = (), None
         some = frame.norm_weight if frame.norm_weight is not None else frame.norm_bias
         self._matrices = [_matrix(weight) for weight in (frame.project_in, frame.pooler)]
         self._template = abi.TextCall(
@@ -73,12 +76,15 @@ class NativeText:
             pooler=self._matrices[1],
         )
 
-    def __call__(self, blocks: Sequence[Any], rows: TextRows) -> tuple[Tensor, Tensor | None] | None:
+    def __call__(
+        self, blocks: Sequence[Any], rows: TextRows, known: Sequence[object]
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Run it.
 
         Args:
             blocks: Of the stack's, in order.
             rows: The tokens.
+            known: Other objects than in the call before where a tensor of the layers may have moved since.
 
         Returns:
             `(T, C)`, what leaves the last block, and `(N, O)`, what the pooler says, or None where there is
@@ -89,7 +95,7 @@ class NativeText:
         """
         like, pooler = self._frame.words, self._frame.pooler
         out = like.new_empty(rows.ids.shape[0], blocks[0].spec.hidden)
-        prepared = self._stack.prepared_for(blocks, out)
+        prepared = self._prepared_for(blocks, out, known)
         if prepared is None:
             return None
         pooled = None
@@ -107,6 +113,15 @@ class NativeText:
         call.stack.step = abi.Step(kv_lens=rows.packed.kv_lens.data_ptr())
         self._stack.run_layers(prepared, call.stack, blocks, out, rows.packed, {}, call)
         return out, pooled
+
+    def _prepared_for(self, blocks: Sequence[Any], out: Tensor, known: Sequence[object]) -> Prepared | None:
+        """The layers' structs, without asking every tensor for its address where that is known."""
+        before, prepared = self._known
+        same = len(known) == len(before) > 0 and all(map(operator.is_, known, before))
+        if not (same and prepared is not None and self._stack.serves(prepared, blocks, out)):
+            prepared = self._stack.prepared_for(blocks, out)
+            self._known = known, prepared
+        return prepared
 
 
 def _is_read(tensor: Tensor) -> bool:
