@@ -98,6 +98,7 @@ public:
         chosen_ = scratch.part<int32_t>(places);
         place_ = scratch.part<int64_t>(places);
         starts_ = scratch.part<int64_t>(experts ? experts + 1 : 0);
+        active_ = scratch.part<int64_t>(experts ? experts + 1 : 0);
         rows_ = scratch.part<float>(places * hidden);
         inner_ = scratch.part<float>(places * ffn);
         said_ = scratch.part<float>(places * hidden);
@@ -170,9 +171,15 @@ private:
         for (int64_t e = moe.experts; e > 0; --e)
             starts_[e] = starts_[e - 1];
         starts_[0] = 0;
+        int64_t count = 0;
+        for (int64_t e = 0; e < moe.experts; ++e)
+            if (starts_[e + 1] > starts_[e])
+                active_[count++] = e;
+        active_[moe.experts] = count;
     }
 
-    // Calls `work(expert, x, begin, end)` for pieces of the outputs of every expert that has rows.
+    // Calls `work(expert, x, begin, end)` for pieces of the outputs of every expert that has rows; a thread's
+    // pieces follow each other, for memory is read faster so.
     template <class F>
     void over_experts(const Moe& moe, const Matrix* matrices, int64_t outputs, const float* full,
                       const Bf16* rounded, Team& team, int rank, F work) const {
@@ -180,11 +187,9 @@ private:
         const int64_t width = matrices[0].inputs;
         int64_t ready = -1;
         Operand x = {};
-        each(team, moe.experts * pieces, 1, [&](int64_t task, int64_t) {
-            const int64_t e = task / pieces, begin = task % pieces * piece;
+        each_in_runs(team, rank, active_[moe.experts] * pieces, 1, [&](int64_t task, int64_t) {
+            const int64_t e = active_[task / pieces], begin = task % pieces * piece;
             const int64_t start = starts_[e], count = starts_[e + 1] - start;
-            if (count == 0)
-                return;
             const Matrix& m = matrices[e];
             if (ready != e) {
                 const Bf16* own = rounds(m, count) ? rounded + start * width : nullptr;
@@ -240,6 +245,7 @@ private:
     float *logits_, *spare_, *weights_, *gates_, *rows_, *inner_, *said_, *own_;
     int32_t* chosen_;
     int64_t *place_, *starts_; // by (token, choice), by expert
+    int64_t* active_;          // the experts that have rows, and in the last place how many these are
     Bf16 *rounded_rows_, *rounded_inner_;
     char* operands_;
 };

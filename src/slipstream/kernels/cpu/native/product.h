@@ -116,7 +116,7 @@ public:
     // `second`: 0, or how far behind the row of an output lies another one that goes with it (gate and up).
     Product(const Matrix& m, int64_t outputs, int64_t second, int64_t tokens, int threads)
         : m_(m), outputs_(outputs), second_(second), tokens_(tokens), halves_(second ? 2 : 1) {
-        const int64_t wanted = 6 * static_cast<int64_t>(threads), inputs = padded<U>(m.inputs);
+        const int64_t wanted = 12 * static_cast<int64_t>(threads), inputs = padded<U>(m.inputs);
         const int64_t groups = ceil_div(tokens, kGroup), most_groups = kTokensAtOnce / kStep * U::kGroups;
         int64_t chunks = ceil_div(groups, most_groups);
         width_ = U::kPanelRows / halves_;
