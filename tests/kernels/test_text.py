@@ -125,6 +125,25 @@ def test_more_tokens_than_are_run_together() -> None:
     wide.compare(wide.rows(9, 130), torch.float32)
 
 
+@pytest.mark.parametrize("lengths", [[130] * 9, [400, 20, 90, 300, 7, 200, 150, 33], [100, 700]], ids=str)
+def test_threads_that_run_sequences_of_their_own_say_what_one_says(lengths: list[int]) -> None:
+    text = Text("baseline", torch.float32)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    rows = text.rows(1, int(ends[-1]))
+    places = torch.randint(0, PLACES, rows.ids.shape, generator=text.generator)
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    rows = replace(rows, places=places, packed=replace(rows.packed, query_starts=ends.int(), kv_lens=lens))
+    threads = torch.get_num_threads()
+    try:
+        answers = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            answers.append(text.run(rows)[0])
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-5)
+
+
 BAD: dict[str, Callable[[TextRows], TextRows]] = {
     "an id that no row has": lambda rows: replace(rows, ids=torch.full_like(rows.ids, WORDS)),
     "an id below zero": lambda rows: replace(rows, ids=rows.ids - WORDS),

@@ -132,9 +132,11 @@ def moe(
         `(T, C)` in the dtype of `x`.
     """
     routed = chosen_by(x, router, spec, choice)
-    return mix(
-        x, routed, experts_in, experts_out, spec=spec, activation=activation, gated=gated, product=_linear
-    )
+
+    def feed(rows: Tensor, first: Weight, last: Weight) -> Tensor:
+        return _linear(activate(_linear(rows, first), name=activation, gated=gated), last)
+
+    return mix(x, routed, experts_in, experts_out, spec=spec, feed=feed)
 
 
 def mix(
@@ -144,9 +146,7 @@ def mix(
     experts_out: Weight,
     *,
     spec: MoE,
-    activation: str,
-    gated: bool,
-    product: Callable[[Tensor, Weight], Tensor],
+    feed: Callable[[Tensor, Weight, Weight], Tensor],
 ) -> Tensor:
     """`moe` once the choice is made: each expert runs on its tokens, and the answers are summed in float32.
 
@@ -156,9 +156,7 @@ def mix(
         experts_in: As in `moe`.
         experts_out: As in `moe`.
         spec: Whether the weights are applied to what enters.
-        activation: A name that `activate` knows.
-        gated: Whether the experts' first matrix holds gate and up halves.
-        product: Multiplies rows `(n, I)` by one expert's matrix `(O, I)`, with its bias.
+        feed: What one expert says of rows `(n, C)`, by both of its matrices.
 
     Returns:
         `(T, C)` in the dtype of `x`.
@@ -169,8 +167,7 @@ def mix(
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
         weight = weights[tokens, place, None]
         entry = x[tokens] * weight.to(x.dtype) if spec.weighs_input else x[tokens]
-        y = activate(product(entry, experts_in.at(expert)), name=activation, gated=gated)
-        y = product(y, experts_out.at(expert)).float()
+        y = feed(entry, experts_in.at(expert), experts_out.at(expert)).float()
         out.index_add_(0, tokens, y if spec.weighs_input else y * weight)
     return out.to(x.dtype)
 
@@ -244,6 +241,8 @@ OP = Op(
         _case(
             "best two by biased logits, sigmoid", 6, MoE(5, 2, "topk_sigmoid", normalize=True), choice=True
         ),
+        _case("many tokens of each", 300, MoE(4, 2), bias=True, routed=True),
+        _case("many tokens of some", 300, MoE(5, 1), activation="swiglu_oai", routed=True),
         _case("weights on what enters", 5, MoE(4, 2, "topk_sigmoid", weighs_input=True)),
         _case("a sum with something more", 4, MoE(5, 2, "sigmoid", normalize=True, more_sum=0.5)),
         _case(

@@ -24,7 +24,7 @@ from slipstream.ops.activation import KINDS
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight
 
-__all__ = ["KERNELS", "native_feed_forward"]
+__all__ = ["KERNELS", "feeds", "native_feed_forward"]
 
 _LEAST_ROWS = 64
 """Fewer rows are bound by reading the matrices, which a product of few rows does faster."""
@@ -75,6 +75,18 @@ def native_feed_forward(
     return out
 
 
+def feeds(x: Tensor, first: Weight, last: Weight, name: str) -> bool:
+    """Whether the library is faster than products one after the other; arguments as of the call."""
+    return (
+        name in KINDS
+        and x.dim() == 2
+        and x.dtype in DTYPES
+        and x.device.type == "cpu"
+        and x.shape[0] >= _LEAST_ROWS
+        and all(w.rounding is None and w.computes_in == x.dtype for w in (first, last))
+    )
+
+
 def _run(
     x: Tensor,
     first: Weight,
@@ -86,15 +98,7 @@ def _run(
     isa: str,
 ) -> Tensor:
     """Return what `ops.feed.feed_forward` does, by the library where that is faster."""
-    if (
-        name not in KINDS
-        or x.dim() != 2
-        or x.dtype not in DTYPES
-        or x.device.type != "cpu"
-        or x.shape[0] < _LEAST_ROWS
-        or any(w.rounding is not None or w.computes_in != x.dtype for w in (first, last))
-        or (library := load(isa)) is None
-    ):
+    if not feeds(x, first, last, name) or (library := load(isa)) is None:
         return op.feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last)
     return native_feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last, library=library)
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.cpu.library import ISAS
+from slipstream.kernels.cpu.feed import feeds, native_feed_forward
+from slipstream.kernels.cpu.library import ISAS, load
 from slipstream.kernels.cpu.linear import refuse_linear, run_linear
+from slipstream.ops.activation import activate
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.linear import Weight
 from slipstream.ops.moe import Routed, chosen_by, mix
@@ -44,11 +46,16 @@ class NativeExperts:
         choice: Tensor | None = None,
     ) -> Tensor:
         """As `ops.moe.moe`."""
+        library = load(self.isa)
         product = functools.partial(run_linear, isa=self.isa)
+
+        def feed(rows: Tensor, first: Weight, last: Weight) -> Tensor:
+            if library is not None and feeds(rows, first, last, activation):
+                return native_feed_forward(rows, first, last, name=activation, gated=gated, library=library)
+            return product(activate(product(rows, first), name=activation, gated=gated), last)
+
         routed = chosen_by(x, router, spec, choice)
-        return mix(
-            x, routed, experts_in, experts_out, spec=spec, activation=activation, gated=gated, product=product
-        )
+        return mix(x, routed, experts_in, experts_out, spec=spec, feed=feed)
 
 
 def _kernel(isa: str) -> Kernel:

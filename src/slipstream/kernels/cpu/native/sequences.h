@@ -8,16 +8,21 @@ namespace {
 // Tokens at a time. Measured on 4096 tokens of 384 in six layers: 1.3 times as fast as all of them together;
 // the weights are read again for each part, which takes a fiftieth of the time even from memory.
 constexpr int64_t kTokensOfPart = 512;
+// The same where a thread goes through all layers with them, and the least, which would wait for weights.
+constexpr int64_t kTokensOfOwnPart = 256, kLeastTokensOfPart = 96;
 
 // Splits a call into parts of whole sequences.
 class Parts {
 public:
-    // `starts`: room for one more than the call has sequences, or null where nothing is to be run.
-    Parts(const StackCall& call, int32_t* starts) : call_(call), starts_(starts) {
+    // `starts`: room for one more than the call has sequences, or null where nothing is to be run. `threads`:
+    // of those that take parts of their own; else 1.
+    Parts(const StackCall& call, int32_t* starts, int threads) : call_(call), starts_(starts) {
         // Matrices that are there for a while are wanted once; without positions a token's own place counts.
         const bool whole = call.caches || call.turn || (call.num_tables && !call.positions);
-        const int64_t parts = whole ? 1 : ceil_div(call.step.tokens, kTokensOfPart);
-        size_ = ceil_div(call.step.tokens, parts);
+        const int64_t tokens = call.step.tokens, few = ceil_div(tokens, kTokensOfPart);
+        const int64_t wanted = most(4 * static_cast<int64_t>(threads), tokens / kTokensOfOwnPart);
+        const int64_t many = threads > 1 ? least(wanted, tokens / kLeastTokensOfPart) : 1;
+        size_ = ceil_div(tokens, whole ? 1 : most(few, many));
     }
 
     // The next part; false after the last.
@@ -57,17 +62,41 @@ private:
     int64_t size_, end_ = 0, token_ = 0;
 };
 
+// Whether each thread runs parts of its own from the first block to the last: nobody waits for anybody, and
+// what lies between the layers is in the caches of the thread that goes on with it. Only where they end at
+// about the same time. Measured with 32 x 128 tokens of 384 in six layers, on two processors that share no
+// cache: 0.81 to 0.88 of the time.
+inline bool parts_apart(const StackCall& call, int threads) {
+    constexpr int kMost = 64;
+    if (threads < 2 || threads > kMost)
+        return false;
+    int64_t loads[kMost] = {}, heaviest = 0;
+    StackCall part;
+    for (Parts parts(call, nullptr, threads); parts.next(&part);) {
+        int least_loaded = 0;
+        for (int i = 1; i < threads; ++i)
+            least_loaded = loads[i] < loads[least_loaded] ? i : least_loaded;
+        loads[least_loaded] += part.step.tokens;
+        heaviest = most(heaviest, loads[least_loaded]);
+    }
+    return heaviest * threads * 15 <= call.step.tokens * 16;
+}
+
 struct PartsScratch {
     PartsScratch(const StackCall& call, char* base, int threads) {
         Scratch scratch(base);
+        apart = parts_apart(call, threads);
         num_starts = call.step.sequences + 1;
         starts = scratch.part<int32_t>(num_starts * threads);
         rest = base + scratch.used();
         StackCall part;
-        for (Parts parts(call, nullptr); !base && parts.next(&part);)
-            bytes = most(bytes, scratch.used() + Stack(part, nullptr, threads).bytes());
+        for (Parts parts(call, nullptr, apart ? threads : 1); (!base || apart) && parts.next(&part);)
+            of_part = most(of_part, Stack(part, nullptr, apart ? 1 : threads).bytes());
+        of_part = ceil_div(of_part, 64) * 64;
+        bytes = scratch.used() + of_part * (apart ? threads : 1);
     }
-    int64_t num_starts, bytes = 0;
+    bool apart;
+    int64_t num_starts, bytes = 0, of_part = 0;
     int32_t* starts; // of each thread
     char* rest;
 };
@@ -83,14 +112,29 @@ inline bool run_parts(const StackCall& call, char* base, Team& team, int rank, R
     const PartsScratch scratch(call, base, team.size());
     const int64_t hidden = call.blocks[0].hidden;
     StackCall part;
-    for (Parts parts(call, scratch.starts + scratch.num_starts * rank); parts.next(&part);)
-        if (!Stack(part, scratch.rest, team.size())
-                 .run(
-                     team, rank, [&](int64_t t, float* row) { read(parts.token() + t, row); },
-                     [&](int64_t t, const float* row) {
-                         write_row(row, part.out, part.dtype, t * hidden, hidden);
-                     }))
-            return false;
+    Parts parts(call, scratch.starts + scratch.num_starts * rank, scratch.apart ? team.size() : 1);
+    const auto run = [&](Team& together, int place, char* room) {
+        return Stack(part, room, together.size())
+            .run(
+                together, place, [&](int64_t t, float* row) { read(parts.token() + t, row); },
+                [&](int64_t t, const float* row) {
+                    write_row(row, part.out, part.dtype, t * hidden, hidden);
+                });
+    };
+    if (!scratch.apart) {
+        while (parts.next(&part))
+            if (!run(team, rank, scratch.rest))
+                return false;
+        return true;
+    }
+    Team alone(1);
+    int64_t taken = team.take(1);
+    for (int64_t i = 0; parts.next(&part); ++i)
+        if (i == taken) {
+            run(alone, 0, scratch.rest + scratch.of_part * rank);
+            taken = team.take(1);
+        }
+    team.meet();
     return true;
 }
 
