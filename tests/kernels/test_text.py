@@ -13,8 +13,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.errors import DeviceError
-from slipstream.kernels.cpu import library as native
-from slipstream.kernels.cpu.library import EMULATED, ISAS, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, refuse
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.kernels.cpu.text import NativeText, refuse_text
 from slipstream.model.rows import pack
@@ -27,9 +26,8 @@ from tests.kernels.test_stack import refuse_to_run
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of the largest value; in 16 bits the rows that enter are rounded once more or less than torch's."""
 
-pytestmark = pytest.mark.skipif(
-    load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
-)
+# Its engine has to run layers natively.
+pytestmark = pytest.mark.skipif(refuse("avx2") is not None, reason=str(refuse("avx2")))
 
 WORDS, PLACES, NARROW = 50, 140, 24
 
