@@ -33,9 +33,6 @@ __all__ = ["NativeStack", "bind_encoder", "bind_stack", "serves_caches"]
 _MOST_TOKENS = 1 << 20
 """Packed tokens of a step up to which the layers are slower one by one: none has more."""
 
-_MOST_TOKENS_OF_EXPERTS = 64
-"""The same where there are experts: what each of them says of each token is kept until it is summed."""
-
 _MOST_TOKENS_BESIDE_AMX = 64
 """The same in bfloat16 where torch multiplies by AMX, and the library is told not to."""
 
@@ -100,8 +97,6 @@ class NativeStack:
             and not library.isa.startswith("amx")
         )
         self.most_tokens = _MOST_TOKENS_BESIDE_AMX if beside_amx else _MOST_TOKENS
-        if any(block.spec.moe is not None for block in blocks):
-            self.most_tokens = min(self.most_tokens, _MOST_TOKENS_OF_EXPERTS)
         self.library, self._otherwise = library, otherwise
         self.blocks: tuple[BlockLike, ...] = tuple(blocks)
         self._place = {id(block): index for index, block in enumerate(blocks)}

@@ -1,6 +1,5 @@
-// A mixture of experts: which experts see a token, and the sum of what they say. The tokens of one expert lie
-// together, so that its matrices are read once; the sum over a token's experts goes from its best to its
-// last, whichever thread makes it.
+// A mixture of experts: what those that see a token say, summed. Few tokens pass all experts together, so
+// that no thread waits; of many the experts hear theirs in turn, as products of many rows.
 //
 // Source: Shazeer et al. 2017 (arXiv 1701.06538), eq. 1.
 #pragma once
@@ -8,188 +7,52 @@
 namespace slipstream {
 namespace {
 
-// x becomes softmax(x), over n values.
-inline void softmax_row(float* x, int64_t n) {
-    float top = x[0];
-    for (int64_t j = 1; j < n; ++j)
-        top = x[j] > top ? x[j] : top;
-    Vec total = Vec::set(0);
-    for (int64_t j = 0; j < n; j += Vec::kWidth) {
-        const int64_t count = least(n - j, Vec::kWidth);
-        exponential(Vec::load(x + j, count) - Vec::set(top)).store(x + j, count);
-        total = total + Vec::load(x + j, count);
-    }
-    const float factor = 1.0f / total.sum();
-    for (int64_t j = 0; j < n; ++j)
-        x[j] *= factor;
-}
-
-// The best of n values that is not taken yet, the first among equals.
-inline int64_t best_of(const float* x, int64_t n, const int32_t* taken, int64_t count) {
-    int64_t best = -1;
-    for (int64_t j = 0; j < n; ++j) {
-        bool open = true;
-        for (int64_t i = 0; open && i < count; ++i)
-            open = taken[i] != j;
-        if (open && (best < 0 || x[j] > x[best]))
-            best = j;
-    }
-    return best;
-}
-
-// Two experts, each weighted by a softmax over the logits that lie close to the best remaining one; `close`
-// has room for n values. Source: Liu et al. 2023 (arXiv 2310.00811), at inference.
-inline void sparsemixer(const float* logits, int64_t n, float jitter, float* close, float* weights,
-                        int32_t* chosen) {
-    for (int64_t i = 0; i < 2; ++i) {
-        const int64_t expert = best_of(logits, n, chosen, i);
-        const float best = logits[expert];
-        for (int64_t j = 0; j < n; ++j) {
-            const float size = std::fabs(logits[j]),
-                        distance = (best - logits[j]) / (size > best ? size : best);
-            close[j] = distance > 2.0f * jitter || (i == 1 && j == chosen[0]) ? kNothing : logits[j];
-        }
-        softmax_row(close, n);
-        weights[i] = close[expert];
-        chosen[i] = static_cast<int32_t>(expert);
-    }
-}
-
-// The experts of a token, best first, and their weights; the logits are overwritten.
-inline void route(const Moe& moe, float* logits, float* spare, float* weights, int32_t* chosen) {
-    if (moe.scoring == kSparsemixer) {
-        sparsemixer(logits, moe.experts, moe.jitter, spare, weights, chosen);
-        return;
-    }
-    if (moe.scoring == kSoftmaxTopk)
-        softmax_row(logits, moe.experts);
-    float sum = 0.0f;
-    for (int64_t i = 0; i < moe.top_k; ++i) {
-        chosen[i] = static_cast<int32_t>(best_of(logits, moe.experts, chosen, i));
-        weights[i] = logits[chosen[i]];
-        sum += weights[i];
-    }
-    if (moe.scoring == kTopkSoftmax)
-        softmax_row(weights, moe.top_k);
-    else if (moe.normalize)
-        for (int64_t i = 0; i < moe.top_k; ++i)
-            weights[i] /= sum;
-}
-
-class Experts {
+// What every expert says of each of its rows is kept until it is summed, from a token's best to its last,
+// whichever thread does it.
+class ExpertsTogether {
 public:
-    void take(Scratch& scratch, const StackCall& call, int threads) {
-        tokens_ = call.step.tokens;
-        int64_t hidden = 0, ffn = 0, experts = 0, top = 0;
-        for (int64_t i = 0; i < call.num_blocks; ++i) {
-            const Block& b = call.blocks[i];
-            if (!b.moe)
-                continue;
-            hidden = most(hidden, b.hidden);
-            ffn = most(ffn, b.ffn);
-            experts = most(experts, b.moe->experts);
-            top = most(top, b.moe->top_k);
-        }
-        const int64_t places = tokens_ * top, rounded = Vec::kBf16Dot ? places : 0;
-        logits_ = scratch.part<float>(tokens_ * experts);
-        spare_ = scratch.part<float>(tokens_ * experts);
-        weights_ = scratch.part<float>(places);
-        gates_ = scratch.part<float>(places ? tokens_ : 0);
-        chosen_ = scratch.part<int32_t>(places);
-        place_ = scratch.part<int64_t>(places);
-        starts_ = scratch.part<int64_t>(experts ? experts + 1 : 0);
-        active_ = scratch.part<int64_t>(experts ? experts + 1 : 0);
-        rows_ = scratch.part<float>(places * hidden);
-        inner_ = scratch.part<float>(places * ffn);
-        said_ = scratch.part<float>(places * hidden);
-        rounded_rows_ = scratch.part<Bf16>(rounded * hidden);
-        rounded_inner_ = scratch.part<Bf16>(rounded * ffn);
-        operand_size_ = places ? operand_bytes(most(hidden, ffn), least(tokens_, kFewRows)) : 0;
+    void take(Scratch& scratch, const MostOfExperts& room, int64_t tokens, int threads) {
+        tokens_ = tokens;
+        const int64_t places = tokens * room.top_k, rounded = Vec::kBf16Dot ? places : 0;
+        rows_ = scratch.part<float>(places * room.hidden);
+        inner_ = scratch.part<float>(places * room.ffn);
+        said_ = scratch.part<float>(places * room.hidden);
+        rounded_rows_ = scratch.part<Bf16>(rounded * room.hidden);
+        rounded_inner_ = scratch.part<Bf16>(rounded * room.ffn);
+        operand_size_ = operand_bytes(most(room.hidden, room.ffn), least(tokens, kFewRows));
         operands_ = scratch.part<char>(operand_size_ * threads);
-        own_floats_ = places ? tokens_ * 128 : 0;
+        own_floats_ = tokens * kMostColumns;
         own_ = scratch.part<float>(own_floats_ * threads);
     }
 
-    // out += or, where `adds` is not set, = what the experts say of rows x, `(T, C)`. With a gate for the
-    // shared experts, what they said (in out) is multiplied by it first.
-    void run(const Block& b, const float* x, float* out, bool adds, Team& team, int rank) const {
+    void run(const Block& b, const Routing& routing, const float* x, float* out, bool adds, Team& team,
+             int rank) const {
         const Moe& moe = *b.moe;
-        decide(moe, x, team);
-        if (rank == 0)
-            sort(moe);
-        team.meet();
-        share(team, tokens_, [&](int64_t t) {
-            for (int64_t i = 0; i < moe.top_k; ++i) {
-                const int64_t place = place_[t * moe.top_k + i] * b.hidden;
-                std::memcpy(rows_ + place, x + t * b.hidden, static_cast<size_t>(b.hidden) * sizeof(float));
-                if (Vec::kBf16Dot)
-                    copy_row(x + t * b.hidden, rounded_rows_ + place, b.hidden);
-            }
+        share(team, tokens_ * moe.top_k, [&](int64_t i) {
+            const float* row = x + i / moe.top_k * b.hidden;
+            const int64_t place = routing.place(i) * b.hidden;
+            std::memcpy(rows_ + place, row, static_cast<size_t>(b.hidden) * sizeof(float));
+            if (Vec::kBf16Dot)
+                copy_row(row, rounded_rows_ + place, b.hidden);
         });
-        first(b, team, rank);
-        second(b, team, rank);
-        share(team, tokens_, [&](int64_t t) { sum(b, t, out + t * b.hidden, adds); });
+        first(b, routing, team, rank);
+        second(b, routing, team, rank);
+        share(team, tokens_, [&](int64_t t) { sum(b, routing, t, out + t * b.hidden, adds); });
     }
 
 private:
-    template <class F>
-    static void share(Team& team, int64_t count, F f) {
-        each(team, count, ceil_div(count, 2 * static_cast<int64_t>(team.size())),
-             [&](int64_t begin, int64_t end) {
-                 for (int64_t i = begin; i < end; ++i)
-                     f(i);
-             });
-    }
-
-    void decide(const Moe& moe, const float* x, Team& team) const {
-        const int64_t hidden = moe.router.inputs;
-        const Operand rows = {{x, nullptr, hidden, tokens_}};
-        each(team, moe.experts, 16, [&](int64_t begin, int64_t end) {
-            multiply(rows, moe.router, begin, end, logits_ + begin, moe.experts);
-        });
-        share(team, tokens_, [&](int64_t t) {
-            route(moe, logits_ + t * moe.experts, spare_ + t * moe.experts, weights_ + t * moe.top_k,
-                  chosen_ + t * moe.top_k);
-            if (moe.shared_gate.outputs) {
-                const Operand row = {{x + t * hidden, nullptr, hidden, 1}};
-                multiply(row, moe.shared_gate, 0, 1, gates_ + t, 1);
-            }
-        });
-    }
-
-    // Which rows are whose: starts_[e] is where those of expert e begin.
-    void sort(const Moe& moe) const {
-        for (int64_t e = 0; e <= moe.experts; ++e)
-            starts_[e] = 0;
-        for (int64_t i = 0; i < tokens_ * moe.top_k; ++i)
-            ++starts_[chosen_[i] + 1];
-        for (int64_t e = 0; e < moe.experts; ++e)
-            starts_[e + 1] += starts_[e];
-        // Counting up moves each start to the next one's place.
-        for (int64_t i = 0; i < tokens_ * moe.top_k; ++i)
-            place_[i] = starts_[chosen_[i]]++;
-        for (int64_t e = moe.experts; e > 0; --e)
-            starts_[e] = starts_[e - 1];
-        starts_[0] = 0;
-        int64_t count = 0;
-        for (int64_t e = 0; e < moe.experts; ++e)
-            if (starts_[e + 1] > starts_[e])
-                active_[count++] = e;
-        active_[moe.experts] = count;
-    }
-
     // Calls `work(expert, x, begin, end)` for pieces of the outputs of every expert that has rows; a thread's
     // pieces follow each other, for memory is read faster so.
     template <class F>
-    void over_experts(const Moe& moe, const Matrix* matrices, int64_t outputs, const float* full,
+    void over_experts(const Routing& routing, const Matrix* matrices, int64_t outputs, const float* full,
                       const Bf16* rounded, Team& team, int rank, F work) const {
         const int64_t piece = grain(matrices[0], outputs, team.size()), pieces = ceil_div(outputs, piece);
         const int64_t width = matrices[0].inputs;
         int64_t ready = -1;
         Operand x = {};
-        each_in_runs(team, rank, active_[moe.experts] * pieces, 1, [&](int64_t task, int64_t) {
-            const int64_t e = active_[task / pieces], begin = task % pieces * piece;
-            const int64_t start = starts_[e], count = starts_[e + 1] - start;
+        each_in_runs(team, rank, routing.active() * pieces, 1, [&](int64_t task, int64_t) {
+            const int64_t e = routing.expert(task / pieces), begin = task % pieces * piece;
+            const int64_t start = routing.begin(e), count = routing.end(e) - start;
             const Matrix& m = matrices[e];
             if (ready != e) {
                 const Bf16* own = rounds(m, count) ? rounded + start * width : nullptr;
@@ -200,54 +63,168 @@ private:
         });
     }
 
-    void first(const Block& b, Team& team, int rank) const {
+    void first(const Block& b, const Routing& routing, Team& team, int rank) const {
         float* own = own_ + own_floats_ * rank;
-        over_experts(*b.moe, b.moe->experts_in, b.ffn, rows_, rounded_rows_, team, rank,
+        over_experts(routing, b.moe->experts_in, b.ffn, rows_, rounded_rows_, team, rank,
                      [&](int64_t e, const Operand& x, int64_t begin, int64_t end) {
                          const Matrix& m = b.moe->experts_in[e];
-                         const int64_t n = end - begin;
-                         float* out = inner_ + starts_[e] * b.ffn + begin;
-                         multiply(x, m, begin, end, out, b.ffn);
+                         const int64_t n = end - begin, at = routing.begin(e) * b.ffn + begin;
+                         multiply(x, m, begin, end, inner_ + at, b.ffn);
                          if (b.gated)
                              multiply(x, m, b.ffn + begin, b.ffn + end, own, n);
                          for (int64_t r = 0; r < x.rows.count; ++r) {
-                             activate_row(b.activation, out + r * b.ffn, b.gated ? own + r * n : nullptr, n);
+                             float* row = inner_ + at + r * b.ffn;
+                             activate_row(b.activation, row, b.gated ? own + r * n : nullptr, n);
                              if (Vec::kBf16Dot)
-                                 copy_row(out + r * b.ffn, rounded_inner_ + (starts_[e] + r) * b.ffn + begin,
-                                          n);
+                                 copy_row(row, rounded_inner_ + at + r * b.ffn, n);
                          }
                      });
     }
 
-    void second(const Block& b, Team& team, int rank) const {
-        over_experts(*b.moe, b.moe->experts_out, b.hidden, inner_, rounded_inner_, team, rank,
+    void second(const Block& b, const Routing& routing, Team& team, int rank) const {
+        over_experts(routing, b.moe->experts_out, b.hidden, inner_, rounded_inner_, team, rank,
                      [&](int64_t e, const Operand& x, int64_t begin, int64_t end) {
-                         multiply(x, b.moe->experts_out[e], begin, end, said_ + starts_[e] * b.hidden + begin,
-                                  b.hidden);
+                         multiply(x, b.moe->experts_out[e], begin, end,
+                                  said_ + routing.begin(e) * b.hidden + begin, b.hidden);
                      });
     }
 
-    void sum(const Block& b, int64_t t, float* out, bool adds) const {
+    void sum(const Block& b, const Routing& routing, int64_t t, float* out, bool adds) const {
         const Moe& moe = *b.moe;
-        Vec gate = Vec::set(adds ? 1.0f : 0.0f);
-        if (adds && moe.shared_gate.outputs)
-            gate = sigmoid(Vec::set(gates_[t]));
+        const Vec gate = adds ? routing.gate(moe, t) : Vec::set(0);
         for (int64_t j = 0; j < b.hidden; j += Vec::kWidth) {
             const int64_t n = least(b.hidden - j, Vec::kWidth);
             Vec total = adds ? Vec::load(out + j, n) * gate : Vec::set(0);
             for (int64_t i = t * moe.top_k; i < (t + 1) * moe.top_k; ++i)
-                total = fma(Vec::load(said_ + place_[i] * b.hidden + j, n), Vec::set(weights_[i]), total);
+                total = fma(Vec::load(said_ + routing.place(i) * b.hidden + j, n),
+                            Vec::set(routing.weight(i)), total);
             total.store(out + j, n);
         }
     }
 
     int64_t tokens_ = 0, operand_size_ = 0, own_floats_ = 0;
-    float *logits_, *spare_, *weights_, *gates_, *rows_, *inner_, *said_, *own_;
-    int32_t* chosen_;
-    int64_t *place_, *starts_; // by (token, choice), by expert
-    int64_t* active_;          // the experts that have rows, and in the last place how many these are
+    float *rows_, *inner_, *said_, *own_;
     Bf16 *rounded_rows_, *rounded_inner_;
     char* operands_;
+};
+
+// What an expert says is added to its tokens at once, so that no more is kept than some rows of one expert.
+class ExpertsInTurn {
+public:
+    void take(Scratch& scratch, const MostOfExperts& room, int64_t tokens, int threads) {
+        tokens_ = tokens;
+        const int64_t rows = least(tokens, kFeedRows), few = least(tokens, kFewRows);
+        rows_ = scratch.part<float>(rows * room.hidden);
+        packed_ =
+            scratch.part<char>(packed_bytes(rows, room.rounded ? most(room.hidden, room.ffn) : room.hidden));
+        packed_inner_ = scratch.part<char>(packed_bytes(rows, room.ffn));
+        rounded_rows_ = scratch.part<Bf16>(Vec::kBf16Dot ? few * room.hidden : 0);
+        few_.take(scratch, most(room.hidden, room.ffn), room.ffn, few, threads);
+    }
+
+    // `own`: kProductBytes of this thread's.
+    void run(const Block& b, const Routing& routing, const float* x, float* out, bool adds, char* own,
+             Team& team, int rank) const {
+        share(team, tokens_, [&](int64_t t) {
+            float* row = out + t * b.hidden;
+            if (!adds)
+                std::memset(row, 0, static_cast<size_t>(b.hidden) * sizeof(float));
+            else if (b.moe->shared_gate.outputs)
+                for (int64_t j = 0; j < b.hidden; j += Vec::kWidth) {
+                    const int64_t n = least(b.hidden - j, Vec::kWidth);
+                    (Vec::load(row + j, n) * routing.gate(*b.moe, t)).store(row + j, n);
+                }
+        });
+        for (int64_t i = 0; i < routing.active(); ++i) {
+            const int64_t e = routing.expert(i), end = routing.end(e);
+            for (int64_t place = routing.begin(e); place < end; place += kFeedRows)
+                hear(b, e, routing, place, least(kFeedRows, end - place), x, out, own, team, rank);
+        }
+    }
+
+private:
+    // What expert e says of the rows that lie at `count` places from `place` on.
+    void hear(const Block& b, int64_t e, const Routing& routing, int64_t place, int64_t count, const float* x,
+              float* out, char* own, Team& team, int rank) const {
+        const Moe& moe = *b.moe;
+        const FeedForward feed = {moe.experts_in[e], moe.experts_out[e], b.ffn,
+                                  b.activation,      b.gated != 0,       false};
+        const bool by_panels = feeds_many(feed, count);
+        Bf16* rounded = !by_panels && rounds(feed.first, count) ? rounded_rows_ : nullptr;
+        share(team, count, [&](int64_t r) {
+            const float* row = x + routing.choice(place + r) / moe.top_k * b.hidden;
+            std::memcpy(rows_ + r * b.hidden, row, static_cast<size_t>(b.hidden) * sizeof(float));
+            if (rounded)
+                copy_row(row, rounded + r * b.hidden, b.hidden);
+        });
+        // Outputs [begin, begin + n) of one of the rows; no other thread adds to them now.
+        const auto add = [&](int64_t r, int64_t begin, const float* values, int64_t n) {
+            const int64_t choice = routing.choice(place + r);
+            const Vec weight = Vec::set(routing.weight(choice));
+            float* to = out + choice / moe.top_k * b.hidden + begin;
+            for (int64_t j = 0; j < n; j += Vec::kWidth) {
+                const int64_t some = least(n - j, Vec::kWidth);
+                fma(Vec::load(values + j, some), weight, Vec::load(to + j, some)).store(to + j, some);
+            }
+        };
+        if (by_panels) {
+            feed_many(feed, rows_, count, packed_, packed_inner_, team, own, [&](const Piece& piece) {
+                each_row(piece,
+                         [&](int64_t r, const float* values) { add(r, piece.begin, values, piece.outputs); });
+            });
+            return;
+        }
+        auto* said = reinterpret_cast<float*>(own);
+        feed_few(feed, {rows_, rounded, b.hidden, count}, few_, team, rank, said,
+                 [&](const Operand& inner, int64_t begin, int64_t end) {
+                     multiply(inner, feed.last, begin, end, said, end - begin);
+                     for (int64_t r = 0; r < count; ++r)
+                         add(r, begin, said + r * (end - begin), end - begin);
+                 });
+    }
+
+    int64_t tokens_ = 0;
+    float* rows_;
+    Bf16* rounded_rows_;
+    char *packed_, *packed_inner_;
+    FewScratch few_;
+};
+
+// Tokens from which on experts hear theirs in turn. Measured on a Zen 4 beside all of them together, time of
+// a prefill of 80, 300 and 512 tokens: two of 8 experts in bfloat16 1.00, 0.96 and 0.92, in int8 0.90, 0.85
+// and 0.81; eight of 128 experts in bfloat16 1.04, 0.95 and 0.89.
+constexpr int64_t kTokensInTurn = 65;
+
+class Experts {
+public:
+    void take(Scratch& scratch, const StackCall& call, int threads) {
+        tokens_ = call.step.tokens;
+        const MostOfExperts room(call);
+        if (!room.experts)
+            return;
+        routing_.take(scratch, room, tokens_);
+        if (tokens_ < kTokensInTurn)
+            together_.take(scratch, room, tokens_, threads);
+        else
+            in_turn_.take(scratch, room, tokens_, threads);
+    }
+
+    // out += or, where `adds` is not set, = what the experts say of rows x, `(T, C)`. With a gate for the
+    // shared experts, what they said (in out) is multiplied by it first. `own`: kProductBytes of this
+    // thread's where there are many tokens.
+    void run(const Block& b, const float* x, float* out, bool adds, char* own, Team& team, int rank) const {
+        routing_.decide(*b.moe, x, team, rank);
+        if (tokens_ < kTokensInTurn)
+            together_.run(b, routing_, x, out, adds, team, rank);
+        else
+            in_turn_.run(b, routing_, x, out, adds, own, team, rank);
+    }
+
+private:
+    int64_t tokens_ = 0;
+    Routing routing_;
+    ExpertsTogether together_;
+    ExpertsInTurn in_turn_;
 };
 
 } // namespace

@@ -1,5 +1,5 @@
-// The feed-forward of many rows: what leaves the activation is packed for the second matrix at once, and
-// never lies anywhere in float32.
+// The feed-forward: two matrices, and what happens between them. Of many rows what leaves the activation is
+// packed for the second matrix at once, and never lies anywhere in float32.
 #pragma once
 
 namespace slipstream {
@@ -12,6 +12,53 @@ struct FeedForward {
     int32_t activation;
     bool gated, gate_last; // gate_last: the gate is the second half of what `first` answers
 };
+
+// Whether rows pass both matrices by panels.
+inline bool feeds_many(const FeedForward& f, int64_t rows) {
+    return many(rows, f.first) && many(rows, f.last);
+}
+
+// Scratch for few rows.
+struct FewScratch {
+    // `inputs`: the most that either matrix has; `width`: the most of what enters the second one.
+    void take(Scratch& scratch, int64_t inputs, int64_t width, int64_t rows, int threads) {
+        inner = scratch.part<float>(rows * width);
+        rounded_inner = scratch.part<Bf16>(Vec::kBf16Dot ? rows * width : 0);
+        operand_size = operand_bytes(inputs, rows);
+        operands = scratch.part<char>(operand_size * threads);
+    }
+    float* inner = nullptr;
+    Bf16* rounded_inner = nullptr;
+    char* operands = nullptr;
+    int64_t operand_size = 0;
+};
+
+// Few rows: calls `finish(inner, begin, end)` for pieces of what the second matrix answers, with the rows
+// that enter it. `own`: room for kMostColumns floats of each row.
+template <class F>
+inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& scratch, Team& team, int rank,
+                     float* own, F finish) {
+    char* operands = scratch.operands + scratch.operand_size * rank;
+    const int64_t width = f.width;
+    const Operand in = prepare(rows, f.first, operands);
+    Bf16* rounded = rounds(f.last, rows.count) ? scratch.rounded_inner : nullptr;
+    each_in_runs(team, rank, width, grain(f.first, width, team.size()), [&](int64_t begin, int64_t end) {
+        const int64_t n = end - begin;
+        multiply(in, f.first, begin, end, scratch.inner + begin, width);
+        if (f.gated)
+            multiply(in, f.first, width + begin, width + end, own, n);
+        for (int64_t t = 0; t < rows.count; ++t) {
+            float* row = scratch.inner + t * width + begin;
+            (rounded ? activate_rounded_row : activate_row)(f.activation, row,
+                                                            f.gated ? own + t * n : nullptr, n);
+            if (rounded)
+                copy_row(row, rounded + t * width + begin, n);
+        }
+    });
+    const Operand inner = prepare({scratch.inner, rounded, width, rows.count}, f.last, operands);
+    each_in_runs(team, rank, f.last.outputs, grain(f.last, f.last.outputs, team.size()),
+                 [&](int64_t begin, int64_t end) { finish(inner, begin, end); });
+}
 
 // The product of packed rows with the first matrix, bent, and packed for the second one; where that rounds
 // its inputs to codes, for which its rows must be complete, they are left in float32.
@@ -42,6 +89,24 @@ inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens,
                 });
             });
         });
+    });
+}
+
+// Many rows `(rows, C)` in float32: calls `finish(piece)` for all that the second matrix answers. `packed`
+// has room for what enters the first matrix, and where the second rounds its inputs to codes for those as
+// well.
+template <class F>
+inline void feed_many(const FeedForward& f, const float* x, int64_t rows, char* packed, char* inner,
+                      Team& team, char* own, F finish) {
+    with_word(f.first,
+              [&](auto unit) { pack_rows<decltype(unit)>(x, kFloat32, rows, f.first, packed, team); });
+    feed_inner(f, packed, rows, inner, team, own);
+    with_word(f.last, [&](auto unit) {
+        using U = decltype(unit);
+        if (f.last.input_bits)
+            pack_rows<U>(inner, kFloat32, rows, f.last, packed, team);
+        const Product<U> product(f.last, f.last.outputs, 0, rows, team.size());
+        product.run(f.last.input_bits ? packed : inner, team, own, finish);
     });
 }
 

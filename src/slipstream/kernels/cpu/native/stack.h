@@ -6,14 +6,14 @@ namespace slipstream {
 namespace {
 
 // The feed-forward that every token takes; its width is 0 where there are experts alone.
-struct Feed {
-    const Matrix *in, *out;
-    int64_t width;
-};
-
-inline Feed feed_of(const Block& b) {
-    return b.moe ? Feed{&b.moe->shared_in, &b.moe->shared_out, b.moe->shared}
-                 : Feed{&b.mlp_in, &b.mlp_out, b.ffn};
+inline FeedForward feed_of(const Block& b) {
+    const Moe* moe = b.moe;
+    return {moe ? moe->shared_in : b.mlp_in,
+            moe ? moe->shared_out : b.mlp_out,
+            moe ? moe->shared : b.ffn,
+            b.activation,
+            b.gated != 0,
+            false};
 }
 
 class Stack {
@@ -24,7 +24,7 @@ public:
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
             inner = most(inner, feed_of(b).width);
-            if (feed_of(b).out->input_bits)
+            if (feed_of(b).last.input_bits)
                 rounded = most(rounded, feed_of(b).width);
             joined = most(joined, b.heads * b.head_dim);
             qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
@@ -44,19 +44,16 @@ public:
             packed_ = scratch.part<char>(packed_bytes(tokens_, most(most(hidden, joined), rounded)));
             packed_inner_ = scratch.part<char>(packed_bytes(tokens_, inner));
         }
-        if (tokens_ < kManyRows)
-            inner_ = scratch.part<float>(tokens_ * inner);
         if (Vec::kBf16Dot && tokens_ < kManyRows) {
             rounded_ = scratch.part<Bf16>(tokens_ * hidden);
             rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
-            rounded_inner_ = scratch.part<Bf16>(tokens_ * inner);
         }
         own_floats_ = tokens_ >= kFewestInPanels ? kProductBytes / 4 : 0;
-        own_floats_ = most(own_floats_, tokens_ < kManyRows ? tokens_ * 128 : 0);
+        own_floats_ = most(own_floats_, tokens_ < kManyRows ? tokens_ * kMostColumns : 0);
         own_floats_ = ceil_div(own_floats_, 16) * 16;
         own_ = scratch.part<float>(own_floats_ * threads);
-        operand_size_ = operand_bytes(most(hidden, most(joined, inner)), tokens_);
-        operands_ = scratch.part<char>(operand_size_ * threads);
+        few_.take(scratch, most(hidden, most(joined, inner)), inner, tokens_ < kManyRows ? tokens_ : 0,
+                  threads);
         experts_.take(scratch, call, threads);
         bytes_ = scratch.used();
     }
@@ -122,7 +119,7 @@ private:
 
     // What one thread multiplies, once the rows are complete.
     Operand operand(const Rows& rows, const Matrix& m, int rank) const {
-        return prepare(rows, m, operands_ + operand_size_ * rank);
+        return prepare(rows, m, few_.operands + few_.operand_size * rank);
     }
 
     template <class F>
@@ -136,7 +133,6 @@ private:
 
     // Whether rows are rounded where they lie, which those that are packed are not.
     bool rounds_rows(const Matrix& m, bool packed) const { return !packed && rounds(m, tokens_); }
-    bool feeds_many(const Feed& f) const { return many(tokens_, *f.in) && many(tokens_, *f.out); }
 
     // What enters the attention, and where the branches are parallel what enters the feed-forward.
     void enter(const Block& b, int64_t t) {
@@ -241,69 +237,36 @@ private:
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at);
             norm_row(x_ + at, normed_ + at, b.hidden, b.mlp_norm);
         }
-        const Feed feed = feed_of(b);
-        if (feed.width && rounds_rows(*feed.in, feeds_many(feed)))
+        const FeedForward feed = feed_of(b);
+        if (feed.width && rounds_rows(feed.first, feeds_many(feed, tokens_)))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
     void feed_forward(const Block& b, Team& team, int rank) {
-        const Feed feed = feed_of(b);
+        const FeedForward feed = feed_of(b);
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         const float* x = apart ? entry_ : normed_;
         if (feed.width)
             feed_all(b, feed, x, team, rank);
         if (b.moe)
-            experts_.run(b, x, fed_, feed.width > 0, team, rank);
+            experts_.run(b, x, fed_, feed.width > 0, reinterpret_cast<char*>(own_floats(rank)), team, rank);
     }
 
-    void feed_all(const Block& b, const Feed& feed, const float* x, Team& team, int rank) {
+    void feed_all(const Block& b, const FeedForward& feed, const float* x, Team& team, int rank) {
         float* own = own_floats(rank);
-        const int64_t width = feed.width;
-        const bool rounded = rounds_rows(*feed.in, feeds_many(feed));
+        if (feeds_many(feed, tokens_)) {
+            feed_many(feed, x, tokens_, packed_, packed_inner_, team, reinterpret_cast<char*>(own),
+                      [&](const Piece& piece) { turn_piece(piece, fed_, b.hidden); });
+            return;
+        }
+        const bool rounded = rounds(feed.first, tokens_);
         if (x == entry_ && rounded)
             over_tokens(team,
                         [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
-        if (feeds_many(feed)) {
-            feed_many(b, feed, x, team, rank);
-            return;
-        }
         const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
-        const Operand in = operand(rows, *feed.in, rank);
-        const bool rounded_out = rounds_rows(*feed.out, feeds_many(feed));
-        each_in_runs(team, rank, width, grain(*feed.in, width, team.size()), [&](int64_t begin, int64_t end) {
-            const int64_t n = end - begin;
-            multiply(in, *feed.in, begin, end, inner_ + begin, width);
-            if (b.gated)
-                multiply(in, *feed.in, width + begin, width + end, own, n);
-            for (int64_t t = 0; t < tokens_; ++t) {
-                float* row = inner_ + t * width + begin;
-                (rounded_out ? activate_rounded_row : activate_row)(b.activation, row,
-                                                                    b.gated ? own + t * n : nullptr, n);
-                if (rounded_out)
-                    copy_row(row, rounded_inner_ + t * width + begin, n);
-            }
+        feed_few(feed, rows, few_, team, rank, own, [&](const Operand& inner, int64_t begin, int64_t end) {
+            multiply(inner, feed.last, begin, end, fed_ + begin, b.hidden);
         });
-        const Rows inner = {inner_, rounded_out ? rounded_inner_ : nullptr, width, tokens_};
-        const Operand out = operand(inner, *feed.out, rank);
-        each_in_runs(team, rank, b.hidden, grain(*feed.out, b.hidden, team.size()),
-                     [&](int64_t begin, int64_t end) {
-                         multiply(out, *feed.out, begin, end, fed_ + begin, b.hidden);
-                     });
-    }
-
-    void feed_many(const Block& b, const Feed& feed, const float* x, Team& team, int rank) {
-        float* own = own_floats(rank);
-        with_word(*feed.in, [&](auto unit) {
-            pack_rows<decltype(unit)>(x, kFloat32, tokens_, *feed.in, packed_, team);
-        });
-        feed_inner({*feed.in, *feed.out, feed.width, b.activation, b.gated != 0, false}, packed_, tokens_,
-                   packed_inner_, team, reinterpret_cast<char*>(own));
-        if (feed.out->input_bits) {
-            const auto* whole = reinterpret_cast<const float*>(packed_inner_);
-            project({whole, nullptr, feed.width, tokens_}, *feed.out, fed_, team, rank);
-        } else {
-            project_packed(packed_inner_, *feed.out, fed_, team, own);
-        }
     }
 
     void leave(const Block& b, int64_t t) {
@@ -333,12 +296,12 @@ private:
     const StackCall& call_;
     const int64_t tokens_;
     AttentionRoom room_;
-    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *inner_ = nullptr, *own_;
+    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *own_;
     char *packed_ = nullptr, *packed_inner_ = nullptr; // rows as products of many take them
-    Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr, *rounded_inner_ = nullptr;
-    char* operands_;
+    Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr;
+    FewScratch few_;
     Experts experts_;
-    int64_t own_floats_, operand_size_, bytes_;
+    int64_t own_floats_, bytes_;
 };
 
 } // namespace

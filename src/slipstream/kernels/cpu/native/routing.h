@@ -1,0 +1,195 @@
+// Which experts see a token, how much each of them counts, and whose tokens lie where once those of one
+// expert lie together.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// x becomes softmax(x), over n values.
+inline void softmax_row(float* x, int64_t n) {
+    float top = x[0];
+    for (int64_t j = 1; j < n; ++j)
+        top = x[j] > top ? x[j] : top;
+    Vec total = Vec::set(0);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const int64_t count = least(n - j, Vec::kWidth);
+        exponential(Vec::load(x + j, count) - Vec::set(top)).store(x + j, count);
+        total = total + Vec::load(x + j, count);
+    }
+    const float factor = 1.0f / total.sum();
+    for (int64_t j = 0; j < n; ++j)
+        x[j] *= factor;
+}
+
+// The best of n values that is not taken yet, the first among equals.
+inline int64_t best_of(const float* x, int64_t n, const int32_t* taken, int64_t count) {
+    int64_t best = -1;
+    for (int64_t j = 0; j < n; ++j) {
+        bool open = true;
+        for (int64_t i = 0; open && i < count; ++i)
+            open = taken[i] != j;
+        if (open && (best < 0 || x[j] > x[best]))
+            best = j;
+    }
+    return best;
+}
+
+// Two experts, each weighted by a softmax over the logits that lie close to the best remaining one; `close`
+// has room for n values. Source: Liu et al. 2023 (arXiv 2310.00811), at inference.
+inline void sparsemixer(const float* logits, int64_t n, float jitter, float* close, float* weights,
+                        int32_t* chosen) {
+    for (int64_t i = 0; i < 2; ++i) {
+        const int64_t expert = best_of(logits, n, chosen, i);
+        const float best = logits[expert];
+        for (int64_t j = 0; j < n; ++j) {
+            const float size = std::fabs(logits[j]),
+                        distance = (best - logits[j]) / (size > best ? size : best);
+            close[j] = distance > 2.0f * jitter || (i == 1 && j == chosen[0]) ? kNothing : logits[j];
+        }
+        softmax_row(close, n);
+        weights[i] = close[expert];
+        chosen[i] = static_cast<int32_t>(expert);
+    }
+}
+
+// The experts of a token, best first, and their weights; the logits are overwritten.
+inline void route(const Moe& moe, float* logits, float* spare, float* weights, int32_t* chosen) {
+    if (moe.scoring == kSparsemixer) {
+        sparsemixer(logits, moe.experts, moe.jitter, spare, weights, chosen);
+        return;
+    }
+    if (moe.scoring == kSoftmaxTopk)
+        softmax_row(logits, moe.experts);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < moe.top_k; ++i) {
+        chosen[i] = static_cast<int32_t>(best_of(logits, moe.experts, chosen, i));
+        weights[i] = logits[chosen[i]];
+        sum += weights[i];
+    }
+    if (moe.scoring == kTopkSoftmax)
+        softmax_row(weights, moe.top_k);
+    else if (moe.normalize)
+        for (int64_t i = 0; i < moe.top_k; ++i)
+            weights[i] /= sum;
+}
+
+// The most that the blocks of a call need of anything that experts take.
+struct MostOfExperts {
+    explicit MostOfExperts(const StackCall& call) {
+        for (int64_t i = 0; i < call.num_blocks; ++i) {
+            const Block& b = call.blocks[i];
+            if (!b.moe)
+                continue;
+            hidden = most(hidden, b.hidden);
+            ffn = most(ffn, b.ffn);
+            experts = most(experts, b.moe->experts);
+            top_k = most(top_k, b.moe->top_k);
+            rounded = rounded || b.moe->experts_out[0].input_bits;
+        }
+    }
+    int64_t hidden = 0, ffn = 0, experts = 0, top_k = 0;
+    bool rounded = false; // some that round what enters the second matrix to eight bits
+};
+
+// Calls f(i) for i of [0, count), in two pieces per thread.
+template <class F>
+inline void share(Team& team, int64_t count, F f) {
+    each(team, count, ceil_div(count, 2 * static_cast<int64_t>(team.size())),
+         [&](int64_t begin, int64_t end) {
+             for (int64_t i = begin; i < end; ++i)
+                 f(i);
+         });
+}
+
+// Choice i of the tokens is choice i % top_k, best first, of token i / top_k; its place is where it lies
+// among those of the same expert.
+class Routing {
+public:
+    void take(Scratch& scratch, const MostOfExperts& most_of, int64_t tokens) {
+        tokens_ = tokens;
+        logits_ = scratch.part<float>(tokens * most_of.experts);
+        spare_ = scratch.part<float>(tokens * most_of.experts);
+        weights_ = scratch.part<float>(tokens * most_of.top_k);
+        gates_ = scratch.part<float>(most_of.top_k ? tokens : 0);
+        chosen_ = scratch.part<int32_t>(tokens * most_of.top_k);
+        place_ = scratch.part<int64_t>(tokens * most_of.top_k);
+        choice_ = scratch.part<int64_t>(tokens * most_of.top_k);
+        starts_ = scratch.part<int64_t>(most_of.experts ? most_of.experts + 1 : 0);
+        active_ = scratch.part<int64_t>(most_of.experts);
+        count_ = scratch.part<int64_t>(most_of.experts ? 1 : 0);
+    }
+
+    // Decides for the rows of x, `(T, C)`.
+    void decide(const Moe& moe, const float* x, Team& team, int rank) const {
+        const int64_t hidden = moe.router.inputs;
+        const auto score = [&](int64_t t, int64_t rows, int64_t begin, int64_t end) {
+            multiply({{x + t * hidden, nullptr, hidden, rows}}, moe.router, begin, end,
+                     logits_ + t * moe.experts + begin, moe.experts);
+        };
+        constexpr int64_t kExperts = 16, kRows = 32;
+        if (tokens_ <= kRows)
+            each(team, moe.experts, kExperts,
+                 [&](int64_t begin, int64_t end) { score(0, tokens_, begin, end); });
+        else
+            each(team, tokens_, kRows,
+                 [&](int64_t begin, int64_t end) { score(begin, end - begin, 0, moe.experts); });
+        share(team, tokens_, [&](int64_t t) {
+            route(moe, logits_ + t * moe.experts, spare_ + t * moe.experts, weights_ + t * moe.top_k,
+                  chosen_ + t * moe.top_k);
+            if (moe.shared_gate.outputs) {
+                const Operand row = {{x + t * hidden, nullptr, hidden, 1}};
+                multiply(row, moe.shared_gate, 0, 1, gates_ + t, 1);
+            }
+        });
+        if (rank == 0)
+            sort(moe);
+        team.meet();
+    }
+
+    // The experts that have rows are expert(0) to expert(active() - 1); their rows have places
+    // [begin(e), end(e)).
+    int64_t active() const { return *count_; }
+    int64_t expert(int64_t i) const { return active_[i]; }
+    int64_t begin(int64_t expert) const { return starts_[expert]; }
+    int64_t end(int64_t expert) const { return starts_[expert + 1]; }
+
+    int64_t place(int64_t choice) const { return place_[choice]; }
+    int64_t choice(int64_t place) const { return choice_[place]; }
+    float weight(int64_t choice) const { return weights_[choice]; }
+
+    // What the answer of shared experts is multiplied by.
+    Vec gate(const Moe& moe, int64_t token) const {
+        return moe.shared_gate.outputs ? sigmoid(Vec::set(gates_[token])) : Vec::set(1);
+    }
+
+private:
+    void sort(const Moe& moe) const {
+        const int64_t choices = tokens_ * moe.top_k;
+        for (int64_t e = 0; e <= moe.experts; ++e)
+            starts_[e] = 0;
+        for (int64_t i = 0; i < choices; ++i)
+            ++starts_[chosen_[i] + 1];
+        for (int64_t e = 0; e < moe.experts; ++e)
+            starts_[e + 1] += starts_[e];
+        // Counting up moves each start to the next one's place.
+        for (int64_t i = 0; i < choices; ++i)
+            place_[i] = starts_[chosen_[i]]++;
+        for (int64_t e = moe.experts; e > 0; --e)
+            starts_[e] = starts_[e - 1];
+        starts_[0] = 0;
+        for (int64_t i = 0; i < choices; ++i)
+            choice_[place_[i]] = i;
+        *count_ = 0;
+        for (int64_t e = 0; e < moe.experts; ++e)
+            if (starts_[e + 1] > starts_[e])
+                active_[(*count_)++] = e;
+    }
+
+    int64_t tokens_ = 0;
+    float *logits_, *spare_, *weights_, *gates_;
+    int32_t* chosen_;
+    int64_t *place_, *choice_, *starts_, *active_, *count_;
+};
+
+} // namespace
+} // namespace slipstream
