@@ -43,6 +43,8 @@ struct Vec {
     }
     template <class T>
     static Vec load(const T* p, int64_t n) {
+        if (n == kWidth)
+            return load(p);
         T whole[8];
         std::memset(whole, 0, sizeof(whole));
         std::memcpy(whole, p, static_cast<size_t>(n) * sizeof(T));
@@ -50,6 +52,8 @@ struct Vec {
     }
     template <class T>
     void store(T* p, int64_t n) const {
+        if (n == kWidth)
+            return store(p);
         T whole[8];
         store(whole);
         std::memcpy(p, whole, static_cast<size_t>(n) * sizeof(T));
@@ -188,6 +192,7 @@ inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
 } // namespace
 } // namespace slipstream
 
+#include "isa_avx2_words.h"
 #include "table.h"
 
 namespace slipstream {

@@ -332,4 +332,7 @@ inline void pairs_across(const Bf16* p, const Bf16* q, Vec (&v)[C]) {
 } // namespace
 } // namespace slipstream
 
+#ifndef SLIPSTREAM_BF16_DOT
+#include "isa_avx2_words.h"
+#endif
 #include "table.h"

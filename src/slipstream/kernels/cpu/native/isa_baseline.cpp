@@ -1,4 +1,8 @@
 // Any processor: four floats at a time in the compiler's own vectors.
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "types.h"
 
 namespace slipstream {
@@ -78,11 +82,14 @@ struct Vec {
     }
     template <class T>
     static Vec load(const T* p, int64_t n) {
+        if (n == kWidth)
+            return load(p);
         Vec r = set(0);
         for (int64_t i = 0; i < n; ++i)
             r.v[i] = widen(p[i]);
         return r;
     }
+    void store(float* p) const { std::memcpy(p, &v, 16); }
     template <class T>
     void store(T* p) const {
         for (int i = 0; i < 4; ++i)
@@ -90,6 +97,8 @@ struct Vec {
     }
     template <class T>
     void store(T* p, int64_t n) const {
+        if (n == kWidth)
+            return store(p);
         for (int64_t i = 0; i < n; ++i)
             narrow(v[i], p + i);
     }
@@ -199,6 +208,73 @@ inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
     for (int r = 0; r < 4; ++r)
         for (int c = 0; c < 4; ++c)
             std::memcpy(out + c * os + r, in + r * is + c, sizeof(float));
+}
+
+// Whole numbers of sixteen bits, see isa_avx2_words.h.
+struct Words {
+    typedef int16_t Lanes __attribute__((vector_size(16)));
+    static constexpr int kWidth = 8;
+    Lanes v;
+
+    static Words load(const int16_t* p) {
+        Words r;
+        std::memcpy(&r.v, p, sizeof(r.v));
+        return r;
+    }
+    static Words load(const int8_t* p) {
+        typedef int8_t Bytes8 __attribute__((vector_size(8)));
+        Bytes8 bytes;
+        std::memcpy(&bytes, p, sizeof(bytes));
+        return {__builtin_convertvector(bytes, Lanes)};
+    }
+    static void halves(const uint8_t* p, Words& low, Words& high) {
+        typedef uint8_t Bytes8 __attribute__((vector_size(8)));
+        Bytes8 bytes;
+        std::memcpy(&bytes, p, sizeof(bytes));
+        const Lanes both = __builtin_convertvector(bytes, Lanes);
+        low.v = both & 15;
+        high.v = both >> 4;
+    }
+    static void eighths(const uint8_t* codes, const uint8_t* crumbs, Words (&to)[8]) {
+        typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+        Bytes16 both[2], two;
+        std::memcpy(both, codes, sizeof(both));
+        std::memcpy(&two, crumbs, sizeof(two));
+        for (int i = 0; i < 4; ++i) {
+            const Bytes16 size = i % 2 ? both[i / 2] >> 4 : both[i / 2] & 15, upper = two >> 2 * i;
+            const Bytes16 full = (size & 7) | 8, large = (size & 8) != 0 ? full << 2 : full << 1;
+            const Bytes16 either = (upper & 1) != 0 ? large : size;
+            const Bytes16 some = (upper & 2) != 0 ? -either : either;
+            int8_t whole[16];
+            std::memcpy(whole, &some, sizeof(whole));
+            to[2 * i] = load(whole);
+            to[2 * i + 1] = load(whole + 8);
+        }
+    }
+};
+struct WordSums {
+    I4 v = {0, 0, 0, 0};
+};
+inline WordSums dot(WordSums sum, Words a, Words b) {
+#ifdef __SSE2__
+    return {sum.v + (I4)_mm_madd_epi16((__m128i)a.v, (__m128i)b.v)};
+#else
+    typedef int32_t I8 __attribute__((vector_size(32)));
+    const I8 all = __builtin_convertvector(a.v, I8) * __builtin_convertvector(b.v, I8);
+    return {sum.v + I4{all[0], all[1], all[2], all[3]} + I4{all[4], all[5], all[6], all[7]}};
+#endif
+}
+struct WordTotals {
+    F4 v = {0, 0, 0, 0};
+    static WordTotals of(WordSums sum) { return {__builtin_convertvector(sum.v, F4)}; }
+    static WordTotals folded(Vec x) { return {x.v}; }
+    float sum() const { return (v[0] + v[2]) + (v[1] + v[3]); }
+};
+inline WordTotals fma(WordTotals a, float factor, WordTotals b) {
+    return {a.v * factor + b.v};
+}
+inline WordTotals operator+(WordTotals a, WordTotals b) {
+    return {a.v + b.v};
 }
 
 } // namespace

@@ -233,6 +233,9 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
         multiply_few(x, m, begin, end, out + x.in_lanes * os, os);
     if (x.terms || x.in_lanes)
         return;
+#else
+    if (x.words)
+        return multiply_words(x, m, begin, end, out);
 #endif
     const Rows& rows = x.rows;
     if (m.format == kInt8 && !rows.rounded &&

@@ -32,6 +32,8 @@ struct Operand {
     const int32_t* starts =
         nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
     float unit = 0;
+    // Or in words (see words.h), likewise.
+    const int16_t* words = nullptr;
     // Of rows that are rounded: their codes, or null where the rows are whole numbers, and what those are of.
     const uint8_t* codes = nullptr;
     const Grid* grids = nullptr;
@@ -111,7 +113,9 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
         return 0;
     const int64_t grids = static_cast<int64_t>(sizeof(Grid)), item = Vec::kBf16Dot ? 1 : 4;
     const int64_t rounded = rows * (operand_stride(inputs) * item + grids);
-    if (!Vec::kBf16Dot || rows > kFewRows)
+    if (!Vec::kBf16Dot) // two words take as much as a float
+        return rounded + operand_sums(inputs) * static_cast<int64_t>(sizeof(float));
+    if (rows > kFewRows)
         return rounded;
     const int64_t terms = kMostTerms * static_cast<int64_t>(sizeof(Bf16));
     const int64_t room = ceil_div(rows, kLaneGroup) * kLaneGroup;
@@ -292,12 +296,32 @@ inline void packed_terms(const Rows& rows, const Matrix& m, int64_t first, Opera
 }
 #endif
 
+#ifndef SLIPSTREAM_BF16_DOT
+inline void word_operand(const Matrix& m, Operand& x, char* scratch) {
+    const int count = words_of(m);
+    auto* words = reinterpret_cast<int16_t*>(scratch);
+    x.words = words;
+    x.stride = operand_stride(m.inputs);
+    x.unit = split_words(x.rows.full, m, words, x.stride);
+    auto* sums = reinterpret_cast<float*>(words + count * x.stride);
+    x.sums = sums;
+    if (is_int4(m))
+        sum_words(words, x.stride, count, m.group, sums, operand_sums(m.inputs));
+}
+#endif
+
 // The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
 // thread until it has multiplied.
 inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
+    Operand x = {rows};
+#ifndef SLIPSTREAM_BF16_DOT
+    if (rows.count == 1 && takes_words(m)) {
+        word_operand(m, x, scratch);
+        return x;
+    }
+#endif
     if (m.input_bits && (in_codes(m) || !Vec::kBf16Dot))
         return rounded_operand(rows, m, scratch);
-    Operand x = {rows};
 #ifdef SLIPSTREAM_BF16_DOT
     const int64_t in_lanes = rows_in_lanes(rows.count, kFewestInLanes);
     if (rows.rounded && in_lanes && fits_lanes(m, rows.count)) {
@@ -315,9 +339,6 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
         scratch = byte_lanes(x.rows, m, x, scratch);
     if (!x.digits && x.in_lanes < rows.count)
         packed_terms(x.rows, m, x.in_lanes, x, scratch);
-#else
-    (void)m;
-    (void)scratch;
 #endif
     return x;
 }

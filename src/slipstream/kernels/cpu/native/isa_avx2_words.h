@@ -1,0 +1,82 @@
+// Products of whole numbers of sixteen bits, sixteen at a time, for units that have none of bytes.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+struct Words {
+    static constexpr int kWidth = 16;
+    __m256i v;
+
+    static Words load(const int16_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+    static Words load(const int8_t* p) {
+        return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    }
+    // The lower and the upper halves of as many bytes.
+    static void halves(const uint8_t* p, Words& low, Words& high) {
+        const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        low.v = _mm256_and_si256(both, _mm256_set1_epi16(15));
+        high.v = _mm256_srli_epi16(both, 4);
+    }
+    // 64 codes of fp6 with three bits of mantissa: their values are whole numbers of eighths, up to 60 of
+    // them. Of four lower bits alone a value is their own, beside the fifth it is looked up.
+    static void eighths(const uint8_t* codes, const uint8_t* crumbs, Words (&to)[4]) {
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+        const __m256i two =
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(crumbs)));
+        const __m256i large =
+            _mm256_setr_epi8(16, 18, 20, 22, 24, 26, 28, 30, 32, 36, 40, 44, 48, 52, 56, 60, 16, 18, 20, 22,
+                             24, 26, 28, 30, 32, 36, 40, 44, 48, 52, 56, 60);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2;
+             ++half) { // sixteen codes from number 16 * half on, and from 32 further on
+            const __m256i four =
+                _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+            const __m256i upper = _mm256_srlv_epi64(two, half ? _mm256_setr_epi64x(2, 2, 6, 6)
+                                                              : _mm256_setr_epi64x(0, 0, 4, 4));
+            const __m256i size =
+                _mm256_blendv_epi8(four, _mm256_shuffle_epi8(large, four), _mm256_slli_epi16(upper, 7));
+            const __m256i sign = _mm256_or_si256(_mm256_slli_epi16(upper, 6), _mm256_set1_epi8(1));
+            const __m256i whole = _mm256_sign_epi8(size, sign);
+            to[half].v = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(whole));
+            to[half + 2].v = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(whole, 1));
+        }
+    }
+};
+
+// Sums of such products in int32.
+struct WordSums {
+    __m256i v = _mm256_setzero_si256();
+};
+inline WordSums dot(WordSums sum, Words a, Words b) {
+    return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
+}
+
+// Such sums in float32.
+struct WordTotals {
+    __m256 v = _mm256_setzero_ps();
+    static WordTotals of(WordSums sum) { return {_mm256_cvtepi32_ps(sum.v)}; }
+    // Of the same sum.
+    static WordTotals folded(Vec x) {
+#ifdef __AVX512F__
+        return {_mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1))};
+#else
+        return {x.v};
+#endif
+    }
+    float sum() const {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+};
+// a * factor + b
+inline WordTotals fma(WordTotals a, float factor, WordTotals b) {
+    return {_mm256_fmadd_ps(a.v, _mm256_set1_ps(factor), b.v)};
+}
+inline WordTotals operator+(WordTotals a, WordTotals b) {
+    return {_mm256_add_ps(a.v, b.v)};
+}
+
+} // namespace
+} // namespace slipstream
