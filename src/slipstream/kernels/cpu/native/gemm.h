@@ -23,8 +23,9 @@ struct InRegisters {
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
     // Items that lie between each `kSpan` inputs: of a packed token, and of a row of a panel.
     static constexpr int64_t kSpan = 1, kBetween = 0, kBetweenRow = 0;
-    static constexpr int kPadding = 0; // the code of zero
-    using Sum = int32_t;               // of a row, which zero points are multiplied by
+    static constexpr int kPadding = 0;   // the code of zero
+    using Sum = int32_t;                 // of a row, which zero points are multiplied by
+    static constexpr bool kZeros = true; // zero points of rows that are rounded are left for the result
     // What sums are while they are added to, and in memory.
     static Vec sum_of(Vec stored) { return stored; }
     static Vec stored(Vec sum) { return sum; }
@@ -70,8 +71,22 @@ struct ByteWord : InRegisters {
     static Vec less_zeros(Vec sums, Vec zeros, Sum row) { return less_product(sums, zeros, integers(row)); }
 };
 #else
+// Rows rounded to bytes where the unit has no products of those: two whole numbers of sixteen bits, less
+// their zero points. Sums are of int32 until they are settled.
+struct ByteWord : InRegisters {
+    using Item = int16_t;
+    static constexpr bool kRounds = true;
+    static constexpr int32_t kStored = -1;
+    static constexpr int64_t kItems = 2;
+    static WordPairs lanes(const Item* p) { return WordPairs::load(p); }
+    static WordPairs spread(const Item* p) { return WordPairs::spread(p); }
+    static constexpr bool kZeros = false;
+    static PairSums sum_of(Vec stored) { return PairSums::of(stored); }
+    static Vec stored(PairSums sum) { return sum.bits(); }
+    static PairSums add(PairSums sum, WordPairs x, WordPairs w) { return dot(sum, x, w); }
+    static Vec less_zeros(Vec sums, Vec, Sum) { return PairSums::of(sums).floats(); }
+};
 using Bf16Word = FloatWord;
-using ByteWord = FloatWord;
 #endif
 
 template <class U>
@@ -93,7 +108,9 @@ constexpr int64_t packed_items(int64_t inputs) {
 
 // Bytes of the packed rows of a call, whichever unit takes them.
 inline int64_t packed_bytes(int64_t tokens, int64_t inputs) {
-    return ceil_div(tokens, kGroup) * kGroup * padded<Bf16Word>(inputs) * static_cast<int64_t>(sizeof(float));
+    constexpr int64_t kGrid = 2; // of a token that is rounded
+    return ceil_div(tokens, kGroup) * kGroup * (padded<Bf16Word>(inputs) + kGrid) *
+           static_cast<int64_t>(sizeof(float));
 }
 
 // The scales of packed codes, one for each token of whole groups, and behind them as many zero points
@@ -283,13 +300,24 @@ inline void fill_words(const Matrix& m, int64_t begin, int64_t rows, int64_t fro
     }
 }
 
+// Bytes with a sign as words, and zeros behind them.
+inline void widen_codes(const uint8_t* from, int64_t n, int16_t* to, int64_t width) {
+    for (int64_t i = 0; i < n; ++i)
+        to[i] = static_cast<int8_t>(from[i]);
+    for (int64_t i = n; i < width; ++i)
+        to[i] = 0;
+}
+
 template <class U>
 inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
                       typename U::Item* panel, int64_t pitch) {
     if constexpr (U::kRounds) {
         const uint8_t* codes = PackedRows(m).row(begin).codes + from;
         for (int64_t r = 0; r < rows; ++r)
-            copy_padded(codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
+            if constexpr (sizeof(typename U::Item) == 1)
+                copy_padded(codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
+            else
+                widen_codes(codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
     } else {
         fill_words<U>(m, begin, rows, from, n, panel, pitch);
     }
@@ -309,8 +337,10 @@ struct RowPanel {
         if (rows % Vec::kBlockRows || n % line_items<U>())
             return nullptr;
         if constexpr (U::kRounds) {
+            if constexpr (sizeof(Item) > 1)
+                return nullptr;
             *pitch = m.inputs;
-            return PackedRows(m).row(begin).codes + from;
+            return reinterpret_cast<const Item*>(PackedRows(m).row(begin).codes + from);
         }
         if (m.format != kPlain || m.dtype != U::kStored)
             return nullptr;

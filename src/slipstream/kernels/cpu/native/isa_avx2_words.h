@@ -52,6 +52,55 @@ inline WordSums dot(WordSums sum, Words a, Words b) {
     return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
 }
 
+// As wide as Vec: pairs of words in lanes of 32 bits, and sums of their products.
+#ifdef __AVX512F__
+struct WordPairs {
+    __m512i v;
+    static WordPairs load(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+    // The pair at `p` in all lanes.
+    static WordPairs spread(const int16_t* p) {
+        int32_t two;
+        std::memcpy(&two, p, sizeof(two));
+        return {_mm512_set1_epi32(two)};
+    }
+};
+struct PairSums {
+    typedef int32_t Lanes __attribute__((vector_size(64))); // see CodeSums
+    Lanes v;
+    static PairSums of(Vec x) { return {(Lanes)x.v}; }
+    Vec bits() const { return {(__m512)v}; }
+    Vec floats() const { return {_mm512_cvtepi32_ps((__m512i)v)}; }
+};
+inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
+    return {sum.v + (PairSums::Lanes)_mm512_madd_epi16(a.v, b.v)};
+}
+#else
+struct WordPairs {
+    __m256i v;
+    static WordPairs load(const int16_t* p) { return {Words::load(p).v}; }
+    // The pair at `p` in all lanes.
+    static WordPairs spread(const int16_t* p) {
+        int32_t two;
+        std::memcpy(&two, p, sizeof(two));
+        return {_mm256_set1_epi32(two)};
+    }
+};
+struct PairSums {
+    __m256i v;
+    static PairSums of(Vec x) { return {_mm256_castps_si256(x.v)}; }
+    Vec bits() const { return {_mm256_castsi256_ps(v)}; }
+    Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
+};
+inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
+    __m256i products = _mm256_madd_epi16(a.v, b.v);
+    // In this order, or gcc makes all products of a block before it adds them, and keeps them on the stack.
+    __asm__ volatile("" : "+x"(products));
+    sum.v = _mm256_add_epi32(sum.v, products);
+    __asm__ volatile("" : "+x"(sum.v));
+    return sum;
+}
+#endif
+
 // Such sums in float32.
 struct WordTotals {
     __m256 v = _mm256_setzero_ps();

@@ -261,8 +261,32 @@ inline WordSums dot(WordSums sum, Words a, Words b) {
 #else
     typedef int32_t I8 __attribute__((vector_size(32)));
     const I8 all = __builtin_convertvector(a.v, I8) * __builtin_convertvector(b.v, I8);
-    return {sum.v + I4{all[0], all[1], all[2], all[3]} + I4{all[4], all[5], all[6], all[7]}};
+    return {sum.v + I4{all[0], all[2], all[4], all[6]} + I4{all[1], all[3], all[5], all[7]}};
 #endif
+}
+struct WordPairs : Words {
+    static WordPairs load(const int16_t* p) { return {Words::load(p)}; }
+    static WordPairs spread(const int16_t* p) {
+        int32_t two;
+        std::memcpy(&two, p, sizeof(two));
+        return {{(Lanes)I4{two, two, two, two}}};
+    }
+};
+struct PairSums : WordSums {
+    static PairSums of(Vec x) {
+        PairSums r;
+        std::memcpy(&r.v, &x.v, sizeof(r.v));
+        return r;
+    }
+    Vec bits() const {
+        Vec r;
+        std::memcpy(&r.v, &v, sizeof(v));
+        return r;
+    }
+    Vec floats() const { return {__builtin_convertvector(v, F4)}; }
+};
+inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
+    return {slipstream::dot(static_cast<WordSums>(sum), a, b)};
 }
 struct WordTotals {
     F4 v = {0, 0, 0, 0};

@@ -68,7 +68,7 @@ constexpr int64_t kProductBytes = most(FloatWord::kPanelBytes, Bf16Unit::kPanelB
 // Calls `f` with the unit that multiplies a matrix.
 template <class F>
 inline void with_word(const Matrix& m, F f) {
-    if (Vec::kBf16Dot && in_codes(m))
+    if (in_codes(m))
         f(ByteUnit());
     else if (in_grouped_codes(m))
         f(GroupedUnit());
@@ -156,7 +156,8 @@ private:
         auto* panel = reinterpret_cast<Item*>(own);
         auto* c = reinterpret_cast<float*>(own + U::kPanelBytes);
         [[maybe_unused]]
-        typename U::Sum sums[2][U::kPanelRows]; // of the rows of both halves, where tokens have zero points
+        typename U::Sum sums[2][U::kPanelRows] =
+            {}; // of the rows of both halves, where tokens have zero points
         const int64_t begin = task % panels_ * width_, n = least(width_, outputs_ - begin);
         const int64_t token = task / panels_ * chunk_, end = least(tokens_, token + chunk_);
         const int64_t inputs = padded<U>(m_.inputs), items = packed_items<U>(inputs);
@@ -177,7 +178,7 @@ private:
                     Panel::bring(m_, begin + half * second_, n, from, deep, panel + half * width_ * pitch_,
                                  pitch_);
                 }
-                if constexpr (U::kRounds)
+                if constexpr (U::kRounds && U::kZeros)
                     this->sum_rows(rows[half], pitches[half], begin + half * second_, n, from, deep,
                                    sums[half]);
             }
@@ -248,6 +249,7 @@ private:
                 sums[j] += sum_codes(codes + j * m_.inputs, deep);
         }
     }
+#endif
 
     // Sums of products of codes become results.
     void settle_codes(int64_t row, int64_t n, const float* scales, int64_t tokens,
@@ -262,7 +264,6 @@ private:
             }
         }
     }
-#endif
 
     const Matrix& m_;
     const int64_t outputs_, second_, tokens_, halves_;
