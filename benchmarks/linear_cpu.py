@@ -24,7 +24,7 @@ from slipstream.ops.linear import Weight
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048), (576, 1536), (1536, 576), (576, 576), (49152, 576))
 ROWS = (*range(1, 18), 20, 24, 28, 32)
 """Each number that a server's batch has: none should cost more than the next."""
-MEASURED = ("plain", "int8", "int4", "fp8", "fp6")
+MEASURED = ("plain", "bf13", "int8", "int4", "fp8", "fp6")
 COLD_BYTES = 192 << 20
 
 Pass = Callable[[], None]

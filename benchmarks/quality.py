@@ -28,6 +28,7 @@ __all__ = ["measure"]
 FORMATS: dict[str, str | dict[str, Any]] = {
     "float32": "auto",
     "bfloat16": "auto",
+    "bf13": "bf13",
     "int8": "int8",
     "int8, inputs too": {"activation": {"enabled": True}},
     "int8, inputs too, asymmetric": {"activation": {"q_type": "asymmetric"}},

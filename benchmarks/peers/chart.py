@@ -27,6 +27,7 @@ _ROWS = {  # what a bar shows: the start of a row's name, the label, the colour
     "transformers eager": ("transformers, eager bf16", "#c9c9c9"),
 }
 _BESIDE = (
+    "slipstream bf13",
     "slipstream fp8",
     "slipstream fp6",
     "slipstream int8, int8 activations",

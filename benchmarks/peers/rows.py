@@ -91,6 +91,7 @@ _ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "bfloat16": (
         _engine("slipstream bf16", "bfloat16"),
+        _engine("slipstream bf13", "bfloat16", quant="bf13"),
         _EAGER,
         Row("transformers compiled bf16", "torch_models", "", "bfloat16", {"how": "compile"}),
         Row("llama.cpp BF16", "llama_cpp", "llama_cpp", "bfloat16", for_models="decoder"),

@@ -11,7 +11,7 @@ import torch
 from slipstream.config import InferenceConfig, OffloadParamConfig, ZeroConfig
 from slipstream.errors import ConfigError
 
-FORMATS = ["int8", "int4", "fp8", "fp6"]
+FORMATS = ["int8", "int4", "fp8", "fp6", "bf13"]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,9 @@ def test_a_string_is_the_format(name: str) -> None:
     [
         ({}, None, None),
         ("int4", "int8", None),
+        ("bf13", "bf13", None),
+        ({"weight": {"format": "bf13"}, "head": "int8", "embedding": "bf13"}, "int8", "bf13"),
+        ({"weight": {"format": "bf13"}, "head": "none"}, None, None),
         ({"enabled": True}, "int8", None),
         ({"enabled": False, "head": "int4", "embedding": "int8"}, None, None),
         ({"head": "none", "weight": {"num_bits": 4}}, None, None),
@@ -120,7 +123,7 @@ def test_other_widths_are_refused(bits: object) -> None:
         InferenceConfig(quant={"weight": {"num_bits": bits}})
 
 
-@pytest.mark.parametrize(("name", "bits"), [("int8", 4), ("int4", 8), ("fp8", 6), ("fp6", 8)])
+@pytest.mark.parametrize(("name", "bits"), [("int8", 4), ("int4", 8), ("fp8", 6), ("fp6", 8), ("bf13", 8)])
 def test_a_format_and_other_bits_contradict_each_other(name: str, bits: int) -> None:
     with pytest.raises(ConfigError, match=f"format='{name}' contradicts num_bits={bits}"):
         InferenceConfig(quant={"weight": {"format": name, "num_bits": bits}})
@@ -139,7 +142,7 @@ def test_quantized_activations_beside_plain_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["int5", "", "INT8", "nf4"])
 def test_an_unknown_format_is_refused_with_the_known_ones(name: str) -> None:
-    known = r"'int8', 'int4', 'fp8', 'fp6' or 'fp6-e3m2'"
+    known = r"'int8', 'int4', 'fp8', 'fp6', 'fp6-e3m2' or 'bf13'"
     with pytest.raises(ConfigError, match=rf"quant\.weight\.format=.*{known}"):
         InferenceConfig(quant=name)
 

@@ -88,7 +88,7 @@ def streamer_of(engine: slipstream.InferenceEngine) -> Streamer:
     return streamer
 
 
-@pytest.mark.parametrize("quant", [None, "int8", "int4", "fp8", "fp6"])
+@pytest.mark.parametrize("quant", [None, "int8", "int4", "fp8", "fp6", "bf13"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_streamed_weights_of_every_format_give_the_same_bits(
     folders: dict[str, Path], dtype: torch.dtype, quant: str | None

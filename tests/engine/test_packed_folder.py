@@ -30,7 +30,9 @@ def write(folder: Path, kind: str, quant: Any, *, fused: bool = True) -> slipstr
     return engine
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4", "fp8", BOTH], ids=["int8", "int4", "fp8", "fp6 and int4"])
+@pytest.mark.parametrize(
+    "quant", ["int8", "int4", "fp8", "bf13", BOTH], ids=["int8", "int4", "fp8", "bf13", "fp6 and int4"]
+)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "mixtral", "dbrx", "bert"])
 def test_a_folder_opens_as_the_engine_that_wrote_it(kind: str, quant: Any, tmp_path: Path) -> None:
     engine = write(tmp_path / "packed", kind, quant)

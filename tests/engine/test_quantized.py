@@ -20,7 +20,7 @@ MODELS = ("llama", "gpt2", "mixtral", "bert", "bloom")
 INJECTED = {"replace_with_kernel_inject": True}
 NOT_INJECTED = {"replace_with_kernel_inject": False}
 
-DISTANCE = {"int8": 0.06, "fp8": 0.17, "fp6": 0.16, "int4": 0.45}
+DISTANCE = {"int8": 0.06, "fp8": 0.17, "fp6": 0.16, "int4": 0.45, "bf13": 0.02}
 """Distance of the logits from the unquantized model's, relative to their own size: two or three times what
 the format's error does to a random model of two layers with weights of twice the usual size."""
 
@@ -99,13 +99,15 @@ def test_the_state_dict_has_unpacked_weights_under_the_original_names(packed: tu
 
 
 def test_outside_of_the_layers_the_head_alone_is_packed_and_no_router(packed: tuple[Pair, str, bool]) -> None:
-    both, _, _ = packed
+    both, name, _ = packed
     (head,) = both.engine.report().outside
     layers = tuple(layer.name for layer in both.engine.report().layers)
     expected, found = both.original.state_dict(), both.engine.module.state_dict()
     for key, tensor in expected.items():
         if key == f"{head.name}.weight":
-            assert head.format == "int8" and not torch.equal(found[key], tensor)
+            assert head.format == ("bf13" if name == "bf13" else "int8") and not torch.equal(
+                found[key], tensor
+            )
         elif not key.startswith(layers) or key.endswith("mlp.gate.weight") or tensor.dim() < 2:
             assert torch.equal(found[key], tensor), key
 
@@ -354,3 +356,17 @@ def test_a_packing_that_does_not_keep_its_bound_is_found(monkeypatch: pytest.Mon
     monkeypatch.setitem(choose.FORMATS, "int8", broken)
     with pytest.raises(slipstream.InjectionError, match="once packed as int8"):
         inject(make("llama"), quant="int8")
+
+
+@pytest.mark.parametrize("injected", [True, False], ids=["injected", "not injected"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_bf13_has_the_numbers_of_bfloat16(kind: str, injected: bool) -> None:
+    """Every weight, and so every logit but for the order of sums."""
+    original = make(kind).to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in original.state_dict().items()}
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "replace_with_kernel_inject": injected}
+    plain, engine = inject(copy.deepcopy(original), **settings), inject(original, quant="bf13", **settings)
+    found = engine.module.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    expected, got = (logits(e, input_ids=prompt()) for e in (plain, engine))
+    assert float((got - expected).abs().max()) <= 2.0**-7 * float(expected.abs().max())

@@ -58,7 +58,7 @@ def test_the_chosen_families_are_there() -> None:
     assert set(CHOSEN) <= set(map(label, VARIANTS))
 
 
-@pytest.mark.parametrize("quant", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("quant", ["int8", "fp8", "int4", "bf13"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "t5", "qwen2_moe"])
 def test_packed_linears_are_those_of_one_process(pool: Pool, name: str, quant: str) -> None:
     rows = results(pool.run(f"{JOBS}:sweep", named(name), 2, {"quant": quant}, ranks=2))

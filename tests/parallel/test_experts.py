@@ -73,7 +73,7 @@ def test_ranks_without_a_token_take_part(pool: Pool) -> None:
     hold(results(pool.run(f"{JOBS}:sweep", named("mixtral"), 1, 4, 4, {})))
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4", "fp8", "fp6"])
+@pytest.mark.parametrize("quant", ["int8", "int4", "fp8", "fp6", "bf13"])
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
 def test_packed_experts_are_those_of_one_process(pool: Pool, name: str, quant: str) -> None:
     hold(results(pool.run(f"{JOBS}:sweep", named(name), 1, 2, 2, {"quant": quant}, ranks=2)))

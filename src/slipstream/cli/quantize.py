@@ -26,6 +26,7 @@ class PackedFormat(Enum):
     INT4 = "int4"
     FP8 = "fp8"
     FP6 = "fp6"
+    BF13 = "bf13"
 
 
 class OutsideFormat(Enum):
@@ -35,6 +36,7 @@ class OutsideFormat(Enum):
     INT4 = "int4"
     FP8 = "fp8"
     FP6 = "fp6"
+    BF13 = "bf13"
     NONE = "none"
 
 
@@ -58,8 +60,12 @@ class Packing:
         typer.Option("--symmetric", help="Groups without a minimum (int4).", rich_help_panel="Formats"),
     ] = False
     head: Annotated[
-        OutsideFormat, typer.Option(help="Of the vocabulary projection.", rich_help_panel="Formats")
-    ] = OutsideFormat.INT8
+        OutsideFormat | None,
+        typer.Option(
+            help="Of the vocabulary projection; int8 unless named, or bf13 with that.",
+            rich_help_panel="Formats",
+        ),
+    ] = None
     embedding: Annotated[
         OutsideFormat, typer.Option(help="Of the token embedding.", rich_help_panel="Formats")
     ] = OutsideFormat.NONE
@@ -76,7 +82,8 @@ class Packing:
         weight: dict[str, Any] = {"format": self.packed.value, "q_groups": self.groups}
         if self.symmetric:
             weight["q_type"] = "symmetric"
-        return {"weight": weight, "head": self.head.value, "embedding": self.embedding.value}
+        head = {} if self.head is None else {"head": self.head.value}
+        return {"weight": weight, **head, "embedding": self.embedding.value}
 
 
 def quantize(

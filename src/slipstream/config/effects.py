@@ -196,15 +196,18 @@ _QUANT = {
         "1 means the format's own groups: rows, 32 inputs with int4, 64 with fp6. More means int4 in groups "
         "of the hidden width divided by it, which must be 32, 64 or 128 inputs; anything else is refused."
     ),
-    "quant.weight.format": _acts("int8, int4, fp8, fp6 (e2m3) or fp6-e3m2."),
+    "quant.weight.format": _acts(
+        "int8, int4, fp8, fp6 (e2m3), fp6-e3m2, or bf13, which has the numbers of bfloat16 themselves."
+    ),
     "quant.weight.quantized_initialization": _refused(_GROUPWISE),
     "quant.weight.post_init_quant": _refused(_GROUPWISE),
     "quant.qkv": _acts("Exempts one projection of every block."),
     "quant.qkv.enabled": _acts("False leaves the projection of query, key and value plain."),
     "quant.head": _acts(
-        "Packs the vocabulary projection, which every new token reads whole, whatever the format of the "
-        "layers; none or False leaves it plain. A projection that is tied to the embedding gets planes of "
-        "its own, and the embedding keeps the tensor. Beside weights that are switched off it acts when set."
+        "Packs the vocabulary projection, which every new token reads whole: to int8 whatever the format of "
+        "the layers, or to bf13 beside that; none or False leaves it plain. A projection that is tied to "
+        "the embedding gets planes of its own, and the embedding keeps the tensor. Beside weights that are "
+        "switched off it acts when set."
     ),
     "quant.embedding": _acts(
         "Packs the token embedding, whose rows are unpacked as they are looked up. A projection that is tied "

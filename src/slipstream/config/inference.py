@@ -80,7 +80,7 @@ class InferenceConfig(Section):
     keep_module_on_host: Flag = Field(default=False, description="leave the model in host memory")
     quant: QuantizationConfig = Field(
         default=QuantizationConfig(),
-        description='quantization; also "int8", "int4", "fp8" or "fp6" for `quant.weight.format`',
+        description='quantization; also "int8", "int4", "fp8", "fp6" or "bf13" for `quant.weight.format`',
     )
     injection_check: Literal["error", "fallback", "off"] = Field(
         default="error", description="what happens when a replaced layer disagrees with the original"
@@ -163,7 +163,7 @@ class InferenceConfig(Section):
 
     @property
     def weight_format(self) -> WeightFormat | None:
-        """Format that weights are quantized to: "int8", "int4", "fp8", "fp6", or None for plain weights."""
+        """Format that weights are packed in, a key of `FORMATS` or `VARIANTS`, or None for plain weights."""
         return "int8" if self.dtype is torch.int8 else self.quant.weight_format
 
     @property

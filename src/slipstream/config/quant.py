@@ -23,14 +23,16 @@ __all__ = [
     "WeightQuantConfig",
 ]
 
-WeightFormat = Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2"]
+WeightFormat = Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2", "bf13"]
 OutsideFormat = Annotated[
-    Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2", "none"],
+    Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2", "bf13", "none"],
     BeforeValidator(lambda value: "none" if value is False else value),
 ]
 """Of a matrix outside of the layers; False is "none"."""
 
 _BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp6": 6, "fp6-e3m2": 6}
+"""Of formats that `num_bits` can name."""
+
 _FORMATS: dict[int, WeightFormat] = {8: "int8", 4: "int4", 6: "fp6"}
 
 
@@ -67,10 +69,13 @@ class WeightQuantConfig(BaseQuantConfig):
 
     @model_validator(mode="after")
     def _bits_agree(self) -> WeightQuantConfig:
-        if self.format is not None and _BITS[self.format] != self.num_bits:
+        if self.format is None:
+            return self
+        bits, asked = _BITS.get(self.format), "num_bits" in self.model_fields_set
+        if asked and bits != self.num_bits:
             raise ValueError(
                 f"format={self.format!r} contradicts num_bits={self.num_bits}: "
-                f"it has {_BITS[self.format]} bits; leave num_bits out"
+                f"it has {self.format.removeprefix('bf') if bits is None else bits} bits; leave num_bits out"
             )
         return self
 
@@ -103,7 +108,9 @@ class QuantizationConfig(Section):
     weight: WeightQuantConfig = Field(default=WeightQuantConfig(), description="the weights of linears")
     qkv: QKVQuantConfig = Field(default=QKVQuantConfig(), description="the projection of q, k and v")
     head: OutsideFormat = Field(
-        default="int8", description='format of the vocabulary projection once `quant` is in force, or "none"'
+        default="int8",
+        description='format of the vocabulary projection once `quant` is in force, or "none"; beside bf13 '
+        "weights bf13 unless it is set",
     )
     embedding: OutsideFormat = Field(default="none", description='format of the token embedding, or "none"')
 
@@ -125,8 +132,10 @@ class QuantizationConfig(Section):
 
         It follows the weights; beside plain weights it has to be asked for by name.
         """
-        follows = self.weight_format is not None or "head" in self.model_fields_set
-        return self.head if self.enabled and follows and self.head != "none" else None
+        asked = "head" in self.model_fields_set
+        if not (self.enabled and (asked or self.weight_format is not None)) or self.head == "none":
+            return None
+        return "bf13" if self.weight_format == "bf13" and not asked else self.head
 
     @property
     def embedding_format(self) -> WeightFormat | None:

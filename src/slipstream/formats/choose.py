@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.errors import ConfigError
+from slipstream.formats.bf13 import BF13
 from slipstream.formats.fp6 import FP6, FP6_E3M2
 from slipstream.formats.fp8 import FP8
 from slipstream.formats.int4 import INT4, INT4_VARIANTS, int4
@@ -15,7 +16,7 @@ from slipstream.ops.linear import Rounding
 
 __all__ = ["FORMATS", "VARIANTS", "format_of", "rounding_inputs"]
 
-FORMATS: dict[str, Format] = {f.name: f for f in (PLAIN, INT8, INT4, FP8, FP6)}
+FORMATS: dict[str, Format] = {f.name: f for f in (PLAIN, INT8, INT4, FP8, FP6, BF13)}
 """The formats that a configuration names, by name."""
 
 VARIANTS: dict[str, Format] = {f.name: f for f in (*INT4_VARIANTS, FP6_E3M2)}
@@ -58,7 +59,7 @@ def format_of(
     found = known[name]
     if not name.startswith("int4"):
         if q_groups != 1:
-            scales = f"a scale per {found.group} inputs" if found.group else "one scale per row"
+            scales = f"groups of {found.group} inputs" if found.group else "one scale per row"
             raise ConfigError(
                 f"q_groups={q_groups} does not go with {name}, which has {scales}; leave "
                 'q_groups at 1, or use format="int4"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ class Format:
     Planes are contiguous and keep the matrix's leading dims and rows: plane `p` of a matrix `(..., O, I)` is
     `(..., O, n_p)`; the last one of every packed format is `(..., O)`, the float32 multiplier of each row. A
     run of rows of every plane is therefore what packing that run of rows gives; a run of columns is what
-    packing those gives where the format has groups and the run starts and ends at one.
+    packing those gives where the format has groups, the run starts and ends at one, and rows have the same
+    multipliers without the others.
 
     Attributes:
         name: What configurations and reports call it.
@@ -29,7 +31,7 @@ class Format:
         error: Bound on `|unpacked - dense|`, relative to the largest magnitude of the weight's group.
         pack: Dense `(..., O, I)`, of any floating dtype and finite, to planes; its argument is not changed.
         unpack: Planes, shape and dtype to a new dense tensor.
-        group: Inputs that share a scale; 0 where the whole row does.
+        group: Inputs that share a scale, or lie together; 0 where each stands for itself.
         multiple: The planes hold a multiple of this many inputs; `I` is padded up to it.
         floor: What is added to the bound, relative to the largest magnitude of the row: the scales of groups
             have a narrower range than the weights.
@@ -49,7 +51,7 @@ class Format:
     group: int = 0
     multiple: int = 1
     floor: float = 0.0
-    planes: tuple[tuple[torch.dtype, int], ...] = ()
+    planes: tuple[tuple[torch.dtype, int | Fraction], ...] = ()
     columns: Callable[[tuple[Tensor, ...], range], tuple[Tensor, ...]] | None = None
     rounding: Rounding | None = None
     pack_into: Callable[[Tensor, tuple[Tensor, ...]], bool] | None = None

@@ -46,7 +46,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 13
+ABI = 14
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -65,6 +65,7 @@ FORMATS = {
     "fp8": 4,
     "fp6": 5,
     "fp6-e3m2": 6,
+    "bf13": 7,
 }
 """Weight formats that the library reads, by their number."""
 

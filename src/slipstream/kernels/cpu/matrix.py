@@ -26,6 +26,9 @@ from slipstream.ops.linear import Weight
 
 __all__ = ["matrix_of"]
 
+_BF13_BLOCK = 64
+"""Inputs that lie together in the planes of bf13."""
+
 _MOST_ROUNDED = 1 << 16
 """Inputs whose products of bytes can be summed in 32 bits."""
 
@@ -92,7 +95,9 @@ def _packed(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
         return f"multipliers of rows in {factors.dtype} are not read"
     six = len(others) > 1 and others[1].dtype == torch.uint8
     places = (CODES, UPPER, SCALES) if six else (CODES, SCALES, MINIMA)[: len(others)]
-    if SCALES in places:
+    if matrix.format == FORMATS["bf13"]:
+        matrix.group = _BF13_BLOCK
+    elif SCALES in places:
         matrix.group = 2 * others[0].shape[-1] // others[places.index(SCALES)].shape[-1]
     for place, plane in (*zip(places, others, strict=True), (FACTORS, factors)):
         if plane.device.type != "cpu" or not plane.is_contiguous():

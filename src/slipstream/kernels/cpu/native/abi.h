@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 13;
+constexpr int32_t kAbi = 14;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -50,7 +50,8 @@ enum Format : int32_t {
     kFp8 = 4,           // e4m3
     kFp6E2m3 = 5,
     kFp6E3m2 = 6,
-    kFormats = 7
+    kBf13 = 7,
+    kFormats = 8
 };
 
 // Planes of a packed matrix, by what they hold. Each is contiguous with the matrix's rows one after another.
@@ -70,7 +71,7 @@ struct Matrix {
     const void* bias; // `(outputs,)` or null
     int64_t num_runs, outputs, inputs;
     int32_t dtype, bias_dtype;
-    int32_t format, group;        // inputs per group: int4 32, 64 or 128, fp6 64, else 0
+    int32_t format, group;        // inputs per group: int4 32, 64 or 128, fp6 and bf13 64, else 0
     int32_t input_bits;           // 0; 8: each row that it multiplies is rounded to 8 bits first (int8, int4)
     int32_t input_zero;           // 0, or 1: and that with a zero point
     const void* planes[kPlanes];  // packed only; null where the format has none

@@ -87,16 +87,17 @@ bool rounding(const Matrix& m) {
 Status packed(const Matrix& m) {
     const bool int4 = m.format == kInt4 || m.format == kInt4Symmetric;
     const bool fp6 = m.format == kFp6E2m3 || m.format == kFp6E3m2;
-    if (int4 ? m.group != 32 && m.group != 64 && m.group != 128 : m.group != (fp6 ? 64 : 0))
+    const bool bf13 = m.format == kBf13;
+    if (int4 ? m.group != 32 && m.group != 64 && m.group != 128 : m.group != (fp6 || bf13 ? 64 : 0))
         return kUnsupported;
     if (!is_dtype(m.dtype))
         return kDtype;
     if (m.runs || m.num_runs || !rounding(m))
         return kUnsupported;
     const int64_t group = m.group ? m.group : 1, padded = (m.inputs + group - 1) / group * group;
-    const int64_t scales = m.group ? 2 * (padded / group) : 0;
+    const int64_t scales = m.group && !bf13 ? 2 * (padded / group) : 0;
     const Status statuses[] = {
-        plane(m, kCodes, m.group ? padded / 2 : padded, 1),
+        plane(m, kCodes, bf13 ? padded / 8 * 13 : (int4 || fp6 ? padded / 2 : padded), 1),
         plane(m, kScales, scales, 2),
         plane(m, kMinima, m.format == kInt4 ? scales : 0, 2),
         plane(m, kUpper, fp6 ? padded / 4 : 0, 1),

@@ -26,7 +26,7 @@ inline bool in_codes(const Matrix& m) {
 
 // Whether a row becomes digits; lanes of int32 hold the sums of so many inputs.
 inline bool takes_digits(const Matrix& m) {
-    return m.format != kFp8 && m.format != kFp6E3m2 && m.inputs <= 1 << 19;
+    return in_bytes(m) && m.inputs <= 1 << 19;
 }
 
 inline bool is_fp6(const Matrix& m) {

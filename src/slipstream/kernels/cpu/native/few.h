@@ -312,6 +312,8 @@ inline void multiply_few(const Operand& x, const Matrix& m, int64_t begin, int64
         return run(Int8Codes(m));
     case kFp8:
         return run(Fp8Codes(m));
+    case kBf13:
+        return run(Bf13Codes(m));
     case kInt4:
     case kInt4Symmetric:
         return run(Grouped(m));

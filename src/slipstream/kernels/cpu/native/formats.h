@@ -1,14 +1,11 @@
 // Decoders of packed weights: the one place that knows what their bytes stand for. Few rows and many rows
 // (panels of a blocked product) are multiplied by what `decode` makes of them.
 //
-// Source: the docstrings of formats/int8.py, int4.py, fp8.py and fp6.py, which draw the bytes.
+// Source: the docstrings of formats/int8.py, int4.py, fp8.py, fp6.py and bf13.py, which draw the bytes.
 #pragma once
 
 namespace slipstream {
 namespace {
-
-// Inputs that are decoded at a time: one block of fp6, two of int4.
-constexpr int64_t kPackedBlock = 64;
 
 // How far ahead of their use weights are asked for where they are read as they lie, one row after another.
 constexpr int64_t kAhead = 6 << 10;
@@ -22,7 +19,7 @@ inline const float* row_factors(const Matrix& m) {
 
 // Whether codes are whole numbers of something, which products of bytes take.
 inline bool in_bytes(const Matrix& m) {
-    return m.format != kFp8 && m.format != kFp6E3m2;
+    return m.format != kFp8 && m.format != kFp6E3m2 && m.format != kBf13;
 }
 
 // A row of the planes.
@@ -40,7 +37,7 @@ public:
         if (m.format == kInt8 || m.format == kFp8)
             return;
         groups_ = ceil_div(m.inputs, m.group);
-        code_bytes_ = groups_ * m.group / 2;
+        code_bytes_ = m.format == kBf13 ? groups_ * kBf13Bytes : groups_ * m.group / 2;
         first_.crumbs = static_cast<const uint8_t*>(m.planes[kUpper]);
         first_.scales = static_cast<const Half*>(m.planes[kScales]);
         first_.minima = static_cast<const Half*>(m.planes[kMinima]);
@@ -65,22 +62,11 @@ inline float widen_one(const Half* x) {
 #endif
 }
 
-// Sixteen bytes at a time, which the compiler's own vectors are on any machine: byte by byte it cannot know
-// that nothing overlaps, and what is written in smaller parts is slow to read as a whole.
-typedef uint8_t Bytes16 __attribute__((vector_size(16)));
-
-inline Bytes16 sixteen(const uint8_t* from) {
-    Bytes16 bytes;
-    std::memcpy(&bytes, from, sizeof(bytes));
-    return bytes;
-}
-
 // Sixteen small floats by way of float16, whose fields are the same but wider; kBits of exponent and
 // mantissa, and kShift to the float16's mantissa. They come out as 2^(bias - 15) of their value times
 // `factor`.
 template <int kBits, int kShift, class F>
 inline void minifloats(Bytes16 codes, Vec factor, F take) {
-    typedef uint16_t Words16 __attribute__((vector_size(32)));
     const Words16 wide = __builtin_convertvector(codes, Words16);
     constexpr uint16_t kMagnitude = (1 << kBits) - 1;
     const Words16 bits = (wide & kMagnitude) << kShift | (wide >> kBits) << 15;
@@ -134,6 +120,13 @@ template <bool kWhole, class F>
                 take(b + j, fma(Vec::load(codes + j), scale, minimum));
         }
         return;
+    case kBf13:
+        alignas(64) Bf16 numbers[kPackedBlock];
+        join_bf13(row.codes + bf13_at(from), numbers);
+#pragma GCC unroll 16
+        for (int j = 0; j < kPackedBlock; j += Vec::kWidth)
+            take(j, Vec::load(numbers + j));
+        return;
     default:
         const Vec scale = Vec::set(widen_one(row.scales + (from >> group_shift))); // a code times it is exact
         const Bytes16 crumbs = sixteen(row.crumbs + from / 4);
@@ -158,6 +151,8 @@ inline int group_shift(const Matrix& m) {
 inline void ask_ahead(const Matrix& m, const PackedRow& row, int64_t from) {
     if (m.format == kInt8 || m.format == kFp8)
         prefetch(row.codes + from + kPackedAhead);
+    else if (m.format == kBf13)
+        ask_bf13<kPackedAhead>(row.codes + bf13_at(from));
     else if (from % (2 * kPackedBlock) == 0)
         prefetch(row.codes + from / 2 + kPackedAhead);
 }

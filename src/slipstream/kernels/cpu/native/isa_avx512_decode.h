@@ -133,6 +133,8 @@ inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t 
         return decode_bytes<WideInt8>(m, o, rows, k, n, out, stride);
     case kFp8:
         return decode_bytes<Fp8Codes>(m, o, rows, k, n, out, stride);
+    case kBf13:
+        return decode_bytes<Bf13Codes>(m, o, rows, k, n, out, stride);
     case kInt4:
     case kInt4Symmetric:
         return decode_nibbles(m, o, rows, k, n, out, stride);

@@ -164,6 +164,42 @@ struct SignedBytes : ByteCodes {
 using Int8Codes = SignedBytes<true>;
 using Fp8Codes = SignedBytes<false>;
 
+// Numbers of bf13, whose bytes lie in the order in which joining them leaves words in theirs.
+struct Bf13Codes {
+    static constexpr int kLanes = 2, kStep = 64;
+    explicit Bf13Codes(const Matrix&) {
+        // The upper byte of a number, by its sign and the lower three of the four bits of its exponent.
+        const __m128i upper =
+            _mm_set_epi8(-73, -74, -75, -76, -77, -78, -79, -128, 55, 54, 53, 52, 51, 50, 49, 0);
+        table = _mm512_broadcast_i32x4(upper);
+        // The same where the last of the four is set.
+        above = _mm512_broadcast_i32x4(
+            _mm_set_epi8(-65, -66, -67, -68, -69, -70, -71, -72, 63, 62, 61, 60, 59, 58, 57, 56));
+    }
+    template <int64_t kDistance>
+    static void ask(const PackedRow& row, int64_t k) {
+        ask_bf13<kDistance>(row.codes + bf13_at(k));
+    }
+    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, Bf16Lanes* to) const {
+        const uint8_t* block = row.codes + bf13_at(k);
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 64));
+        __m512i four = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
+        four = _mm512_and_si512(four, _mm512_set1_epi8(15));
+        uint64_t fifth;
+        std::memcpy(&fifth, block + 96, sizeof(fifth));
+        __m512i high = _mm512_shuffle_epi8(table, four);
+        high = _mm512_mask_shuffle_epi8(high, fifth, above, four);
+        const __m512i low = _mm512_loadu_si512(block);
+        to[0].v = _mm512_unpacklo_epi8(low, high);
+        to[1].v = _mm512_unpackhi_epi8(low, high);
+    }
+    // A block goes on to its end.
+    [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, int64_t, Bf16Lanes* to) const {
+        load(row, k, to);
+    }
+    __m512i table, above;
+};
+
 // Codes of six bits, a byte each with two bits above that say nothing: of 64 inputs in their order, or of
 // 256, four registers of which have sixteen of each group in a quarter of their own, so that a lane of any
 // sum over them belongs to one group.

@@ -2,6 +2,7 @@
 #pragma once
 
 // clang-format off: each builds upon those before it
+#include "bf13.h"
 #include "formats.h"
 #ifdef SLIPSTREAM_BF16_DOT
 #include "isa_avx512_bytes.h"
