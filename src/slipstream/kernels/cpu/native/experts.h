@@ -28,7 +28,7 @@ public:
     void run(const Block& b, const Routing& routing, const float* x, float* out, bool adds, Team& team,
              int rank) const {
         const Moe& moe = *b.moe;
-        share(team, tokens_ * moe.top_k, [&](int64_t i) {
+        each_one(team, tokens_ * moe.top_k, [&](int64_t i) {
             const float* row = x + i / moe.top_k * b.hidden;
             const int64_t place = routing.place(i) * b.hidden;
             std::memcpy(rows_ + place, row, static_cast<size_t>(b.hidden) * sizeof(float));
@@ -37,7 +37,7 @@ public:
         });
         first(b, routing, team, rank);
         second(b, routing, team, rank);
-        share(team, tokens_, [&](int64_t t) { sum(b, routing, t, out + t * b.hidden, adds); });
+        each_one(team, tokens_, [&](int64_t t) { sum(b, routing, t, out + t * b.hidden, adds); });
     }
 
 private:
@@ -125,7 +125,7 @@ public:
     // `own`: kProductBytes of this thread's.
     void run(const Block& b, const Routing& routing, const float* x, float* out, bool adds, char* own,
              Team& team, int rank) const {
-        share(team, tokens_, [&](int64_t t) {
+        each_one(team, tokens_, [&](int64_t t) {
             float* row = out + t * b.hidden;
             if (!adds)
                 std::memset(row, 0, static_cast<size_t>(b.hidden) * sizeof(float));
@@ -151,7 +151,7 @@ private:
                                   b.activation,      b.gated != 0,       false};
         const bool by_panels = feeds_many(feed, count);
         Bf16* rounded = !by_panels && rounds(feed.first, count) ? rounded_rows_ : nullptr;
-        share(team, count, [&](int64_t r) {
+        each_one(team, count, [&](int64_t r) {
             const float* row = x + routing.choice(place + r) / moe.top_k * b.hidden;
             std::memcpy(rows_ + r * b.hidden, row, static_cast<size_t>(b.hidden) * sizeof(float));
             if (rounded)

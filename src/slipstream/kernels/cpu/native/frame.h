@@ -160,15 +160,6 @@ private:
         return ended;
     }
 
-    template <class F>
-    static void over(Team& team, int64_t rows, F f) {
-        each(team, rows, ceil_div(rows, 2 * static_cast<int64_t>(team.size())),
-             [&](int64_t begin, int64_t end) {
-                 for (int64_t r = begin; r < end; ++r)
-                     f(r);
-             });
-    }
-
     void embed(int64_t t, float* row) const {
         const Matrix& m = frame_.embed;
         int64_t id = token_ids_[t];
@@ -188,7 +179,7 @@ private:
     }
 
     void project_in(Team& team, int rank) {
-        over(team, call_.stack.step.tokens, [&](int64_t t) {
+        each_one(team, call_.stack.step.tokens, [&](int64_t t) {
             embed(t, embedded_.row(t));
             embedded_.filled(t);
         });
@@ -211,7 +202,7 @@ private:
     }
 
     void leave(Team& team, int rank, int64_t step) {
-        over(team, call_.rows, [&](int64_t r) {
+        each_one(team, call_.rows, [&](int64_t r) {
             norm_row(stack_.left() + call_.logit_rows[r] * hidden_, normed_.row(r), hidden_,
                      frame_.final_norm);
             normed_.filled(r);
@@ -224,7 +215,7 @@ private:
                          [&](int64_t begin, int64_t end) {
                              multiply(x, frame_.project_out, begin, end, projected_.full + begin, width);
                          });
-            over(team, call_.rows, [&](int64_t r) { projected_.filled(r); });
+            each_one(team, call_.rows, [&](int64_t r) { projected_.filled(r); });
         }
         head(out ? projected_ : normed_, team, rank, step);
     }

@@ -53,15 +53,12 @@ inline void linear(const LinearCall& call, char* base, Team& team, int rank) {
     }
     const Matrix& m = call.weight;
     const bool rounded = rounds(m, call.rows);
-    each(team, call.rows, ceil_div(call.rows, 2 * static_cast<int64_t>(team.size())),
-         [&](int64_t begin, int64_t end) {
-             for (int64_t r = begin; r < end; ++r) {
-                 float* row = scratch.full + r * m.inputs;
-                 read_row(call.x, call.dtype, r * m.inputs, row, m.inputs);
-                 if (rounded)
-                     copy_row(row, scratch.rounded + r * m.inputs, m.inputs);
-             }
-         });
+    each_one(team, call.rows, [&](int64_t r) {
+        float* row = scratch.full + r * m.inputs;
+        read_row(call.x, call.dtype, r * m.inputs, row, m.inputs);
+        if (rounded)
+            copy_row(row, scratch.rounded + r * m.inputs, m.inputs);
+    });
     float* own = reinterpret_cast<float*>(scratch.own + scratch.own_bytes * rank);
     const Rows rows = {scratch.full, rounded ? scratch.rounded : nullptr, m.inputs, call.rows};
     const Operand x = prepare(rows, m, scratch.operands + scratch.operand_size * rank);

@@ -91,16 +91,6 @@ struct MostOfExperts {
     bool rounded = false; // some that round what enters the second matrix to eight bits
 };
 
-// Calls f(i) for i of [0, count), in two pieces per thread.
-template <class F>
-inline void share(Team& team, int64_t count, F f) {
-    each(team, count, ceil_div(count, 2 * static_cast<int64_t>(team.size())),
-         [&](int64_t begin, int64_t end) {
-             for (int64_t i = begin; i < end; ++i)
-                 f(i);
-         });
-}
-
 // Choice i of the tokens is choice i % top_k, best first, of token i / top_k; its place is where it lies
 // among those of the same expert.
 class Routing {
@@ -133,7 +123,7 @@ public:
         else
             each(team, tokens_, kRows,
                  [&](int64_t begin, int64_t end) { score(begin, end - begin, 0, moe.experts); });
-        share(team, tokens_, [&](int64_t t) {
+        each_one(team, tokens_, [&](int64_t t) {
             route(moe, logits_ + t * moe.experts, spare_ + t * moe.experts, weights_ + t * moe.top_k,
                   chosen_ + t * moe.top_k);
             if (moe.shared_gate.outputs) {

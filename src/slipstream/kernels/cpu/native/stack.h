@@ -68,7 +68,7 @@ public:
     template <class Read, class Write>
     bool run(Team& team, int rank, Read read, Write write) {
         const Block& first = call_.blocks[0];
-        over_tokens(team, [&](int64_t t) {
+        each_one(team, tokens_, [&](int64_t t) {
             read(t, x_ + t * first.hidden);
             enter(first, t);
         });
@@ -78,9 +78,9 @@ public:
                 return false;
             attention(b, i, team, rank);
             if (!b.parallel)
-                over_tokens(team, [&](int64_t t) { between(b, t); });
+                each_one(team, tokens_, [&](int64_t t) { between(b, t); });
             feed_forward(b, team, rank);
-            over_tokens(team, [&](int64_t t) {
+            each_one(team, tokens_, [&](int64_t t) {
                 leave(b, t);
                 if (i + 1 < call_.num_blocks)
                     enter(call_.blocks[i + 1], t);
@@ -120,15 +120,6 @@ private:
     // What one thread multiplies, once the rows are complete.
     Operand operand(const Rows& rows, const Matrix& m, int rank) const {
         return prepare(rows, m, few_.operands + few_.operand_size * rank);
-    }
-
-    template <class F>
-    void over_tokens(Team& team, F f) {
-        each(team, tokens_, ceil_div(tokens_, 2 * static_cast<int64_t>(team.size())),
-             [&](int64_t begin, int64_t end) {
-                 for (int64_t t = begin; t < end; ++t)
-                     f(t);
-             });
     }
 
     // Whether rows are rounded where they lie, which those that are packed are not.
@@ -261,8 +252,8 @@ private:
         }
         const bool rounded = rounds(feed.first, tokens_);
         if (x == entry_ && rounded)
-            over_tokens(team,
-                        [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
+            each_one(team, tokens_,
+                     [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
         const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
         feed_few(feed, rows, few_, team, rank, own, [&](const Operand& inner, int64_t begin, int64_t end) {
             multiply(inner, feed.last, begin, end, fed_ + begin, b.hidden);

@@ -108,11 +108,7 @@ inline void text(const TextCall& call, char* base, Team& team, int rank) {
     const int64_t tokens = call.stack.step.tokens, hidden = call.stack.blocks[0].hidden;
     const bool projects = call.project_in.outputs > 0;
     if (projects) {
-        each(team, tokens, ceil_div(tokens, 2 * static_cast<int64_t>(team.size())),
-             [&](int64_t begin, int64_t end) {
-                 for (int64_t t = begin; t < end; ++t)
-                     embed(call, t, scratch.embedded + t * call.width);
-             });
+        each_one(team, tokens, [&](int64_t t) { embed(call, t, scratch.embedded + t * call.width); });
         linear(scratch.project_in(call), scratch.rest, team, rank);
     }
     const bool complete = run_parts(call.stack, scratch.rest, team, rank, [&](int64_t t, float* row) {

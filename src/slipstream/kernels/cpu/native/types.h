@@ -63,7 +63,17 @@ inline void each(Team& team, int64_t count, int64_t grain, F f) {
     team.meet();
 }
 
-// The same for what is read from memory in order: each thread keeps to a run of its own as long as it can.
+// Calls f(i) for i of [0, count), in two pieces per thread.
+template <class F>
+inline void each_one(Team& team, int64_t count, F f) {
+    each(team, count, ceil_div(count, 2 * static_cast<int64_t>(team.size())),
+         [&](int64_t begin, int64_t end) {
+             for (int64_t i = begin; i < end; ++i)
+                 f(i);
+         });
+}
+
+// Shares out what is read from memory in order: each thread keeps to a run of its own as long as it can.
 template <class F>
 inline void each_in_runs(Team& team, int rank, int64_t count, int64_t grain, F f) {
     for (int64_t begin, end; team.take_run(rank, count, grain, &begin, &end);)
