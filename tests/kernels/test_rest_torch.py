@@ -9,7 +9,7 @@ import sys
 import pytest
 
 SCRIPT = """
-import os, torch
+import os, time, torch
 from slipstream.kernels.cpu.library import rest_torch
 torch.set_num_threads(2)
 x = torch.arange(1 << 20, dtype=torch.float32)
@@ -18,6 +18,9 @@ for _ in range(2):
     before = len(os.listdir("/proc/self/task"))
     rest_torch()
     rest_torch()
+    until = time.monotonic() + 10  # a thread that has been joined is listed for a moment longer
+    while len(os.listdir("/proc/self/task")) == before and time.monotonic() < until:
+        time.sleep(0.01)
     print(before - len(os.listdir("/proc/self/task")))
 """
 
