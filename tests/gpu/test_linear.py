@@ -19,6 +19,10 @@ from slipstream.ops.linear import Weight, linear
 from tests.gpu.place import place
 
 ALL = {**FORMATS, **VARIANTS}
+UNPACKED = ("bf13",)
+"""What no kernel reads, and torch multiplies once it is unpacked."""
+
+READ = {name: packed for name, packed in ALL.items() if name not in UNPACKED}
 SHAPES = [
     (1, 64, 8),
     (1, 200, 5),
@@ -31,8 +35,15 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("name", UNPACKED)
+def test_what_no_kernel_reads_is_refused_with_the_reason(name: str) -> None:
+    (kernel,) = KERNELS
+    reason = kernel.refuse(Facts(torch.device("cuda"), torch.bfloat16, None, name))
+    assert reason == f"does not read the weight format '{name}'"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("packed", ALL.values(), ids=lambda packed: packed.name)
+@pytest.mark.parametrize("packed", READ.values(), ids=lambda packed: packed.name)
 def test_packed_weights_are_multiplied_as_they_are_stored(packed: Format, dtype: torch.dtype) -> None:
     (kernel,) = KERNELS
     assert kernel.refuse(Facts(torch.device("cuda"), dtype, None, packed.name)) is None
