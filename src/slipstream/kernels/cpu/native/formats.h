@@ -42,7 +42,7 @@ public:
         first_.scales = static_cast<const Half*>(m.planes[kScales]);
         first_.minima = static_cast<const Half*>(m.planes[kMinima]);
     }
-    PackedRow row(int64_t o) const {
+    [[gnu::always_inline]] PackedRow row(int64_t o) const {
         return {first_.codes + o * code_bytes_,
                 first_.crumbs ? first_.crumbs + o * (code_bytes_ / 2) : nullptr,
                 first_.scales ? first_.scales + o * groups_ : nullptr,

@@ -7,6 +7,7 @@
 #ifdef SLIPSTREAM_BF16_DOT
 #include "isa_avx512_bytes.h"
 #include "isa_avx512_packed.h"
+#include "isa_avx512_groups.h"
 #include "isa_avx512_decode.h"
 #endif
 #include "rounding.h"
