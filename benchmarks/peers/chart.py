@@ -21,18 +21,14 @@ _TITLES = {"decode_1": "decode, batch 1", "decode_8": "decode, batch 8", "prefil
 _PRECISIONS = {"bfloat16": "bf16", "int8": "int8", "int4": "int4"}
 _ROWS = {  # what a bar shows: the start of a row's name, the label, the colour
     "slipstream": ("Slipstream", "#0b6e8a"),
+    "also slipstream": ("Slipstream, with bf13 or int8 activations", "#6fb3c5"),
     "OpenVINO": ("OpenVINO", "#b8a9c9"),
     "llama.cpp": ("llama.cpp", "#e3b88f"),
     "transformers compiled": ("transformers, compiled", "#a9bfa4"),
     "transformers eager": ("transformers, eager bf16", "#c9c9c9"),
 }
-_BESIDE = (
-    "slipstream bf13",
-    "slipstream fp8",
-    "slipstream fp6",
-    "slipstream int8, int8 activations",
-    "slipstream int4, int8 activations",
-)
+_ALSO = ("slipstream bf13", "slipstream int8, int8 activations", "slipstream int4, int8 activations")
+_UNSHOWN = ("slipstream fp8", "slipstream fp6")
 _INK, _MUTED = "#222222", "#777777"
 
 
@@ -49,8 +45,8 @@ def draw(path: Path) -> None:
         title = next(result["model"] for key, result in results.items() if key[0] == model)
         line[0].set_title(f"{title}   {_TITLES[tasks[0]]}", loc="left", fontweight="bold")
     any_result = next(iter(results.values()))
-    names = [row["row"] for result in results.values() for row in result["rows"]]
-    shown = [row for prefix, row in _ROWS.items() if any(name.startswith(prefix) for name in names)]
+    kinds = {_kind(row["row"]) for result in results.values() for row in result["rows"]}
+    shown = [row for kind, row in _ROWS.items() if kind in kinds]
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour in shown]
     labels = [label for label, _ in shown]
     figure.legend(handles, labels, loc="upper center", ncol=len(shown), frameon=False)
@@ -66,19 +62,24 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def _kind(row: str) -> str | None:
+    """Which of `_ROWS` shows a row of a table."""
+    if row in _UNSHOWN:
+        return None
+    return "also slipstream" if row in _ALSO else next((kind for kind in _ROWS if row.startswith(kind)), None)
+
+
 def _panel(axis: Any, found: dict[str, dict[str, Any]], task: str) -> None:
     """One task of one model: a group of bars for each precision, from the top."""
     place, ticks = 0.0, []
     longest = max((row.get(task, 0) for result in found.values() for row in result["rows"]), default=1)
     for precision, result in found.items():
         start = place
-        for prefix, (_, colour) in _ROWS.items():
-            row = next(
-                (r for r in result["rows"] if r["row"].startswith(prefix) and r["row"] not in _BESIDE), None
-            )
+        for kind, (_, colour) in _ROWS.items():
+            row = next((r for r in result["rows"] if _kind(r["row"]) == kind), None)
             if row is None or task not in row:
                 continue
-            ours = prefix == "slipstream"
+            ours = "slipstream" in kind
             low, high = row[f"{task}_range"]
             axis.barh(place, row[task], color=colour, height=0.82)
             axis.plot([low, high], [place, place], color=_INK, linewidth=0.8, alpha=0.5)

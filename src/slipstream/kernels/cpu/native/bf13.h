@@ -35,17 +35,24 @@ inline Bytes16 sixteen(const uint8_t* from) {
 
 // The numbers of a block in their order: a lane of sixteen bytes has eight of each half.
 #ifdef __AVX2__
+// The upper byte of a number, by its sign and the lower three of the four bits of its exponent; `above` where
+// the last of the four is set.
+struct Bf13Upper {
+    static __m128i below() {
+        return _mm_set_epi8(-73, -74, -75, -76, -77, -78, -79, -128, 55, 54, 53, 52, 51, 50, 49, 0);
+    }
+    static __m128i above() {
+        return _mm_set_epi8(-65, -66, -67, -68, -69, -70, -71, -72, 63, 62, 61, 60, 59, 58, 57, 56);
+    }
+};
+
 inline void join_bf13(const uint8_t* block, Bf16* to) {
     const auto load = [&](int at) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + at));
     };
     const __m256i both = load(kPackedBlock), fifteen = _mm256_set1_epi8(15);
-    // The upper byte of a number, by its sign and the lower three of the four bits of its exponent; and the
-    // same where the last of the four is set.
-    const __m256i below = _mm256_broadcastsi128_si256(
-        _mm_set_epi8(-73, -74, -75, -76, -77, -78, -79, -128, 55, 54, 53, 52, 51, 50, 49, 0));
-    const __m256i above = _mm256_broadcastsi128_si256(
-        _mm_set_epi8(-65, -66, -67, -68, -69, -70, -71, -72, 63, 62, 61, 60, 59, 58, 57, 56));
+    const __m256i below = _mm256_broadcastsi128_si256(Bf13Upper::below());
+    const __m256i above = _mm256_broadcastsi128_si256(Bf13Upper::above());
     const __m256i bits = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
     const __m256i bytes = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
 #pragma GCC unroll 2

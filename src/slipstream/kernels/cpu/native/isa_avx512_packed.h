@@ -167,15 +167,9 @@ using Fp8Codes = SignedBytes<false>;
 // Numbers of bf13, whose bytes lie in the order in which joining them leaves words in theirs.
 struct Bf13Codes {
     static constexpr int kLanes = 2, kStep = 64;
-    explicit Bf13Codes(const Matrix&) {
-        // The upper byte of a number, by its sign and the lower three of the four bits of its exponent.
-        const __m128i upper =
-            _mm_set_epi8(-73, -74, -75, -76, -77, -78, -79, -128, 55, 54, 53, 52, 51, 50, 49, 0);
-        table = _mm512_broadcast_i32x4(upper);
-        // The same where the last of the four is set.
-        above = _mm512_broadcast_i32x4(
-            _mm_set_epi8(-65, -66, -67, -68, -69, -70, -71, -72, 63, 62, 61, 60, 59, 58, 57, 56));
-    }
+    explicit Bf13Codes(const Matrix&)
+        : table(_mm512_broadcast_i32x4(Bf13Upper::below())),
+          above(_mm512_broadcast_i32x4(Bf13Upper::above())) {}
     template <int64_t kDistance>
     static void ask(const PackedRow& row, int64_t k) {
         ask_bf13<kDistance>(row.codes + bf13_at(k));
