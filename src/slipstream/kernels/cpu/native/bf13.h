@@ -33,7 +33,6 @@ inline Bytes16 sixteen(const uint8_t* from) {
     return bytes;
 }
 
-// The numbers of a block in their order: a lane of sixteen bytes has eight of each half.
 #ifdef __AVX2__
 // The upper byte of a number, by its sign and the lower three of the four bits of its exponent; `above` where
 // the last of the four is set.
@@ -45,7 +44,10 @@ struct Bf13Upper {
         return _mm_set_epi8(-65, -66, -67, -68, -69, -70, -71, -72, 63, 62, 61, 60, 59, 58, 57, 56);
     }
 };
+#endif
 
+// The numbers of a block in their order: a lane of sixteen bytes has eight of each half.
+#ifdef __AVX2__
 inline void join_bf13(const uint8_t* block, Bf16* to) {
     const auto load = [&](int at) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + at));
