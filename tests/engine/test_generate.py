@@ -20,6 +20,7 @@ from transformers import (
 
 from slipstream.engine import generate
 from slipstream.engine.runner import Session
+from slipstream.kernels.cpu.library import load
 from slipstream.model.cache import PagedCache
 from slipstream.ops.step import Step
 from tests.helpers.models import Pair, Roads, close, left_padded, pair, prompt, roads
@@ -230,14 +231,69 @@ class Streamer:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_is_told_what_transformers_tells_it(llama: Pair, rows: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"repetition_penalty": 1.8}], ids=str)
+@pytest.mark.parametrize("ends", [None, list(range(5, 20))], ids=["to the end", "rows end early"])
+def test_a_streamer_is_told_what_transformers_tells_it(
+    llama: Pair, rows: int, options: dict[str, Any], ends: list[int] | None
+) -> None:
     told = []
     for model in (llama.original, llama.engine):
         streamer = Streamer()
-        model.generate(input_ids=prompt(rows), max_new_tokens=6, streamer=streamer)
+        torch.manual_seed(3)
+        model.generate(
+            input_ids=prompt(rows),
+            max_new_tokens=24,
+            streamer=streamer,
+            eos_token_id=ends,
+            pad_token_id=0,
+            **options,
+        )
         told.append(streamer.told)
     assert told[0][-1] == told[1][-1] == "end"
     close(told[0][:-1], told[1][:-1])
+
+
+@pytest.mark.skipif(load() is None, reason="no native library, whose steps can tell of themselves")
+def test_a_streamer_costs_no_call_per_token(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, count = [], [0]
+    best = Session.best
+
+    def counted(self: Session, *args: Any) -> Tensor:
+        count[0] += 1
+        tokens = best(self, *args)
+        known.append(len(streamer.told))
+        return tokens
+
+    monkeypatch.setattr(generate._Pace, "SECONDS", 60.0)  # however slow the machine is
+    monkeypatch.setattr(Session, "best", counted)
+    streamer = Streamer()
+    out = llama.engine.generate(input_ids=prompt(1), max_new_tokens=24, streamer=streamer)
+    new = out.shape[1] - 9
+    assert new > 6 and len(streamer.told) == new + 2
+    assert count == [3], "the prompt, a step that is timed, and all the others"
+    assert known == [1, 2, new], "all but a call's last token are told before it returns, the prompt first"
+
+
+def test_a_streamer_may_end_a_generation_or_begin_another(llama: Pair) -> None:
+    ids = prompt(2)
+    expected = llama.engine.generate(input_ids=ids, max_new_tokens=24)
+
+    class Busy(Streamer):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            assert torch.equal(llama.engine.generate(input_ids=ids, max_new_tokens=4), expected[:, :13])
+            if len(self.told) == 10:
+                raise InterruptedError("enough")
+
+    busy = Busy()
+    assert torch.equal(
+        llama.engine.generate(input_ids=ids, max_new_tokens=8, streamer=busy), expected[:, :17]
+    )
+    busy = Busy()
+    with pytest.raises(InterruptedError, match="enough"):
+        llama.engine.generate(input_ids=ids, max_new_tokens=24, streamer=busy)
+    assert len(busy.told) == 10
+    assert torch.equal(llama.engine.generate(input_ids=ids, max_new_tokens=24), expected)
 
 
 def test_text_streamers_work(llama: Pair) -> None:

@@ -149,6 +149,45 @@ def test_several_steps_end_after_an_end_token(llama: Sessions) -> None:
     assert short is not None and torch.equal(short, tokens[:, : places[0] + 1])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_steps_are_told_of_while_the_next_ones_run(isa: str) -> None:
+    runs, others = sessions("llama", isa=isa), sessions("gpt2", isa=isa)
+    runs.both(PREFILL)
+    inner = others.step(PREFILL)
+    alone = others.session.logits(inner)
+    step = runs.step([(0, 7, 1), (1, 1, 1)])
+    expected = runs.session.best(step, 6)
+    told, threads = [], set()
+
+    def tell(tokens: Tensor) -> None:
+        told.append(tokens)
+        threads.add(threading.get_ident())
+        again = others.session.logits(inner)  # a call of the library within a call of it
+        assert again is not None and alone is not None and torch.equal(again, alone)
+
+    got = runs.session.best(step, 6, (), tell)
+    assert got is not None and expected is not None and torch.equal(got, expected)
+    assert threads == {threading.get_ident()}
+    assert torch.equal(torch.stack(told, dim=1), expected[:, :5])
+
+
+def test_what_is_raised_while_steps_run_ends_them(llama: Sessions) -> None:
+    llama.both(PREFILL)
+    step = llama.step([(0, 7, 1), (1, 1, 1)])
+    expected, told = llama.session.best(step, 8), []
+
+    def tell(tokens: Tensor) -> None:
+        told.append(tokens)
+        if len(told) == 2:
+            raise KeyboardInterrupt("enough")
+
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        llama.session.best(step, 8, (), tell)
+    assert len(told) == 2, "no step is told of after one whose teller raised"
+    again = llama.session.best(step, 8)
+    assert again is not None and expected is not None and torch.equal(again, expected)
+
+
 @torch.no_grad()
 def test_the_first_of_equal_logits_is_the_best(llama: Sessions) -> None:
     head = llama.model.frame.head.weight  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.engine.runner import Runner, make_step
+from slipstream.engine.runner import Runner, Tell, make_step
 from slipstream.engine.schedule import Chunk, Schedule
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
@@ -67,18 +67,25 @@ class Batch:
         """Run until every running row has logits; `(B, V)` float32, zeros for rows that are finished."""
         return self._run(lambda step, *_: self._session.logits(step))
 
-    def best(self, steps: int = 1, ends: Sequence[int] = ()) -> Tensor:
+    def best(self, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
         """Run until every running row has its best next tokens.
 
         Args:
             steps: How many at most, where none is finished or finished ones were dropped.
             ends: They are over early when one of these tokens is some row's best.
+            tell: Called with the tokens `(B,)` of each step but the last as soon as they are known; zeros for
+                rows that are finished.
 
         Returns:
             `(B, steps that were run)` int64, at least one of each row; zeros for rows that are finished.
         """
         most = min(steps, self._tokens.shape[1] - self._length)
-        return self._run(lambda step, rows, decodes: self._session.best(step, most if decodes else 1, ends))
+
+        def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
+            told = None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
+            return self._session.best(step, most if decodes else 1, ends, told)
+
+        return self._run(run)
 
     @property
     def draws(self) -> bool:
@@ -128,13 +135,21 @@ class Batch:
             else:
                 break
             result = run(step, rows, decodes)
-            if len(rows) == self._tokens.shape[0]:
-                return result
+            if decodes or len(rows) == self._tokens.shape[0]:
+                return self._of_all(rows, result)
             if out is None:
                 out = result.new_zeros(self._tokens.shape[0], *result.shape[1:])
             out[rows] = result
         if out is None:
             raise AssertionError("a step was asked for with nothing left to run")
+        return out
+
+    def _of_all(self, rows: Sequence[int], result: Tensor) -> Tensor:
+        """What some rows have, of every row: zeros of the others."""
+        if len(rows) == self._tokens.shape[0]:
+            return result
+        out = result.new_zeros(self._tokens.shape[0], *result.shape[1:])
+        out[list(rows)] = result
         return out
 
     def _decode_step(self, rows: list[int]) -> Step:

@@ -93,30 +93,30 @@ class Loop:
             hears or config.return_dict_in_generate or not has_eos or runner.frame.angles_share_a_length
         )
         stop, record = _Stop(stopping_criteria), _Record(config)
-        choose = None if record.is_kept else self._choose(batch, logits_processor, config, stop.ends)
-        pace = _Pace(can_run_ahead=stop.is_known and self.streamer is None)
-        alive = [True] * input_ids.shape[0]
+        rows = _Rows(input_ids.shape[0], config._pad_token_tensor if has_eos else None)
+        stream = None if self.streamer is None else _Stream(self.streamer, rows)
+        choose = None if record.is_kept else self._choose(batch, logits_processor, config, stop.ends, stream)
+        # Of several ranks one may have a streamer and the others none: all of them go step by step.
+        pace = _Pace(can_run_ahead=stop.is_known and (stream is None or self.ranks.size == 1))
         while True:
             if choose is not None:
-                tokens = pace.tokens(choose, alone=keep_finished and not all(alive))
+                tokens = pace.tokens(choose, alone=keep_finished and not all(rows.alive))
             else:
                 logits = batch.logits()
                 scores = logits_processor(batch.ids, logits)
                 record.add(scores, logits)
                 tokens = self.runner.frame.ops.sample.run(scores, greedy=not config.do_sample)[:, None]
-            if has_eos and not all(alive):
-                running = torch.tensor(alive, device=tokens.device)[:, None]
-                tokens = torch.where(running, tokens, config._pad_token_tensor.to(tokens.device))
+            tokens = rows.settle(tokens)
             agree_on_tokens(tokens, self.ranks)
             batch.append(tokens)
-            if self.streamer is not None:
-                self.streamer.put(tokens[:, 0].cpu())
+            if stream is not None:
+                stream.put_rest(tokens)
             done = any_of(stop(batch, tokens[:, -1], record.scores), self.ranks, known=stop.is_known)
-            alive = [a and not d for a, d in zip(alive, done, strict=True)]
-            if not any(alive):
+            rows.alive = [a and not d for a, d in zip(rows.alive, done, strict=True)]
+            if not any(rows.alive):
                 break
             if not keep_finished:
-                batch.drop(alive)
+                batch.drop(rows.alive)
         if self.streamer is not None:
             self.streamer.end()
         return record.output(model, batch) if config.return_dict_in_generate else batch.ids.clone()
@@ -152,14 +152,15 @@ class Loop:
         return own(model, **dict(zip(names, given, strict=True)), **inputs)
 
     def _choose(
-        self, batch: Batch, processors: Any, config: Any, ends: Sequence[int]
+        self, batch: Batch, processors: Any, config: Any, ends: Sequence[int], stream: _Stream | None
     ) -> Callable[[int], Tensor] | None:
         """What runs some steps and chooses their tokens, nobody seeing logits; None where that is apart."""
         if not config.do_sample:
-            return None if len(processors) else lambda steps: batch.best(steps, ends)
+            tell = None if stream is None else stream.put
+            return None if len(processors) else lambda steps: batch.best(steps, ends, tell)
         # Ranks compare tokens, and each draws from a generator of its own.
         warp = warp_of(processors) if self.ranks.size == 1 and batch.draws else None
-        return None if warp is None else lambda steps: batch.drawn(warp, steps, ends)
+        return None if warp is None else lambda steps: batch.drawn(warp, steps if stream is None else 1, ends)
 
     def _admit(self, ids: Tensor, most: int, inputs: Mapping[str, Any]) -> tuple[Batch, Runner]:
         """The batch, and what runs it."""
@@ -169,6 +170,43 @@ class Loop:
             runner = listen(runner, inputs["encoder_outputs"], mask)
             mask, budget = None, ids.numel()
         return Batch(runner, ids, mask, max_length=most, token_budget=budget), runner
+
+
+class _Rows:
+    """Which rows are not finished.
+
+    Attributes:
+        alive: One for each row (B).
+    """
+
+    def __init__(self, count: int, pad: Tensor | None) -> None:
+        """All run; `pad` fills what is finished, if anything may be."""
+        self.alive, self._pad = [True] * count, pad
+
+    def settle(self, tokens: Tensor) -> Tensor:
+        """Tokens `(B, ...)` with padding in rows that are finished."""
+        if self._pad is None or all(self.alive):
+            return tokens
+        running = torch.tensor(self.alive, device=tokens.device).view(-1, *[1] * (tokens.ndim - 1))
+        return torch.where(running, tokens, self._pad.to(tokens.device))
+
+
+class _Stream:
+    """Puts each step's tokens into the user's streamer once: at once where steps run ahead, or after them."""
+
+    def __init__(self, streamer: Any, rows: _Rows) -> None:
+        self._streamer, self._rows, self._count = streamer, rows, 0
+
+    def put(self, tokens: Tensor) -> None:
+        """Put the tokens `(B,)` of a step while the next one runs."""
+        self._count += 1
+        self._streamer.put(self._rows.settle(tokens))
+
+    def put_rest(self, tokens: Tensor) -> None:
+        """Put what has not been put of the steps that have run, `(B, n)`."""
+        for index in range(self._count, tokens.shape[1]):
+            self._streamer.put(tokens[:, index].cpu())
+        self._count = 0
 
 
 class _Pace:

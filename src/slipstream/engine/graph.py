@@ -303,18 +303,21 @@ class _Session:
             self._graphs.forget_what_moved()
             self._has_looked = True
 
-    def best(self, step: Step, steps: int, ends: Sequence[int]) -> Tensor | None:
+    def best(
+        self, step: Step, steps: int, ends: Sequence[int], tell: Callable[[Tensor], None] | None = None
+    ) -> Tensor | None:
         """The best tokens of a decode step and of some that follow it, `(N, steps that count)` int64.
 
         Args:
             step: One token of every sequence, whose blocks have room for all steps.
             steps: How many at most.
             ends: The first step in which one of them is some row's best is the last that counts.
+            tell: Where somebody waits for each step's tokens, one step is run.
         """
         captured = self._load(step)
         if captured is None:
             return None
-        count = min(steps, MOST_AHEAD)
+        count = min(steps, MOST_AHEAD) if tell is None else 1
         for _ in range(count):
             captured.replay()
         return _until(ends, captured.following.tokens[: step.token_ids.shape[0], :count].clone())

@@ -20,7 +20,7 @@ from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Step
 from slipstream.spec import Rope
 
-__all__ = ["Runner", "Session", "Stack", "make_step"]
+__all__ = ["Runner", "Session", "Stack", "Tell", "make_step"]
 
 Stack = Callable[
     [Sequence[Block], Tensor, Step, Sequence[tuple[CachePart, CachePart]], dict[Rope, RopeTable]], Tensor
@@ -32,11 +32,17 @@ Angles = Callable[[Tensor, Sequence[Rope | None]], dict[Rope, RopeTable]]
 """The signature of `Frame.angles`."""
 
 
+Tell = Callable[[Tensor], None]
+"""Takes the tokens `(R,)` of a step while those that follow it run."""
+
+
 class WholeSession(Protocol):
     """Runs the steps of one generation in one go each, or returns None for a step that it leaves."""
 
     def logits(self, step: Step) -> Tensor | None: ...  # noqa: D102
-    def best(self, step: Step, steps: int, ends: Sequence[int]) -> Tensor | None: ...  # noqa: D102
+    def best(  # noqa: D102
+        self, step: Step, steps: int, ends: Sequence[int], tell: Tell | None
+    ) -> Tensor | None: ...
 
 
 @runtime_checkable
@@ -160,19 +166,21 @@ class Session:
         logits = None if whole is None else whole.logits(step)
         return self._runner(step, self._cache).float() if logits is None else logits
 
-    def best(self, step: Step, steps: int = 1, ends: Sequence[int] = ()) -> Tensor:
+    def best(self, step: Step, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
         """Run one step, and as many of those that follow it as can be run in the same go.
 
         Args:
             step: Where `steps` is not 1, one token of every sequence, whose blocks have room for the others.
             steps: How many at most.
             ends: They are over early when one of these tokens is some row's best.
+            tell: Called with the tokens `(R,)` of each step but the last as soon as they are known; where
+                that is not possible, one step is run.
 
         Returns:
             The best tokens of each row, `(R, steps that were run)` int64: at least one.
         """
         whole = self._native()
-        tokens = None if whole is None else whole.best(step, steps, ends)
+        tokens = None if whole is None else whole.best(step, steps, ends, tell)
         if tokens is None:
             tokens = self._runner.frame.ops.sample.run(self.logits(step), greedy=True)[:, None]
         return tokens

@@ -46,7 +46,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 14
+ABI = 15
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -332,7 +332,7 @@ class ModelCall(ctypes.Structure):
         *_each(c_int64, "rows steps"),
         ("ends", c_void_p),
         ("num_ends", c_int64),
-        ("done", c_void_p),
+        *_each(c_void_p, "done told"),
     ]
 
 

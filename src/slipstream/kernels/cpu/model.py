@@ -6,7 +6,7 @@ Shapes: T packed tokens, R rows that need logits, C hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
 from slipstream.kernels.cpu.stack import Caches, NativeStack, serves_caches
+from slipstream.kernels.cpu.telling import Telling
 from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import VectorLike
 from slipstream.ops.linear import Weight
@@ -169,19 +170,26 @@ class NativeSession:
         self._run()
         return out
 
-    def best(self, step: Step, steps: int = 1, ends: Sequence[int] = ()) -> Tensor | None:
+    def best(
+        self,
+        step: Step,
+        steps: int = 1,
+        ends: Sequence[int] = (),
+        tell: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
         """Run one step and, where it is one token of every sequence, those that follow it.
 
         Args:
             step: Not changed; its block table has room for the tokens that follow.
             steps: How many at most.
             ends: They are over early when one of these is some sequence's best token.
+            tell: Called with the tokens `(R,)` of each step but the last as soon as they are known.
 
         Returns:
             The first best token of each row, `(R, steps that were run)` int64; or None as `logits`.
 
         Raises:
-            DeviceError: As `logits`.
+            DeviceError: As `logits`. What `tell` raises is raised, too, once the steps have ended.
         """
         if not self._takes(step, steps - 1):
             return None
@@ -192,8 +200,16 @@ class NativeSession:
         call.best, call.logits, call.steps = out.data_ptr(), None, steps
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
+        telling = Telling(out, tell) if tell is not None and steps > 1 else None
+        if telling is not None:
+            telling.point(call)
         rest_torch()
-        self._run()
+        try:
+            self._run()
+        finally:
+            call.told = None
+        if telling is not None:
+            telling.check()
         return out if done.value == steps else out[:, : done.value]
 
     def _run(self) -> None:

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 14;
+constexpr int32_t kAbi = 15;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -303,6 +303,9 @@ struct ModelCall {
     const int64_t* ends;                  // `(num_ends,)`
     int64_t num_ends;
     int64_t* done; // how many steps were run; may be null for a single one
+    // Called by the thread that called when a step's tokens are in `best`, but not for the last of the call,
+    // while other threads are at the next one. It may call this library. Not 0: none follows that. Or null.
+    int32_t (*told)(int64_t step);
 };
 
 } // namespace slipstream

@@ -72,7 +72,9 @@ constexpr int32_t kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
 class Arena {
 public:
     ~Arena() { std::free(base_); }
-    char* of(int64_t bytes) {
+    bool is_lent() const { return lent_; }
+    char* lend(int64_t bytes) {
+        lent_ = true;
         if (bytes > size_) {
             std::free(base_);
             size_ = 0;
@@ -82,7 +84,8 @@ public:
         }
         return base_;
     }
-    void trim() {
+    void end() {
+        lent_ = false;
         if (size_ <= kKept)
             return;
         std::free(base_);
@@ -94,6 +97,7 @@ private:
     static constexpr int64_t kKept = 16 << 20;
     char* base_ = nullptr;
     int64_t size_ = 0;
+    bool lent_ = false;
 };
 
 template <class Call>
@@ -115,17 +119,21 @@ int32_t start(int32_t isa, int32_t threads, const Call* call, int64_t (*Kernels:
         return status;
     const Kernels& kernels = *kIsas[isa].kernels;
     const int team = team_size(threads);
-    thread_local Arena arena;
-    Work<Call> work = {call, arena.of((kernels.*bytes)(*call, team)), kernels.*run_one};
-    if (!work.scratch)
+    thread_local Arena kept;
+    Arena own; // of a call that another one of this thread makes while it runs
+    Arena& arena = kept.is_lent() ? own : kept;
+    Work<Call> work = {call, arena.lend((kernels.*bytes)(*call, team)), kernels.*run_one};
+    if (!work.scratch) {
+        arena.end();
         return kMemory;
+    }
     run(
         [](void* context, Team& all, int rank) {
             const auto& w = *static_cast<Work<Call>*>(context);
             w.run(*w.call, w.scratch, all, rank);
         },
         &work, team);
-    arena.trim();
+    arena.end();
     return kOk;
 }
 

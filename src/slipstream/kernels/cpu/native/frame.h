@@ -74,7 +74,8 @@ public:
             if (frame_.project_in.outputs)
                 project_in(team, rank);
             if (!stack_.run(
-                    team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {}))
+                    team, rank, [&](int64_t t, float* row) { enter(t, row); }, [](int64_t, const float*) {},
+                    [&] { tell(step - 1); }))
                 return;
             leave(team, rank, step);
             if (call_.steps == 1)
@@ -140,11 +141,16 @@ private:
         }
     }
 
-    // Lets each sequence's best token follow it; returns whether one of them ends its sequence, or all is
-    // done.
+    void tell(int64_t step) {
+        if (call_.told && step >= 0)
+            stops_ = call_.told(step) != 0;
+    }
+
+    // Lets each sequence's best token follow it; returns whether one of them ends its sequence, all is done,
+    // or no more is wanted.
     bool advance(int64_t step) const {
         const Step& s = call_.stack.step;
-        bool ended = step + 1 == call_.steps;
+        bool ended = stops_ || step + 1 == call_.steps;
         for (int64_t t = 0; t < call_.rows; ++t) {
             const int64_t token = call_.best[t * call_.steps + step], at = moving_.kv_lens[t];
             for (int64_t i = 0; i < call_.num_ends; ++i)
@@ -268,6 +274,7 @@ private:
     const int64_t *token_ids_, *positions_;
     Moving moving_ = {};
     int64_t* ended_ = nullptr;
+    bool stops_ = false; // who was told of a step wants no more; known to the first thread
     Input embedded_, normed_, projected_;
     float *entering_, *own_;
     Best* best_;

@@ -44,8 +44,7 @@ struct Job {
 class Pool {
 public:
     bool try_run(Body body, void* context, int threads) {
-        std::unique_lock<std::mutex> busy(busy_, std::try_to_lock);
-        if (!busy.owns_lock())
+        if (busy_.exchange(true, std::memory_order_acquire))
             return false;
         grow(threads - 1);
         const int helpers = workers_ < threads - 1 ? workers_ : threads - 1;
@@ -66,6 +65,7 @@ public:
             else
                 std::this_thread::yield();
         }
+        busy_.store(false, std::memory_order_release);
         return true;
     }
 
@@ -103,12 +103,14 @@ private:
         }
     }
 
-    std::mutex busy_, mutex_;
+    std::mutex mutex_;
     std::condition_variable wake_;
     Job job_;
     int wanted_ = 0, workers_ = 0;
     std::atomic<unsigned> ticket_{0};
     std::atomic<int> running_{0};
+    std::atomic<bool> busy_{
+        false}; // no mutex: a job may call its own thread's code, which may ask for another
 };
 
 std::atomic<Pool*> pool{nullptr};

@@ -119,7 +119,8 @@ inline bool run_parts(const StackCall& call, char* base, Team& team, int rank, R
                 together, place, [&](int64_t t, float* row) { read(parts.token() + t, row); },
                 [&](int64_t t, const float* row) {
                     write_row(row, part.out, part.dtype, t * hidden, hidden);
-                });
+                },
+                [] {});
     };
     if (!scratch.apart) {
         while (parts.next(&part))

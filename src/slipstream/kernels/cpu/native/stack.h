@@ -64,9 +64,10 @@ public:
     const float* left() const { return x_; }
 
     // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last.
+    // `meanwhile()` is called by the first thread where the others have the most to do, in the first block.
     // False where a block's matrices could not be had.
-    template <class Read, class Write>
-    bool run(Team& team, int rank, Read read, Write write) {
+    template <class Read, class Write, class Meanwhile>
+    bool run(Team& team, int rank, Read read, Write write, Meanwhile meanwhile) {
         const Block& first = call_.blocks[0];
         each_one(team, tokens_, [&](int64_t t) {
             read(t, x_ + t * first.hidden);
@@ -79,6 +80,8 @@ public:
             attention(b, i, team, rank);
             if (!b.parallel)
                 each_one(team, tokens_, [&](int64_t t) { between(b, t); });
+            if (rank == 0 && i == 0)
+                meanwhile();
             feed_forward(b, team, rank);
             each_one(team, tokens_, [&](int64_t t) {
                 leave(b, t);
