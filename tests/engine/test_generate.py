@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -272,6 +273,17 @@ def test_a_streamer_costs_no_call_per_token(llama: Pair, monkeypatch: pytest.Mon
     assert new > 6 and len(streamer.told) == new + 2
     assert count == [3], "the prompt, a step that is timed, and all the others"
     assert known == [1, 2, new], "all but a call's last token are told before it returns, the prompt first"
+
+
+def test_what_a_generation_kept_is_freed_when_it_ends(llama: Pair) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for streamer in (None, Streamer()):
+            llama.engine.generate(input_ids=prompt(1), max_new_tokens=24, streamer=streamer)
+            assert not any(isinstance(thing, PagedCache) for thing in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def test_a_streamer_may_end_a_generation_or_begin_another(llama: Pair) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
 from slipstream.kernels.cpu.stack import Caches, NativeStack, serves_caches
-from slipstream.kernels.cpu.telling import Telling
+from slipstream.kernels.cpu.telling import telling
 from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import VectorLike
 from slipstream.ops.linear import Weight
@@ -200,16 +201,9 @@ class NativeSession:
         call.best, call.logits, call.steps = out.data_ptr(), None, steps
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
-        telling = Telling(out, tell) if tell is not None and steps > 1 else None
-        if telling is not None:
-            telling.point(call)
         rest_torch()
-        try:
+        with nullcontext() if tell is None or steps == 1 else telling(call, out, tell):
             self._run()
-        finally:
-            call.told = None
-        if telling is not None:
-            telling.check()
         return out if done.value == steps else out[:, : done.value]
 
     def _run(self) -> None:
