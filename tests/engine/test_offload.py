@@ -99,6 +99,25 @@ def test_streamed_weights_of_every_format_give_the_same_bits(
     )
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_who_is_told_of_tokens_may_generate_with_the_same_buffers(
+    folders: dict[str, Path], buffers: int
+) -> None:
+    engine, prompt = engine_of(folders["llama"], zero=offload(buffer_count=buffers)), ids(1)
+    expected = engine_of(folders["llama"]).generate(prompt, max_new_tokens=12, do_sample=False)
+
+    class Busy:
+        def put(self, value: torch.Tensor) -> None:
+            again = engine.generate(prompt, max_new_tokens=3, do_sample=False)
+            assert torch.equal(again, expected[:, :12])
+
+        def end(self) -> None:
+            pass
+
+    got = engine.generate(prompt, max_new_tokens=12, do_sample=False, streamer=Busy())
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("buffers", [1, 3, 50])
 def test_transposed_and_stacked_weights_stream_through_any_number_of_buffers(

@@ -138,8 +138,9 @@ class Batch:
             if decodes or len(rows) == self._tokens.shape[0]:
                 return self._of_all(rows, result)
             if out is None:
-                out = result.new_zeros(self._tokens.shape[0], *result.shape[1:])
-            out[rows] = result
+                out = self._of_all(rows, result)
+            else:
+                out[rows] = result
         if out is None:
             raise AssertionError("a step was asked for with nothing left to run")
         return out

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.devices import Device
 from slipstream.engine.prompt_graph import CapturedPrompt, rows_of, static_prompt
-from slipstream.engine.runner import Runner
+from slipstream.engine.runner import Runner, Tell
 from slipstream.engine.static_angles import StaticAngles
 from slipstream.engine.static_step import MOST_AHEAD, blocks_of, least_blocks, static_step
 from slipstream.errors import DeviceError
@@ -303,9 +303,7 @@ class _Session:
             self._graphs.forget_what_moved()
             self._has_looked = True
 
-    def best(
-        self, step: Step, steps: int, ends: Sequence[int], tell: Callable[[Tensor], None] | None = None
-    ) -> Tensor | None:
+    def best(self, step: Step, steps: int, ends: Sequence[int], tell: Tell | None = None) -> Tensor | None:
         """The best tokens of a decode step and of some that follow it, `(N, steps that count)` int64.
 
         Args:

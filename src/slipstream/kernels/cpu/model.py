@@ -184,7 +184,9 @@ class NativeSession:
             step: Not changed; its block table has room for the tokens that follow.
             steps: How many at most.
             ends: They are over early when one of these is some sequence's best token.
-            tell: Called with the tokens `(R,)` of each step but the last as soon as they are known.
+            tell: Called with the tokens `(R,)` of each step but the last as soon as they are known. Where
+                blocks have their matrices for a while only, one step is run: `tell` may begin another
+                generation, which would wait for a matrix that the call around it holds.
 
         Returns:
             The first best token of each row, `(R, steps that were run)` int64; or None as `logits`.
@@ -192,6 +194,8 @@ class NativeSession:
         Raises:
             DeviceError: As `logits`. What `tell` raises is raised, too, once the steps have ended.
         """
+        if tell is not None and self._turns is not None:
+            steps = 1
         if not self._takes(step, steps - 1):
             return None
         out = torch.empty(step.logit_rows.shape[0], steps, dtype=torch.int64, device="cpu")

@@ -109,8 +109,8 @@ private:
     int wanted_ = 0, workers_ = 0;
     std::atomic<unsigned> ticket_{0};
     std::atomic<int> running_{0};
-    std::atomic<bool> busy_{
-        false}; // no mutex: a job may call its own thread's code, which may ask for another
+    // No mutex, which its owner may not try again: a job may call code that asks for another job.
+    std::atomic<bool> busy_{false};
 };
 
 std::atomic<Pool*> pool{nullptr};
