@@ -130,10 +130,21 @@ void on_registers(const Step& step) {
     on_registers<Sum>(step, std::make_index_sequence<kSums>{});
 }
 
+// One instruction where there is one: tuned for some processors, gcc makes two of a sum of products.
+Floats multiply_add(Floats sum, Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)sum, (__m512)a, (__m512)b);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)sum, (__m256)a, (__m256)b);
+#else
+    return sum * a + b;
+#endif
+}
+
 double float_rate(int threads) {
     return rate(threads, 2.0 * sizeof(Floats) / sizeof(float) * kSums * kTurns, [] {
         const Floats a = Floats{} + 0.5F, b = Floats{} + 0.25F;
-        on_registers<Floats>([=](Floats sum) { return sum * a + b; });
+        on_registers<Floats>([=](Floats sum) { return multiply_add(sum, a, b); });
     });
 }
 
