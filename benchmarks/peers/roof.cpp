@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include <sys/mman.h>
@@ -47,7 +46,7 @@ using Floats = float __attribute__((vector_size(16)));
 
 constexpr std::size_t kBytes = std::size_t{256} << 20;
 constexpr long kTurns = 1 << 21;
-constexpr int kSums = 12; // independent sums: more than latency times throughput, fewer than registers
+constexpr int kSums = 10; // independent sums: more than latency times throughput, fewer than registers
 
 std::atomic<std::uint64_t> sink{0};
 
@@ -111,23 +110,20 @@ double rate(int threads, double operations, const Work& work) {
     return threads * operations / least / 1e12;
 }
 
-// Takes `step` of each of `kSums` registers in turn. Constant indices, for a loop over them would keep them
-// in memory.
-template <class Sum, class Step, std::size_t... J>
-void on_registers(const Step& step, std::index_sequence<J...>) {
-    Sum sum[kSums] = {};
-    const auto turn = [&](Sum& each) {
-        each = step(each);
-        asm volatile("" : KEEP(each)); // or the compiler would do it once
-    };
-    for (long i = 0; i < kTurns; ++i)
-        (turn(sum[J]), ...);
-    ((sink += static_cast<std::uint64_t>(sum[J][0])), ...);
-}
-
+// Takes `step` of each of `kSums` registers in turn. Variables with names, for gcc 12 keeps some of an array in
+// memory.
 template <class Sum, class Step>
 void on_registers(const Step& step) {
-    on_registers<Sum>(step, std::make_index_sequence<kSums>{});
+    Sum a = {}, b = {}, c = {}, d = {}, e = {}, f = {}, g = {}, h = {}, i = {}, j = {};
+    for (long turn = 0; turn < kTurns; ++turn) {
+        a = step(a), b = step(b), c = step(c), d = step(d), e = step(e);
+        f = step(f), g = step(g), h = step(h), i = step(i), j = step(j);
+        // Or the compiler would do it once.
+        asm volatile("" : KEEP(a), KEEP(b), KEEP(c), KEEP(d), KEEP(e));
+        asm volatile("" : KEEP(f), KEEP(g), KEEP(h), KEEP(i), KEEP(j));
+    }
+    for (const Sum& each : {a, b, c, d, e, f, g, h, i, j})
+        sink += static_cast<std::uint64_t>(each[0]);
 }
 
 // One instruction where there is one: tuned for some processors, gcc makes two of a sum of products.
