@@ -60,12 +60,12 @@ inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& s
                  [&](int64_t begin, int64_t end) { finish(inner, begin, end); });
 }
 
-// The product of packed rows with the first matrix, bent, and packed for the second one; where that rounds
-// its inputs to codes, for which its rows must be complete, they are left in float32.
+// The product of packed rows with the first matrix, bent, and packed for the second one; where that packs
+// whole rows, they are left in float32.
 inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens, char* inner, Team& team,
                        char* own) {
     float* whole = reinterpret_cast<float*>(inner);
-    const bool codes = f.last.input_bits != 0;
+    const bool codes = packs_whole(f.last);
     // Rounding to codes has its own scales: only what becomes bfloat16 is rounded for sure.
     const bool rounds = Vec::kBf16Dot && f.last.dtype == kBfloat16 && !codes;
     with_word(f.first, [&](auto unit) {
@@ -92,21 +92,21 @@ inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens,
     });
 }
 
-// Many rows `(rows, C)` in float32: calls `finish(piece)` for all that the second matrix answers. `packed`
-// has room for what enters the first matrix, and where the second rounds its inputs to codes for those as
-// well.
-template <class F>
-inline void feed_many(const FeedForward& f, const float* x, int64_t rows, char* packed, char* inner,
+// Many rows `(rows, C)`: calls `finish(piece)` for all that the second matrix answers. `packed`
+// has room for what enters the first matrix, and where the second packs whole rows for those as well.
+template <class T, class F>
+inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* packed, char* inner,
                       Team& team, char* own, F finish) {
     with_word(f.first,
-              [&](auto unit) { pack_rows<decltype(unit)>(x, kFloat32, rows, f.first, packed, team); });
+              [&](auto unit) { pack_rows<decltype(unit)>(x, dtype_of(x), rows, f.first, packed, team); });
     feed_inner(f, packed, rows, inner, team, own);
     with_word(f.last, [&](auto unit) {
         using U = decltype(unit);
-        if (f.last.input_bits)
+        const bool whole = packs_whole(f.last);
+        if (whole)
             pack_rows<U>(inner, kFloat32, rows, f.last, packed, team);
         const Product<U> product(f.last, f.last.outputs, 0, rows, team.size());
-        product.run(f.last.input_bits ? packed : inner, team, own, finish);
+        product.run(whole ? packed : inner, team, own, finish);
     });
 }
 
@@ -117,7 +117,8 @@ struct FeedScratch {
     FeedScratch(const FeedCall& call, char* base, int threads) {
         const int64_t rows = least(call.rows, kFeedRows);
         Scratch scratch(base);
-        packed = scratch.part<char>(packed_bytes(rows, call.first.inputs));
+        const bool whole = packs_whole(call.last);
+        packed = scratch.part<char>(packed_bytes(rows, most(call.first.inputs, whole ? call.last.inputs : 0)));
         inner = scratch.part<char>(packed_bytes(rows, call.last.inputs));
         own = scratch.part<char>(kProductBytes * threads);
         bytes = scratch.used();
@@ -141,15 +142,8 @@ inline void feed(const FeedCall& call, char* base, Team& team, int rank) {
             const int64_t rows = least(kFeedRows, call.rows - t);
             const T* x = static_cast<const T*>(call.x) + t * call.first.inputs;
             T* out = static_cast<T*>(call.out) + t * call.last.outputs;
-            with_word(call.first, [&](auto unit) {
-                pack_rows<decltype(unit)>(x, call.dtype, rows, call.first, scratch.packed, team);
-            });
-            feed_inner(f, scratch.packed, rows, scratch.inner, team, own);
-            with_word(call.last, [&](auto unit) {
-                const Product<decltype(unit)> product(call.last, call.last.outputs, 0, rows, team.size());
-                product.run(scratch.inner, team, own,
-                            [&](const Piece& piece) { turn_piece(piece, out, call.last.outputs); });
-            });
+            feed_many(f, x, rows, scratch.packed, scratch.inner, team, own,
+                      [&](const Piece& piece) { turn_piece(piece, out, call.last.outputs); });
         }
     });
 }

@@ -23,7 +23,9 @@ struct InRegisters {
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
     // Items that lie between each `kSpan` inputs: of a packed token, and of a row of a panel.
     static constexpr int64_t kSpan = 1, kBetween = 0, kBetweenRow = 0;
-    static constexpr int kPadding = 0;   // the code of zero
+    static constexpr int64_t kAlign = 1; // rows of a panel end at a multiple of so many inputs
+    static constexpr bool kPacksRows = false; // by a function of its own
+    static constexpr int kPadding = 0;        // the code of zero
     using Sum = int32_t;                 // of a row, which zero points are multiplied by
     static constexpr bool kZeros = true; // zero points of rows that are rounded are left for the result
     // What sums are while they are added to, and in memory.
@@ -71,22 +73,6 @@ struct ByteWord : InRegisters {
     static Vec less_zeros(Vec sums, Vec zeros, Sum row) { return less_product(sums, zeros, integers(row)); }
 };
 #else
-// Rows rounded to bytes where the unit has no products of those: two whole numbers of sixteen bits, less
-// their zero points. Sums are of int32 until they are settled. Measured on a Zen 4 beside products in
-// float32, one thread, 512 rows and 1536 x 576: AVX2 takes 0.61 of the time, the baseline 0.48.
-struct ByteWord : InRegisters {
-    using Item = int16_t;
-    static constexpr bool kRounds = true;
-    static constexpr int32_t kStored = -1;
-    static constexpr int64_t kItems = 2;
-    static WordPairs lanes(const Item* p) { return WordPairs::load(p); }
-    static WordPairs spread(const Item* p) { return WordPairs::spread(p); }
-    static constexpr bool kZeros = false;
-    static PairSums sum_of(Vec stored) { return PairSums::of(stored); }
-    static Vec stored(PairSums sum) { return sum.bits(); }
-    static PairSums add(PairSums sum, WordPairs x, WordPairs w) { return dot(sum, x, w); }
-    static Vec less_zeros(Vec sums, Vec, Sum) { return PairSums::of(sums).floats(); }
-};
 using Bf16Word = FloatWord;
 #endif
 
@@ -98,7 +84,8 @@ constexpr int64_t line_items() {
 // Inputs of a row with their padding.
 template <class U>
 inline int64_t padded(int64_t inputs) {
-    return ceil_div(inputs, line_items<U>()) * line_items<U>();
+    constexpr int64_t kStep = most(line_items<U>(), U::kAlign);
+    return ceil_div(inputs, kStep) * kStep;
 }
 
 // Items that so many inputs of a packed token take, whole lines of them.
@@ -110,8 +97,9 @@ constexpr int64_t packed_items(int64_t inputs) {
 // Bytes of the packed rows of a call, whichever unit takes them.
 inline int64_t packed_bytes(int64_t tokens, int64_t inputs) {
     constexpr int64_t kGrid = 2; // of a token that is rounded
-    return ceil_div(tokens, kGroup) * kGroup * (padded<Bf16Word>(inputs) + kGrid) *
-           static_cast<int64_t>(sizeof(float));
+    // Words of the smallest matrices take more than floats.
+    const int64_t width = most(padded<Bf16Word>(inputs), Vec::kBf16Dot ? 0 : ceil_div(inputs, 64) * 64);
+    return ceil_div(tokens, kGroup) * kGroup * (width + kGrid) * static_cast<int64_t>(sizeof(float));
 }
 
 // The scales of packed codes, one for each token of whole groups, and behind them as many zero points
@@ -173,31 +161,25 @@ inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, const Matrix
         with_dtype(dtype, [&](auto* type) {
             const auto* from = static_cast<decltype(type)>(const_cast<void*>(x)) + t * inputs;
             const int64_t count = least(kGroup, tokens - t);
-            Grid grids[kGroup] = {};
-            for (int64_t i = 0; m.input_bits && i < count; ++i)
-                grids[i] = grid_of(from + i * inputs, inputs, m.input_zero != 0);
-            pack_group<U>(from, inputs, count, inputs, m.input_bits ? grids : nullptr,
-                          out + t * packed_items<U>(padded<U>(inputs)));
-            if constexpr (U::kRounds)
-                for (int64_t i = 0; i < kGroup; ++i) {
-                    const auto zero = static_cast<int32_t>(grids[i].zero);
-                    scales[t + i] = grids[i].scale;
-                    std::memcpy(zeros + t + i, &zero, sizeof(zero));
-                }
+            if constexpr (U::kPacksRows) {
+                U::pack(m, from, count, out + t * packed_items<U>(padded<U>(inputs)), scales + t);
+                return;
+            } else {
+                Grid grids[kGroup] = {};
+                for (int64_t i = 0; m.input_bits && i < count; ++i)
+                    grids[i] = grid_of(from + i * inputs, inputs, m.input_zero != 0);
+                pack_group<U>(from, inputs, count, inputs, m.input_bits ? grids : nullptr,
+                              out + t * packed_items<U>(padded<U>(inputs)));
+                if constexpr (U::kRounds)
+                    for (int64_t i = 0; i < kGroup; ++i) {
+                        const auto zero = static_cast<int32_t>(grids[i].zero);
+                        scales[t + i] = grids[i].scale;
+                        std::memcpy(zeros + t + i, &zero, sizeof(zero));
+                    }
+            }
         });
     });
 }
-
-// Asks for a piece of memory before it is needed, a little at a time.
-struct Ahead {
-    const char *at = nullptr, *end = nullptr;
-    int64_t lines = 0;
-
-    void some() {
-        for (int64_t i = 0; i < lines && at < end; ++i, at += 64)
-            prefetch(at);
-    }
-};
 
 // Some rows of a panel times some groups of tokens.
 template <class Item>
@@ -301,24 +283,13 @@ inline void fill_words(const Matrix& m, int64_t begin, int64_t rows, int64_t fro
     }
 }
 
-// Bytes with a sign as words, and zeros behind them.
-inline void widen_codes(const uint8_t* from, int64_t n, int16_t* to, int64_t width) {
-    for (int64_t i = 0; i < n; ++i)
-        to[i] = static_cast<int8_t>(from[i]);
-    for (int64_t i = n; i < width; ++i)
-        to[i] = 0;
-}
-
 template <class U>
 inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
                       typename U::Item* panel, int64_t pitch) {
     if constexpr (U::kRounds) {
         const uint8_t* codes = PackedRows(m).row(begin).codes + from;
         for (int64_t r = 0; r < rows; ++r)
-            if constexpr (sizeof(typename U::Item) == 1)
-                copy_padded(codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
-            else
-                widen_codes(codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
+            copy_padded(codes + r * m.inputs, n, panel + r * pitch, padded<U>(n));
     } else {
         fill_words<U>(m, begin, rows, from, n, panel, pitch);
     }
@@ -338,8 +309,6 @@ struct RowPanel {
         if (rows % Vec::kBlockRows || n % line_items<U>())
             return nullptr;
         if constexpr (U::kRounds) {
-            if constexpr (sizeof(Item) > 1)
-                return nullptr;
             *pitch = m.inputs;
             return reinterpret_cast<const Item*>(PackedRows(m).row(begin).codes + from);
         }

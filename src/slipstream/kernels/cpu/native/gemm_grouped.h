@@ -181,8 +181,6 @@ private:
                 sums[r][s].store(c + r * p.stride + s * kGroup);
     }
 };
-#else
-using GroupedWord = FloatWord;
 #endif
 
 } // namespace

@@ -142,6 +142,12 @@ inline void store_low_bytes(Vec x, uint8_t* p) {
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
 }
+// Whole numbers of at most 15 bits beside the sign.
+inline void store_words(Vec x, int16_t* p) {
+    const __m256i whole = _mm256_cvtps_epi32(x.v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), words);
+}
 // Row i becomes column i.
 inline void transpose(Vec (&v)[8]) {
     __m256 quads[8];

@@ -8,6 +8,8 @@ struct Words {
     static constexpr int kWidth = 16;
     __m256i v;
 
+    void store(int16_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+
     static Words load(const int16_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
     static Words load(const int8_t* p) {
         return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
@@ -57,11 +59,21 @@ inline WordSums dot(WordSums sum, Words a, Words b) {
 struct WordPairs {
     __m512i v;
     static WordPairs load(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
-    // The pair at `p` in all lanes.
+    // The W pairs at `p`, in turns.
+    template <int W>
     static WordPairs spread(const int16_t* p) {
-        int32_t two;
-        std::memcpy(&two, p, sizeof(two));
-        return {_mm512_set1_epi32(two)};
+        static_assert(W == 1 || W == 2 || W == 4, "as there are instructions");
+        if constexpr (W == 1) {
+            int32_t two;
+            std::memcpy(&two, p, sizeof(two));
+            return {_mm512_set1_epi32(two)};
+        } else if constexpr (W == 2) {
+            int64_t four;
+            std::memcpy(&four, p, sizeof(four));
+            return {_mm512_set1_epi64(four)};
+        } else {
+            return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+        }
     }
 };
 struct PairSums {
@@ -78,11 +90,21 @@ inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
 struct WordPairs {
     __m256i v;
     static WordPairs load(const int16_t* p) { return {Words::load(p).v}; }
-    // The pair at `p` in all lanes.
+    // The W pairs at `p`, in turns.
+    template <int W>
     static WordPairs spread(const int16_t* p) {
-        int32_t two;
-        std::memcpy(&two, p, sizeof(two));
-        return {_mm256_set1_epi32(two)};
+        static_assert(W == 1 || W == 2 || W == 4, "as there are instructions");
+        if constexpr (W == 1) {
+            int32_t two;
+            std::memcpy(&two, p, sizeof(two));
+            return {_mm256_set1_epi32(two)};
+        } else if constexpr (W == 2) {
+            int64_t four;
+            std::memcpy(&four, p, sizeof(four));
+            return {_mm256_set1_epi64x(four)};
+        } else {
+            return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+        }
     }
 };
 struct PairSums {
@@ -92,11 +114,12 @@ struct PairSums {
     Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
-    __m256i products = _mm256_madd_epi16(a.v, b.v);
-    // In this order, or gcc makes all products of a block before it adds them, and keeps them on the stack.
-    __asm__ volatile("" : "+x"(products));
-    sum.v = _mm256_add_epi32(sum.v, products);
-    __asm__ volatile("" : "+x"(sum.v));
+    // In one piece, or gcc makes all products of a block before it adds them, and keeps them on the stack; and
+    // where it is told the order alone, it copies each sum once in every step.
+    __m256i products;
+    __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
+            : "+x"(sum.v), "=&x"(products)
+            : "xm"(a.v), "x"(b.v));
     return sum;
 }
 #endif

@@ -208,6 +208,10 @@ inline void store_short(Vec v, uint8_t* codes) {
 inline void store_low_bytes(Vec x, uint8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
+// Whole numbers of at most 15 bits beside the sign.
+inline void store_words(Vec x, int16_t* p) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.v)));
+}
 // Row i becomes column i; elements are only moved, whatever their bits mean.
 inline void transpose(Vec (&v)[16]) {
     __m512d pairs[16];

@@ -193,6 +193,11 @@ inline void store_low_bytes(Vec x, uint8_t* p) {
     for (int i = 0; i < 4; ++i)
         p[i] = static_cast<uint8_t>(static_cast<int>(x.v[i]));
 }
+// Whole numbers of at most 15 bits beside the sign.
+inline void store_words(Vec x, int16_t* p) {
+    for (int i = 0; i < 4; ++i)
+        p[i] = static_cast<int16_t>(x.v[i]);
+}
 // Row i becomes column i.
 inline void transpose(Vec (&v)[4]) {
     for (int i = 0; i < 4; ++i)
@@ -216,6 +221,7 @@ struct Words {
     static constexpr int kWidth = 8;
     Lanes v;
 
+    void store(int16_t* p) const { std::memcpy(p, &v, sizeof(v)); }
     static Words load(const int16_t* p) {
         Words r;
         std::memcpy(&r.v, p, sizeof(r.v));
@@ -266,10 +272,14 @@ inline WordSums dot(WordSums sum, Words a, Words b) {
 }
 struct WordPairs : Words {
     static WordPairs load(const int16_t* p) { return {Words::load(p)}; }
+    // The W pairs at `p`, in turns.
+    template <int W>
     static WordPairs spread(const int16_t* p) {
-        int32_t two;
-        std::memcpy(&two, p, sizeof(two));
-        return {{(Lanes)I4{two, two, two, two}}};
+        static_assert(W == 1 || W == 2 || W == 4, "whole parts of a vector");
+        int16_t all[8];
+        for (int i = 0; i < 8; i += 2 * W)
+            std::memcpy(all + i, p, 4 * W);
+        return load(all);
     }
 };
 struct PairSums : WordSums {

@@ -32,7 +32,7 @@ struct Operand {
     const int32_t* starts =
         nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
     float unit = 0;
-    // Or in words (see words.h), likewise.
+    // Or in words (see words.h), likewise; those of several rows are in lanes, of each row the unit in `units`.
     const int16_t* words = nullptr;
     // Of rows that are rounded: their codes, or null where the rows are whole numbers, and what those are of.
     const uint8_t* codes = nullptr;
@@ -113,8 +113,10 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
         return 0;
     const int64_t grids = static_cast<int64_t>(sizeof(Grid)), item = Vec::kBf16Dot ? 1 : 4;
     const int64_t rounded = rows * (operand_stride(inputs) * item + grids);
-    if (!Vec::kBf16Dot) // two words take as much as a float
-        return rounded + operand_sums(inputs) * static_cast<int64_t>(sizeof(float));
+#ifndef SLIPSTREAM_BF16_DOT // of a single row two words take as much as a float
+    const int64_t one = rounded + operand_sums(inputs) * static_cast<int64_t>(sizeof(float));
+    return rows > 1 ? most(one, WordLanes::bytes(inputs, rows)) : one;
+#endif
     if (rows > kFewRows)
         return rounded;
     const int64_t terms = kMostTerms * static_cast<int64_t>(sizeof(Bf16));
@@ -310,6 +312,24 @@ inline void word_operand(const Matrix& m, Operand& x, char* scratch) {
 }
 #endif
 
+#ifndef SLIPSTREAM_BF16_DOT
+// Several rows in lanes of words.
+inline void word_lanes(const Matrix& m, Operand& x, char* scratch) {
+    const WordLanes lanes(m, x.rows.count);
+    auto* words = reinterpret_cast<int16_t*>(scratch);
+    auto* units = reinterpret_cast<float*>(words + lanes.groups() * lanes.group);
+    x.words = words;
+    x.units = units;
+    for (int64_t g = 0; g < lanes.groups(); ++g) {
+        const int64_t r = g * kWordGroup;
+        const bool is_wide = r < lanes.wide;
+        const WordRows rows = {m, is_wide ? 1 : lanes.lanes, lanes.span, lanes.numbers};
+        const int64_t count = is_wide ? least(kWordGroup, lanes.wide - r) : lanes.narrow;
+        rows.fill(x.rows.full + r * x.rows.stride, x.rows.stride, count, words + g * lanes.group, units + r);
+    }
+}
+#endif
+
 // The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
 // thread until it has multiplied.
 inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
@@ -317,6 +337,10 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
 #ifndef SLIPSTREAM_BF16_DOT
     if (rows.count == 1 && takes_words(m)) {
         word_operand(m, x, scratch);
+        return x;
+    }
+    if (rows.count >= fewest_in_words(m) && rows.count <= kFewRows) {
+        word_lanes(m, x, scratch);
         return x;
     }
 #endif

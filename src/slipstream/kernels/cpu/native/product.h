@@ -13,6 +13,11 @@ template <>
 struct PanelFor<GroupedWord> {
     using Type = GroupedPanel;
 };
+#else
+template <bool kNumbers>
+struct PanelFor<WholeWord<kNumbers>> {
+    using Type = WordPanel<kNumbers>;
+};
 #endif
 #ifdef SLIPSTREAM_AMX
 template <>
@@ -30,8 +35,10 @@ constexpr int64_t kManyRowsInTiles = 9; // fewer are bound by memory either way
 constexpr int64_t kManyRowsInTerms = 9;
 #else
 using Bf16Unit = Bf16Word;
+#ifdef SLIPSTREAM_BF16_DOT
 using ByteUnit = ByteWord;
 using GroupedUnit = GroupedWord;
+#endif
 constexpr int64_t kManyRowsInTiles = kManyRows;
 // The same of rows in float32 and a packed matrix whose codes are no whole numbers: a row in three terms
 // costs more than one in a panel. Measured on a Zen 4 with 576 x 576 of fp8: at 24 rows 233 us by terms and
@@ -68,14 +75,28 @@ constexpr int64_t kProductBytes = most(FloatWord::kPanelBytes, Bf16Unit::kPanelB
 // Calls `f` with the unit that multiplies a matrix.
 template <class F>
 inline void with_word(const Matrix& m, F f) {
+#ifdef SLIPSTREAM_BF16_DOT
     if (in_codes(m))
-        f(ByteUnit());
-    else if (in_grouped_codes(m))
-        f(GroupedUnit());
-    else if (Vec::kBf16Dot && m.dtype == kBfloat16)
+        return f(ByteUnit());
+    if (in_grouped_codes(m))
+        return f(GroupedUnit());
+#else
+    if (in_words(m))
+        return m.group ? f(WholeWord<true>()) : f(WholeWord<false>());
+#endif
+    if (Vec::kBf16Dot && m.dtype == kBfloat16)
         f(Bf16Unit());
     else
         f(FloatWord());
+}
+
+// Whether what enters a matrix is packed from complete rows in float32: it is rounded beside their largest.
+inline bool packs_whole(const Matrix& m) {
+#ifdef SLIPSTREAM_BF16_DOT
+    return m.input_bits != 0;
+#else
+    return m.input_bits != 0 || in_words(m);
+#endif
 }
 
 // Rows [begin, begin + rows) of a matrix in `times` calls of `some`; nothing where they do not lie together.

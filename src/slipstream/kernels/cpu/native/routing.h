@@ -84,11 +84,11 @@ struct MostOfExperts {
             ffn = most(ffn, b.ffn);
             experts = most(experts, b.moe->experts);
             top_k = most(top_k, b.moe->top_k);
-            rounded = rounded || b.moe->experts_out[0].input_bits;
+            rounded = rounded || packs_whole(b.moe->experts_out[0]);
         }
     }
     int64_t hidden = 0, ffn = 0, experts = 0, top_k = 0;
-    bool rounded = false; // some that round what enters the second matrix to eight bits
+    bool rounded = false; // in some whole rows are packed for the second matrix
 };
 
 // Choice i of the tokens is choice i % top_k, best first, of token i / top_k; its place is where it lies

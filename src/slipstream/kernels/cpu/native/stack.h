@@ -24,7 +24,7 @@ public:
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
             inner = most(inner, feed_of(b).width);
-            if (feed_of(b).last.input_bits)
+            if (packs_whole(feed_of(b).last))
                 rounded = most(rounded, feed_of(b).width);
             joined = most(joined, b.heads * b.head_dim);
             qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);

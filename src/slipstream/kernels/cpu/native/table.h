@@ -17,6 +17,7 @@
 #include "operand.h"
 #include "one_row.h"
 #include "one_row_words.h"
+#include "lanes_words.h"
 #include "few_turned.h"
 #include "few.h"
 #include "lanes_bytes.h"
@@ -28,6 +29,7 @@
 #include "functions.h"
 #include "gemm.h"
 #include "gemm_grouped.h"
+#include "gemm_words.h"
 #ifdef SLIPSTREAM_AMX
 #include "tiles.h"
 #include "gemm_amx.h"

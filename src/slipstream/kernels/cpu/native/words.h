@@ -1,4 +1,4 @@
-// A row as whole numbers of sixteen bits, one or two for each, for units that have no products of bytes.
+// Rows as whole numbers of sixteen bits, one or two for each number, for units that have no products of bytes.
 #pragma once
 
 namespace slipstream {
@@ -6,7 +6,7 @@ namespace {
 
 #ifndef SLIPSTREAM_BF16_DOT
 
-// Whether a single row becomes words.
+// Whether rows can become words: codes are whole numbers of something as well.
 inline bool takes_words(const Matrix& m) {
     return m.format == kInt8 || m.format == kFp6E2m3 || is_int4(m);
 }
@@ -19,30 +19,36 @@ inline int words_of(const Matrix& m) {
 
 constexpr float kUpperWord = 4096; // what the first of two words is a multiple of
 
-// The row in words, `stride` between the first and the second of each, and zeros behind the inputs; returns
-// what they are multiples of. That is NaN where the row holds NaN or infinity.
-inline float split_words(const float* x, const Matrix& m, int16_t* words, int64_t stride) {
-    const Grid grid = grid_of(x, m.inputs, m.input_bits && m.input_zero);
-    const bool two = words_of(m) == 2;
-    const float below = m.input_bits ? 1.0f : (two ? 65536.0f : 256.0f);
-    const Vec times = Vec::set(grid.times * below), top = Vec::set(127 * below);
-    for (int64_t j = 0; j < stride; j += Vec::kWidth) {
-        const Vec some = Vec::load(x + j, most(0, least(m.inputs - j, Vec::kWidth)));
-        alignas(64) float upper[Vec::kWidth], lower[Vec::kWidth];
-        Vec whole = round(some * times);
+// How a row becomes whole numbers between `low` and `high`, and what those are multiples of: NaN where the
+// row holds NaN or infinity.
+struct WordGrid {
+    float times, low, high, unit;
+
+    template <class T>
+    static WordGrid of(const T* x, const Matrix& m) {
+        const Grid grid = grid_of(x, m.inputs, m.input_bits && m.input_zero);
         if (m.input_bits)
-            whole = max(min(whole, Vec::set(255 - grid.zero)), Vec::set(-grid.zero));
-        else // which makes whole numbers of NaN as well
-            whole = max(min(whole, top), Vec::set(0) - top);
-        const Vec high = two ? round(whole * Vec::set(1 / kUpperWord)) : whole;
-        high.store(upper);
-        fma(high, Vec::set(-kUpperWord), whole).store(lower);
-        for (int i = 0; i < Vec::kWidth; ++i)
-            words[j + i] = static_cast<int16_t>(upper[i]);
-        for (int i = 0; two && i < Vec::kWidth; ++i)
-            words[stride + j + i] = static_cast<int16_t>(lower[i]);
+            return {grid.times, -grid.zero, 255 - grid.zero, grid.scale};
+        const float below = words_of(m) == 2 ? 65536.0f : 256.0f;
+        return {grid.times * below, -127 * below, 127 * below, grid.scale / below};
     }
-    return grid.scale / below;
+    // The bounds make whole numbers of NaN as well.
+    Vec whole(Vec v) const { return max(min(round(v * Vec::set(times)), Vec::set(high)), Vec::set(low)); }
+};
+
+// A single row in words, `stride` between the first and the second of each, and zeros behind the inputs;
+// returns what they are multiples of.
+inline float split_words(const float* x, const Matrix& m, int16_t* words, int64_t stride) {
+    const WordGrid grid = WordGrid::of(x, m);
+    const bool two = words_of(m) == 2;
+    for (int64_t j = 0; j < stride; j += Vec::kWidth) {
+        const Vec whole = grid.whole(Vec::load(x + j, most(0, least(m.inputs - j, Vec::kWidth))));
+        const Vec high = two ? round(whole * Vec::set(1 / kUpperWord)) : whole;
+        store_words(high, words + j);
+        if (two)
+            store_words(fma(high, Vec::set(-kUpperWord), whole), words + stride + j);
+    }
+    return grid.unit;
 }
 
 // The sums of the row, in its units, over each group of codes; zeros behind them.
@@ -57,6 +63,129 @@ inline void sum_words(const int16_t* words, int64_t stride, int count, int64_t g
                              : static_cast<float>(all[0]) * kUpperWord + static_cast<float>(all[1]);
     }
 }
+
+// Several rows in one word for each number lie side by side, so that a vector holds the same inputs of a
+// group of them and nothing is summed across it. A row has one of a vector's lanes, or W of them, which take
+// pairs of inputs in turns.
+//
+// words    [span][2 * W inputs][row in group][input]      zeros beyond the rows and the inputs
+// sums     [lane]                                         behind each span: of the rows, in their units, in
+//                                                         float32; where codes have minima, which meet these
+constexpr int64_t kWordGroup = Vec::kWidth;
+
+// Whether several rows do.
+inline bool in_words(const Matrix& m) {
+    return takes_words(m) && words_of(m) == 1;
+}
+
+// From so many rows on; two or three beside int8 alone are multiplied in float32 as its codes are widened.
+// Measured on a Zen 3, 576 x 1536 out of memory: two rows take 0.88 of the time so, four 1.12.
+inline int64_t fewest_in_words(const Matrix& m) {
+    constexpr int64_t kNever = INT64_MAX;
+    return !in_words(m) ? kNever : (m.format == kInt8 && !m.input_bits ? 4 : 2);
+}
+
+constexpr int64_t kWordStep = 64;              // rows end at a multiple of it
+constexpr int64_t kWordSums = 2 * kWordGroup; // words that the sums behind a span take
+// Inputs whose products are summed as whole numbers where codes have no groups: more than 512 would not fit in
+// int32.
+constexpr int64_t kWordSpan = 128;
+
+inline int64_t word_inputs(int64_t inputs) {
+    return ceil_div(inputs, kWordStep) * kWordStep;
+}
+
+// One group of at most kWordGroup / lanes rows. Inputs of a span, a divisor of kWordSpan, are summed as whole
+// numbers.
+struct WordRows {
+    const Matrix& m;
+    int64_t lanes, span;
+    bool has_sums;
+
+    int64_t places() const { return kWordGroup / lanes; }
+    // Words between spans.
+    int64_t apart() const { return span * places() + (has_sums ? kWordSums : 0); }
+
+    // `units` are what the numbers of each row are multiples of.
+    template <class T>
+    void fill(const T* x, int64_t stride, int64_t count, int16_t* out, float* units) const {
+        constexpr int64_t kDeep = 4 * kWordSpan, kPitch = kDeep + 32; // no power of two
+        alignas(64) int16_t rows[kWordGroup * kPitch];
+        const int64_t empty = (places() - count) * kPitch;
+        std::memset(rows + count * kPitch, 0, static_cast<size_t>(empty) * sizeof(*rows));
+        WordGrid grids[kWordGroup];
+        for (int64_t i = 0; i < places(); ++i) {
+            if (i < count)
+                grids[i] = WordGrid::of(x + i * stride, m);
+            units[i] = i < count ? grids[i].unit : 0;
+        }
+        const int64_t width = word_inputs(m.inputs);
+        for (int64_t k = 0; k < width; k += kDeep) {
+            const int64_t deep = least(kDeep, width - k);
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t j = 0; j < deep; j += Vec::kWidth) {
+                    const int64_t n = most(0, least(m.inputs - k - j, Vec::kWidth));
+                    store_words(grids[i].whole(Vec::load(x + i * stride + k + j, n)), rows + i * kPitch + j);
+                }
+            for (int64_t j = 0; j < deep; j += span, out += apart()) {
+                const int64_t n = least(span, deep - j);
+                turn(rows + j, kPitch, n, out);
+                if (has_sums)
+                    sum(rows + j, kPitch, n, reinterpret_cast<float*>(out + span * places()));
+            }
+        }
+    }
+
+private:
+    void turn(const int16_t* from, int64_t pitch, int64_t n, int16_t* out) const {
+        if (lanes == 1) {
+            for (int64_t j = 0; j < n; j += 2 * kWordGroup)
+                transpose(reinterpret_cast<const float*>(from + j), pitch / 2,
+                          reinterpret_cast<float*>(out + j * kWordGroup), kWordGroup);
+            return;
+        }
+        const int64_t step = 2 * lanes;
+        for (int64_t j = 0; j < n; j += step)
+            for (int64_t i = 0; i < places(); ++i, out += step)
+                std::memcpy(out, from + i * pitch + j, static_cast<size_t>(step) * sizeof(*from));
+    }
+
+    // The first lane of each row has its sum.
+    void sum(const int16_t* from, int64_t pitch, int64_t n, float* sums) const {
+        int16_t ones[Words::kWidth];
+        for (int16_t& one : ones)
+            one = 1;
+        for (int64_t i = 0; i < places(); ++i) {
+            WordSums all;
+            for (int64_t j = 0; j < n; j += Words::kWidth)
+                all = dot(all, Words::load(from + i * pitch + j), Words::load(ones));
+            sums[i * lanes] = WordTotals::of(all).sum();
+            for (int64_t l = 1; l < lanes; ++l)
+                sums[i * lanes + l] = 0;
+        }
+    }
+};
+
+// Where rows lie: whole groups, and what is left behind them in several lanes each.
+struct WordLanes {
+    WordLanes(const Matrix& m, int64_t rows) : span(m.group ? m.group : kWordSpan), numbers(m.group > 0) {
+        const int64_t left = rows % kWordGroup;
+        wide = left > kWordGroup / 2 ? rows : rows - left;
+        narrow = rows - wide;
+        while (narrow && lanes < 4 && kWordGroup / (2 * lanes) >= narrow)
+            lanes *= 2;
+        group = ceil_div(word_inputs(m.inputs), span) * (span * kWordGroup + kWordSums);
+    }
+    int64_t groups() const { return ceil_div(wide, kWordGroup) + (narrow > 0); }
+    // Bytes for the words and units of so many rows beside any matrix.
+    static int64_t bytes(int64_t inputs, int64_t rows) {
+        const int64_t words = ceil_div(inputs, kWordSpan) * kWordSpan;
+        const int64_t row = (words + words / 32 * 2) * static_cast<int64_t>(sizeof(int16_t)) + 4;
+        return ceil_div(rows, kWordGroup) * kWordGroup * row;
+    }
+    int64_t span, wide, narrow, lanes = 1, group;
+    bool numbers;
+};
 
 #endif
 
