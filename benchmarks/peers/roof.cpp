@@ -110,8 +110,8 @@ double rate(int threads, double operations, const Work& work) {
     return threads * operations / least / 1e12;
 }
 
-// Takes `step` of each of `kSums` registers in turn. Variables with names, for gcc 12 keeps some of an array in
-// memory.
+// Takes `step` of each of `kSums` registers in turn. Variables with names, for gcc 12 keeps some of an array
+// in memory.
 template <class Sum, class Step>
 void on_registers(const Step& step) {
     Sum a = {}, b = {}, c = {}, d = {}, e = {}, f = {}, g = {}, h = {}, i = {}, j = {};

@@ -10,10 +10,12 @@ from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import LinearCall, Matrix
+from slipstream.kernels.cpu.feed import native_feed_forward
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import KERNELS, native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Kernel
+from slipstream.ops.feed import feed_forward
 from slipstream.ops.linear import Weight
 from tests.helpers.libraries import library
 
@@ -88,7 +90,7 @@ def test_the_largest_codes_times_the_largest_numbers_overflow_no_sum(name: str, 
     signs[1], signs[2, ::2], signs[3, 700:] = -1, -1, -1
     own = PACKED[name].weight(signs.to(dtype), None)
     for lib in filter(None, map(load, ISAS)):
-        for rows, value in ((1, 1), (3, -1), (8, 1), (8, -1), (16, 1), (32, -1)):
+        for rows, value in ((1, 1), (3, -1), (8, 1), (8, -1), (16, 1), (32, -1), (50, 1)):
             x = torch.full((rows, 1100), value, dtype=dtype)
             assert error(native_linear(x, own, lib), x, own) <= TOLERANCE[dtype]
 
@@ -142,6 +144,20 @@ def test_a_single_row_of_any_size(name: str, isa: str, dtype: torch.dtype) -> No
         broken[0, 299] = odd
         got = native_linear(broken, own, lib)
         assert not got[:, own.dense()[:, 299] != 0].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("name", PACKED)
+def test_many_rows_pass_two_packed_matrices_in_one_call(name: str, isa: str, dtype: torch.dtype) -> None:
+    # The second has more inputs than the first: what enters it may need more room.
+    lib, first, last = library(isa), weight(name, 2 * 150, 40, dtype=dtype), weight(name, 33, 150, dtype=dtype)
+    plain = [w.apply(lambda t: t.double()) for w in (first, last)]
+    x = torch.randn(70, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = native_feed_forward(x, first, last, name="silu", gated=True, library=lib).double()
+    right = feed_forward(x.double(), *plain, name="silu", gated=True)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]  # of two roundings
+    assert float((got - right).norm() / right.norm()) <= tolerance
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))

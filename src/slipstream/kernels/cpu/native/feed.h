@@ -95,8 +95,8 @@ inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens,
 // Many rows `(rows, C)`: calls `finish(piece)` for all that the second matrix answers. `packed`
 // has room for what enters the first matrix, and where the second packs whole rows for those as well.
 template <class T, class F>
-inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* packed, char* inner,
-                      Team& team, char* own, F finish) {
+inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* packed, char* inner, Team& team,
+                      char* own, F finish) {
     with_word(f.first,
               [&](auto unit) { pack_rows<decltype(unit)>(x, dtype_of(x), rows, f.first, packed, team); });
     feed_inner(f, packed, rows, inner, team, own);
@@ -118,7 +118,8 @@ struct FeedScratch {
         const int64_t rows = least(call.rows, kFeedRows);
         Scratch scratch(base);
         const bool whole = packs_whole(call.last);
-        packed = scratch.part<char>(packed_bytes(rows, most(call.first.inputs, whole ? call.last.inputs : 0)));
+        packed =
+            scratch.part<char>(packed_bytes(rows, most(call.first.inputs, whole ? call.last.inputs : 0)));
         inner = scratch.part<char>(packed_bytes(rows, call.last.inputs));
         own = scratch.part<char>(kProductBytes * threads);
         bytes = scratch.used();

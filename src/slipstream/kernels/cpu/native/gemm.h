@@ -23,11 +23,11 @@ struct InRegisters {
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
     // Items that lie between each `kSpan` inputs: of a packed token, and of a row of a panel.
     static constexpr int64_t kSpan = 1, kBetween = 0, kBetweenRow = 0;
-    static constexpr int64_t kAlign = 1; // rows of a panel end at a multiple of so many inputs
+    static constexpr int64_t kAlign = 1;      // rows of a panel end at a multiple of so many inputs
     static constexpr bool kPacksRows = false; // by a function of its own
     static constexpr int kPadding = 0;        // the code of zero
-    using Sum = int32_t;                 // of a row, which zero points are multiplied by
-    static constexpr bool kZeros = true; // zero points of rows that are rounded are left for the result
+    using Sum = int32_t;                      // of a row, which zero points are multiplied by
+    static constexpr bool kZeros = true;      // zero points of rows that are rounded are left for the result
     // What sums are while they are added to, and in memory.
     static Vec sum_of(Vec stored) { return stored; }
     static Vec stored(Vec sum) { return sum; }

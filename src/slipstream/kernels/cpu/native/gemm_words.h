@@ -1,12 +1,13 @@
-// Many rows in words times a packed matrix whose codes are whole numbers, where there are no products of bytes:
-// a panel has its codes in words, so that one product of two pairs takes the place of two in float32, at half
-// the cost. Sums are exact in int32 over a span of inputs.
+// Many rows in words times a packed matrix whose codes are whole numbers, where there are no products of
+// bytes: a panel has its codes in words, so that one instruction takes the place of two products in float32.
+// Sums are exact in int32 over a span of inputs.
 //
-// packed   [group][span][pair of inputs][token in group][input]    of formats with groups then of each token the
-//                                                                  sum of the span, in float32
-// panel    [row][input]                                            then, likewise, what CodeWords brings
+// packed   [group][span][pair of inputs][token in group][input]
+//          of formats with groups then of each token the sum of the span, in float32
+// panel    [row][input], and then what CodeWords brings of each span
 //
-// Measured on a Zen 3, two threads, 512 rows and 1536 x 576, beside products in float32: see `Words`.
+// Measured on a Zen 3 with AVX2, one thread, 512 rows and 1536 x 576, beside products in float32: int8 takes
+// 0.67 of the time, int4 and fp6 0.80.
 #pragma once
 
 namespace slipstream {

@@ -114,12 +114,10 @@ struct PairSums {
     Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
-    // In one piece, or gcc makes all products of a block before it adds them, and keeps them on the stack; and
-    // where it is told the order alone, it copies each sum once in every step.
+    // In one piece, or gcc makes all products of a block before it adds them, and keeps them on the stack;
+    // and where it is told the order alone, it copies each sum once in every step.
     __m256i products;
-    __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
-            : "+x"(sum.v), "=&x"(products)
-            : "xm"(a.v), "x"(b.v));
+    __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.v), "=&x"(products) : "xm"(a.v), "x"(b.v));
     return sum;
 }
 #endif

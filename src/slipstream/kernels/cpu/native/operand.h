@@ -32,7 +32,7 @@ struct Operand {
     const int32_t* starts =
         nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
     float unit = 0;
-    // Or in words (see words.h), likewise; those of several rows are in lanes, of each row the unit in `units`.
+    // Or in words (see words.h), likewise; several rows are in lanes, and have a unit each in `units`.
     const int16_t* words = nullptr;
     // Of rows that are rounded: their codes, or null where the rows are whole numbers, and what those are of.
     const uint8_t* codes = nullptr;

@@ -1,4 +1,4 @@
-// Rows as whole numbers of sixteen bits, one or two for each number, for units that have no products of bytes.
+// Rows as whole numbers of sixteen bits, one or two for each, for units that have no products of bytes.
 #pragma once
 
 namespace slipstream {
@@ -85,10 +85,10 @@ inline int64_t fewest_in_words(const Matrix& m) {
     return !in_words(m) ? kNever : (m.format == kInt8 && !m.input_bits ? 4 : 2);
 }
 
-constexpr int64_t kWordStep = 64;              // rows end at a multiple of it
+constexpr int64_t kWordStep = 64;             // rows end at a multiple of it
 constexpr int64_t kWordSums = 2 * kWordGroup; // words that the sums behind a span take
-// Inputs whose products are summed as whole numbers where codes have no groups: more than 512 would not fit in
-// int32.
+// Inputs whose products are summed as whole numbers where codes have no groups: more than 512 would not fit
+// in int32.
 constexpr int64_t kWordSpan = 128;
 
 inline int64_t word_inputs(int64_t inputs) {
