@@ -46,9 +46,10 @@ struct Bf13Upper {
 };
 #endif
 
-// The numbers of a block in their order: a lane of sixteen bytes has eight of each half.
 #ifdef __AVX2__
-inline void join_bf13(const uint8_t* block, Bf16* to) {
+// Calls take(at, numbers at to at + 16 of a block): a lane of sixteen bytes has eight of each half.
+template <class F>
+[[gnu::always_inline]] inline void each_bf13(const uint8_t* block, F take) {
     const auto load = [&](int at) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + at));
     };
@@ -67,10 +68,18 @@ inline void join_bf13(const uint8_t* block, Bf16* to) {
             _mm256_blendv_epi8(_mm256_shuffle_epi8(below, four), _mm256_shuffle_epi8(above, four),
                                _mm256_cmpeq_epi8(some, bits));
         const __m256i low = load(32 * half);
-        auto* out = reinterpret_cast<__m256i*>(to + 16 * half);
-        _mm256_storeu_si256(out, _mm256_unpacklo_epi8(low, high));
-        _mm256_storeu_si256(out + 2, _mm256_unpackhi_epi8(low, high));
+        take(16 * half, _mm256_unpacklo_epi8(low, high));
+        take(16 * half + 32, _mm256_unpackhi_epi8(low, high));
     }
+}
+#endif
+
+// The numbers of a block in their order.
+#ifdef __AVX2__
+inline void join_bf13(const uint8_t* block, Bf16* to) {
+    each_bf13(block, [&](int at, __m256i numbers) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at), numbers);
+    });
 }
 #else
 inline void join_bf13(const uint8_t* block, Bf16* to) {

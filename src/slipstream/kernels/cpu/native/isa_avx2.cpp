@@ -1,4 +1,5 @@
 // AVX2 with FMA and F16C: eight floats at a time.
+#define SLIPSTREAM_ROWS_OF_BF13 1
 #include <immintrin.h>
 
 #include "types.h"

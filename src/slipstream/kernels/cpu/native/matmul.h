@@ -238,6 +238,10 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
         return multiply_word_lanes(x, m, begin, end, out, os);
     if (x.words)
         return multiply_words(x, m, begin, end, out);
+#ifdef SLIPSTREAM_ROWS_OF_BF13
+    if (x.turned)
+        return multiply_bf13(x.turned, m, begin, end, out);
+#endif
 #endif
     const Rows& rows = x.rows;
     if (m.format == kInt8 && !rows.rounded &&
