@@ -151,7 +151,8 @@ def test_a_single_row_of_any_size(name: str, isa: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", PACKED)
 def test_many_rows_pass_two_packed_matrices_in_one_call(name: str, isa: str, dtype: torch.dtype) -> None:
     # The second has more inputs than the first: what enters it may need more room.
-    lib, first, last = library(isa), weight(name, 2 * 150, 40, dtype=dtype), weight(name, 33, 150, dtype=dtype)
+    lib = library(isa)
+    first, last = weight(name, 2 * 150, 40, dtype=dtype), weight(name, 33, 150, dtype=dtype)
     plain = [w.apply(lambda t: t.double()) for w in (first, last)]
     x = torch.randn(70, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     got = native_feed_forward(x, first, last, name="silu", gated=True, library=lib).double()
