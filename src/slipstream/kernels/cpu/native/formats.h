@@ -98,6 +98,10 @@ template <bool kWhole, class F>
             take(j, Vec::load(reinterpret_cast<const int8_t*>(bytes) + j));
         return;
     case kFp8:
+#ifdef SLIPSTREAM_FLOATS_OF_BYTES
+        each_fp8(bytes, [&](int j, Vec w) { take(j, w * Vec::set(kFp8Unit)); });
+        return;
+#endif
 #pragma GCC unroll 4
         for (int j = 0; j < kPackedBlock; j += 16)
             minifloats<7, 7>(sixteen(bytes + j), Vec::set(256), sixteen_at(j));

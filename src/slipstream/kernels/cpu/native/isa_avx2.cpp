@@ -1,5 +1,5 @@
 // AVX2 with FMA and F16C: eight floats at a time.
-#define SLIPSTREAM_ROWS_OF_BF13 1
+#define SLIPSTREAM_FLOATS_OF_BYTES 1
 #include <immintrin.h>
 
 #include "types.h"
@@ -199,6 +199,7 @@ inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
 } // namespace
 } // namespace slipstream
 
+#include "isa_avx2_floats.h"
 #include "isa_avx2_words.h"
 #include "table.h"
 

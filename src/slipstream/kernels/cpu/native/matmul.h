@@ -238,9 +238,11 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
         return multiply_word_lanes(x, m, begin, end, out, os);
     if (x.words)
         return multiply_words(x, m, begin, end, out);
-#ifdef SLIPSTREAM_ROWS_OF_BF13
+#ifdef SLIPSTREAM_FLOATS_OF_BYTES
     if (x.turned)
         return multiply_bf13(x.turned, m, begin, end, out);
+    if (m.format == kFp8 && x.rows.count == 1)
+        return multiply_fp8(x.rows.full, m, begin, end, out);
 #endif
 #endif
     const Rows& rows = x.rows;
