@@ -67,7 +67,8 @@ def test_the_engine_says_what_the_model_says(
         "tokens": result.tokens,
     }
     record_property("architectures", row)
-    assert result.error <= TOLERANCE, result.report
+    # Depths of GLPN are sigmoids times 10, so that float32 rounds them ten times as far: 1.4e-4 with AVX2.
+    assert result.error <= TOLERANCE * (2 if model_type == "glpn" else 1), result.report
     if newest:
         known = LEVELS.get((model_type, kind), result.level)
         assert ORDER.index(result.level) >= ORDER.index(known), f"{known} is recorded: {result.report}"

@@ -50,6 +50,17 @@ def rounded(value: Any) -> Any:
     return [rounded(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+def is_near(a: Any, b: Any) -> bool:
+    """Whether two nests are the same but for a last digit, which may be rounded either way."""
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) < 1.5e-3
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(is_near(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(is_near(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
 @pytest.mark.parametrize("way", ["pipeline(model=engine)", "pipe.model = engine"])
 @pytest.mark.parametrize("name", TASKS)
 def test_pipelines_take_the_engine(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,7 +91,7 @@ def test_pipelines_take_the_engine(name: str, way: str, caplog: pytest.LogCaptur
     assert counts.taken == (
         "engine" if task == "text-generation" and "num_beams" not in options else "compatible"
     )
-    assert rounded(got) == rounded(expected_pipe(text, **options))
+    assert is_near(rounded(got), rounded(expected_pipe(text, **options)))
 
 
 def test_attributes_are_the_models(llama: Pair) -> None:
