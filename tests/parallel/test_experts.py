@@ -82,8 +82,8 @@ def test_packed_experts_are_those_of_one_process(pool: Pool, name: str, quant: s
 def test_in_bfloat16_logits_are_as_near_as_roundings_allow(pool: Pool) -> None:
     settings = {"dtype": torch.bfloat16}
     for row in results(pool.run(f"{JOBS}:sweep", named("mixtral"), 1, 2, 2, settings, ranks=2)):
-        # Logits of about 50; one rounding of a router's score is worth more. With AVX2 alone, where products in
-        # bfloat16 are rounded elsewhere than the original's, 4.9 was seen.
+        # Logits of about 50; one rounding of a router's score is worth more. With AVX2 alone, where products
+        # in bfloat16 are rounded elsewhere than the original's, 4.9 was seen.
         assert row["error"] <= 6.0
 
 
