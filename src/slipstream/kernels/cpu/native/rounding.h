@@ -50,8 +50,7 @@ inline Grid grid_of(const T* x, int64_t n, bool with_zero) {
     return {times, range / steps + odd.sum(), zero};
 }
 
-// n numbers of a row as codes, as words that are codes less their zero point, or as the floats that those
-// stand for.
+// n numbers of a row as codes, or as the floats that those stand for.
 template <class T, class To>
 inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
     const Vec times = Vec::set(grid.times), zero = Vec::set(grid.zero), scale = Vec::set(grid.scale);
@@ -64,14 +63,6 @@ inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
             uint8_t last[Vec::kWidth];
             store_low_bytes(code(Vec::load(x + j, n - j)), last);
             std::memcpy(to + j, last, static_cast<size_t>(n - j));
-        }
-    } else if constexpr (std::is_same<To, int16_t>::value) {
-        for (; j < n; j += Vec::kWidth) {
-            const int64_t count = least(n - j, Vec::kWidth);
-            alignas(64) float some[Vec::kWidth];
-            (code(Vec::load(x + j, count)) - zero).store(some);
-            for (int64_t i = 0; i < count; ++i)
-                to[j + i] = static_cast<int16_t>(some[i]);
         }
     } else {
         for (; j < n; j += Vec::kWidth) {
