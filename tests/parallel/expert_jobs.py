@@ -56,6 +56,27 @@ def _off(reference: Any, engine: Any, ids: Any, mask: Any) -> float:
     return float((expected - got).abs()[mask.bool()].max())
 
 
+def rounded(index: int) -> list[tuple[float, float]]:
+    """In bfloat16, by token: how near its choice of experts is to another one, and how far ranks are off."""
+    original = peaked_model(VARIANTS[index][1])
+    engine = spreading(copy.deepcopy(original), 1, 2, 2, dtype=torch.bfloat16)
+    alone = slipstream.init_inference(
+        copy.deepcopy(original), dtype=torch.bfloat16, replace_with_kernel_inject=True
+    )
+    ids, left, right = batch(original.get_input_embeddings().weight.shape[0])
+    chosen, rows = original.config.num_experts_per_tok, []
+    with torch.no_grad():
+        for mask in (left, right):
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            scores = original(**inputs, output_router_logits=True).router_logits
+            ordered = torch.stack(scores).sort(-1, descending=True).values
+            margins = (ordered[..., chosen - 1] - ordered[..., chosen]).amin(0).view(mask.shape)
+            errors = (alone(**inputs).logits - engine(**inputs).logits).abs().amax(-1)
+            seen = mask.bool()
+            rows += zip(margins[seen].tolist(), errors[seen].tolist(), strict=True)
+    return rows
+
+
 def sampled(index: int) -> list[Any]:
     """Tokens that two ranks with one call sample, then those of a call of its own, beside one process's."""
     original = peaked_model(VARIANTS[index][1])

@@ -80,11 +80,12 @@ def test_packed_experts_are_those_of_one_process(pool: Pool, name: str, quant: s
 
 
 def test_in_bfloat16_logits_are_as_near_as_roundings_allow(pool: Pool) -> None:
-    settings = {"dtype": torch.bfloat16}
-    for row in results(pool.run(f"{JOBS}:sweep", named("mixtral"), 1, 2, 2, settings, ranks=2)):
-        # Logits of about 50; one rounding of a router's score is worth more. With AVX2 alone, where products
-        # in bfloat16 are rounded elsewhere than the original's, 4.9 was seen.
-        assert row["error"] <= 6.0
+    for rows in results(pool.run(f"{JOBS}:rounded", named("mixtral"), ranks=2)):
+        # One rounding of a router's scores, of about 10, lets a token whose choice is a near tie take another
+        # expert, in one process or on ranks: its logits say nothing of the sums over ranks.
+        clear = [error for margin, error in rows if margin > 0.1]
+        assert len(clear) > 0.75 * len(rows)
+        assert max(clear) <= 0.5  # of logits of about 50, of which a rounding is 0.125
 
 
 @pytest.mark.parametrize(("tp", "ep", "ranks"), [(1, 2, 2), (1, 4, 4), (2, 2, 4), (2, 2, 2)])
