@@ -170,7 +170,7 @@ class Roads:
 def roads(engine: Any) -> Iterator[Roads]:
     """Count the roads that an engine takes within the context."""
     counts = Roads()
-    logits, best = Session.logits, Session.best
+    logits, best, drawn = Session.logits, Session.best, Session.drawn
 
     def counted_logits(self: Session, *args: Any) -> Tensor:
         counts.runner += self._runner is engine._built.runner
@@ -179,6 +179,13 @@ def roads(engine: Any) -> Iterator[Roads]:
     def counted_best(self: Session, *args: Any) -> Tensor:
         tokens = best(self, *args)
         counts.runner += tokens.shape[1] * (self._runner is engine._built.runner)
+        return tokens
+
+    def counted_drawn(self: Session, *args: Any) -> Tensor:
+        before = counts.runner
+        tokens = drawn(self, *args)
+        if counts.runner == before:  # else it has asked for logits
+            counts.runner += tokens.shape[1] * (self._runner is engine._built.runner)
         return tokens
 
     model_class = type(engine.module)
@@ -192,6 +199,7 @@ def roads(engine: Any) -> Iterator[Roads]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "logits", counted_logits)
         patch.setattr(Session, "best", counted_best)
+        patch.setattr(Session, "drawn", counted_drawn)
         patch.setattr(model_class, "forward", counted_forward)
         yield counts
 

@@ -15,13 +15,16 @@ from torch import Tensor
 import slipstream
 from slipstream.engine.runner import Runner, make_step
 from slipstream.engine.schedule import Chunk
-from slipstream.errors import DeviceError
+from slipstream.errors import DeviceError, RequestError
 from slipstream.families import Family, Tiny
+from slipstream.kernels.cpu import draw as draws
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import ISAS, load
 from slipstream.kernels.cpu.model import NativeModel, NativeSession, refuse_frame
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.frame import run_stack
+from slipstream.ops.draw import Warp, draw
+from slipstream.ops.noise import Noise, RowNoise
 from slipstream.ops.step import Step
 from tests.families.sweep import VARIANTS, label
 from tests.kernels.test_stack import CHUNK, DECODE, PREFILL, SINGLE, accepted, refuse_to_run
@@ -186,6 +189,88 @@ def test_what_is_raised_while_steps_run_ends_them(llama: Sessions) -> None:
     assert len(told) == 2, "no step is told of after one whose teller raised"
     again = llama.session.best(step, 8)
     assert again is not None and expected is not None and torch.equal(again, expected)
+
+
+NUMBERS = Warp(1.4, top_k=40, top_p=0.97).numbers(64, torch.device("cpu"))
+
+
+def noise_of(rows: Sequence[int], vocabulary: int, batch: int = 4) -> RowNoise:
+    return Noise(batch, vocabulary, torch.device("cpu")).of(rows)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("is_ours", [True, False], ids=["the library's noise", "torch's noise"])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [1, 3]], ids=str)
+def test_several_drawn_steps_are_the_steps_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, isa: str, is_ours: bool, rows: list[int]
+) -> None:
+    runs = sessions("llama", isa=isa)
+    monkeypatch.setattr(draws, "is_torchs", lambda: is_ours)
+    runs.both(PREFILL)
+    vocabulary, starts = runs.session._vocabulary, [7, 1, 61, 13]
+    spans = [(row, starts[row], 1) for row in rows]
+    first = torch.tensor([9, 8, 7, 6])
+    torch.manual_seed(3)
+    tokens, expected = first.clone(), []
+    for i in range(9):
+        step = runs.step([(row, start + i, 1) for row, start, _ in spans], tokens)
+        logits = runs.session.logits(step)
+        assert logits is not None
+        drawn = draw(logits, noise_of(rows, vocabulary)(), NUMBERS)
+        tokens[rows] = drawn
+        expected.append(drawn)
+    state = torch.get_rng_state()
+    step = runs.step(spans, first)
+    torch.manual_seed(3)
+    got = runs.session.drawn(step, NUMBERS, noise_of(rows, vocabulary), 9)
+    assert got is not None and torch.equal(got, torch.stack(expected, dim=1))
+    assert torch.equal(torch.get_rng_state(), state)
+    # An end is the last that counts, and leaves the generator as it was then.
+    end, told = int(got[-1, 4]), list[Tensor]()
+    count = [end in column for column in got.T.tolist()].index(True) + 1
+    torch.manual_seed(3)
+    short = runs.session.drawn(step, NUMBERS, noise_of(rows, vocabulary), 9, (62, end), told.append)
+    assert short is not None and torch.equal(short, got[:, :count])
+    assert torch.equal(torch.stack([*told, short[:, -1]], dim=1), short)
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    noise = Noise(4, vocabulary, torch.device("cpu"))
+    for _ in range(count):
+        noise.another()
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_rows_that_come_one_by_one_have_their_own_noise(llama: Sessions) -> None:
+    vocabulary = llama.session._vocabulary
+    for seed in range(5):
+        noise = Noise(4, vocabulary, torch.device("cpu"))
+        together = llama.session.drawn(llama.step([(1, 0, 3), (3, 0, 2)]), NUMBERS, noise.of([1, 3]))
+        state, apart = torch.get_rng_state(), []
+        torch.set_rng_state(noise.start)
+        llama.generator.manual_seed(seed)
+        again = llama.step([(1, 0, 3), (3, 0, 2)])
+        expected = llama.session.drawn(again, NUMBERS, noise.of([1, 3]))
+        llama.generator.manual_seed(seed)
+        for row, count in ((1, 3), (3, 2)):
+            token = llama.session.drawn(llama.step([(row, 0, count)]), NUMBERS, noise.of([row]))
+            assert token is not None
+            apart.append(token)
+        assert together is not None and expected is not None
+        assert torch.equal(torch.cat(apart), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@torch.no_grad()
+def test_logits_that_are_no_numbers_draw_nothing(llama: Sessions) -> None:
+    llama.both(PREFILL)
+    step = llama.step([(0, 7, 1), (1, 1, 1)])
+    noise = noise_of([0, 1], llama.session._vocabulary, 2)
+    head = llama.model.frame.head.weight  # type: ignore[attr-defined]
+    head[5] = float("nan")
+    with pytest.raises(RequestError, match=r"row 0: no token can be drawn"):
+        llama.session.drawn(step, NUMBERS, noise, 4)
+    head[5] = 0.0
+    assert llama.session.drawn(step, NUMBERS, noise, 4) is not None
 
 
 @torch.no_grad()

@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
-from slipstream.engine.warp import warp_of
+from slipstream.engine.warp import parted, warp_of
 from slipstream.ops.draw import Warp, draw
 
 WARPS = [
@@ -98,3 +99,14 @@ def test_processors_are_read_or_left_alone() -> None:
         [lambda ids, scores: scores],
     ]
     assert [warp_of(each) for each in odd] == [None] * len(odd)
+
+
+def test_what_warps_at_the_end_is_parted_from_what_comes_before() -> None:
+    penalty, typical = RepetitionPenaltyLogitsProcessor(1.2), TypicalLogitsWarper(0.9)
+    for warp in WARPS:
+        first, last = parted(LogitsProcessorList([penalty, *processors(warp)]))
+        assert list(first) == [penalty] and last == warp
+    hot, few, fewer = TemperatureLogitsWarper(0.5), TopKLogitsWarper(5), TopKLogitsWarper(3)
+    assert parted(LogitsProcessorList([few, hot, fewer])) == ([few], Warp(0.5, top_k=3))
+    assert parted(LogitsProcessorList([hot, typical])) == ([hot, typical], Warp())
+    assert parted(LogitsProcessorList()) == ([], Warp())

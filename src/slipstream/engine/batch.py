@@ -16,6 +16,7 @@ from slipstream.engine.schedule import Chunk, Schedule
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
 from slipstream.ops.kv_cache import CachePart, read_cache
+from slipstream.ops.noise import Noise
 from slipstream.ops.step import Step
 
 __all__ = ["Batch"]
@@ -82,8 +83,7 @@ class Batch:
         most = min(steps, self._tokens.shape[1] - self._length)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
-            told = None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
-            return self._session.best(step, most if decodes else 1, ends, told)
+            return self._session.best(step, most if decodes else 1, ends, self._teller(tell, rows))
 
         return self._run(run)
 
@@ -92,35 +92,40 @@ class Batch:
         """Whether `drawn` is the faster way to draw tokens."""
         return self._session.draws
 
-    def drawn(self, warp: Warp, steps: int = 1, ends: Sequence[int] = ()) -> Tensor:
+    def drawn(self, warp: Warp, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
         """As `best`, with tokens that are drawn by torch's default generator, as `torch.multinomial` does.
 
         Args:
             warp: What may be drawn.
             steps: As of `best`.
             ends: As of `best`.
+            tell: As of `best`.
         """
         device, vocabulary = self._tokens.device, self._runner.vocabulary
         most = min(steps, self._tokens.shape[1] - self._length)
-        numbers = warp.numbers(vocabulary, device)
-        # Every row has its noise, be it finished: a seed means the same to transformers' loops.
-        shape = (self._tokens.shape[0], vocabulary)
-        first = torch.empty(shape, device=device, dtype=torch.float32).exponential_()
+        numbers, noise = warp.numbers(vocabulary, device), Noise(self._tokens.shape[0], vocabulary, device)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
-            pending = [first]
-
-            def noise() -> Tensor:
-                made = (
-                    pending.pop()
-                    if pending
-                    else torch.empty(shape, device=device, dtype=torch.float32).exponential_()
-                )
-                return made if len(rows) == shape[0] else made[rows]
-
-            return self._session.drawn(step, numbers, noise, most if decodes else 1, ends)
+            count, told = most if decodes else 1, self._teller(tell, rows)
+            return self._session.drawn(step, numbers, noise.of(rows), count, ends, told)
 
         return self._run(run)
+
+    def processed(self, processors: Callable[[Tensor, Tensor], Tensor], warp: Warp) -> Tensor:
+        """As `drawn`, one token of every row, once transformers' own processors have seen its logits.
+
+        Args:
+            processors: Called on `(B, L)` tokens and `(B, V)` float32 logits; returns scores.
+            warp: What may be drawn of them.
+        """
+        scores = processors(self.ids, self.logits())
+        numbers = warp.numbers(scores.shape[1], scores.device)
+        drawn: Tensor = self._runner.frame.ops.draw.run(scores, None, numbers)
+        return drawn[:, None]
+
+    def _teller(self, tell: Tell | None, rows: Sequence[int]) -> Tell | None:
+        """What takes the tokens of some rows where `tell` takes those of all."""
+        return None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
 
     def _run(self, run: Callable[[Step, list[int], bool], Tensor]) -> Tensor:
         out: Tensor | None = None

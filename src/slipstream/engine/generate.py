@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.engine.batch import Batch
 from slipstream.engine.listen import listen, listens
 from slipstream.engine.runner import Runner
-from slipstream.engine.warp import warp_of
+from slipstream.engine.warp import parted
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_tokens, any_of
 
@@ -159,8 +159,13 @@ class Loop:
             tell = None if stream is None else stream.put
             return None if len(processors) else lambda steps: batch.best(steps, ends, tell)
         # Ranks compare tokens, and each draws from a generator of its own.
-        warp = warp_of(processors) if self.ranks.size == 1 and batch.draws else None
-        return None if warp is None else lambda steps: batch.drawn(warp, steps if stream is None else 1, ends)
+        if self.ranks.size > 1 or not batch.draws:
+            return None
+        first, warp = parted(processors)
+        if len(first):
+            return lambda _: batch.processed(type(processors)(first), warp)
+        tell = None if stream is None else stream.put
+        return lambda steps: batch.drawn(warp, steps, ends, tell)
 
     def _admit(self, ids: Tensor, most: int, inputs: Mapping[str, Any]) -> tuple[Batch, Runner]:
         """The batch, and what runs it."""

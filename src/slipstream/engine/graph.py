@@ -32,6 +32,7 @@ from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
 from slipstream.ops.following import Following
 from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.noise import RowNoise
 from slipstream.ops.step import Step
 
 __all__ = ["LADDER", "MOST_GRAPHS", "Graphs"]
@@ -321,22 +322,29 @@ class _Session:
         return _until(ends, captured.following.tokens[: step.token_ids.shape[0], :count].clone())
 
     def drawn(
-        self, step: Step, numbers: Tensor, noise: Callable[[], Tensor], steps: int, ends: Sequence[int]
+        self,
+        step: Step,
+        numbers: Tensor,
+        noise: RowNoise,
+        steps: int,
+        ends: Sequence[int],
+        tell: Tell | None = None,
     ) -> Tensor | None:
         """Tokens drawn in a decode step and in some that follow it, `(N, steps that count)` int64.
 
         Args:
             step: As of `best`.
             numbers: Of `ops.draw.Warp`.
-            noise: Makes `(N, V)` for the next token.
+            noise: Of these rows.
             steps: How many at most.
             ends: As of `best`; torch's generator is left as if no further step had drawn.
+            tell: As of `best`.
         """
         captured, device = self._load(step, draws=True), self._graphs.device
         if captured is None or captured.noise is None:
             return None
         captured.numbers.copy_(numbers)
-        rows, count = step.token_ids.shape[0], min(steps, MOST_AHEAD)
+        rows, count = step.token_ids.shape[0], min(steps, MOST_AHEAD) if tell is None else 1
         states: list[Tensor] = []
         for _ in range(count):
             states += [device.random_state()] if ends else []

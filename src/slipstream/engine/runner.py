@@ -17,6 +17,7 @@ from slipstream.model.block import Block, RopeTable
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame import Frame, run_stack
 from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.noise import RowNoise
 from slipstream.ops.step import Step
 from slipstream.spec import Rope
 
@@ -50,7 +51,13 @@ class Draws(Protocol):
     """What can run whole steps that draw their tokens, too."""
 
     def drawn(  # noqa: D102
-        self, step: Step, numbers: Tensor, noise: Callable[[], Tensor], steps: int, ends: Sequence[int]
+        self,
+        step: Step,
+        numbers: Tensor,
+        noise: RowNoise,
+        steps: int,
+        ends: Sequence[int],
+        tell: Tell | None,
     ) -> Tensor | None: ...
 
 
@@ -194,21 +201,26 @@ class Session:
         self,
         step: Step,
         numbers: Tensor,
-        noise: Callable[[], Tensor],
+        noise: RowNoise,
         steps: int = 1,
         ends: Sequence[int] = (),
+        tell: Tell | None = None,
     ) -> Tensor:
         """As `best`, with tokens that are drawn.
 
         Args:
             step: As of `best`.
             numbers: Of `ops.draw.Warp`.
-            noise: Makes `(R, V)` for the next token.
+            noise: For the step's rows.
             steps: How many at most.
             ends: As of `best`.
+            tell: As of `best`.
+
+        Raises:
+            RequestError: The logits of a row are NaN or infinite.
         """
         whole = self._native()
-        tokens = whole.drawn(step, numbers, noise, steps, ends) if isinstance(whole, Draws) else None
+        tokens = whole.drawn(step, numbers, noise, steps, ends, tell) if isinstance(whole, Draws) else None
         if tokens is None:
             drawn: Tensor = self._runner.frame.ops.draw.run(self.logits(step), noise(), numbers)
             tokens = drawn[:, None]

@@ -1,14 +1,29 @@
-"""Reads transformers' processors: where they only warp, drawing takes one operation instead of theirs."""
+"""Reads transformers' processors: those at the end that only warp are one operation with the draw."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slipstream.ops.draw import Warp
 
-__all__ = ["warp_of"]
+__all__ = ["parted", "warp_of"]
+
+
+def parted(processors: Sequence[Any]) -> tuple[Sequence[Any], Warp]:
+    """Part a list of processors into those that come first and what those at its end do, be it nothing.
+
+    Args:
+        processors: Of a generation, in order.
+
+    Returns:
+        As few as possible of the first, and the warp of the others.
+    """
+    first = 0
+    while (warp := warp_of(processors[first:])) is None:
+        first += 1
+    return processors[:first], warp
 
 
 def warp_of(processors: Iterable[Any]) -> Warp | None:

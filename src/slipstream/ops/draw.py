@@ -40,10 +40,12 @@ class Warp:
         return torch.tensor([self.temperature, most, rest, self.min_p], device=device, dtype=torch.float32)
 
 
-def draw(scores: Tensor, noise: Tensor, numbers: Tensor, *, following: Following | None = None) -> Tensor:
+def draw(
+    scores: Tensor, noise: Tensor | None, numbers: Tensor, *, following: Following | None = None
+) -> Tensor:
     """Return a token of each row, drawn from what remains of `softmax(scores / temperature)`.
 
-    With `noise` from torch's generator this is `torch.multinomial` of one sample, after transformers' warpers
+    With noise from torch's generator this is `torch.multinomial` of one sample, after transformers' warpers
     in their order: the same seed draws the same tokens.
 
     Source: transformers, generation/logits_process.py; Holtzman et al. 2020 (arXiv 1904.09751) for the
@@ -52,7 +54,8 @@ def draw(scores: Tensor, noise: Tensor, numbers: Tensor, *, following: Following
 
     Args:
         scores: `(N, V)` float32, or logits in a model's own dtype; `-inf` for tokens that must not be chosen.
-        noise: `(N, V)` float32, independent and exponential with mean 1.
+        noise: `(N, V)` float32, independent and exponential with mean 1; None for what torch's default
+            generator makes next.
         numbers: `(4,)` float32, from `Warp.numbers`: temperature, k, `1 - p` (negative for
             no nucleus), floor.
         following: Takes the tokens for the step after this one.
@@ -60,6 +63,8 @@ def draw(scores: Tensor, noise: Tensor, numbers: Tensor, *, following: Following
     Returns:
         `(N,)` int64.
     """
+    if noise is None:
+        noise = torch.empty(scores.shape, device=scores.device, dtype=torch.float32).exponential_()
     temperature, most, rest, floor = numbers.unbind()
     hidden = float("-inf")
     scores = scores.float() / temperature

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu import attention, feed, linear, moe, norm, paged_attention
+from slipstream.kernels.cpu import attention, draw, feed, linear, moe, norm, paged_attention
 from slipstream.ops.bind import Kernel
 
 __all__ = ["KERNELS"]
@@ -14,5 +14,6 @@ KERNELS: tuple[Kernel, ...] = (
     *norm.KERNELS,
     *attention.KERNELS,
     *paged_attention.KERNELS,
+    *draw.KERNELS,
 )
 """Every kernel of the CPU, the best instruction set first."""

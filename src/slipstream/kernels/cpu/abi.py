@@ -25,6 +25,8 @@ __all__ = [
     "Bias",
     "Block",
     "Cache",
+    "Draw",
+    "DrawCall",
     "FeedCall",
     "Frame",
     "LinearCall",
@@ -46,7 +48,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 15
+ABI = 16
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -309,6 +311,23 @@ class PackCall(ctypes.Structure):
     ]
 
 
+class Draw(ctypes.Structure):
+    """How tokens are drawn."""
+
+    _fields_: ClassVar[_Fields] = [*_each(c_void_p, "numbers noise generator places"), ("rows", c_int64)]
+
+
+class DrawCall(ctypes.Structure):
+    """Arguments of `slipstream_draw`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "scores out"),
+        *_each(c_int64, "rows vocabulary"),
+        *_each(c_int32, "dtype unused"),
+        ("draw", Draw),
+    ]
+
+
 class Frame(ctypes.Structure):
     """What stands around the blocks of a causal language model."""
 
@@ -329,6 +348,7 @@ class ModelCall(ctypes.Structure):
         ("stack", StackCall),
         ("frame", POINTER(Frame)),
         *_each(c_void_p, "token_ids positions logit_rows logits best"),
+        ("draw", POINTER(Draw)),
         *_each(c_int64, "rows steps"),
         ("ends", c_void_p),
         ("num_ends", c_int64),

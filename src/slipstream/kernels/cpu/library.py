@@ -42,6 +42,7 @@ _LIMIT = {"baseline": "baseline", "avx2": "avx2", "avx512": "avx512bf16", "amx":
 """Best instruction set under each value of SLIPSTREAM_CPU_ISA."""
 
 _FILE = "_native.so"
+_CALLS = ("linear", "feed", "draw", "norm", "attention", "paged_attention", "stack", "text", "model", "pack")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
     if number != ABI:
         return f"{path.name} is of version {number}, this package needs {ABI}; install it again"
     handle.slipstream_error.restype = c_char_p
-    for name in ("linear", "feed", "norm", "attention", "paged_attention", "stack", "text", "model", "pack"):
+    for name in _CALLS:
         getattr(handle, f"slipstream_{name}").argtypes = [c_int32, c_int32, c_void_p]
     copy.argtypes = [c_int32, c_void_p, c_void_p, c_int64]
     finite.argtypes = [c_int32, c_void_p, c_int64, c_int32, c_void_p]

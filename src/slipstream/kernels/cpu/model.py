@@ -1,4 +1,4 @@
-"""A whole causal language model in one native call: embedding, blocks, final norm, head, the best token.
+"""A whole causal language model in one native call: embedding, blocks, final norm, head, the next token.
 
 Shapes: T packed tokens, R rows that need logits, C hidden, V vocabulary.
 """
@@ -18,6 +18,7 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared, norm_of
+from slipstream.kernels.cpu.draw import Drawing
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
@@ -26,6 +27,7 @@ from slipstream.kernels.cpu.telling import telling
 from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import VectorLike
 from slipstream.ops.linear import Weight
+from slipstream.ops.noise import RowNoise
 from slipstream.ops.step import Step
 from slipstream.spec import FrameSpec
 
@@ -166,7 +168,7 @@ class NativeSession:
             return None
         out = torch.empty(step.logit_rows.shape[0], self._vocabulary, dtype=torch.float32, device="cpu")
         call = self._call
-        call.best, call.logits, call.steps = None, out.data_ptr(), 1
+        call.best, call.draw, call.logits, call.steps = None, None, out.data_ptr(), 1
         rest_torch()
         self._run()
         return out
@@ -194,21 +196,63 @@ class NativeSession:
         Raises:
             DeviceError: As `logits`. What `tell` raises is raised, too, once the steps have ended.
         """
+        return self._tokens(step, steps, ends, tell, None)
+
+    def drawn(
+        self,
+        step: Step,
+        numbers: Tensor,
+        noise: RowNoise,
+        steps: int = 1,
+        ends: Sequence[int] = (),
+        tell: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
+        """As `best`, with tokens that are drawn.
+
+        Args:
+            step: As of `best`.
+            numbers: Of `ops.draw.Warp`.
+            noise: For the step's rows; torch's generator is left as if no further step had drawn.
+            steps: How many at most.
+            ends: As of `best`.
+            tell: As of `best`.
+
+        Raises:
+            DeviceError: As `best`.
+            RequestError: The logits of a row are NaN or infinite.
+        """
+        return self._tokens(step, steps, ends, tell, lambda most: Drawing(numbers, noise, most))
+
+    def _tokens(
+        self,
+        step: Step,
+        steps: int,
+        ends: Sequence[int],
+        tell: Callable[[Tensor], None] | None,
+        draws: Callable[[int], Drawing] | None,
+    ) -> Tensor | None:
+        """The best tokens, or those that `draws` draws in so many steps at most."""
         if tell is not None and self._turns is not None:
             steps = 1
         if not self._takes(step, steps - 1):
             return None
+        drawing = None if draws is None else draws(steps)
+        steps = steps if drawing is None else drawing.steps
         out = torch.empty(step.logit_rows.shape[0], steps, dtype=torch.int64, device="cpu")
         done, call = ctypes.c_int64(1), self._call
         if self._ends is None or self._ends[0] != ends:
             self._ends = (tuple(ends), (ctypes.c_int64 * len(ends))(*ends))
         call.best, call.logits, call.steps = out.data_ptr(), None, steps
+        call.draw = None if drawing is None else ctypes.pointer(drawing.struct)
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
         rest_torch()
         with nullcontext() if tell is None or steps == 1 else telling(call, out, tell):
             self._run()
-        return out if done.value == steps else out[:, : done.value]
+        tokens = out if done.value == steps else out[:, : done.value]
+        if drawing is not None:
+            drawing.end(tokens)
+        return tokens
 
     def _run(self) -> None:
         self._library.run("model", self._call)

@@ -220,7 +220,11 @@ _draw = operator(
 )
 
 
-def _run(scores: Tensor, noise: Tensor, numbers: Tensor, *, following: Following | None = None) -> Tensor:
+def _run(
+    scores: Tensor, noise: Tensor | None, numbers: Tensor, *, following: Following | None = None
+) -> Tensor:
+    if noise is None:
+        noise = torch.empty(scores.shape, device=scores.device, dtype=torch.float32).exponential_()
     if following is None:
         return _draw(scores, noise, numbers, [], 1)  # type: ignore[no-any-return]
     return _draw(scores, noise, numbers, following.tensors(), following.block_size)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 15;
+constexpr int32_t kAbi = 16;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -289,9 +289,39 @@ struct Frame {
     Matrix embed, project_in, project_out, head; // `embed` has a row per token id, and is not transposed
 };
 
-// From token ids to logits, or to the best token of each row alone. Several steps at once take one token per
-// sequence, and its best successor in the next: they write to a copy of what `stack.step` points to, and end
-// early after a step in which some sequence's best token is one of the ends.
+// Words of a Mersenne twister's state.
+constexpr int64_t kTwisted = 624;
+
+// How the state of torch's generator of CPUs begins, as `torch.Generator.get_state` gives it.
+// Source: `CPUGeneratorImplStateLegacy` of torch's ATen/CPUGeneratorImpl.cpp.
+struct Generator {
+    uint64_t seed;
+    int32_t left, seeded; // left: words until new ones are made, and 1
+    uint64_t next;        // which of them comes next
+    uint64_t state[kTwisted];
+};
+
+// How tokens are drawn; see ops/draw.py. Each row of a batch has noise of its own, whether it draws or not.
+struct Draw {
+    const float* numbers;  // `(4,)`: temperature, k, 1 - p or negative, floor
+    const float* noise;    // `(steps, rows, V)`, or null: as the generator makes it
+    Generator* generator;  // updated; not read where noise is given
+    const int64_t* places; // `(R,)`, which of the batch's rows each one is; null: its own
+    int64_t rows;          // of the batch
+};
+
+struct DrawCall {
+    const void* scores; // `(rows, vocabulary)` contiguous
+    int64_t* out;       // `(rows,)`; -1: NaN, infinity or nothing that may be drawn
+    int64_t rows, vocabulary;
+    int32_t dtype, unused;
+    Draw draw;
+};
+
+// From token ids to logits, or to the best token of each row alone, or one that is drawn. Several steps at
+// once take one token per sequence, and its successor in the next: they write to a copy of what `stack.step`
+// points to, and end early after a step in which some sequence's token is one of the ends, or none can be
+// drawn.
 struct ModelCall {
     StackCall stack; // `x`, `out` and `dtype` are not read
     const Frame* frame;
@@ -299,6 +329,7 @@ struct ModelCall {
     const int64_t* logit_rows;            // `(R,)`, tokens
     float* logits;                        // `(R, V)` contiguous, or null; only of a single step
     int64_t* best;                        // `(R, steps)`, the first of the highest (or NaN) logits; or null
+    const Draw* draw;                     // `best` is drawn, and -1 as in DrawCall; or null
     int64_t rows, steps;                  // R, and how many steps at most
     const int64_t* ends;                  // `(num_ends,)`
     int64_t num_ends;
@@ -319,6 +350,7 @@ SLIPSTREAM_API int32_t slipstream_isa(const char* name);
 SLIPSTREAM_API const char* slipstream_error(int32_t status);
 SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
 SLIPSTREAM_API int32_t slipstream_feed(int32_t isa, int32_t threads, const slipstream::FeedCall* call);
+SLIPSTREAM_API int32_t slipstream_draw(int32_t isa, int32_t threads, const slipstream::DrawCall* call);
 SLIPSTREAM_API int32_t slipstream_norm(int32_t isa, int32_t threads, const slipstream::NormCall* call);
 SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,
                                             const slipstream::AttentionCall* call);

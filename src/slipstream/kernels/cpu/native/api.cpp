@@ -178,6 +178,10 @@ int32_t slipstream_feed(int32_t isa, int32_t threads, const FeedCall* call) {
     return start(isa, threads, call, &Kernels::feed_bytes, &Kernels::feed);
 }
 
+int32_t slipstream_draw(int32_t isa, int32_t threads, const DrawCall* call) {
+    return start(isa, threads, call, &Kernels::draw_bytes, &Kernels::draw);
+}
+
 int32_t slipstream_norm(int32_t isa, int32_t threads, const NormCall* call) {
     return start(isa, threads, call, &Kernels::norm_bytes, &Kernels::norm);
 }

@@ -5,32 +5,6 @@
 namespace slipstream {
 namespace {
 
-Status norm(const Norm& n, int64_t count, int64_t other_count) {
-    if (n.kind == kNoNorm)
-        return kOk;
-    if (n.kind != kRms && n.kind != kLayer)
-        return kUnsupported;
-    if ((n.weight || n.bias) && n.count != count && n.count != other_count)
-        return kShape;
-    const Status status = optional(n.weight, n.weight_dtype);
-    return status != kOk ? status : optional(n.bias, n.bias_dtype);
-}
-
-Status mask(const Mask& m) {
-    if (m.window < 0 || !(m.softcap >= 0.0f))
-        return kUnsupported;
-    if (m.alibi && !is_aligned(m.alibi, 4))
-        return kAlignment;
-    return optional(m.sinks, m.sinks_dtype);
-}
-
-Status heads(int64_t heads, int64_t kv_heads, int64_t dim) {
-    constexpr int64_t kWidest = 1 << 16; // of a head, and of all of them together a tensor
-    if (!is_size(heads) || !is_size(kv_heads) || !is_size(dim) || dim > kWidest)
-        return kShape;
-    return heads % kv_heads == 0 && is_size(heads * dim) ? kOk : kShape;
-}
-
 // `more` tokens of every sequence may follow before the step is over.
 Status step(const Step& s, bool writes, int64_t more = 0) {
     if (!is_size(s.tokens) || !is_size(s.sequences) || !is_size(s.table_width))
@@ -256,7 +230,12 @@ Status around(const ModelCall& call) {
     for (int64_t r = 0; r < call.rows; ++r)
         if (call.logit_rows[r] < 0 || call.logit_rows[r] >= call.stack.step.tokens)
             return kRange;
-    return steps(call);
+    if (call.draw) {
+        if (!call.best || call.logits)
+            return kUnsupported;
+        status = draw(*call.draw, call.rows, f.head.outputs);
+    }
+    return first_of(status, steps(call));
 }
 
 Status lookup(const Lookup& l, int64_t tokens) {
@@ -326,6 +305,15 @@ Status check(const FeedCall& call) {
     Status status = exact_matrix(first, call.gated ? 2 * last.inputs : last.inputs, first.inputs);
     status = first_of(status, exact_matrix(last, last.outputs, last.inputs));
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
+}
+
+Status check(const DrawCall& call) {
+    if (!call.out)
+        return kNull;
+    if (!is_aligned(call.out, 8))
+        return kAlignment;
+    const Status status = draw(call.draw, call.rows, call.vocabulary);
+    return first_of(status, tensor(call.scores, call.dtype));
 }
 
 Status check(const NormCall& call) {

@@ -1,4 +1,5 @@
-// What the checks of calls are made of: sizes, tensors, matrices. Included by check.cpp alone.
+// What the checks of calls are made of: sizes, tensors, matrices, what else is in several. Included by
+// check.cpp alone.
 #pragma once
 
 #include <initializer_list>
@@ -140,6 +141,54 @@ Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
 Status exact_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
     const Status status = matrix(m, outputs, inputs);
     return status == kOk && m.input_bits ? kUnsupported : status;
+}
+
+Status norm(const Norm& n, int64_t count, int64_t other_count) {
+    if (n.kind == kNoNorm)
+        return kOk;
+    if (n.kind != kRms && n.kind != kLayer)
+        return kUnsupported;
+    if ((n.weight || n.bias) && n.count != count && n.count != other_count)
+        return kShape;
+    const Status status = optional(n.weight, n.weight_dtype);
+    return status != kOk ? status : optional(n.bias, n.bias_dtype);
+}
+
+Status mask(const Mask& m) {
+    if (m.window < 0 || !(m.softcap >= 0.0f))
+        return kUnsupported;
+    if (m.alibi && !is_aligned(m.alibi, 4))
+        return kAlignment;
+    return optional(m.sinks, m.sinks_dtype);
+}
+
+Status heads(int64_t heads, int64_t kv_heads, int64_t dim) {
+    constexpr int64_t kWidest = 1 << 16; // of a head, and of all of them together a tensor
+    if (!is_size(heads) || !is_size(kv_heads) || !is_size(dim) || dim > kWidest)
+        return kShape;
+    return heads % kv_heads == 0 && is_size(heads * dim) ? kOk : kShape;
+}
+
+Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
+    if (!d.numbers || (!d.noise && !d.generator))
+        return kNull;
+    if (!is_aligned(d.numbers, 4) || !is_aligned(d.noise, 4) || !is_aligned(d.places, 8))
+        return kAlignment;
+    if (!is_size(d.rows) || !is_size(rows) || !is_size(vocabulary) || (!d.places && rows != d.rows))
+        return kShape;
+    for (int64_t r = 0; d.places && r < rows; ++r)
+        if (d.places[r] < 0 || d.places[r] >= d.rows)
+            return kRange;
+    // A comparison with NaN is false.
+    const bool warps = d.numbers[0] > 0.0f && d.numbers[1] >= 1.0f && d.numbers[2] < 1.0f &&
+                       d.numbers[3] >= 0.0f && d.numbers[3] <= 1.0f;
+    if (!warps)
+        return kUnsupported;
+    if (d.noise)
+        return kOk;
+    if (!is_aligned(d.generator, 8))
+        return kAlignment;
+    return d.generator->left >= 1 && d.generator->left <= kTwisted ? kOk : kRange;
 }
 
 } // namespace

@@ -1,6 +1,8 @@
 // A causal language model in one job: embedding, the stack of blocks, final norm, vocabulary projection, and
-// the choice of the best token.
+// the choice of the best token, or of one by chance.
 #pragma once
+
+#include <optional>
 
 namespace slipstream {
 namespace {
@@ -57,7 +59,10 @@ public:
         normed_.take(scratch, out ? frame_.project_out : frame_.head, rows, threads);
         projected_.take(scratch, frame_.head, out ? rows : 0, threads);
         best_ = scratch.part<Best>(rows * threads);
-        own_floats_ = call.logits ? 0 : rows * kMostColumns;
+        if (call.draw)
+            draws_.emplace(*call.draw, rows, frame_.head.outputs, scratch, threads);
+        logits_ = call.draw ? draws_->scores(0) : call.logits;
+        own_floats_ = call.logits || call.draw ? 0 : rows * kMostColumns;
         own_ = scratch.part<float>(own_floats_ * threads);
         bytes_ = stack_.bytes() + scratch.used();
     }
@@ -146,13 +151,14 @@ private:
             stops_ = call_.told(step) != 0;
     }
 
-    // Lets each sequence's best token follow it; returns whether one of them ends its sequence, all is done,
-    // or no more is wanted.
+    // Lets each sequence's token follow it; returns whether one of them ends its sequence or is none, all is
+    // done, or no more is wanted.
     bool advance(int64_t step) const {
         const Step& s = call_.stack.step;
         bool ended = stops_ || step + 1 == call_.steps;
         for (int64_t t = 0; t < call_.rows; ++t) {
             const int64_t token = call_.best[t * call_.steps + step], at = moving_.kv_lens[t];
+            ended = ended || token < 0;
             for (int64_t i = 0; i < call_.num_ends; ++i)
                 ended = ended || call_.ends[i] == token;
             moving_.token_ids[t] = token;
@@ -229,24 +235,31 @@ private:
     void head(const Input& input, Team& team, int rank, int64_t step) {
         const Matrix& m = frame_.head;
         const Operand x = input.operand(m, rank);
+        const bool looks = call_.best && !draws_;
         Best* best = best_ + rank * call_.rows;
         for (int64_t r = 0; r < call_.rows; ++r)
             best[r] = {0.0f, -1};
         each_in_runs(team, rank, m.outputs, grain(m, m.outputs, team.size()),
                      [&](int64_t begin, int64_t end) {
-                         float* to = call_.logits ? call_.logits + begin : own_ + own_floats_ * rank;
-                         const int64_t n = end - begin, stride = call_.logits ? m.outputs : n;
+                         float* to = logits_ ? logits_ + begin : own_ + own_floats_ * rank;
+                         const int64_t n = end - begin, stride = logits_ ? m.outputs : n;
                          multiply(x, m, begin, end, to, stride);
                          for (int64_t r = 0; r < call_.rows; ++r) {
                              finish(to + r * stride, n);
-                             if (call_.best)
+                             if (looks)
                                  look_through(to + r * stride, n, begin, best[r]);
                          }
                      });
-        if (rank != 0 || !call_.best)
-            return;
+        if (draws_)
+            draws_->run(team, rank, step, call_.best + step, call_.steps);
+        else if (rank == 0 && looks)
+            take_best(best, team.size(), step);
+    }
+
+    // The best of what each thread has found, for each row.
+    void take_best(Best* best, int threads, int64_t step) const {
         for (int64_t r = 0; r < call_.rows; ++r) {
-            for (int other = 1; other < team.size(); ++other)
+            for (int other = 1; other < threads; ++other)
                 if (is_better(best_[other * call_.rows + r], best[r]))
                     best[r] = best_[other * call_.rows + r];
             call_.best[r * call_.steps + step] = best[r].index;
@@ -277,6 +290,8 @@ private:
     bool stops_ = false; // who was told of a step wants no more; known to the first thread
     Input embedded_, normed_, projected_;
     float *entering_, *own_;
+    float* logits_ = nullptr; // of all rows, where all are wanted
+    std::optional<Draws> draws_;
     Best* best_;
     int64_t own_floats_, bytes_;
 };

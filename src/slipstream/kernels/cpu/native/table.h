@@ -56,6 +56,8 @@
 #include "sequences.h"
 #include "text.h"
 #include "pack.h"
+#include "noise.h"
+#include "draw.h"
 #include "frame.h"
 // clang-format on
 
@@ -89,10 +91,10 @@ inline void model(const ModelCall& call, char* base, Team& team, int rank) {
 }
 
 constexpr Kernels table() {
-    return {linear_bytes, feed_bytes, norm_bytes, attention_bytes, paged_attention_bytes,
-            stack_bytes,  text_bytes, pack_bytes, model_bytes,     linear,
-            feed,         norm,       attention,  paged_attention, stack,
-            text,         pack,       model};
+    return {linear_bytes, feed_bytes, draw_bytes, norm_bytes,      attention_bytes, paged_attention_bytes,
+            stack_bytes,  text_bytes, pack_bytes, model_bytes,     linear,          feed,
+            draw,         norm,       attention,  paged_attention, stack,           text,
+            pack,         model};
 }
 
 } // namespace
