@@ -240,13 +240,33 @@ def test_several_drawn_steps_are_the_steps_one_by_one(
     assert torch.equal(torch.rand(3), after)
 
 
+def test_what_is_drawn_meanwhile_is_drawn_independently(llama: Sessions) -> None:
+    llama.both(PREFILL)
+    step, seen = llama.step([(0, 7, 1), (1, 1, 1)]), list[Tensor]()
+
+    def drawn(tell: Any = None) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        tokens = llama.session.drawn(step, NUMBERS, noise_of([0, 1], 64, 2), 8, (), tell)
+        assert tokens is not None
+        return tokens, torch.rand(4)
+
+    expected, after = drawn()
+    got, then = drawn(lambda _: seen.append(torch.rand(4)))
+    assert torch.equal(got, expected)
+    torch.manual_seed(3)
+    # Neither the numbers that the tokens were drawn with, nor those that would have come after them.
+    theirs = torch.rand(20_000)
+    assert not torch.isin(torch.cat([*seen, then]), theirs).any()
+    assert torch.isin(after, theirs).all()
+
+
 def test_rows_that_come_one_by_one_have_their_own_noise(llama: Sessions) -> None:
     vocabulary = llama.session._vocabulary
     for seed in range(5):
         noise = Noise(4, vocabulary, torch.device("cpu"))
         together = llama.session.drawn(llama.step([(1, 0, 3), (3, 0, 2)]), NUMBERS, noise.of([1, 3]))
         state, apart = torch.get_rng_state(), []
-        torch.set_rng_state(noise.start)
+        torch.set_rng_state(noise.start())
         llama.generator.manual_seed(seed)
         again = llama.step([(1, 0, 3), (3, 0, 2)])
         expected = llama.session.drawn(again, NUMBERS, noise.of([1, 3]))

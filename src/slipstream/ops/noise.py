@@ -20,20 +20,25 @@ class Noise:
 
     Attributes:
         shape: B and V.
-        start: State of the CPU's generator before the first of it; None on other devices.
     """
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device) -> None:
         """Make nothing yet."""
         self.shape, self._device = (batch, vocabulary), device
-        self.start = torch.get_rng_state() if device.type == "cpu" else None
+        self._start: Tensor | None = None
         self._first: Tensor | None = None
+
+    def start(self) -> Tensor:
+        """State of the CPU's generator before the first of it: as it is when this is asked first."""
+        if self._start is None:
+            self._start = torch.get_rng_state()
+        return self._start
 
     def first(self) -> Tensor:
         """Of the next token, `(B, V)` float32: the same whoever asks, for rows may get there one by one."""
         if self._first is None:
-            if self.start is not None:
-                torch.set_rng_state(self.start)
+            if self._device.type == "cpu":
+                torch.set_rng_state(self.start())
             self._first = self.another()
         return self._first
 

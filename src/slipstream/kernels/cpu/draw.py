@@ -10,6 +10,8 @@ Shapes: as in `ops.draw`; B batch, V vocabulary.
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,13 +27,46 @@ from slipstream.ops.draw import Warp
 from slipstream.ops.following import Following
 from slipstream.ops.noise import RowNoise
 
-__all__ = ["KERNELS", "Drawing", "native_draw"]
+__all__ = ["KERNELS", "Drawing", "check", "is_torchs", "native_draw"]
 
 _MOST_NOISE = 1 << 22
 """Numbers that are made ahead where torch makes the noise."""
 
 _LEAST = 1 << 18
 """Scores below which one thread is done sooner than another is woken."""
+
+
+_lock = threading.Lock()
+
+
+class _Held:
+    """The state of torch's generator, for the library to go on with.
+
+    The generator itself has another sequence meanwhile: what other threads draw, or who is told of a step, is
+    drawn independently.
+
+    Attributes:
+        state: Changed by the library.
+    """
+
+    def __init__(self, first: Callable[[], Tensor]) -> None:
+        """Take what the generator has, or had before.
+
+        Args:
+            first: Returns its state.
+        """
+        with _lock:
+            start = first()
+            seed = int(start.view(torch.int64).sum())  # the words, and how many of them have been used
+            self._other = torch.Generator("cpu").manual_seed(seed).get_state()
+            torch.set_rng_state(self._other)
+        self.state = start.clone()
+
+    def end(self) -> None:
+        """Let the generator go on where the library has stopped, unless others have drawn from it."""
+        with _lock:
+            if torch.equal(torch.get_rng_state(), self._other):
+                torch.set_rng_state(self.state)
 
 
 class Drawing:
@@ -54,9 +89,10 @@ class Drawing:
         places = None if noise.is_whole else torch.tensor(list(noise.rows), dtype=torch.int64, device="cpu")
         self.struct = abi.Draw(numbers=address(numbers), places=address(places), rows=whole.shape[0])
         self._kept, self._states = [numbers, places], list[Tensor]()
-        if whole.start is not None and is_torchs():
-            self.steps, self._state = steps, whole.start.clone()
-            self.struct.generator = address(self._state)
+        self._held: _Held | None = None
+        if is_torchs():
+            self.steps, self._held = steps, _Held(whole.start)
+            self.struct.generator = address(self._held.state)
             return
         self.steps = max(1, min(steps, _MOST_NOISE // (whole.shape[0] * whole.shape[1])))
         made = [whole.first()]
@@ -67,17 +103,29 @@ class Drawing:
         self._kept.append(torch.stack(made) if len(made) > 1 else made[0])
         self.struct.noise = address(self._kept[-1])
 
-    def end(self, tokens: Tensor) -> None:
-        """Leave torch's generator as it is after the steps that were run.
+    def end(self, steps: int) -> None:
+        """Leave torch's generator as it is after so many steps, unless others have drawn from it."""
+        if self._held is not None:
+            self._held.end()
+        elif torch.equal(torch.get_rng_state(), self._states[-1]):
+            torch.set_rng_state(self._states[steps - 1])
 
-        Args:
-            tokens: `(R, steps that were run)`.
 
-        Raises:
-            RequestError: There was nothing to draw from.
-        """
-        torch.set_rng_state(self._states[tokens.shape[1] - 1] if self._states else self._state)
-        _check(tokens[:, -1])
+def check(tokens: Tensor) -> None:
+    """Refuse to go on with what the library could not draw.
+
+    Args:
+        tokens: `(R,)`.
+
+    Raises:
+        RequestError: There was nothing to draw from in some row.
+    """
+    if int(tokens.min()) < 0:
+        row = int(tokens.argmin())
+        raise RequestError(
+            f"row {row}: no token can be drawn, for its logits are NaN or infinite, or all of them hidden; "
+            "float16 may overflow where bfloat16 and float32 do not"
+        )
 
 
 def native_draw(scores: Tensor, noise: Tensor | None, numbers: Tensor, *, library: Library) -> Tensor:
@@ -96,13 +144,15 @@ def native_draw(scores: Tensor, noise: Tensor | None, numbers: Tensor, *, librar
     out = torch.empty(rows, dtype=torch.int64, device="cpu")
     if not rows:
         return out
-    state = torch.get_rng_state() if noise is None and is_torchs() else None
-    if noise is None and state is None:
+    held = _Held(torch.get_rng_state) if noise is None and is_torchs() else None
+    if noise is None and held is None:
         noise = torch.empty(scores.shape, dtype=torch.float32, device="cpu").exponential_()
-    _call(scores, noise, numbers, state, out, library)
-    if state is not None:
-        torch.set_rng_state(state)
-    _check(out)
+    try:
+        _call(scores, noise, numbers, None if held is None else held.state, out, library)
+    finally:
+        if held is not None:
+            held.end()
+    check(out)
     return out
 
 
@@ -113,15 +163,6 @@ def _call(
     draw = abi.Draw(address(numbers), address(noise), address(state), None, rows)
     call = DrawCall(address(scores), address(out), rows, vocabulary, DTYPES[scores.dtype], 0, draw)
     library.run("draw", call, 1 if scores.numel() < _LEAST else None)
-
-
-def _check(tokens: Tensor) -> None:
-    if int(tokens.min()) < 0:
-        row = int(tokens.argmin())
-        raise RequestError(
-            f"row {row}: no token can be drawn, for its logits are NaN or infinite, or all of them hidden; "
-            "float16 may overflow where bfloat16 and float32 do not"
-        )
 
 
 @functools.cache

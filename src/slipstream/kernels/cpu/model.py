@@ -18,7 +18,7 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared, norm_of
-from slipstream.kernels.cpu.draw import Drawing
+from slipstream.kernels.cpu.draw import Drawing, check
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
@@ -247,11 +247,15 @@ class NativeSession:
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
         rest_torch()
-        with nullcontext() if tell is None or steps == 1 else telling(call, out, tell):
-            self._run()
+        try:
+            with nullcontext() if tell is None or steps == 1 else telling(call, out, tell):
+                self._run()
+        finally:
+            if drawing is not None:
+                drawing.end(done.value)
         tokens = out if done.value == steps else out[:, : done.value]
         if drawing is not None:
-            drawing.end(tokens)
+            check(tokens[:, -1])
         return tokens
 
     def _run(self) -> None:
