@@ -239,10 +239,8 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
     if (x.words)
         return multiply_words(x, m, begin, end, out);
 #ifdef SLIPSTREAM_FLOATS_OF_BYTES
-    if (x.turned)
-        return multiply_bf13(x.turned, m, begin, end, out);
-    if (m.format == kFp8 && x.rows.count == 1)
-        return multiply_fp8(x.rows.full, m, begin, end, out);
+    if (x.floats)
+        return multiply_floats(x.floats, x.stride, x.rows.count, m, begin, end, out, os);
 #endif
 #endif
     const Rows& rows = x.rows;

@@ -34,7 +34,7 @@ struct Operand {
     float unit = 0;
     // Or in words (see words.h), likewise; several rows are in lanes, and have a unit each in `units`.
     const int16_t* words = nullptr;
-    const float* turned = nullptr; // a single row beside bf13, see one_row_floats.h
+    const float* floats = nullptr; // rows beside small floats, `stride` apart, see few_floats.h
     // Of rows that are rounded: their codes, or null where the rows are whole numbers, and what those are of.
     const uint8_t* codes = nullptr;
     const Grid* grids = nullptr;
@@ -341,10 +341,11 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
         return x;
     }
 #ifdef SLIPSTREAM_FLOATS_OF_BYTES
-    if (rows.count == 1 && m.format == kBf13) {
-        auto* turned = reinterpret_cast<float*>(scratch);
-        turn_for_bf13(rows.full, m.inputs, turned);
-        x.turned = turned;
+    if (in_floats(m) && rows.count <= kFewRows) {
+        auto* floats = reinterpret_cast<float*>(scratch);
+        x.floats = floats;
+        x.stride = operand_stride(m.inputs);
+        float_rows(rows.full, rows.stride, rows.count, m, floats, x.stride);
         return x;
     }
 #endif

@@ -14,7 +14,7 @@
 #include "lanes.h"
 #include "digits.h"
 #include "words.h"
-#include "one_row_floats.h"
+#include "few_floats.h"
 #include "operand.h"
 #include "one_row.h"
 #include "one_row_words.h"
