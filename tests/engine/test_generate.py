@@ -100,6 +100,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"do_sample": True, "temperature": 0.7},
     "top k": {"do_sample": True, "top_k": 5},
     "top p": {"do_sample": True, "top_p": 0.6},
+    "no top p": {"do_sample": True, "top_p": 0.0},
+    "a penalty before warpers": {"do_sample": True, "repetition_penalty": 1.3, "top_k": 9, "top_p": 0.8},
     "min p": {"do_sample": True, "min_p": 0.1},
     "typical p": {"do_sample": True, "typical_p": 0.5},
     "epsilon": {"do_sample": True, "epsilon_cutoff": 0.01},

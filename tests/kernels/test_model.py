@@ -205,7 +205,7 @@ def test_several_drawn_steps_are_the_steps_one_by_one(
     monkeypatch: pytest.MonkeyPatch, isa: str, is_ours: bool, rows: list[int]
 ) -> None:
     runs = sessions("llama", isa=isa)
-    monkeypatch.setattr(draws, "is_torchs", lambda: is_ours)
+    monkeypatch.setattr(draws, "noise_is_torchs", lambda: is_ours)
     runs.both(PREFILL)
     vocabulary, starts = runs.session._vocabulary, [7, 1, 61, 13]
     spans = [(row, starts[row], 1) for row in rows]

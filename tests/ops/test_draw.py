@@ -25,6 +25,7 @@ WARPS = [
     Warp(0.7),
     Warp(1.0, top_k=1),
     Warp(1.7, top_k=13),
+    Warp(1.0, top_p=0.0),
     Warp(1.0, top_p=0.3),
     Warp(0.5, top_p=0.95),
     Warp(1.0, top_k=500, top_p=0.01),

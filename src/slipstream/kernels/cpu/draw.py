@@ -27,7 +27,7 @@ from slipstream.ops.draw import Warp
 from slipstream.ops.following import Following
 from slipstream.ops.noise import RowNoise
 
-__all__ = ["KERNELS", "Drawing", "check", "is_torchs", "native_draw"]
+__all__ = ["KERNELS", "Drawing", "check", "noise_is_torchs", "native_draw"]
 
 _MOST_NOISE = 1 << 22
 """Numbers that are made ahead where torch makes the noise."""
@@ -90,7 +90,7 @@ class Drawing:
         self.struct = abi.Draw(numbers=address(numbers), places=address(places), rows=whole.shape[0])
         self._kept, self._states = [numbers, places], list[Tensor]()
         self._held: _Held | None = None
-        if is_torchs():
+        if noise_is_torchs():
             self.steps, self._held = steps, _Held(whole.start)
             self.struct.generator = address(self._held.state)
             return
@@ -144,7 +144,7 @@ def native_draw(scores: Tensor, noise: Tensor | None, numbers: Tensor, *, librar
     out = torch.empty(rows, dtype=torch.int64, device="cpu")
     if not rows:
         return out
-    held = _Held(torch.get_rng_state) if noise is None and is_torchs() else None
+    held = _Held(torch.get_rng_state) if noise is None and noise_is_torchs() else None
     if noise is None and held is None:
         noise = torch.empty(scores.shape, dtype=torch.float32, device="cpu").exponential_()
     try:
@@ -166,7 +166,7 @@ def _call(
 
 
 @functools.cache
-def is_torchs() -> bool:
+def noise_is_torchs() -> bool:
     """Whether the library's noise is torch's, number by number, and leaves the generator as torch does.
 
     torch takes another generator for it on processors of Intel, where it is built with MKL.

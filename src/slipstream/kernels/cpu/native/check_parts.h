@@ -180,7 +180,7 @@ Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
         if (d.places[r] < 0 || d.places[r] >= d.rows)
             return kRange;
     // A comparison with NaN is false.
-    const bool warps = d.numbers[0] > 0.0f && d.numbers[1] >= 1.0f && d.numbers[2] < 1.0f &&
+    const bool warps = d.numbers[0] > 0.0f && d.numbers[1] >= 1.0f && d.numbers[2] <= 1.0f &&
                        d.numbers[3] >= 0.0f && d.numbers[3] <= 1.0f;
     if (!warps)
         return kUnsupported;
