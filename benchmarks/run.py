@@ -23,6 +23,7 @@ from benchmarks import (
     matmul_cpu,
     quality,
     refresh,
+    sampling,
 )
 from benchmarks.machine import describe
 from benchmarks.peers import measure as peers
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
     "load": load.measure,
     "quality": quality.measure,
     "refresh": refresh.measure,
+    "sampling": sampling.measure,
 }
 _UNSHOWN = ("version", "notes", "weight_bytes")
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from slipstream.errors import DeviceError, RequestError
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import Draw, DrawCall
-from slipstream.kernels.cpu.draw import native_draw, noise_is_torchs
+from slipstream.kernels.cpu.draw import KERNELS, native_draw, noise_is_torchs
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
+from slipstream.ops.bind import Kernel
 from slipstream.ops.draw import Warp, draw
 from tests.helpers.libraries import library
 
@@ -121,6 +122,21 @@ def test_scores_in_other_dtypes_are_those_numbers(isa: str) -> None:
         scores = of(2, 300).to(dtype)
         expected = draw(scores, noise, numbers)
         assert torch.equal(native_draw(scores, noise, numbers, library=loaded), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.op} {kernel.name}")
+def test_scores_that_lie_otherwise_take_the_same_way(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    library(kernel.name.removeprefix("cpu-"))
+    wide = of(4, 301)[:, :300]  # as transformers' penalty for repetitions leaves them
+    torch.manual_seed(9)
+    expected = draw(wide, None, Warp().numbers(300, wide.device))
+    monkeypatch.setattr("slipstream.ops.draw.draw", None)
+    torch.manual_seed(9)
+    if kernel.op == "sample":
+        got = kernel.run(wide, greedy=False)
+    else:
+        got = kernel.run(wide, None, Warp().numbers(300, wide.device))
+    assert torch.equal(got, expected)
 
 
 @EACH_ISA

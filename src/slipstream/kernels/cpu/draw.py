@@ -193,10 +193,12 @@ def _run(
     isa: str,
 ) -> Tensor:
     library, tensors = load(isa), [t for t in (scores, noise, numbers) if t is not None]
-    ours = scores.dtype in DTYPES and all(t.is_contiguous() and t.device.type == "cpu" for t in tensors)
-    if library is None or not ours or not scores.shape[1]:
+    ours = scores.dtype in DTYPES and all(t.device.type == "cpu" for t in tensors) and scores.shape[1] > 0
+    if library is None or not ours:
         return op.draw(scores, noise, numbers, following=following)
-    chosen = native_draw(scores, noise, numbers, library=library)
+    # Processors may leave scores that lie otherwise.
+    noise = None if noise is None else noise.contiguous()
+    chosen = native_draw(scores.contiguous(), noise, numbers.contiguous(), library=library)
     if following is not None:
         following.take(chosen)
     return chosen
@@ -207,7 +209,7 @@ def _sample(scores: Tensor, *, greedy: bool, following: Following | None = None,
     if greedy or scores.device.type != "cpu":
         return sample_op.sample(scores, greedy=greedy, following=following)
     numbers = Warp().numbers(scores.shape[1], scores.device)
-    return _run(scores.contiguous(), None, numbers, following=following, isa=isa)
+    return _run(scores, None, numbers, following=following, isa=isa)
 
 
 def _refuse(facts: Facts, *, isa: str) -> str | None:
