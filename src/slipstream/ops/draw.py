@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 from slipstream.ops.following import Following
+from slipstream.ops.noise import exponential
 
 __all__ = ["OP", "Warp", "draw"]
 
@@ -64,7 +65,7 @@ def draw(
         `(N,)` int64.
     """
     if noise is None:
-        noise = torch.empty(scores.shape, device=scores.device, dtype=torch.float32).exponential_()
+        noise = exponential(scores.shape, scores.device)
     temperature, most, rest, floor = numbers.unbind()
     hidden = float("-inf")
     scores = scores.float() / temperature

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Noise", "RowNoise"]
+__all__ = ["Noise", "RowNoise", "exponential"]
+
+
+def exponential(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return what torch's default generator of a device makes next: float32, exponential with mean 1."""
+    return torch.empty(tuple(shape), device=device, dtype=torch.float32).exponential_()
 
 
 class Noise:
@@ -44,7 +49,7 @@ class Noise:
 
     def another(self) -> Tensor:
         """Of one more token, `(B, V)` float32."""
-        return torch.empty(self.shape, device=self._device, dtype=torch.float32).exponential_()
+        return exponential(self.shape, self._device)
 
     def of(self, rows: Sequence[int]) -> RowNoise:
         """What some of the rows see of it."""

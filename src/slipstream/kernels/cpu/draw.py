@@ -25,7 +25,7 @@ from slipstream.ops import sample as sample_op
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.draw import Warp
 from slipstream.ops.following import Following
-from slipstream.ops.noise import RowNoise
+from slipstream.ops.noise import RowNoise, exponential
 
 __all__ = ["KERNELS", "Drawing", "check", "noise_is_torchs", "native_draw"]
 
@@ -146,7 +146,7 @@ def native_draw(scores: Tensor, noise: Tensor | None, numbers: Tensor, *, librar
         return out
     held = _Held(torch.get_rng_state) if noise is None and noise_is_torchs() else None
     if noise is None and held is None:
-        noise = torch.empty(scores.shape, dtype=torch.float32, device="cpu").exponential_()
+        noise = exponential(scores.shape, scores.device)
     try:
         _call(scores, noise, numbers, None if held is None else held.state, out, library)
     finally:

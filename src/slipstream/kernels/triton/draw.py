@@ -25,6 +25,7 @@ from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, interpreted, refuse
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.following import Following
+from slipstream.ops.noise import exponential
 
 __all__ = ["BUILDS", "KERNELS"]
 
@@ -224,7 +225,7 @@ def _run(
     scores: Tensor, noise: Tensor | None, numbers: Tensor, *, following: Following | None = None
 ) -> Tensor:
     if noise is None:
-        noise = torch.empty(scores.shape, device=scores.device, dtype=torch.float32).exponential_()
+        noise = exponential(scores.shape, scores.device)
     if following is None:
         return _draw(scores, noise, numbers, [], 1)  # type: ignore[no-any-return]
     return _draw(scores, noise, numbers, following.tensors(), following.block_size)  # type: ignore[no-any-return]

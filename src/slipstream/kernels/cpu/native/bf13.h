@@ -16,10 +16,9 @@ constexpr int64_t bf13_at(int64_t from) {
 }
 
 // Asks for what lies behind a block, which is part of two or three lines.
-template <int64_t kDistance>
-inline void ask_bf13(const uint8_t* block) {
-    prefetch(block + kDistance);
-    prefetch(block + kDistance + kBf13Bytes / 2);
+inline void ask_bf13(const uint8_t* block, int64_t ahead) {
+    prefetch(block + ahead);
+    prefetch(block + ahead + kBf13Bytes / 2);
 }
 
 // Sixteen bytes at a time, which the compiler's own vectors are on any machine: byte by byte it cannot know

@@ -251,28 +251,10 @@ inline void few_group(const Operand& x, int64_t r, const F& codes, const Matrix&
     }
 }
 
-// Calls `f` with `rows` as a constant; those that go in lanes of bytes are not among them.
-template <class F, class G>
-inline void with_rows(int64_t rows, G f) {
-    constexpr bool kBytes = std::is_same<F, Int8Codes>::value || std::is_same<F, Grouped>::value;
-    constexpr int kMost = kBytes ? kFewestNarrow - 1 : 8;
-    if (rows == 1)
-        f(std::integral_constant<int, 1>());
-    else if (rows == 2)
-        f(std::integral_constant<int, 2>());
-    else if (rows == 3)
-        f(std::integral_constant<int, 3>());
-    else if (rows == 4)
-        f(std::integral_constant<int, 4>());
-    else if (rows == 5)
-        f(std::integral_constant<int, 5>());
-    else if (rows == 6)
-        f(std::integral_constant<int, 6>());
-    else if (kMost > 6 && rows == 7)
-        f(std::integral_constant<int, least(7, kMost)>());
-    else if (kMost > 6)
-        f(std::integral_constant<int, kMost>());
-}
+// The most rows that meet codes together; those that go in lanes of bytes are not among them.
+template <class F>
+constexpr int kFewTogether =
+    std::is_same<F, Int8Codes>::value || std::is_same<F, Grouped>::value ? kFewestNarrow - 1 : 8;
 
 template <class F, int N>
 inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t begin, int64_t end,
@@ -288,7 +270,7 @@ inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t 
             const auto run = [&](auto count) {
                 few_group<F, decltype(count)::value, N>(x, r, codes, m, all, o, columns, to, os);
             };
-            with_rows<F>(b.rows, run);
+            with_rows<kFewTogether<F>>(b.rows, run);
         }
     }
 }

@@ -14,10 +14,7 @@ constexpr int kRowsOfFloats = 8; // that meet a code together
 struct Bf13Floats {
     static constexpr int64_t kBytes = kBf13Bytes; // of kPackedBlock inputs
     static constexpr float kUnit = 1;
-    static void ask(const uint8_t* block, int64_t ahead) {
-        prefetch(block + ahead);
-        prefetch(block + ahead + kBytes / 2);
-    }
+    static void ask(const uint8_t* block, int64_t ahead) { ask_bf13(block, ahead); }
     // Calls take(at, weights of inputs at to at + 8), in the order of `put`.
     template <class F>
     [[gnu::always_inline]] static void each(const uint8_t* block, int64_t, F take) {
@@ -85,8 +82,9 @@ template <class F, int R>
     const int64_t whole = ceil_div(m.inputs, kPackedBlock) * kPackedBlock;
     // One row reads on and on; of several the parts of two rows are some way apart.
     const int64_t ahead = R == 1 || whole <= kFloatsDeep<R> ? kAhead : 2 * m.plane_bytes[kCodes] / m.outputs;
-    for (int64_t from = 0; from < whole; from += kFloatsDeep<R>, x += R * kFloatsDeep<R>) {
+    for (int64_t from = 0; from < whole; from += kFloatsDeep<R>) {
         const int64_t n = least(kFloatsDeep<R>, whole - from);
+        const float* part = x + from * R;
         for (int64_t o = begin; o < end; ++o) {
             const uint8_t* codes = all.row(o).codes + from / kPackedBlock * F::kBytes;
             Vec sums[R][kChains];
@@ -101,7 +99,7 @@ template <class F, int R>
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
                         Vec& sum = sums[r][at / 8 % kChains];
-                        sum = fma(Vec::load(x + r * n + k + at), w, sum);
+                        sum = fma(Vec::load(part + r * n + k + at), w, sum);
                     }
                 });
             }
@@ -118,34 +116,11 @@ template <class F, int R>
     }
 }
 
-// Calls f with the number of rows as a constant.
-template <class F>
-inline void with_rows(int64_t rows, F f) {
-    switch (rows) {
-    case 1:
-        return f(std::integral_constant<int, 1>());
-    case 2:
-        return f(std::integral_constant<int, 2>());
-    case 3:
-        return f(std::integral_constant<int, 3>());
-    case 4:
-        return f(std::integral_constant<int, 4>());
-    case 5:
-        return f(std::integral_constant<int, 5>());
-    case 6:
-        return f(std::integral_constant<int, 6>());
-    case 7:
-        return f(std::integral_constant<int, 7>());
-    default:
-        return f(std::integral_constant<int, kRowsOfFloats>());
-    }
-}
-
 // Calls f(first row, rows as a constant, the format) for rows that meet codes together.
 template <class F>
 inline void each_of_floats(const Matrix& m, int64_t rows, F f) {
     for (int64_t r = 0; r < rows; r += kRowsOfFloats)
-        with_rows(least(kRowsOfFloats, rows - r), [&](auto count) {
+        with_rows<kRowsOfFloats>(least(kRowsOfFloats, rows - r), [&](auto count) {
             if (m.format == kBf13)
                 f(r, count, Bf13Floats());
             else

@@ -156,7 +156,7 @@ inline void ask_ahead(const Matrix& m, const PackedRow& row, int64_t from) {
     if (m.format == kInt8 || m.format == kFp8)
         prefetch(row.codes + from + kPackedAhead);
     else if (m.format == kBf13)
-        ask_bf13<kPackedAhead>(row.codes + bf13_at(from));
+        ask_bf13(row.codes + bf13_at(from), kPackedAhead);
     else if (from % (2 * kPackedBlock) == 0)
         prefetch(row.codes + from / 2 + kPackedAhead);
 }

@@ -172,7 +172,7 @@ struct Bf13Codes {
           above(_mm512_broadcast_i32x4(Bf13Upper::above())) {}
     template <int64_t kDistance>
     static void ask(const PackedRow& row, int64_t k) {
-        ask_bf13<kDistance>(row.codes + bf13_at(k));
+        ask_bf13(row.codes + bf13_at(k), kDistance);
     }
     [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, Bf16Lanes* to) const {
         const uint8_t* block = row.codes + bf13_at(k);

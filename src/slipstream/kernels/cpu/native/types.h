@@ -48,6 +48,27 @@ inline void with_dtype(int32_t dtype, F f) {
         f(static_cast<Half*>(nullptr));
 }
 
+// Calls `f` with a number of rows, of at most kMost (6 or more), as a constant.
+template <int kMost, class F>
+inline void with_rows(int64_t rows, F f) {
+    if (rows == 1)
+        f(std::integral_constant<int, 1>());
+    else if (rows == 2)
+        f(std::integral_constant<int, 2>());
+    else if (rows == 3)
+        f(std::integral_constant<int, 3>());
+    else if (rows == 4)
+        f(std::integral_constant<int, 4>());
+    else if (rows == 5)
+        f(std::integral_constant<int, 5>());
+    else if (rows == 6)
+        f(std::integral_constant<int, 6>());
+    else if (kMost > 6 && rows == 7)
+        f(std::integral_constant<int, least(7, kMost)>());
+    else if (kMost > 6)
+        f(std::integral_constant<int, kMost>());
+}
+
 constexpr int32_t dtype_of(const float*) {
     return kFloat32;
 }
