@@ -65,6 +65,20 @@ def test_the_largest_sums_do_not_overflow(rows: int, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("int4")])
+@pytest.mark.parametrize("rows", [1, 2, 4, 9, 24, 60])
+def test_the_largest_sums_of_a_group_do_not_overflow(rows: int, name: str, isa: str) -> None:
+    """Codes at both of their ends beside rows at both of theirs, of which all add up."""
+    dense = torch.full((9, 384), 15.0)
+    dense[:, ::32] = 0
+    dense[1::2] *= -1
+    own = rounding_inputs((FORMATS | VARIANTS)[name]).weight(dense, None)
+    x = torch.ones(rows, 384)
+    x[1::2] *= -1
+    torch.testing.assert_close(native_linear(x, own, library(isa)), linear(x, own), rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("rows", [1, 3, 60])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -15,71 +15,76 @@ namespace {
 
 #ifndef SLIPSTREAM_BF16_DOT
 
-// kNumbers: codes have groups, of which the smallest is a span.
-template <bool kNumbers>
+// P: what lanes take of them, see Pairs and Fours; where codes have groups a span is the smallest of those.
+template <class P>
 struct WholeWord : InRegisters {
-    using Item = int16_t;
+    using Item = typename std::conditional<P::kInputs == 4, uint8_t, int16_t>::type;
     static constexpr bool kRounds = true, kPacksRows = true;
     static constexpr int32_t kStored = -1;
-    static constexpr int64_t kItems = 2, kAlign = kWordStep;
+    static constexpr int64_t kSize = sizeof(Item);
+    static constexpr int64_t kItems = 4 / kSize, kAlign = kWordStep;
     static constexpr int64_t kPanelBytes = kPanelRows * (2048 + 64);
-    static constexpr int64_t kInputs = kNumbers ? 32 : kWordSpan; // of a span
-    static constexpr int64_t kSpan = kNumbers ? kInputs : 1;
-    static constexpr int64_t kBetween = kNumbers ? 2 : 0, kBetweenRow = kNumbers ? 4 : 0;
+    static constexpr int64_t kInputs = P::kNumbers ? 32 : kWordSpan; // of a span
+    static constexpr int64_t kSpan = P::kNumbers ? kInputs : 1;
+    static constexpr int64_t kBetween = P::kNumbers ? 4 / kSize : 0, kBetweenRow = 2 * kBetween;
     using Sum = float;
     static constexpr bool kZeros = false;
     static Vec less_zeros(Vec sums, Vec, Sum) { return sums; }
 
     template <class T>
     static void pack(const Matrix& m, const T* x, int64_t count, Item* out, float* units) {
-        WordRows{m, 1, kInputs, kNumbers}.fill(x, m.inputs, count, out, units);
+        const WordRows rows = {m, 1, kInputs, P::kNumbers};
+        rows.fill(x, m.inputs, count, reinterpret_cast<int16_t*>(out), units);
     }
 };
 
-template <bool kNumbers>
+template <class P>
 struct WordPanel {
-    using Item = int16_t;
-    using Word = WholeWord<kNumbers>;
+    using Word = WholeWord<P>;
+    using Item = typename Word::Item;
     struct Session {};
     static constexpr bool kStarts = false;
     static constexpr int kRows = 4; // in registers with up to three groups of tokens
     // No power of two apart, and room for a vector behind the numbers.
-    static int64_t pitch(int64_t deep) { return deep + deep / Word::kSpan * Word::kBetweenRow + 32; }
+    static int64_t pitch(int64_t deep) {
+        return deep + deep / Word::kSpan * Word::kBetweenRow + 64 / Word::kSize;
+    }
 
     static const Item* here(const Matrix&, int64_t, int64_t, int64_t, int64_t, int64_t*) { return nullptr; }
 
     static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,
                       int64_t pitch) {
-        const CodeWords codes(m, Word::kInputs);
+        const CodeWords<P> codes(m, Word::kInputs, from, word_inputs(n));
         for (int64_t r = 0; r < rows; ++r)
-            codes.bring(begin + r, from, word_inputs(n), panel + r * pitch);
+            codes.bring(begin + r, reinterpret_cast<int16_t*>(panel + r * pitch));
         const int64_t whole = ceil_div(rows, kGroup) * kGroup;
         std::memset(panel + rows * pitch, 0, static_cast<size_t>((whole - rows) * pitch) * sizeof(Item));
     }
 
     static int64_t blocks(int64_t rows, int64_t words) {
-        return ceil_div(rows, kRows) * ceil_div(2 * words, Word::kInputs);
+        return ceil_div(rows, kRows) * ceil_div(Word::kItems * words, Word::kInputs);
     }
 
     static void multiply(const Pass<Item>& p) {
-        const WordPass pass = {p.panel,
-                               p.pitch,
-                               2 * p.words,
-                               p.x,
-                               p.group,
+        constexpr int64_t kParts = 2 / Word::kSize; // of a word
+        const WordPass pass = {reinterpret_cast<const int16_t*>(p.panel),
+                               p.pitch / kParts,
+                               Word::kItems * p.words,
+                               reinterpret_cast<const int16_t*>(p.x),
+                               p.group / kParts,
                                Word::kInputs,
-                               Word::kInputs * kGroup + (kNumbers ? kWordSums : 0),
+                               Word::kInputs / kParts * kGroup + (P::kNumbers ? kWordSums : 0),
                                p.first,
                                p.c,
                                p.stride,
                                p.ahead};
         for (int64_t r = 0; r < p.rows; r += kRows)
             if (p.groups == 3)
-                words_block<kRows, 3, 1, kNumbers>(pass, r);
+                words_block<P, kRows, 3, 1>(pass, r);
             else if (p.groups == 2)
-                words_block<kRows, 2, 1, kNumbers>(pass, r);
+                words_block<P, kRows, 2, 1>(pass, r);
             else
-                words_block<kRows, 1, 1, kNumbers>(pass, r);
+                words_block<P, kRows, 1, 1>(pass, r);
     }
 };
 

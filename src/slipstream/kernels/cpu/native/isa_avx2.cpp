@@ -201,6 +201,7 @@ inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
 
 #include "isa_avx2_floats.h"
 #include "isa_avx2_words.h"
+#include "isa_avx2_fours.h"
 #include "table.h"
 
 namespace slipstream {

@@ -4,7 +4,9 @@
 // panels (gemm_words.h) many.
 //
 // Measured on a Zen 3 with AVX2, one thread, 576 x 1536 out of memory, beside weights that became float32:
-// eight rows of int8 take 0.75 of the time, of int4 0.44 and of fp6 0.35; two rows of int4 0.44.
+// eight rows of int8 take 0.75 of the time, of int4 0.44 and of fp6 0.35; two rows of int4 0.44. Rows rounded
+// to bytes beside int4, in the cache and beside the same rows in words: 0.62 of the time, two rows 0.69, and
+// 512 of them by panels 0.56.
 #pragma once
 
 namespace slipstream {
@@ -15,29 +17,72 @@ namespace {
 // Rows of the matrix that lie in the first cache together.
 constexpr int64_t kWordTile = most(8, kWordGroup);
 
-// Codes of inputs [k, k + n) of a row as words, zeros behind the inputs; n is a multiple of kWordStep. Of
-// formats with groups what goes with each span follows in float32: the scales of all, then what is added for
-// each of their inputs.
+// Pairs of inputs in the lanes, in words. kNumbers: codes have groups.
+template <bool kHasNumbers>
+struct Pairs {
+    using Sum = PairSums;
+    static constexpr bool kNumbers = kHasNumbers;
+    static constexpr int kInputs = 2;
+};
+// Fours of them, in bytes.
+#ifdef SLIPSTREAM_FOURS
+struct Fours {
+    using Sum = FourSums;
+    static constexpr bool kNumbers = true;
+    static constexpr int kInputs = 4;
+};
+#endif
+
+// Calls `f` with what the lanes take beside the codes of a matrix.
+template <class F>
+inline void with_lanes(const Matrix& m, F f) {
+#ifdef SLIPSTREAM_FOURS
+    if (in_fours(m))
+        return f(Fours());
+#endif
+    if (m.group)
+        f(Pairs<true>());
+    else
+        f(Pairs<false>());
+}
+
+// Codes of inputs [k, k + n) of a row as words, or as bytes where lanes take fours of them, zeros behind the
+// inputs; n is a multiple of kWordStep. Of formats with groups what goes with each span follows in float32:
+// the scales of all, then what is added for each of their inputs.
+template <class P>
 class CodeWords {
 public:
-    CodeWords(const Matrix& m, int64_t span)
-        : m_(m), rows_(m), span_(span), per_group_(m.group / span),
-          there_(m.group ? ceil_div(m.inputs, m.group) * m.group : m.inputs) {}
+    CodeWords(const Matrix& m, int64_t span, int64_t k, int64_t n)
+        : m_(m), rows_(m), k_(k), n_(n), per_group_(m.group / span), spans_(ceil_div(n, span)),
+          first_(k / span) { // once for many rows: they would wait for these divisions
+        const int64_t groups = m.group ? ceil_div(m.inputs, m.group) : 0;
+        whole_ = most(0, least(n, (m.group ? groups * m.group : m.inputs) - k));
+        there_ = most(0, least(spans_, groups * per_group_ - first_));
+        // The last row that has a vector of numbers behind its own.
+        last_ = m.group ? m.outputs - ceil_div(first_ + there_ + Vec::kWidth, groups) : 0;
+    }
 
-    void bring(int64_t o, int64_t k, int64_t n, int16_t* to) const {
+    [[gnu::always_inline]] void bring(int64_t o, int16_t* to) const {
         const PackedRow row = rows_.row(o);
-        const int64_t whole = most(0, least(n, there_ - k));
-        std::memset(to + whole, 0, static_cast<size_t>(n - whole) * sizeof(*to));
-        if (m_.format == kInt8)
-            return bring_int8(reinterpret_cast<const int8_t*>(row.codes) + k, whole, to);
-        float unit = 1;
-        if (m_.format == kFp6E2m3) {
-            unit = SixesOfBytes::kUnit;
-            bring_blocks<SixesOfBytes>(row, k, whole, to);
+        std::memset(to + whole_ * 2 / P::kInputs, 0, static_cast<size_t>(n_ - whole_) * 4 / P::kInputs);
+        if constexpr (!P::kNumbers) {
+            bring_int8(reinterpret_cast<const int8_t*>(row.codes) + k_, whole_, to);
         } else {
-            bring_blocks<HalvesOfBytes>(row, k, whole, to);
+            float unit = 1;
+            if constexpr (P::kInputs == 4) {
+                bring_bytes(row.codes + k_ / 2, whole_, reinterpret_cast<uint8_t*>(to));
+            } else if (m_.format == kFp6E2m3) {
+                unit = SixesOfBytes::kUnit;
+                bring_blocks<SixesOfBytes>(row, k_, whole_, to);
+            } else {
+                bring_blocks<HalvesOfBytes>(row, k_, whole_, to);
+            }
+            auto* numbers = reinterpret_cast<float*>(to + n_ * 2 / P::kInputs);
+            const bool beyond = o <= last_;
+            bring_numbers(row.scales, unit, beyond, numbers);
+            bring_numbers(row.minima ? row.minima : row.scales, row.minima ? 1 : (is_int4(m_) ? -8 : 0),
+                          beyond, numbers + spans_);
         }
-        bring_numbers(o, row, k, n, unit, reinterpret_cast<float*>(to + n));
     }
 
 private:
@@ -66,34 +111,42 @@ private:
         }
     }
 
-    // What lies behind `to` may be overwritten, up to a vector.
-    void bring_numbers(int64_t o, const PackedRow& row, int64_t k, int64_t n, float unit, float* to) const {
-        const int64_t spans = ceil_div(n, span_), first = k / span_;
-        const int64_t there = most(0, least(spans, there_ / span_ - first));
-        const bool beyond = (m_.outputs - o) * (there_ / m_.group) >= first + there + Vec::kWidth;
-        const auto copy = [&](const Half* from, float factor, float* out) {
-            int64_t j = 0;
-            for (; per_group_ > 1 && j < there; ++j)
-                out[j] = widen_one(from + (first + j) / per_group_) * factor;
-            for (; j < there; j += Vec::kWidth) {
-                const int64_t some = least(there - j, Vec::kWidth);
-                const Half* at = from + first + j;
-                ((beyond ? Vec::load(at) : Vec::load(at, some)) * Vec::set(factor)).store(out + j);
-            }
-            for (j = there; j < spans; ++j)
-                out[j] = 0;
-        };
-        copy(row.scales, unit, to);
-        if (row.minima)
-            copy(row.minima, 1, to + spans);
-        else
-            copy(row.scales, is_int4(m_) ? -8 : 0, to + spans);
+    static void bring_bytes([[maybe_unused]] const uint8_t* from, [[maybe_unused]] int64_t n,
+                            [[maybe_unused]] uint8_t* to) {
+#ifdef SLIPSTREAM_FOURS
+        int64_t j = 0;
+        for (; j + 64 <= n; j += 64)
+            part_halves(from + j / 2, to + j);
+        if (j < n) {
+            uint8_t rest[32] = {};
+            std::memcpy(rest, from + j / 2, sizeof(rest) / 2);
+            part_halves(rest, to + j);
+        }
+#endif
+    }
+
+    // The numbers of the spans times `factor`, zeros behind those that are there. What lies behind `to` may
+    // be overwritten, up to a vector; `beyond`: as many lie behind `from`.
+    [[gnu::always_inline]] void bring_numbers(const Half* from, float factor, bool beyond, float* to) const {
+        int64_t j = 0;
+        for (; per_group_ > 1 && j < there_; ++j)
+            to[j] = widen_one(from + (first_ + j) / per_group_) * factor;
+        for (; j < there_; j += Vec::kWidth) {
+            const Half* at = from + first_ + j;
+            prefetch(reinterpret_cast<const char*>(at) + kPackedAhead / 8);
+            const Vec some = beyond ? Vec::load(at) : Vec::load(at, least(there_ - j, Vec::kWidth));
+            (some * Vec::set(factor)).store(to + j);
+        }
+        for (j = there_; j < spans_; ++j)
+            to[j] = 0;
     }
 
     const Matrix& m_;
     PackedRows rows_;
-    int64_t span_, per_group_; // spans of a group
-    int64_t there_;            // inputs that the planes have
+    int64_t k_, n_, whole_;             // inputs, and those of them that the planes have
+    int64_t per_group_, spans_, first_; // spans of a group; those of the inputs, and the first of them
+    int64_t there_;                     // spans that the planes have
+    int64_t last_;
 };
 
 // Some rows of codes, as CodeWords has them, times groups of rows, as WordRows has them.
@@ -108,13 +161,51 @@ struct WordPass {
     Ahead* ahead;
 };
 
+// sums[r][s] = the products of `inputs` inputs, R rows of codes and S groups of rows in W lanes each.
+template <class P, int R, int S, int W>
+[[gnu::always_inline]] inline void words_span(const WordPass& p, const int16_t* codes, const int16_t* x,
+                                              int64_t inputs, typename P::Sum (&sums)[R][S]) {
+    const auto step = [&](auto add) {
+        WordPairs lanes[S];
+#pragma GCC unroll 16
+        for (int s = 0; s < S; ++s)
+            lanes[s] = WordPairs::load(x + s * p.group);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const WordPairs some = WordPairs::spread<W>(codes + r * p.pitch);
+#pragma GCC unroll 16
+            for (int s = 0; s < S; ++s)
+                sums[r][s] = add(sums[r][s], lanes[s], some);
+        }
+        codes += 2 * W, x += 2 * kWordGroup;
+    };
+    using Sum = typename P::Sum;
+    const auto add = [](Sum sum, WordPairs lanes, WordPairs some) { return dot(sum, lanes, some); };
+    if constexpr (P::kInputs == 4) {
+        step([](Sum, WordPairs lanes, WordPairs some) { return Sum::of(lanes, some); });
+#pragma GCC unroll 8
+        for (int i = 1; i < kFourSpan / (4 * W); ++i)
+            step(add);
+    } else {
+        constexpr int kSteps = S == 1 ? 4 : 1; // one group of rows has few products in a step
+#pragma GCC unroll 16
+        for (auto& row : sums)
+#pragma GCC unroll 16
+            for (auto& sum : row)
+                sum = Sum::of(Vec::set(0));
+        for (int64_t left = inputs; left > 0; left -= 2 * W * kSteps)
+#pragma GCC unroll 4
+            for (int i = 0; i < kSteps; ++i)
+                step(add);
+    }
+}
+
 // c[r][s] = what it holds, or where `first` zero, plus R rows of codes, from `row` on, times S groups.
-template <int R, int S, int W, bool kNumbers>
+template <class P, int R, int S, int W>
 [[gnu::noinline]] void words_block(const WordPass& p, int64_t row) {
-    constexpr int kSteps = S == 1 ? 4 : 1; // one group of rows has few products in a step
     const int16_t *w = p.codes + row * p.pitch, *x = p.x;
-    const auto* numbers = reinterpret_cast<const float*>(w + p.inputs);
-    const int64_t pitch = p.pitch, group = p.group, spans = ceil_div(p.inputs, p.span);
+    const auto* numbers = reinterpret_cast<const float*>(w + p.inputs * 2 / P::kInputs);
+    const int64_t spans = ceil_div(p.inputs, p.span);
     float* c = p.c + row * p.stride;
     // Beside each other, for there are no registers to find them by.
     alignas(64) float totals[R][S][kWordGroup];
@@ -128,34 +219,17 @@ template <int R, int S, int W, bool kNumbers>
     each_total([&](int r, int s, float* to) {
         (p.first ? Vec::set(0) : Vec::load(c + r * p.stride + s * kWordGroup)).store(to);
     });
-    for (int64_t k = 0; k < p.inputs; k += p.span, w += p.span, x += p.apart, ++numbers) {
-        PairSums sums[R][S];
-        each_total([&](int r, int s, float*) { sums[r][s] = PairSums::of(Vec::set(0)); });
+    for (int64_t k = 0; k < p.inputs; k += p.span, w += p.span * 2 / P::kInputs, x += p.apart, ++numbers) {
+        typename P::Sum sums[R][S];
         p.ahead->some();
-        const int16_t *at = x, *codes = w;
-        for (int64_t left = least(p.span, p.inputs - k); left > 0; left -= 2 * W * kSteps) {
-#pragma GCC unroll 4
-            for (int step = 0; step < kSteps; ++step, codes += 2 * W, at += 2 * kWordGroup) {
-                WordPairs lanes[S];
-#pragma GCC unroll 16
-                for (int s = 0; s < S; ++s)
-                    lanes[s] = WordPairs::load(at + s * group);
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) {
-                    const WordPairs some = WordPairs::spread<W>(codes + r * pitch);
-#pragma GCC unroll 16
-                    for (int s = 0; s < S; ++s)
-                        sums[r][s] = dot(sums[r][s], lanes[s], some);
-                }
-            }
-        }
-        const auto* of_rows = reinterpret_cast<const float*>(x + p.span * (kWordGroup / W));
+        words_span<P, R, S, W>(p, w, x, least(p.span, p.inputs - k), sums);
+        const auto* of_rows = reinterpret_cast<const float*>(x + p.apart - kWordSums);
         each_total([&](int r, int s, float* to) {
             Vec total = Vec::load(to);
-            if constexpr (kNumbers) {
-                const float* here = numbers + r * (pitch / 2);
+            if constexpr (P::kNumbers) {
+                const float* here = numbers + r * (p.pitch / 2);
                 total = fma(sums[r][s].floats(), Vec::repeat(here), total);
-                total = fma(Vec::load(of_rows + s * (group / 2)), Vec::repeat(here + spans), total);
+                total = fma(Vec::load(of_rows + s * (p.group / 2)), Vec::repeat(here + spans), total);
             } else {
                 total = total + sums[r][s].floats();
             }
@@ -173,17 +247,17 @@ struct WordShape {
 };
 
 // c[r * stride + g * kWordGroup] on = row r of a tile times group g of the rows of x, from input k on.
-template <bool kNumbers>
-inline void words_tile(const WordLanes& lanes, const int16_t* x, int64_t k, WordPass p) {
+template <class P>
+inline void words_tile(const WordLanes& lanes, const Matrix& m, const int16_t* x, int64_t k, WordPass p) {
     const int64_t wide = ceil_div(lanes.wide, kWordGroup), spans = k / lanes.span;
     float* c = p.c;
     const auto run = [&](int64_t g, auto shape) {
         constexpr int R = decltype(shape)::kRows, S = decltype(shape)::kGroups, W = decltype(shape)::kLanes;
-        p.apart = lanes.span * (kWordGroup / W) + (kNumbers ? kWordSums : 0);
+        p.apart = WordRows{m, W, lanes.span, lanes.numbers}.apart();
         p.x = x + g * p.group + spans * p.apart;
         p.c = c + g * kWordGroup;
         for (int64_t r = 0; r < kWordTile; r += R)
-            words_block<R, S, W, kNumbers>(p, r);
+            words_block<P, R, S, W>(p, r);
     };
     int64_t g = 0;
     for (; g + 3 <= wide; g += 3)
@@ -223,6 +297,7 @@ inline void turn_words(const float* c, int64_t stride, int64_t count, int64_t co
 }
 
 // out[r * os + o - begin] = row r . row o of a packed matrix, before its multiplier.
+template <class P>
 inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                                 int64_t os) {
     constexpr int64_t kDeep = 6 * kWordSpan;                // as a tile has
@@ -231,7 +306,6 @@ inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin
     alignas(64) int16_t tile[kWordTile * kPitch];
     alignas(64) float c[kWordTile * kMostGroups * kWordGroup];
     const WordLanes lanes(m, x.rows.count);
-    const CodeWords codes(m, lanes.span);
     const int64_t wide = ceil_div(lanes.wide, kWordGroup), stride = lanes.groups() * kWordGroup;
     const int64_t width = word_inputs(m.inputs), row_bytes = m.plane_bytes[kCodes] / m.outputs;
     const int64_t tile_bytes = kWordTile * row_bytes, spans = ceil_div(width, lanes.span);
@@ -242,14 +316,12 @@ inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin
         Ahead ahead = {coming, coming + tile_bytes, tile_bytes / 64 / spans + 1};
         for (int64_t k = 0; k < width; k += kDeep) {
             const int64_t deep = least(kDeep, width - k);
+            const CodeWords<P> codes(m, lanes.span, k, deep);
             for (int64_t r = 0; r < kWordTile; ++r) // beyond the last row that one again
-                codes.bring(o + least(r, columns - 1), k, deep, tile + r * kPitch);
+                codes.bring(o + least(r, columns - 1), tile + r * kPitch);
             const WordPass pass = {tile, kPitch, deep, nullptr, lanes.group, lanes.span,
                                    0,    k == 0, c,    stride,  &ahead};
-            if (lanes.numbers)
-                words_tile<true>(lanes, x.words, k, pass);
-            else
-                words_tile<false>(lanes, x.words, k, pass);
+            words_tile<P>(lanes, m, x.words, k, pass);
         }
         for (int64_t g = 0; g < wide; ++g) {
             const int64_t r = g * kWordGroup;
@@ -263,6 +335,11 @@ inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin
         else if (lanes.lanes == 4)
             turn_words<4>(last, stride, lanes.narrow, columns, units, out + r * os, os);
     }
+}
+
+inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
+                                int64_t os) {
+    with_lanes(m, [&](auto way) { multiply_word_lanes<decltype(way)>(x, m, begin, end, out, os); });
 }
 
 #endif

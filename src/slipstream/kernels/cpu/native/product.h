@@ -14,9 +14,9 @@ struct PanelFor<GroupedWord> {
     using Type = GroupedPanel;
 };
 #else
-template <bool kNumbers>
-struct PanelFor<WholeWord<kNumbers>> {
-    using Type = WordPanel<kNumbers>;
+template <class P>
+struct PanelFor<WholeWord<P>> {
+    using Type = WordPanel<P>;
 };
 #endif
 #ifdef SLIPSTREAM_AMX
@@ -82,7 +82,7 @@ inline void with_word(const Matrix& m, F f) {
         return f(GroupedUnit());
 #else
     if (in_words(m))
-        return m.group ? f(WholeWord<true>()) : f(WholeWord<false>());
+        return with_lanes(m, [&](auto way) { f(WholeWord<decltype(way)>()); });
 #endif
     if (Vec::kBf16Dot && m.dtype == kBfloat16)
         f(Bf16Unit());

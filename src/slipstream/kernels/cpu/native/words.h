@@ -66,9 +66,10 @@ inline void sum_words(const int16_t* words, int64_t stride, int count, int64_t g
 
 // Several rows in one word for each number lie side by side, so that a vector holds the same inputs of a
 // group of them and nothing is summed across it. A row has one of a vector's lanes, or W of them, which take
-// pairs of inputs in turns.
+// pairs of inputs in turns; fours of them where words are narrowed to bytes.
 //
 // words    [span][2 * W inputs][row in group][input]      zeros beyond the rows and the inputs
+// bytes    [span][4 * W inputs][row in group][input]      likewise
 // sums     [lane]                                         behind each span: of the rows, in their units, in
 //                                                         float32; where codes have minima, which meet these
 constexpr int64_t kWordGroup = Vec::kWidth;
@@ -95,16 +96,28 @@ inline int64_t word_inputs(int64_t inputs) {
     return ceil_div(inputs, kWordStep) * kWordStep;
 }
 
+// Whether the words of rows are narrowed to bytes.
+inline bool in_fours(const Matrix& m) {
+#ifdef SLIPSTREAM_FOURS
+    return is_int4(m) && m.input_bits && !m.input_zero;
+#else
+    (void)m;
+    return false;
+#endif
+}
+constexpr int64_t kFourSpan = 32; // inputs whose products are summed in sixteen bits
+
 // One group of at most kWordGroup / lanes rows. Inputs of a span, a divisor of kWordSpan, are summed as whole
 // numbers.
 struct WordRows {
     const Matrix& m;
     int64_t lanes, span;
     bool has_sums;
+    bool fours = in_fours(m);
 
     int64_t places() const { return kWordGroup / lanes; }
     // Words between spans.
-    int64_t apart() const { return span * places() + (has_sums ? kWordSums : 0); }
+    int64_t apart() const { return (fours ? span / 2 : span) * places() + (has_sums ? kWordSums : 0); }
 
     // `units` are what the numbers of each row are multiples of.
     template <class T>
@@ -129,9 +142,9 @@ struct WordRows {
                 }
             for (int64_t j = 0; j < deep; j += span, out += apart()) {
                 const int64_t n = least(span, deep - j);
-                turn(rows + j, kPitch, n, out);
+                fours ? turn_bytes(rows + j, kPitch, out) : turn(rows + j, kPitch, n, out);
                 if (has_sums)
-                    sum(rows + j, kPitch, n, reinterpret_cast<float*>(out + span * places()));
+                    sum(rows + j, kPitch, n, reinterpret_cast<float*>(out + apart() - kWordSums));
             }
         }
     }
@@ -148,6 +161,17 @@ private:
         for (int64_t j = 0; j < n; j += step)
             for (int64_t i = 0; i < places(); ++i, out += step)
                 std::memcpy(out, from + i * pitch + j, static_cast<size_t>(step) * sizeof(*from));
+    }
+
+    // A span of kFourSpan inputs.
+    void turn_bytes([[maybe_unused]] const int16_t* from, [[maybe_unused]] int64_t pitch,
+                    [[maybe_unused]] int16_t* out) const {
+#ifdef SLIPSTREAM_FOURS
+        alignas(64) int8_t bytes[kWordGroup][kFourSpan];
+        for (int64_t i = 0; i < places(); ++i)
+            narrow_words(from + i * pitch, bytes[i]);
+        turn(reinterpret_cast<const int16_t*>(bytes), kFourSpan / 2, kFourSpan / 2, out);
+#endif
     }
 
     // The first lane of each row has its sum.
@@ -168,13 +192,14 @@ private:
 
 // Where rows lie: whole groups, and what is left behind them in several lanes each.
 struct WordLanes {
-    WordLanes(const Matrix& m, int64_t rows) : span(m.group ? m.group : kWordSpan), numbers(m.group > 0) {
+    WordLanes(const Matrix& m, int64_t rows)
+        : span(in_fours(m) ? kFourSpan : (m.group ? m.group : kWordSpan)), numbers(m.group > 0) {
         const int64_t left = rows % kWordGroup;
         wide = left > kWordGroup / 2 ? rows : rows - left;
         narrow = rows - wide;
         while (narrow && lanes < 4 && kWordGroup / (2 * lanes) >= narrow)
             lanes *= 2;
-        group = ceil_div(word_inputs(m.inputs), span) * (span * kWordGroup + kWordSums);
+        group = ceil_div(word_inputs(m.inputs), span) * WordRows{m, 1, span, true}.apart();
     }
     int64_t groups() const { return ceil_div(wide, kWordGroup) + (narrow > 0); }
     // Bytes for the words and units of so many rows beside any matrix.
