@@ -107,6 +107,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "epsilon": {"do_sample": True, "epsilon_cutoff": 0.01},
     "eta": {"do_sample": True, "eta_cutoff": 0.01},
     "repetition penalty": {"repetition_penalty": 1.8},
+    "reward for repetitions": {"repetition_penalty": 0.7},
+    "penalty beside another": {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2},
+    "penalty and sampling alone": {"do_sample": True, "repetition_penalty": 2.5, "top_k": 0},
+    "penalty, rows that end early": {"repetition_penalty": 1.8, "eos_token_id": [2, *range(10, 30)]},
     "no repeated pairs": {"no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[n] for n in range(40, 70)]},
     "bad pair": {"bad_words_ids": [[20, 30], [31]]},
@@ -234,7 +238,11 @@ class Streamer:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"repetition_penalty": 1.8}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"do_sample": True}, {"repetition_penalty": 1.8}, {"do_sample": True, "repetition_penalty": 1.8}],
+    ids=str,
+)
 @pytest.mark.parametrize("ends", [None, list(range(5, 20))], ids=["to the end", "rows end early"])
 def test_a_streamer_is_told_what_transformers_tells_it(
     llama: Pair, rows: int, options: dict[str, Any], ends: list[int] | None
@@ -275,6 +283,27 @@ def test_a_streamer_costs_no_call_per_token(llama: Pair, monkeypatch: pytest.Mon
     assert new > 6 and len(streamer.told) == new + 2
     assert count == [3], "the prompt, a step that is timed, and all the others"
     assert known == [1, 2, new], "all but a call's last token are told before it returns, the prompt first"
+
+
+@pytest.mark.skipif(load() is None, reason="no native library, whose steps can penalise")
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=str)
+def test_a_penalty_costs_no_call_per_token(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    counts = []
+    penalised = Session.penalised
+
+    def counted(self: Session, *args: Any) -> Tensor:
+        tokens = penalised(self, *args)
+        counts.append(tokens.shape[1])
+        return tokens
+
+    monkeypatch.setattr(generate._Pace, "SECONDS", 60.0)  # however slow the machine is
+    monkeypatch.setattr(Session, "penalised", counted)
+    llama.engine.generate(
+        input_ids=prompt(1), max_new_tokens=24, eos_token_id=None, repetition_penalty=1.5, **options
+    )
+    assert counts == [1, 1, 22], "the prompt, a step that is timed, and all the others"
 
 
 def test_what_a_generation_kept_is_freed_when_it_ends(llama: Pair) -> None:

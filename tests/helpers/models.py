@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +170,7 @@ class Roads:
 def roads(engine: Any) -> Iterator[Roads]:
     """Count the roads that an engine takes within the context."""
     counts = Roads()
-    logits, best, drawn = Session.logits, Session.best, Session.drawn
+    logits, best = Session.logits, Session.best
 
     def counted_logits(self: Session, *args: Any) -> Tensor:
         counts.runner += self._runner is engine._built.runner
@@ -181,12 +181,15 @@ def roads(engine: Any) -> Iterator[Roads]:
         counts.runner += tokens.shape[1] * (self._runner is engine._built.runner)
         return tokens
 
-    def counted_drawn(self: Session, *args: Any) -> Tensor:
-        before = counts.runner
-        tokens = drawn(self, *args)
-        if counts.runner == before:  # else it has asked for logits
-            counts.runner += tokens.shape[1] * (self._runner is engine._built.runner)
-        return tokens
+    def counted(chosen: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(self: Session, *args: Any) -> Tensor:
+            before = counts.runner
+            tokens = chosen(self, *args)
+            if counts.runner == before:  # else it has asked for logits
+                counts.runner += tokens.shape[1] * (self._runner is engine._built.runner)
+            return tokens
+
+        return run
 
     model_class = type(engine.module)
     forward = model_class.forward
@@ -199,7 +202,8 @@ def roads(engine: Any) -> Iterator[Roads]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "logits", counted_logits)
         patch.setattr(Session, "best", counted_best)
-        patch.setattr(Session, "drawn", counted_drawn)
+        patch.setattr(Session, "drawn", counted(Session.drawn))
+        patch.setattr(Session, "penalised", counted(Session.penalised))
         patch.setattr(model_class, "forward", counted_forward)
         yield counts
 

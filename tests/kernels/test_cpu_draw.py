@@ -16,6 +16,7 @@ from slipstream.kernels.cpu.draw import KERNELS, native_draw, noise_is_torchs
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.ops.bind import Kernel
 from slipstream.ops.draw import Warp, draw
+from slipstream.ops.penalty import Penalty
 from tests.helpers.libraries import library
 
 pytestmark = pytest.mark.skipif(
@@ -150,12 +151,66 @@ def test_scores_that_nothing_can_be_drawn_from_are_refused(isa: str, value: floa
         native_draw(scores, noise, numbers, library=loaded)
 
 
+def chosen(
+    scores: Tensor, penalty: Penalty, noise: Tensor | None, warp: Warp, loaded: Library, rows: list[int]
+) -> Tensor:
+    """What the library chooses in one step: drawn, or without noise the best."""
+    numbers, out = warp.numbers(scores.shape[1], scores.device), torch.empty(len(rows), dtype=torch.int64)
+    struct = Draw(
+        numbers=numbers.data_ptr(),
+        noise=None if noise is None else noise.data_ptr(),
+        places=(places := torch.tensor(rows)).data_ptr(),
+        seen=penalty.seen.data_ptr(),
+        rows=penalty.seen.shape[0],
+        penalty=penalty.factor,
+        best=noise is None,
+    )
+    call = DrawCall(scores.data_ptr(), out.data_ptr(), *scores.shape, 0, 0, struct)
+    loaded.run("draw", call)
+    assert len(places) == len(out)
+    return out
+
+
+@EACH_ISA
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("vocabulary", [3, 64, 1213])
+def test_tokens_that_were_seen_are_penalised(vocabulary: int, greedy: bool, isa: str) -> None:
+    loaded, rows, warp = library(isa), [3, 0, 2], Warp(0.9, top_k=min(50, vocabulary))
+    ids = torch.randint(0, vocabulary, (4, vocabulary // 3), generator=torch.Generator().manual_seed(2))
+    ours, theirs = Penalty(1.7, ids, vocabulary), Penalty(1.7, ids, vocabulary)
+    for seed in range(8):
+        scores = of(3, vocabulary, seed=seed) + 2 * (seed % 3 - 1)
+        noise = torch.rand(4, vocabulary, generator=torch.Generator().manual_seed(seed)) + 0.1
+        lowered = theirs.of(rows)(scores)
+        expected = (
+            lowered.argmax(-1)
+            if greedy
+            else draw(lowered, noise[rows], warp.numbers(vocabulary, scores.device))
+        )
+        got = chosen(scores, ours, None if greedy else noise, Warp() if greedy else warp, loaded, rows)
+        assert torch.equal(got, expected)
+        for row, token in zip(rows, expected.tolist(), strict=True):
+            theirs.seen[row, token] = True
+        assert torch.equal(ours.seen, theirs.seen)
+
+
+@EACH_ISA
+def test_the_best_of_scores_that_are_no_numbers_is_the_first_of_those(isa: str) -> None:
+    loaded = library(isa)
+    for places in ([], [700], [1299, 640, 641], [0]):
+        scores = of(1, 1300)
+        scores[0, places] = float("nan")
+        penalty = Penalty(1.2, torch.tensor([[5]]), 1300)
+        assert chosen(scores, penalty, None, Warp(), loaded, [0]).item() == scores.argmax().item()
+
+
 def refused(loaded: Library, **changes: Any) -> str:
     """What the library says to a call that would be right without the changes."""
     numbers, noise = torch.tensor([1.0, 5, -1, 0]), torch.ones(4, 9)
     scores, out, state = torch.zeros(2, 9), torch.empty(3, dtype=torch.int64), torch.get_rng_state()
     places = torch.tensor([0, 3])
     draws: dict[str, Any] = {"numbers": numbers, "noise": noise, "places": places, "rows": 4}
+    draws |= {"seen": None, "penalty": 0.0}
     call: dict[str, Any] = {"scores": scores, "out": out, "rows": 2, "vocabulary": 9}
     if changes.pop("of_words", False):
         draws |= {"noise": None, "generator": state}
@@ -192,6 +247,8 @@ def refused(loaded: Library, **changes: Any) -> str:
         ({"vocabulary": 1 << 40}, "shapes do not fit"),
         ({"dtype": 7}, "a dtype is unknown"),
         ({"noise": torch.ones(40).view(torch.uint8)[1:]}, "not aligned"),
+        ({"seen": torch.ones(4, 9, dtype=torch.bool)}, "an option is unknown"),
+        ({"seen": torch.ones(4, 9, dtype=torch.bool), "penalty": float("nan")}, "an option is unknown"),
         ({"of_words": True, "left": 0}, "points outside"),
         ({"of_words": True, "left": 626}, "points outside"),
     ],

@@ -25,6 +25,7 @@ from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.frame import run_stack
 from slipstream.ops.draw import Warp, draw
 from slipstream.ops.noise import Noise, RowNoise
+from slipstream.ops.penalty import Penalty
 from slipstream.ops.step import Step
 from tests.families.sweep import VARIANTS, label
 from tests.kernels.test_stack import CHUNK, DECODE, PREFILL, SINGLE, accepted, refuse_to_run
@@ -238,6 +239,39 @@ def test_several_drawn_steps_are_the_steps_one_by_one(
     for _ in range(count):
         noise.another()
     assert torch.equal(torch.rand(3), after)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [1, 3]], ids=str)
+def test_several_penalised_steps_are_the_steps_one_by_one(isa: str, greedy: bool, rows: list[int]) -> None:
+    runs = sessions("llama", isa=isa)
+    runs.both(PREFILL)
+    vocabulary, starts = runs.session._vocabulary, [7, 1, 61, 13]
+    spans = [(row, starts[row], 1) for row in rows]
+    first = torch.tensor([9, 8, 7, 6])
+    ours, theirs = (Penalty(3.0, first[:, None], vocabulary) for _ in range(2))
+    torch.manual_seed(3)
+    tokens, expected = first.clone(), []
+    for i in range(9):
+        step = runs.step([(row, start + i, 1) for row, start, _ in spans], tokens)
+        logits = runs.session.logits(step)
+        assert logits is not None
+        lowered = theirs.of(rows)(logits)
+        best = lowered.argmax(-1) if greedy else draw(lowered, noise_of(rows, vocabulary)(), NUMBERS)
+        tokens[rows] = best
+        theirs.seen[rows, best] = True
+        expected.append(best)
+    state, step = torch.get_rng_state(), runs.step(spans, first)
+    torch.manual_seed(3)
+    numbers = Warp().numbers(vocabulary, first.device) if greedy else NUMBERS
+    noise = None if greedy else noise_of(rows, vocabulary)
+    got = runs.session.penalised(step, ours.of(rows), numbers, noise, 9)
+    assert got is not None and torch.equal(got, torch.stack(expected, dim=1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(ours.seen, theirs.seen)
+    if greedy:
+        assert not torch.equal(got, runs.session.best(step, 9))
 
 
 def test_what_is_drawn_meanwhile_is_drawn_independently(llama: Sessions) -> None:

@@ -17,6 +17,7 @@ from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
 from slipstream.ops.kv_cache import CachePart, read_cache
 from slipstream.ops.noise import Noise
+from slipstream.ops.penalty import Penalty
 from slipstream.ops.step import Step
 
 __all__ = ["Batch"]
@@ -53,6 +54,7 @@ class Batch:
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
         self._decode: _Decode | None = None
+        self._penalty: Penalty | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -108,6 +110,44 @@ class Batch:
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
             count, told = most if decodes else 1, self._teller(tell, rows)
             return self._session.drawn(step, numbers, noise.of(rows), count, ends, told)
+
+        return self._run(run)
+
+    def penalise(self, factor: float) -> Penalty:
+        """What lowers the scores of tokens that a row has said, from now on and by every later call of this.
+
+        Args:
+            factor: Above 0.
+        """
+        self._penalty = Penalty(factor, self.ids, self._runner.vocabulary)
+        return self._penalty
+
+    def penalised(
+        self,
+        penalty: Penalty,
+        warp: Warp | None,
+        steps: int = 1,
+        ends: Sequence[int] = (),
+        tell: Tell | None = None,
+    ) -> Tensor:
+        """As `drawn`, or where there is no warp `best`, once the scores of some tokens are lowered.
+
+        Args:
+            penalty: Of `penalise`.
+            warp: What may be drawn of the lowered scores.
+            steps: As of `best`.
+            ends: As of `best`.
+            tell: As of `best`.
+        """
+        device, vocabulary = self._tokens.device, self._runner.vocabulary
+        most = min(steps, self._tokens.shape[1] - self._length)
+        numbers = (warp or Warp()).numbers(vocabulary, device)
+        noise = None if warp is None else Noise(self._tokens.shape[0], vocabulary, device)
+
+        def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
+            count, told = most if decodes else 1, self._teller(tell, rows)
+            own = None if noise is None else noise.of(rows)
+            return self._session.penalised(step, penalty.of(rows), numbers, own, count, ends, told)
 
         return self._run(run)
 
@@ -179,6 +219,8 @@ class Batch:
         self._tokens[:, self._length : self._length + count] = tokens
         self._length += count
         self._schedule.append(self._schedule.rows, count)
+        if self._penalty is not None:
+            self._penalty.add(tokens)
 
     def drop(self, alive: Sequence[bool]) -> None:
         """Take finished rows out of the schedule."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.engine.batch import Batch
 from slipstream.engine.listen import listen, listens
 from slipstream.engine.runner import Runner
-from slipstream.engine.warp import parted
+from slipstream.engine.warp import parted, penalty_of
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_tokens, any_of
 
@@ -155,16 +155,20 @@ class Loop:
         self, batch: Batch, processors: Any, config: Any, ends: Sequence[int], stream: _Stream | None
     ) -> Callable[[int], Tensor] | None:
         """What runs some steps and chooses their tokens, nobody seeing logits; None where that is apart."""
-        if not config.do_sample:
-            tell = None if stream is None else stream.put
-            return None if len(processors) else lambda steps: batch.best(steps, ends, tell)
+        tell = None if stream is None else stream.put
+        first, warp = parted(processors) if config.do_sample else (processors, None)
+        if warp is None and not len(first):
+            return lambda steps: batch.best(steps, ends, tell)
         # Ranks compare tokens, and each draws from a generator of its own.
         if self.ranks.size > 1 or not batch.draws:
             return None
-        first, warp = parted(processors)
+        if (factor := penalty_of(first)) is not None:
+            penalty = batch.penalise(factor)
+            return lambda steps: batch.penalised(penalty, warp, steps, ends, tell)
+        if warp is None:
+            return None
         if len(first):
             return lambda _: batch.processed(type(processors)(first), warp)
-        tell = None if stream is None else stream.put
         return lambda steps: batch.drawn(warp, steps, ends, tell)
 
     def _admit(self, ids: Tensor, most: int, inputs: Mapping[str, Any]) -> tuple[Batch, Runner]:

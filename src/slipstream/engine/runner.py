@@ -18,6 +18,7 @@ from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame import Frame, run_stack
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.noise import RowNoise
+from slipstream.ops.penalty import RowPenalty
 from slipstream.ops.step import Step
 from slipstream.spec import Rope
 
@@ -55,6 +56,22 @@ class Draws(Protocol):
         step: Step,
         numbers: Tensor,
         noise: RowNoise,
+        steps: int,
+        ends: Sequence[int],
+        tell: Tell | None,
+    ) -> Tensor | None: ...
+
+
+@runtime_checkable
+class Penalises(Protocol):
+    """What can run whole steps in which tokens are penalised that a row has said."""
+
+    def penalised(  # noqa: D102
+        self,
+        step: Step,
+        penalty: RowPenalty,
+        numbers: Tensor,
+        noise: RowNoise | None,
         steps: int,
         ends: Sequence[int],
         tell: Tell | None,
@@ -224,6 +241,43 @@ class Session:
         if tokens is None:
             drawn: Tensor = self._runner.frame.ops.draw.run(self.logits(step), noise(), numbers)
             tokens = drawn[:, None]
+        return tokens
+
+    def penalised(
+        self,
+        step: Step,
+        penalty: RowPenalty,
+        numbers: Tensor,
+        noise: RowNoise | None,
+        steps: int = 1,
+        ends: Sequence[int] = (),
+        tell: Tell | None = None,
+    ) -> Tensor:
+        """As `drawn`, or where there is no noise `best`, once the scores of some tokens are lowered.
+
+        Args:
+            step: As of `best`.
+            penalty: For the step's rows; may take the tokens of each step.
+            numbers: As of `drawn`.
+            noise: As of `drawn`; None for the best tokens.
+            steps: As of `best`.
+            ends: As of `best`.
+            tell: As of `best`.
+
+        Raises:
+            RequestError: As `drawn`.
+        """
+        whole, ops, tokens = self._native(), self._runner.frame.ops, None
+        if isinstance(whole, Penalises):
+            tokens = whole.penalised(step, penalty, numbers, noise, steps, ends, tell)
+        if tokens is None:
+            scores = penalty(self.logits(step))
+            chosen: Tensor = (
+                ops.sample.run(scores, greedy=True)
+                if noise is None
+                else ops.draw.run(scores, noise(), numbers)
+            )
+            tokens = chosen[:, None]
         return tokens
 
     def _native(self) -> WholeSession | None:

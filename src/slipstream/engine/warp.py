@@ -1,4 +1,7 @@
-"""Reads transformers' processors: those at the end that only warp are one operation with the draw."""
+"""Reads transformers' processors: those that only warp at the end, and a penalty for repetitions before them.
+
+Both are one operation with the draw.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from slipstream.ops.draw import Warp
 
-__all__ = ["parted", "warp_of"]
+__all__ = ["parted", "penalty_of", "warp_of"]
 
 
 def parted(processors: Sequence[Any]) -> tuple[Sequence[Any], Warp]:
@@ -51,3 +54,18 @@ def warp_of(processors: Iterable[Any]) -> Warp | None:
             return None
         warp, next_one = replace(warp, **{name: own[name]}), place + 1
     return warp
+
+
+def penalty_of(processors: Sequence[Any]) -> float | None:
+    """The factor of a penalty for repetitions, prompt included, or None where the list does anything else.
+
+    Args:
+        processors: Of a generation, without those at its end that only warp.
+    """
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    if len(processors) != 1 or type(processors[0]) is not RepetitionPenaltyLogitsProcessor:
+        return None
+    own = vars(processors[0])
+    # One from before there was such a choice does not have it.
+    return None if own.get("prompt_ignore_length") is not None else float(own["penalty"])

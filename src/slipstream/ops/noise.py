@@ -69,9 +69,14 @@ class RowNoise:
         self.whole, self.rows, self._has_begun = whole, rows, False
 
     @property
+    def batch(self) -> int:
+        """Rows of the batch (B)."""
+        return self.whole.shape[0]
+
+    @property
     def is_whole(self) -> bool:
         """Whether they are all of the batch, in order."""
-        return len(self.rows) == self.whole.shape[0]
+        return len(self.rows) == self.batch
 
     def __call__(self) -> Tensor:
         """Of the next token, then of the one after it, `(R, V)` float32."""

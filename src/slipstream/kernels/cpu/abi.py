@@ -48,7 +48,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 16
+ABI = 17
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -314,7 +314,12 @@ class PackCall(ctypes.Structure):
 class Draw(ctypes.Structure):
     """How tokens are drawn."""
 
-    _fields_: ClassVar[_Fields] = [*_each(c_void_p, "numbers noise generator places"), ("rows", c_int64)]
+    _fields_: ClassVar[_Fields] = [
+        *_each(c_void_p, "numbers noise generator places seen"),
+        ("rows", c_int64),
+        ("penalty", c_float),
+        ("best", c_int32),
+    ]
 
 
 class DrawCall(ctypes.Structure):

@@ -26,6 +26,7 @@ from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.draw import Warp
 from slipstream.ops.following import Following
 from slipstream.ops.noise import RowNoise, exponential
+from slipstream.ops.penalty import RowPenalty
 
 __all__ = ["KERNELS", "Drawing", "check", "noise_is_torchs", "native_draw"]
 
@@ -70,31 +71,45 @@ class _Held:
 
 
 class Drawing:
-    """What a call of several steps draws with.
+    """What a call of several steps draws with, or how it takes the best tokens where some are penalised.
 
     Attributes:
         steps: How many there may be.
         struct: For the call.
     """
 
-    def __init__(self, numbers: Tensor, noise: RowNoise, steps: int) -> None:
+    def __init__(
+        self, numbers: Tensor, noise: RowNoise | None, steps: int, penalty: RowPenalty | None = None
+    ) -> None:
         """Let the library make the noise, or make it for as many steps as memory is spent on.
 
         Args:
             numbers: Of `ops.draw.Warp`.
-            noise: For the rows of the call.
+            noise: For the rows of the call; None for the best tokens.
             steps: How many at most.
+            penalty: For the rows of the call; None where nothing is penalised.
         """
-        whole = noise.whole
-        places = None if noise.is_whole else torch.tensor(list(noise.rows), dtype=torch.int64, device="cpu")
-        self.struct = abi.Draw(numbers=address(numbers), places=address(places), rows=whole.shape[0])
-        self._kept, self._states = [numbers, places], list[Tensor]()
+        rows = penalty if noise is None else noise
+        if rows is None:
+            raise AssertionError("neither drawn nor penalised")
+        places = None if rows.is_whole else torch.tensor(list(rows.rows), dtype=torch.int64, device="cpu")
+        self.struct = abi.Draw(numbers=address(numbers), places=address(places), rows=rows.batch)
+        self.steps, self._kept, self._states = steps, [numbers, places], list[Tensor]()
         self._held: _Held | None = None
-        if noise_is_torchs():
-            self.steps, self._held = steps, _Held(whole.start)
+        if penalty is not None:
+            self._kept.append(penalty.whole.seen)
+            self.struct.seen, self.struct.penalty = address(penalty.whole.seen), penalty.whole.factor
+        if noise is None:
+            self.struct.best = 1
+        elif noise_is_torchs():
+            self._held = _Held(noise.whole.start)
             self.struct.generator = address(self._held.state)
-            return
-        self.steps = max(1, min(steps, _MOST_NOISE // (whole.shape[0] * whole.shape[1])))
+        else:
+            self._make(noise)
+
+    def _make(self, noise: RowNoise) -> None:
+        whole = noise.whole
+        self.steps = max(1, min(self.steps, _MOST_NOISE // (whole.shape[0] * whole.shape[1])))
         made = [whole.first()]
         for _ in range(1, self.steps):
             self._states.append(torch.get_rng_state())
@@ -107,7 +122,7 @@ class Drawing:
         """Leave torch's generator as it is after so many steps, unless others have drawn from it."""
         if self._held is not None:
             self._held.end()
-        elif torch.equal(torch.get_rng_state(), self._states[-1]):
+        elif self._states and torch.equal(torch.get_rng_state(), self._states[-1]):
             torch.set_rng_state(self._states[steps - 1])
 
 
@@ -160,7 +175,7 @@ def _call(
     scores: Tensor, noise: Tensor | None, numbers: Tensor, state: Tensor | None, out: Tensor, library: Library
 ) -> None:
     rows, vocabulary = scores.shape
-    draw = abi.Draw(address(numbers), address(noise), address(state), None, rows)
+    draw = abi.Draw(address(numbers), address(noise), address(state), rows=rows)
     call = DrawCall(address(scores), address(out), rows, vocabulary, DTYPES[scores.dtype], 0, draw)
     library.run("draw", call, 1 if scores.numel() < _LEAST else None)
 

@@ -28,6 +28,7 @@ from slipstream.kernels.cpu.turns import Turns
 from slipstream.kernels.likes import VectorLike
 from slipstream.ops.linear import Weight
 from slipstream.ops.noise import RowNoise
+from slipstream.ops.penalty import RowPenalty
 from slipstream.ops.step import Step
 from slipstream.spec import FrameSpec
 
@@ -222,6 +223,33 @@ class NativeSession:
             RequestError: The logits of a row are NaN or infinite.
         """
         return self._tokens(step, steps, ends, tell, lambda most: Drawing(numbers, noise, most))
+
+    def penalised(
+        self,
+        step: Step,
+        penalty: RowPenalty,
+        numbers: Tensor,
+        noise: RowNoise | None,
+        steps: int = 1,
+        ends: Sequence[int] = (),
+        tell: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
+        """As `drawn`, or where there is no noise `best`, once the scores of some tokens are lowered.
+
+        Args:
+            step: As of `best`.
+            penalty: For the step's rows; takes the tokens of each step.
+            numbers: Of `ops.draw.Warp`; what may be drawn of the lowered scores.
+            noise: As of `drawn`; None for the best tokens.
+            steps: How many at most.
+            ends: As of `best`.
+            tell: As of `best`.
+
+        Raises:
+            DeviceError: As `best`.
+            RequestError: As `drawn`.
+        """
+        return self._tokens(step, steps, ends, tell, lambda most: Drawing(numbers, noise, most, penalty))
 
     def _tokens(
         self,

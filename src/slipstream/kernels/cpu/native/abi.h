@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 16;
+constexpr int32_t kAbi = 17;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -307,7 +307,11 @@ struct Draw {
     const float* noise;    // `(steps, rows, V)`, or null: as the generator makes it
     Generator* generator;  // updated; not read where noise is given
     const int64_t* places; // `(R,)`, which of the batch's rows each one is; null: its own
-    int64_t rows;          // of the batch
+    uint8_t* seen; // `(rows, V)`, not 0: tokens that are penalised, to which those chosen are added; or null
+    int64_t rows;  // of the batch
+    float penalty; // divides scores of tokens that were seen, multiplies those below 0
+    int32_t best;  // not 0: not drawn but the first of the highest (or NaN); noise, generator and all but
+                   // the temperature are not read
 };
 
 struct DrawCall {

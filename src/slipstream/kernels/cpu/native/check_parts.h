@@ -170,7 +170,7 @@ Status heads(int64_t heads, int64_t kv_heads, int64_t dim) {
 }
 
 Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
-    if (!d.numbers || (!d.noise && !d.generator))
+    if (!d.numbers || (!d.noise && !d.generator && !d.best))
         return kNull;
     if (!is_aligned(d.numbers, 4) || !is_aligned(d.noise, 4) || !is_aligned(d.places, 8))
         return kAlignment;
@@ -182,9 +182,9 @@ Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
     // A comparison with NaN is false.
     const bool warps = d.numbers[0] > 0.0f && d.numbers[1] >= 1.0f && d.numbers[2] <= 1.0f &&
                        d.numbers[3] >= 0.0f && d.numbers[3] <= 1.0f;
-    if (!warps)
+    if (!warps || (d.seen && !(d.penalty > 0.0f)))
         return kUnsupported;
-    if (d.noise)
+    if (d.noise || d.best)
         return kOk;
     if (!is_aligned(d.generator, 8))
         return kAlignment;

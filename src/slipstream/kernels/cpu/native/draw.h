@@ -1,215 +1,9 @@
-// The choice of tokens by chance, as ops/draw.py has it, without sorting the vocabulary: one row per thread.
+// The choice of tokens by chance, as ops/draw.py has it, without sorting the vocabulary, or of the best ones,
+// where tokens that were seen are penalised: one row per thread.
 #pragma once
 
 namespace slipstream {
 namespace {
-
-// Order of floats as order of whole numbers, and back.
-inline uint32_t ordered(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-inline float of_ordered(uint32_t key) {
-    const uint32_t bits = key & 0x80000000u ? key & 0x7fffffffu : ~key;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
-
-// The k-th largest of n numbers, byte by byte.
-inline float largest(const float* x, int64_t n, int64_t k) {
-    uint32_t found = 0, known = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        int32_t counts[256] = {};
-        for (int64_t i = 0; i < n; ++i)
-            if ((ordered(x[i]) & known) == found)
-                ++counts[(ordered(x[i]) >> shift) & 255];
-        uint32_t digit = 255;
-        for (; counts[digit] < k; --digit)
-            k -= counts[digit];
-        found |= digit << shift;
-        known |= 255u << shift;
-    }
-    return of_ordered(found);
-}
-
-constexpr int64_t kSpan = 32; // scores that are looked at together
-
-inline float highest(const float* x, int64_t n) {
-    Vec top = Vec::set(kNever);
-    int64_t j = 0;
-    for (; j + Vec::kWidth <= n; j += Vec::kWidth)
-        top = max(top, Vec::load(x + j));
-    float best = top.highest();
-    for (; j < n; ++j)
-        best = x[j] > best ? x[j] : best;
-    return best;
-}
-
-// What remains of a row: scores above `low`, and those that equal it from place `from` on.
-struct Remains {
-    float low;
-    int64_t from;
-    bool has(float score, int64_t place) const {
-        return score > low || (score == low && place >= from && score > kNever);
-    }
-};
-
-// What one thread needs beside a row's scores.
-struct DrawScratch {
-    float *scores, *chances; // some of the row, in order, their chances beside the best one's,
-    int32_t* places;         // and where they stand
-
-    DrawScratch(Scratch& scratch, int64_t vocabulary)
-        : scores(scratch.part<float>(vocabulary)), chances(scratch.part<float>(vocabulary)),
-          places(scratch.part<int32_t>(vocabulary)) {}
-
-    static int64_t bytes(int64_t vocabulary) {
-        Scratch scratch(nullptr);
-        const DrawScratch counted(scratch, vocabulary);
-        return scratch.used();
-    }
-};
-
-// The k-th largest score, or kNever where there are no k: what is larger than the k best of those before is
-// kept, and cut down to k once there are several times as many.
-inline float best_of(const float* x, int64_t n, int64_t k, float* kept) {
-    const int64_t room = least(n, most(4 * k, 1024));
-    int64_t count = 0;
-    float low = kNever;
-    for (int64_t begin = 0; begin < n; begin += kSpan) {
-        const int64_t end = least(begin + kSpan, n);
-        if (!(highest(x + begin, end - begin) > low))
-            continue;
-        for (int64_t j = begin; j < end; ++j) {
-            if (!(x[j] > low))
-                continue;
-            if (count == room) {
-                low = largest(kept, count, k);
-                int64_t above = 0;
-                for (int64_t i = 0; i < count; ++i)
-                    if (kept[i] > low)
-                        kept[above++] = kept[i];
-                for (; above < k; ++above)
-                    kept[above] = low;
-                count = k;
-            }
-            kept[count++] = x[j];
-        }
-    }
-    return count < k ? kNever : largest(kept, count, k);
-}
-
-// What the nucleus leaves of the scores that are not below `low`: as many of the least as have no more than
-// `rest` of the chances together go, but for the last. Where equal ones are parted, those that stand first
-// go.
-class Nucleus {
-public:
-    Nucleus(const float* x, int64_t n, float top, const DrawScratch& scratch)
-        : x_(x), n_(n), top_(top), s_(scratch) {}
-
-    Remains remains(float low, float rest) {
-        double total = gather(low), gone = 0;
-        const double most_gone = static_cast<double>(rest) * total;
-        while (count_ > kFew && narrow(most_gone, gone))
-            ;
-        if (count_ <= kFew)
-            sort();
-        int64_t i = 0;
-        for (; i < count_ - 1; ++i) {
-            gone += static_cast<double>(s_.chances[i]);
-            if (gone > most_gone)
-                break;
-        }
-        return {s_.scores[i], s_.places[i]};
-    }
-
-private:
-    static constexpr int64_t kFew = 64;
-
-    // Takes what is not below `low`; returns the sum of the chances.
-    double gather(float low) {
-        count_ = 0;
-        for (int64_t begin = 0; begin < n_; begin += kSpan) {
-            const int64_t end = least(begin + kSpan, n_);
-            if (highest(x_ + begin, end - begin) < low)
-                continue;
-            for (int64_t j = begin; j < end; ++j) {
-                s_.scores[count_] = x_[j];
-                s_.places[count_] = static_cast<int32_t>(j);
-                count_ += x_[j] >= low && x_[j] > kNever;
-            }
-        }
-        double total = 0;
-        for (int64_t begin = 0; begin < count_; begin += kSpan) {
-            Vec sum = Vec::set(0);
-            for (int64_t j = begin; j < least(begin + kSpan, count_); j += Vec::kWidth) {
-                const int64_t lanes = least(Vec::kWidth, count_ - j);
-                exponential(Vec::load(s_.scores + j, lanes) - Vec::set(top_)).store(s_.chances + j, lanes);
-                sum = sum + Vec::load(s_.chances + j, lanes);
-            }
-            total += static_cast<double>(sum.sum());
-        }
-        return total;
-    }
-
-    // Leaves the bucket of scores within which the nucleus ends, and adds what is below it to `gone`. False
-    // where all scores are equal.
-    bool narrow(double most_gone, double& gone) {
-        constexpr int kBuckets = 256;
-        float low = s_.scores[0], high = low;
-        for (int64_t i = 1; i < count_; ++i) {
-            low = s_.scores[i] < low ? s_.scores[i] : low;
-            high = s_.scores[i] > high ? s_.scores[i] : high;
-        }
-        const float scale = (kBuckets - 1) / (high - low);
-        if (!(scale < 1e30f))
-            return false;
-        const auto bucket = [&](float score) {
-            return least(static_cast<int64_t>((high - score) * scale), kBuckets - 1);
-        };
-        double chances[kBuckets] = {};
-        for (int64_t i = 0; i < count_; ++i)
-            chances[bucket(s_.scores[i])] += static_cast<double>(s_.chances[i]);
-        int64_t last = kBuckets - 1;
-        for (; last > 0 && gone + chances[last] <= most_gone; --last)
-            gone += chances[last];
-        int64_t left = 0;
-        for (int64_t i = 0; i < count_; ++i) {
-            if (bucket(s_.scores[i]) != last)
-                continue;
-            s_.scores[left] = s_.scores[i];
-            s_.chances[left] = s_.chances[i];
-            s_.places[left++] = s_.places[i];
-        }
-        // Sums in another order may say that the last bucket goes, too: then the best ones end the nucleus.
-        return left > 0 && left < count_ ? (count_ = left, true) : false;
-    }
-
-    // The least first, those that are equal as they stand.
-    void sort() {
-        for (int64_t i = 1; i < count_; ++i) {
-            const float score = s_.scores[i], chance = s_.chances[i];
-            const int32_t place = s_.places[i];
-            int64_t j = i;
-            for (; j > 0 && s_.scores[j - 1] > score; --j) {
-                s_.scores[j] = s_.scores[j - 1];
-                s_.chances[j] = s_.chances[j - 1];
-                s_.places[j] = s_.places[j - 1];
-            }
-            s_.scores[j] = score;
-            s_.chances[j] = chance;
-            s_.places[j] = place;
-        }
-    }
-
-    const float* x_;
-    const int64_t n_;
-    const float top_;
-    const DrawScratch& s_;
-    int64_t count_ = 0;
-};
 
 // The place of the largest chance / noise among the scores that remain and have `floor` of the best one's
 // chance at least.
@@ -253,10 +47,11 @@ class Draws {
 public:
     Draws(const Draw& call, int64_t rows, int64_t vocabulary, Scratch& scratch, int threads)
         : call_(call), rows_(rows), vocabulary_(vocabulary),
-          group_(call.noise ? call.rows : least(call.rows, most(kMostBytes / (8 * vocabulary), int64_t{1}))) {
+          group_(!makes_noise() ? call.rows
+                                : least(call.rows, most(kMostBytes / (8 * vocabulary), int64_t{1}))) {
         scores_ = scratch.part<float>(rows * vocabulary);
         found_ = scratch.part<Found>(rows);
-        if (!call.noise) {
+        if (makes_noise()) {
             at_ = scratch.part<int64_t>(2);
             words_ = scratch.part<uint32_t>(2 * kTwisted + 2 * vocabulary * group_);
         }
@@ -266,8 +61,8 @@ public:
     // Where the row's scores are put before `run`.
     float* scores(int64_t row) const { return scores_ + row * vocabulary_; }
 
-    // Draws one token of each row, and writes it to out[row * stride]: -1 where there is nothing to draw
-    // from.
+    // Draws one token of each row, or takes the best one, and writes it to out[row * stride]: -1 where there
+    // is nothing to draw from.
     void run(Team& team, int rank, int64_t step, int64_t* out, int64_t stride) const {
         Scratch scratch(own_ + DrawScratch::bytes(vocabulary_) * rank);
         const DrawScratch own(scratch, vocabulary_);
@@ -279,11 +74,16 @@ public:
                     look(i - 1, own);
             });
             each(team, rows_, 1, [&](int64_t r, int64_t) {
-                if (is_in(r, first))
-                    out[r * stride] = choose(r, step, first);
+                if (!is_in(r, first))
+                    return;
+                const int64_t token =
+                    call_.best ? best_place(scores(r), vocabulary_) : choose(r, step, first);
+                if (call_.seen && token >= 0)
+                    seen(r)[token] = 1;
+                out[r * stride] = token;
             });
         }
-        if (rank == 0 && !call_.noise)
+        if (rank == 0 && makes_noise())
             leave();
     }
 
@@ -295,6 +95,8 @@ private:
         float top;
     };
 
+    bool makes_noise() const { return !call_.noise && !call_.best; }
+    uint8_t* seen(int64_t row) const { return call_.seen + place(row) * vocabulary_; }
     int64_t place(int64_t row) const { return call_.places ? call_.places[row] : row; }
     bool is_in(int64_t row, int64_t first) const {
         return place(row) >= first && place(row) < first + group_;
@@ -302,7 +104,7 @@ private:
 
     // Makes the words of a group of the batch's rows.
     void begin(int64_t step, int64_t first) const {
-        if (call_.noise)
+        if (!makes_noise())
             return;
         if (step == 0 && first == 0) {
             for (int64_t i = 0; i < kTwisted; ++i)
@@ -331,9 +133,32 @@ private:
         generator.next = static_cast<uint64_t>(at_[1]);
     }
 
+    // Lowers the scores of tokens that were seen; most of eight were not.
+    void penalise(int64_t row) const {
+        const uint8_t* marks = seen(row);
+        float* x = scores(row);
+        const auto lower = [&](int64_t j) {
+            if (marks[j])
+                x[j] = x[j] < 0 ? x[j] * call_.penalty : x[j] / call_.penalty;
+        };
+        int64_t j = 0;
+        for (; j + 8 <= vocabulary_; j += 8) {
+            uint64_t eight;
+            std::memcpy(&eight, marks + j, sizeof(eight));
+            for (int64_t i = 0; eight && i < 8; ++i)
+                lower(j + i);
+        }
+        for (; j < vocabulary_; ++j)
+            lower(j);
+    }
+
     // Divides the scores by the temperature and finds which of them remain.
     void look(int64_t row, const DrawScratch& own) const {
         float* x = scores(row);
+        if (call_.seen)
+            penalise(row);
+        if (call_.best)
+            return;
         const Vec temperature = Vec::set(call_.numbers[0]), lowest = Vec::set(-3.402823466e38f);
         Vec odd = Vec::set(0);
         for (int64_t j = 0; j < vocabulary_; j += Vec::kWidth) {

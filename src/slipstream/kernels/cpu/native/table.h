@@ -57,6 +57,8 @@
 #include "text.h"
 #include "pack.h"
 #include "noise.h"
+#include "best.h"
+#include "remains.h"
 #include "draw.h"
 #include "frame.h"
 // clang-format on
