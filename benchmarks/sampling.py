@@ -27,6 +27,7 @@ _MODELS: dict[str, str | None] = {
 }
 _WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
+    "greedy, penalty": {"do_sample": False, "repetition_penalty": 1.1},
     "temperature": {"do_sample": True, "temperature": 0.8, "top_k": 0},
     "top k 50": {"do_sample": True, "temperature": 0.8, "top_k": 50},
     "top p 0.9": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9},
