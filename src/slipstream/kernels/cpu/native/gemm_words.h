@@ -54,7 +54,8 @@ struct WordPanel {
 
     static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,
                       int64_t pitch) {
-        const CodeWords<P> codes(m, Word::kInputs, from, word_inputs(n));
+        CodeWords<P> codes(m, Word::kInputs);
+        codes.begin(from, word_inputs(n));
         for (int64_t r = 0; r < rows; ++r)
             codes.bring(begin + r, reinterpret_cast<int16_t*>(panel + r * pitch));
         const int64_t whole = ceil_div(rows, kGroup) * kGroup;

@@ -52,19 +52,23 @@ inline void with_lanes(const Matrix& m, F f) {
 template <class P>
 class CodeWords {
 public:
-    CodeWords(const Matrix& m, int64_t span, int64_t k, int64_t n)
-        : m_(m), rows_(m), k_(k), n_(n), per_group_(m.group / span), spans_(ceil_div(n, span)),
-          first_(k / span) { // once for many rows: they would wait for these divisions
-        const int64_t groups = m.group ? ceil_div(m.inputs, m.group) : 0;
-        whole_ = most(0, least(n, (m.group ? groups * m.group : m.inputs) - k));
-        there_ = most(0, least(spans_, groups * per_group_ - first_));
-        // The last row that has a vector of numbers behind its own.
-        last_ = m.group ? m.outputs - ceil_div(first_ + there_ + Vec::kWidth, groups) : 0;
+    // `span`, a power of two like the groups: shifts take less than divisions, for which a tile would wait.
+    CodeWords(const Matrix& m, int64_t span)
+        : m_(m), rows_(m), shift_(__builtin_ctzll(static_cast<uint64_t>(span))),
+          groups_(m.group ? ceil_div(m.inputs, m.group) : 0), per_group_(m.group >> shift_) {}
+
+    // Inputs [k, k + n) from now on.
+    void begin(int64_t k, int64_t n) {
+        k_ = k, n_ = n, first_ = k >> shift_;
+        spans_ = (n + (int64_t{1} << shift_) - 1) >> shift_;
+        whole_ = most(0, least(n, (m_.group ? groups_ * m_.group : m_.inputs) - k));
+        there_ = most(0, least(spans_, groups_ * per_group_ - first_));
     }
 
     [[gnu::always_inline]] void bring(int64_t o, int16_t* to) const {
         const PackedRow row = rows_.row(o);
-        std::memset(to + whole_ * 2 / P::kInputs, 0, static_cast<size_t>(n_ - whole_) * 4 / P::kInputs);
+        if (whole_ < n_)
+            std::memset(to + whole_ * 2 / P::kInputs, 0, static_cast<size_t>(n_ - whole_) * 4 / P::kInputs);
         if constexpr (!P::kNumbers) {
             bring_int8(reinterpret_cast<const int8_t*>(row.codes) + k_, whole_, to);
         } else {
@@ -78,7 +82,7 @@ public:
                 bring_blocks<HalvesOfBytes>(row, k_, whole_, to);
             }
             auto* numbers = reinterpret_cast<float*>(to + n_ * 2 / P::kInputs);
-            const bool beyond = o <= last_;
+            const bool beyond = (m_.outputs - o) * groups_ >= first_ + there_ + Vec::kWidth;
             bring_numbers(row.scales, unit, beyond, numbers);
             bring_numbers(row.minima ? row.minima : row.scales, row.minima ? 1 : (is_int4(m_) ? -8 : 0),
                           beyond, numbers + spans_);
@@ -142,11 +146,11 @@ private:
     }
 
     const Matrix& m_;
-    PackedRows rows_;
-    int64_t k_, n_, whole_;             // inputs, and those of them that the planes have
-    int64_t per_group_, spans_, first_; // spans of a group; those of the inputs, and the first of them
-    int64_t there_;                     // spans that the planes have
-    int64_t last_;
+    const PackedRows rows_;
+    const int shift_;
+    const int64_t groups_, per_group_;          // of a row; spans of each
+    int64_t k_ = 0, n_ = 0, whole_ = 0;         // inputs, and those of them that the planes have
+    int64_t first_ = 0, spans_ = 0, there_ = 0; // of their spans, and those that the planes have
 };
 
 // Some rows of codes, as CodeWords has them, times groups of rows, as WordRows has them.
@@ -306,6 +310,7 @@ inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin
     alignas(64) int16_t tile[kWordTile * kPitch];
     alignas(64) float c[kWordTile * kMostGroups * kWordGroup];
     const WordLanes lanes(m, x.rows.count);
+    CodeWords<P> codes(m, lanes.span);
     const int64_t wide = ceil_div(lanes.wide, kWordGroup), stride = lanes.groups() * kWordGroup;
     const int64_t width = word_inputs(m.inputs), row_bytes = m.plane_bytes[kCodes] / m.outputs;
     const int64_t tile_bytes = kWordTile * row_bytes, spans = ceil_div(width, lanes.span);
@@ -316,7 +321,7 @@ inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin
         Ahead ahead = {coming, coming + tile_bytes, tile_bytes / 64 / spans + 1};
         for (int64_t k = 0; k < width; k += kDeep) {
             const int64_t deep = least(kDeep, width - k);
-            const CodeWords<P> codes(m, lanes.span, k, deep);
+            codes.begin(k, deep);
             for (int64_t r = 0; r < kWordTile; ++r) // beyond the last row that one again
                 codes.bring(o + least(r, columns - 1), tile + r * kPitch);
             const WordPass pass = {tile, kPitch, deep, nullptr, lanes.group, lanes.span,
