@@ -200,8 +200,8 @@ inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
 } // namespace slipstream
 
 #include "isa_avx2_floats.h"
-#include "isa_avx2_words.h"
 #include "isa_avx2_fours.h"
+#include "isa_avx2_words.h"
 #include "table.h"
 
 namespace slipstream {

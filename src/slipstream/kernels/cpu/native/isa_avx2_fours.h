@@ -4,6 +4,8 @@
 #pragma once
 #define SLIPSTREAM_FOURS 1
 
+#include "isa_avx2_words.h"
+
 namespace slipstream {
 namespace {
 

@@ -1,4 +1,4 @@
-// Products of whole numbers of sixteen bits, sixteen at a time, for units that have none of bytes.
+// Products of whole numbers of sixteen bits, sixteen at a time, for units that sum none of bytes in int32.
 #pragma once
 
 namespace slipstream {

@@ -1,4 +1,5 @@
-// Rows as whole numbers of sixteen bits, one or two for each, for units that have no products of bytes.
+// Rows as whole numbers of sixteen bits, one or two for each, for units that sum no products of bytes in
+// int32.
 #pragma once
 
 namespace slipstream {
