@@ -70,6 +70,7 @@ EXAMPLES: dict[str, Any] = {
     "quant.embedding": "int8",
     "injection_check": "fallback",
     "kv_cache_dtype": "int8",
+    "screen_vocabulary": False,
     "checkpoint": "weights.json",
     "base_dir": "weights",
     "set_empty_params": True,
@@ -114,7 +115,7 @@ PUBLIC = re.findall(
     mp_size mpu ep_size ep_group ep_mp_group moe_experts moe_type
     """,
 )
-OURS = {"injection_check", "kv_cache_dtype"}
+OURS = {"injection_check", "kv_cache_dtype", "screen_vocabulary"}
 LEAVES = [name for name in fields() if not any(other.startswith(f"{name}.") for other in fields())]
 INTEGERS = [name for name, value in EXAMPLES.items() if type(value) is int]
 FLAGS = [name for name, value in EXAMPLES.items() if type(value) is bool]

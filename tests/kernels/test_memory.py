@@ -9,7 +9,7 @@ import torch
 
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import load
-from slipstream.kernels.cpu.memory import copied, is_finite
+from slipstream.kernels.cpu.memory import copied, digest, is_finite
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
@@ -76,3 +76,36 @@ def test_what_the_library_does_not_read_is_not_answered() -> None:
     wide = torch.randn(1031, 1031)
     for other in (wide.double(), wide.t()[1:], wide[:, ::2], wide[:2], wide.to("meta"), wide.to(torch.int32)):
         assert is_finite(other) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_digest_changes_with_every_byte(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tensor = torch.randint(0, 255, (ODD,), dtype=torch.uint8)
+        first = digest(tensor)
+        assert first is not None and digest(tensor.clone()) == first
+        found = {first}
+        for place in (0, 1, 63, 64, 4096, (256 << 10) - 1, 256 << 10, ODD - 2, ODD - 1):
+            for bit in (1, 128):
+                tensor[place] ^= bit
+                found.add(digest(tensor) or 0)
+                tensor[place] ^= bit
+        assert len(found) == 19 and digest(tensor) == first
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_digest_tells_what_sums_would_not() -> None:
+    tensor = torch.randn(3 << 17)
+    first = digest(tensor)
+    swapped = torch.cat([tensor[1 << 17 :], tensor[: 1 << 17]])  # whole pieces of work
+    negated = tensor.clone()
+    negated[[1, 17, 33]] *= -1  # the upper bits of words that depend on each other
+    both = tensor.clone()
+    both[:32] = tensor[:32].roll(16)
+    found = {first, digest(swapped), digest(negated), digest(both), digest(tensor[:-1]), digest(tensor * 0)}
+    assert len(found) == 6 and None not in found
+    assert digest(torch.zeros(4)) != digest(torch.zeros(8))
+    assert digest(tensor.view(-1, 512)[:, :100]) is None and digest(tensor.to("meta")) is None

@@ -88,6 +88,10 @@ class InferenceConfig(Section):
     kv_cache_dtype: Literal["int8"] | None = Field(
         default=None, description="what generate keeps keys and values in; None for the engine's dtype"
     )
+    screen_vocabulary: Flag = Field(
+        default=True,
+        description="whether greedy steps of one sequence read a sketch of the vocabulary projection first",
+    )
     checkpoint: Checkpoint = Field(
         default=None, description="weights to load: a path, or DeepSpeed's dictionary of files"
     )

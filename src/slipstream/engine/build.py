@@ -131,7 +131,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         answer_at_once(model, plan.layers, encoder)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
-    runner = None if plan.frame is None else _runner(plan.frame, blocks, stack, frame_ops)
+    runner = None if plan.frame is None else _runner(plan.frame, blocks, stack, frame_ops, config)
     notes += prepare_road(runner, device, config, mesh)
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
@@ -284,9 +284,11 @@ def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:
     return Bound("stack", "reference", run_stack, refused)
 
 
-def _runner(frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops) -> Runner:
+def _runner(
+    frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops, config: InferenceConfig
+) -> Runner:
     frame.ops = replace(ops, linear=replace(ops.linear, run=joined_linear(ops.linear.run)))
-    whole = bind_model(frame, stack.run)
+    whole = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
     own = {name: block for name, block in blocks.items() if name.startswith(f"{frame.spec.layers}.")}
     return Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
 

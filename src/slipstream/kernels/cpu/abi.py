@@ -40,6 +40,7 @@ __all__ = [
     "PackCall",
     "PagedAttentionCall",
     "Run",
+    "Screen",
     "StackCall",
     "Step",
     "Strided",
@@ -48,7 +49,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 17
+ABI = 18
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -346,6 +347,18 @@ class Frame(ctypes.Structure):
     ]
 
 
+class Screen(ctypes.Structure):
+    """What bounds the scores of all tokens."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("sketch", Matrix),
+        *_each(c_void_p, "directions weights errors"),
+        ("num_directions", c_int64),
+        *_each(c_float, "stretch along norms"),
+        ("unused", c_int32),
+    ]
+
+
 class ModelCall(ctypes.Structure):
     """Arguments of `slipstream_model`."""
 
@@ -358,6 +371,8 @@ class ModelCall(ctypes.Structure):
         ("ends", c_void_p),
         ("num_ends", c_int64),
         *_each(c_void_p, "done told"),
+        ("screen", POINTER(Screen)),
+        *_each(c_void_p, "entered looked"),
     ]
 
 

@@ -43,6 +43,7 @@ _LIMIT = {"baseline": "baseline", "avx2": "avx2", "avx512": "avx512bf16", "amx":
 
 _FILE = "_native.so"
 _CALLS = ("linear", "feed", "draw", "norm", "attention", "paged_attention", "stack", "text", "model", "pack")
+_PASSES = ("copy", "finite", "digest")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
     try:
         handle = ctypes.CDLL(str(path))
         number = handle.slipstream_abi()
-        copy, finite = handle.slipstream_copy, handle.slipstream_finite
+        copy, finite, digest = (getattr(handle, f"slipstream_{name}") for name in _PASSES)
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded ({error}); build it again on this machine"
     if number != ABI:
@@ -89,6 +90,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
         getattr(handle, f"slipstream_{name}").argtypes = [c_int32, c_int32, c_void_p]
     copy.argtypes = [c_int32, c_void_p, c_void_p, c_int64]
     finite.argtypes = [c_int32, c_void_p, c_int64, c_int32, c_void_p]
+    digest.argtypes = [c_int32, c_void_p, c_int64, c_void_p]
     return handle
 
 

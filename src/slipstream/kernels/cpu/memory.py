@@ -1,4 +1,4 @@
-"""Whole tensors at the rate of the memory: copied past the caches, or searched for NaN and infinity."""
+"""Whole tensors at the rate of the memory: copied past the caches, searched for NaN, or told apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.kernels.cpu.abi import DTYPES
 from slipstream.kernels.cpu.library import load
 from slipstream.ops.memory import Passes
 
-__all__ = ["PASSES", "copied", "is_finite"]
+__all__ = ["PASSES", "copied", "digest", "is_finite"]
 
 _ISA = "baseline"
 """Any instruction set will do: the memory is what these wait for."""
@@ -51,6 +51,18 @@ def is_finite(tensor: Tensor) -> bool | None:
         torch.get_num_threads(), tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], ctypes.byref(answer)
     )
     return None if status else bool(answer.value)
+
+
+def digest(tensor: Tensor) -> int | None:
+    """A number of 64 bits that changes with any byte of a tensor; None where its memory is no single run."""
+    library = load(_ISA)
+    if library is None or not _is_one_run(tensor):
+        return None
+    answer = ctypes.c_uint64()
+    status = library.handle.slipstream_digest(
+        torch.get_num_threads(), tensor.data_ptr(), tensor.nbytes, ctypes.byref(answer)
+    )
+    return None if status else answer.value
 
 
 def _is_one_run(tensor: Tensor) -> bool:

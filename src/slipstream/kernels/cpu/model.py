@@ -6,6 +6,7 @@ Shapes: T packed tokens, R rows that need logits, C hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from slipstream.kernels.cpu.draw import Drawing, check
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
+from slipstream.kernels.cpu.screen import Screens
+from slipstream.kernels.cpu.sketch import SketchFormat
 from slipstream.kernels.cpu.stack import Caches, NativeStack, serves_caches
 from slipstream.kernels.cpu.telling import telling
 from slipstream.kernels.cpu.turns import Turns
@@ -69,9 +72,18 @@ def refuse_frame(frame: FrameLike) -> str | None:
     return None
 
 
-def bind_model(frame: FrameLike, stack: Any) -> NativeModel | None:
-    """What runs whole steps of a model whose layers `stack` runs, or None where its parts run one by one."""
-    return NativeModel(frame, stack) if isinstance(stack, NativeStack) else None
+def bind_model(frame: FrameLike, stack: Any, sketch: SketchFormat | None = None) -> NativeModel | None:
+    """What runs whole steps of a model whose layers `stack` runs, or None where its parts run one by one.
+
+    Args:
+        frame: What stands around the layers.
+        stack: Runs them.
+        sketch: The format in which single sequences look at the vocabulary projection first; None: they
+            read all of it.
+    """
+    if not isinstance(stack, NativeStack):
+        return None
+    return NativeModel(frame, stack, screens=None if sketch is None else Screens(sketch, stack.library))
 
 
 @dataclass(frozen=True)
@@ -82,11 +94,13 @@ class NativeModel:
         frame: What stands around the layers.
         stack: The layers.
         angles: What the generations share.
+        screens: And what they learn of the vocabulary projection; None where they read all of it.
     """
 
     frame: FrameLike
     stack: NativeStack
     angles: KeptAngles = field(default_factory=KeptAngles, compare=False)
+    screens: Screens | None = field(default=None, compare=False)
 
     def begin(self, caches: Caches, longest: int) -> NativeSession | None:
         """Prepare the steps of one generation, or return None where the library does not run them.
@@ -146,6 +160,9 @@ class NativeSession:
         self._turns = Turns.of(model.stack.blocks)
         if self._turns is not None:
             self._turns.point(stack)
+        scale, softcap = self._struct.logit_scale, self._struct.softcap
+        screens = model.screens if self._turns is None else None
+        self._screening = None if screens is None else screens.begin(matrices["head"], scale, softcap)
         self._rows = 0
         self._tables: Any = None
         self._angles: list[tuple[Tensor, ...]] = []
@@ -274,14 +291,20 @@ class NativeSession:
         call.draw = None if drawing is None else ctypes.pointer(drawing.struct)
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
+        screening = self._screening if drawing is None and call.rows == 1 else None
+        told = None if screening is None else screening.point(call, steps)
+        start = time.perf_counter()
         rest_torch()
         try:
             with nullcontext() if tell is None or steps == 1 else telling(call, out, tell):
                 self._run()
         finally:
+            call.screen, call.entered, call.looked = None, None, None
             if drawing is not None:
                 drawing.end(done.value)
         tokens = out if done.value == steps else out[:, : done.value]
+        if screening is not None and told is not None:
+            screening.end(told, tokens[0], time.perf_counter() - start)
         if drawing is not None:
             check(tokens[:, -1])
         return tokens

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 17;
+constexpr int32_t kAbi = 18;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -322,6 +322,19 @@ struct DrawCall {
     Draw draw;
 };
 
+// What bounds the scores of all tokens, so that the best one of a single row is found without reading the
+// whole vocabulary projection; see kernels/cpu/screen.py.
+struct Screen {
+    Matrix sketch; // `(V, C + K)`: the head's rows, and what these lack along each direction; its bias
+    const float* directions; // `(K, C)` contiguous
+    const float* weights;    // `(C,)`, of what a row has beside the directions
+    const float* errors;     // `(V,)`, times the length of a row in these weights: how much the sketch is off
+    int64_t num_directions;  // K
+    float stretch, along; // of what a row has along the directions: as it enters the sketch, and its weight
+    float norms;          // the longest row of the head and of the sketch, added up
+    int32_t unused;
+};
+
 // From token ids to logits, or to the best token of each row alone, or one that is drawn. Several steps at
 // once take one token per sequence, and its successor in the next: they write to a copy of what `stack.step`
 // points to, and end early after a step in which some sequence's token is one of the ends, or none can be
@@ -341,6 +354,9 @@ struct ModelCall {
     // Called by the thread that called when a step's tokens are in `best`, but not for the last of the call,
     // while other threads are at the next one. It may call this library. Not 0: none follows that. Or null.
     int32_t (*told)(int64_t step);
+    const Screen* screen; // only of the best tokens of a single row; or null
+    float* entered;       // `(steps, C)`, of the first row: what the head is multiplied with; or null
+    int64_t* looked;      // `(steps,)`, rows of the head that each step has multiplied; with a screen
 };
 
 } // namespace slipstream

@@ -235,6 +235,10 @@ Status around(const ModelCall& call) {
             return kUnsupported;
         status = draw(*call.draw, call.rows, f.head.outputs);
     }
+    if (!is_aligned(call.entered, 4) || !is_aligned(call.looked, 8))
+        return kAlignment;
+    if (status == kOk && call.screen)
+        status = screen(call);
     return first_of(status, steps(call));
 }
 

@@ -191,5 +191,20 @@ Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
     return d.generator->left >= 1 && d.generator->left <= kTwisted ? kOk : kRange;
 }
 
+// What bounds the scores of a single row.
+Status screen(const ModelCall& call) {
+    const Screen& s = *call.screen;
+    const Frame& f = *call.frame;
+    if (!call.best || !call.looked || !s.errors || !s.weights || (s.num_directions && !s.directions))
+        return kNull;
+    if (call.logits || call.draw || call.rows != 1 || f.softcap != 0.0f || !(f.logit_scale > 0.0f))
+        return kUnsupported;
+    if (s.num_directions < 0 || s.num_directions >= kLargest)
+        return kShape;
+    if (!is_aligned(s.errors, 4) || !is_aligned(s.weights, 4) || !is_aligned(s.directions, 4))
+        return kAlignment;
+    return exact_matrix(s.sketch, f.head.outputs, f.head.inputs + s.num_directions);
+}
+
 } // namespace
 } // namespace slipstream

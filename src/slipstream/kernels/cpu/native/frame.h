@@ -22,6 +22,8 @@ public:
         normed_.take(scratch, out ? frame_.project_out : frame_.head, rows, threads);
         projected_.take(scratch, frame_.head, out ? rows : 0, threads);
         best_ = scratch.part<Best>(rows * threads);
+        if (call.screen)
+            screening_.emplace(*call.screen, frame_.head, frame_.logit_scale, scratch, threads);
         if (call.draw)
             draws_.emplace(*call.draw, rows, frame_.head.outputs, scratch, threads);
         logits_ = call.draw ? draws_->scores(0) : call.logits;
@@ -198,6 +200,11 @@ private:
     void head(const Input& input, Team& team, int rank, int64_t step) {
         const Matrix& m = frame_.head;
         const Operand x = input.operand(m, rank);
+        if (call_.entered && rank == 0)
+            std::memcpy(call_.entered + step * m.inputs, input.row(0),
+                        static_cast<size_t>(m.inputs) * sizeof(float));
+        if (screening_)
+            return screened(x, team, rank, step);
         const bool looks = call_.best && !draws_;
         Best* best = best_ + rank * call_.rows;
         for (int64_t r = 0; r < call_.rows; ++r)
@@ -217,6 +224,23 @@ private:
             draws_->run(team, rank, step, call_.best + step, call_.steps);
         else if (rank == 0 && looks)
             take_best(best, team.size(), step);
+    }
+
+    // The best token of a single row, of those that may be it.
+    void screened(const Operand& x, Team& team, int rank, int64_t step) {
+        const Matrix& m = frame_.head;
+        Best& best = best_[rank];
+        best = {0.0f, -1};
+        screening_->run(x, team, rank, best, [&](int64_t begin, int64_t end) {
+            float* to = own_ + own_floats_ * rank;
+            multiply(x, m, begin, end, to, end - begin);
+            finish(to, end - begin);
+            look_through(to, end - begin, begin, best);
+        });
+        if (rank == 0) {
+            take_best(best_, team.size(), step);
+            call_.looked[step] = screening_->looked(team.size());
+        }
     }
 
     // The best of what each thread has found, for each row.
@@ -255,6 +279,7 @@ private:
     float *entering_, *own_;
     float* logits_ = nullptr; // of all rows, where all are wanted
     std::optional<Draws> draws_;
+    std::optional<Screening> screening_;
     Best* best_;
     int64_t own_floats_, bytes_;
 };

@@ -10,4 +10,6 @@ SLIPSTREAM_API int32_t slipstream_copy(int32_t threads, const void* from, void* 
 // Sets *finite to whether no element of a contiguous tensor is NaN or infinity.
 SLIPSTREAM_API int32_t slipstream_finite(int32_t threads, const void* data, int64_t count, int32_t dtype,
                                          int32_t* finite);
+// A number that differs, but for one chance in 2^64, where two runs of bytes do.
+SLIPSTREAM_API int32_t slipstream_digest(int32_t threads, const void* data, int64_t bytes, uint64_t* digest);
 }

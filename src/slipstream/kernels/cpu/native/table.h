@@ -58,6 +58,7 @@
 #include "pack.h"
 #include "noise.h"
 #include "best.h"
+#include "screen.h"
 #include "remains.h"
 #include "draw.h"
 #include "frame.h"

@@ -1,0 +1,168 @@
+// The best token of a single row, from a part of the vocabulary projection. A sketch of the projection in
+// fewer bits gives every score up to a bound; what may be the best then is computed from the projection
+// itself, and compared as if all had been.
+//
+// A row x is a part along some directions, those that the rows of a model lie along anyway, and a rest r. Of
+// a token's weights w the sketch has s and, for each direction, what w - s lacks along it, so that
+//     x . w = x . s + along . lacking + error,    |error| <= |(r * weights, along)| * errors[token]
+// after Cauchy and Schwarz. See kernels/cpu/screen.py for what errors are.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+class Screening {
+public:
+    Screening(const Screen& screen, const Matrix& head, float scale, Scratch& scratch, int threads)
+        : screen_(screen), inputs_(head.inputs), outputs_(head.outputs), scale_(scale) {
+        const int64_t wide = screen.sketch.inputs;
+        upper_ = scratch.part<float>(outputs_);
+        looked_ = scratch.part<int64_t>(threads);
+        known_ = scratch.part<Best>(threads);
+        rows_ = scratch.part<float>(2 * wide * threads);
+        operand_size_ = operand_bytes(wide, 1);
+        operands_ = scratch.part<char>(operand_size_ * threads);
+    }
+
+    // Calls `compute(begin, end)` for tokens that may be the best one, which puts the best that it has found
+    // into `best`. All threads come here.
+    template <class F>
+    void run(const Operand& x, Team& team, int rank, const Best& best, F compute) {
+        const Seen seen = see(x, rank);
+        const Matrix& sketch = screen_.sketch;
+        Best top = {0.0f, -1};
+        for (int64_t begin, end;
+             team.take_run(rank, outputs_, grain(sketch, outputs_, team.size()), &begin, &end);)
+            bound(seen, begin, end, top);
+        looked_[rank] = 0;
+        // What no token may stay below: the score of the one that seems to be the best.
+        if (top.index >= 0)
+            look(top.index / kTogether, top.index / kTogether + 1, rank, compute);
+        known_[rank] = best;
+        team.meet();
+        Best known = {0.0f, -1};
+        for (int i = 0; i < team.size(); ++i)
+            known = is_better(known_[i], known) ? known_[i] : known;
+        const float least_score = known.value;
+        each_in_runs(team, rank, ceil_div(outputs_, kTogether), kScanned, [&](int64_t begin, int64_t end) {
+            for (int64_t first = begin, g = begin; g <= end; ++g) {
+                const bool may = g < end && may_be(g, least_score);
+                if (!may || (g - first + 1) * kTogether > kMostColumns) {
+                    if (g > first)
+                        look(first, g, rank, compute);
+                    first = may ? g : g + 1;
+                }
+            }
+        });
+    }
+
+    // Rows of the projection that were multiplied.
+    int64_t looked(int threads) const {
+        int64_t all = 0;
+        for (int i = 0; i < threads; ++i)
+            all += looked_[i];
+        return all;
+    }
+
+private:
+    // Tokens whose scores are computed together: as they are among all, to the last bit.
+    static constexpr int64_t kTogether = 16, kScanned = 64;
+
+    struct Seen {
+        Operand row;
+        float length, slack;
+    };
+
+    // What the sketch is multiplied with, and how far off a score may be.
+    Seen see(const Operand& x, int rank) {
+        const int64_t count = screen_.num_directions, wide = screen_.sketch.inputs;
+        float *row = rows_ + 2 * wide * rank, *rest = row + wide;
+        std::memcpy(row, x.rows.full, static_cast<size_t>(inputs_) * sizeof(float));
+#ifdef SLIPSTREAM_BF16_DOT
+        if (x.terms && operand_terms(screen_.sketch) == 1) // so the projection takes it
+            for (int64_t j = 0; j < inputs_; j += Vec::kWidth) {
+                const int64_t n = least(inputs_ - j, Vec::kWidth);
+                alignas(64) Bf16 part[Vec::kWidth];
+                Vec::load(row + j, n).store(part, n);
+                Vec::load(part, n).store(row + j, n);
+            }
+#endif
+        std::memcpy(rest, row, static_cast<size_t>(inputs_) * sizeof(float));
+        float along = 0;
+        for (int64_t k = 0; k < count; ++k) {
+            const float* direction = screen_.directions + k * inputs_;
+            const float part = sum_of_products(row, direction);
+            for (int64_t j = 0; j < inputs_; j += Vec::kWidth) {
+                const int64_t n = least(inputs_ - j, Vec::kWidth);
+                fma(Vec::set(-part), Vec::load(direction + j, n), Vec::load(rest + j, n)).store(rest + j, n);
+            }
+            row[inputs_ + k] = part * screen_.stretch;
+            along += part * part;
+        }
+        for (int64_t j = 0; j < inputs_; j += Vec::kWidth) {
+            const int64_t n = least(inputs_ - j, Vec::kWidth);
+            (Vec::load(rest + j, n) * Vec::load(screen_.weights + j, n)).store(rest + j, n);
+        }
+        const float beside = squares_of(rest, 0.0f, inputs_);
+        const float all = std::sqrt(squares_of(row, 0.0f, wide)), items = static_cast<float>(wide);
+        float largest = 0;
+        for (int64_t j = 0; j < wide; ++j)
+            largest = std::fmax(largest, std::fabs(row[j]));
+        // Whole numbers of fifteen bits and a sign are off by half a unit, and sums in float32 by a last bit
+        // for each number, of the sketch's and of the projection's own scores.
+        const float off = largest * std::sqrt(items) * 0x1p-15f + all * items * 0x1p-23f;
+        Seen seen;
+        seen.row = prepare({row, nullptr, wide, 1}, screen_.sketch, operands_ + operand_size_ * rank);
+        seen.length = std::sqrt(beside + screen_.along * screen_.along * along) * (1 + 0x1p-12f);
+        seen.slack = screen_.norms * off;
+        return seen;
+    }
+
+    float sum_of_products(const float* x, const float* y) const {
+        Vec sum = Vec::set(0);
+        for (int64_t j = 0; j < inputs_; j += Vec::kWidth) {
+            const int64_t n = least(inputs_ - j, Vec::kWidth);
+            sum = fma(Vec::load(x + j, n), Vec::load(y + j, n), sum);
+        }
+        return sum.sum();
+    }
+
+    // The most that tokens [begin, end) may score; keeps what seems to be the best of them.
+    void bound(const Seen& seen, int64_t begin, int64_t end, Best& top) {
+        multiply(seen.row, screen_.sketch, begin, end, upper_ + begin, end - begin);
+        look_through(upper_ + begin, end - begin, begin, top);
+        const Vec length = Vec::set(seen.length), slack = Vec::set(seen.slack), scale = Vec::set(scale_);
+        for (int64_t j = begin; j < end; j += Vec::kWidth) {
+            const int64_t n = least(end - j, Vec::kWidth);
+            const Vec off = fma(length, Vec::load(screen_.errors + j, n), slack);
+            ((Vec::load(upper_ + j, n) + off) * scale).store(upper_ + j, n);
+        }
+    }
+
+    // Whether one of a few tokens may be the best; NaN always may.
+    bool may_be(int64_t group, float least_score) const {
+        bool may = false;
+        for (int64_t j = group * kTogether; j < least(outputs_, (group + 1) * kTogether); ++j)
+            may |= !(upper_[j] < least_score);
+        return may;
+    }
+
+    template <class F>
+    void look(int64_t first, int64_t last, int rank, F compute) {
+        const int64_t begin = first * kTogether, end = least(outputs_, last * kTogether);
+        looked_[rank] += end - begin;
+        compute(begin, end);
+    }
+
+    const Screen& screen_;
+    const int64_t inputs_, outputs_;
+    const float scale_;
+    float *upper_, *rows_;
+    int64_t* looked_;
+    Best* known_; // by each thread, when it has seen its part of the sketch
+    char* operands_;
+    int64_t operand_size_;
+};
+
+} // namespace
+} // namespace slipstream

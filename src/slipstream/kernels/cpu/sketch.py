@@ -1,0 +1,313 @@
+"""A sketch of a vocabulary projection in fewer bits, with a bound on what each token's score is off by.
+
+Cauchy's and Schwarz's inequality bounds the error of a score by two lengths, which alone would spare few
+tokens. But the rows that enter a model's projection lie along few directions: what each token's sketch lacks
+along them is kept beside it, so that the bound is about the rest of a row alone. The rest is measured in
+weights that take each channel for how much it varies and how much it is off.
+
+A row x is `(U x) @ U + r` for directions U `(K, C)`, and the weights w of a token are `s + e` with its sketch
+s. Beside that lies `m`, near `U e`. Then
+
+    x . w = x . s + (U x) . m + error,    error = r . e + (U x) . (U e - m)
+    |error| <= |(r * weights, along * U x)| * |(e / weights, (U e - m) / along)|
+
+of which the last factor is known beforehand: the token's entry in `errors`. It holds for any directions and
+weights; those only decide how many tokens it spares.
+
+Source: Cauchy's and Schwarz's inequality; Teflioudi, Gemulla and Mykytiuk 2015 (SIGMOD, LEMP), section 4, for
+such bounds in a search for the largest of many inner products.
+
+Shapes: V vocabulary, C width, K directions, R rows that were seen, n tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu import abi
+from slipstream.kernels.cpu.abi import address
+from slipstream.kernels.cpu.library import Library
+from slipstream.kernels.cpu.matrix import matrix_of
+from slipstream.kernels.cpu.memory import digest
+from slipstream.kernels.cpu.pack import FormatLike, native_pack
+from slipstream.ops.linear import Weight
+
+__all__ = ["Basis", "Making", "Screen", "SketchFormat", "learn", "share_of", "sketched", "source_of"]
+
+_TOGETHER, _SAMPLED = 16, 128
+"""How many tokens the library computes together, and so many such runs stand for the vocabulary."""
+
+_CHUNK = 1 << 18
+"""Weights that are sketched at a time."""
+
+_FLOOR = 1e-3
+"""Of the mean: what no channel counts as less than, however little it was seen to vary."""
+
+_ROUNDED = 1 + 1e-4
+"""Bounds are rounded up: float32 sums of squares are off by less."""
+
+
+class SketchFormat(FormatLike, Protocol):
+    """What is needed of `formats.Format`, which stands beside this room."""
+
+    @property
+    def group(self) -> int: ...  # noqa: D102
+    @property
+    def unpack(self) -> Unpack: ...  # noqa: D102
+
+
+class Unpack(Protocol):
+    """From planes, a shape and a dtype to a dense matrix."""
+
+    def __call__(  # noqa: D102
+        self, planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype, /
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What rows are measured by.
+
+    Attributes:
+        directions: U `(K, C)`, orthonormal, float32.
+        weights: `(C,)` float32, positive.
+        stretch: What `m` is kept in units of, so that it is about as large as weights are.
+        along: The weight of what lies along the directions.
+    """
+
+    directions: Tensor
+    weights: Tensor
+    stretch: float = 1.0
+    along: float = 1.0
+
+    def extended(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows `(R, C)` as a sketch is multiplied with them, `(R, C + K)`, and their lengths `(R,)`."""
+        along = rows @ self.directions.T
+        rest = (rows - along @ self.directions) * self.weights
+        length = (rest.square().sum(1) + (along * self.along).square().sum(1)).sqrt()
+        return torch.cat([rows, along * self.stretch], dim=1), length
+
+
+@dataclass(frozen=True)
+class _Sketched:
+    """Some tokens.
+
+    Attributes:
+        planes: Of the sketch with what it lacks, a matrix `(n, C + K)`.
+        values: Those unpacked.
+        error: e `(n, C)`.
+        off: `U e - m`, `(n, K)`.
+        longest: Lengths of the longest row of the projection and of the sketch, added up.
+    """
+
+    planes: tuple[Tensor, ...]
+    values: Tensor
+    error: Tensor
+    off: Tensor
+    longest: float
+
+    def errors(self, basis: Basis) -> Tensor:
+        """The second factor of the bound, `(n,)` float32."""
+        rest, along = self.error / basis.weights, self.off / basis.along
+        return (rest.square().sum(1) + along.square().sum(1)).sqrt() * _ROUNDED
+
+
+def sketched(rows: Tensor, basis: Basis, sketch: SketchFormat, library: Library) -> _Sketched:
+    """Sketch some rows of a projection.
+
+    Args:
+        rows: `(n, C)` float32, finite, of whole groups.
+        basis: What rows that they are multiplied with are measured by.
+        sketch: A packed format with groups.
+        library: For one instruction set.
+    """
+    own = native_pack(sketch, rows, library)
+    values = sketch.unpack(own, tuple(rows.shape), torch.float32)
+    error = rows - values
+    # In float64, for torch may be told to multiply float32 in fewer bits.
+    lacking = error.double() @ basis.directions.T.double()
+    kept = (lacking / basis.stretch).float()
+    beside = native_pack(sketch, kept, library)
+    odd = (own[-1] != 1) | (beside[-1] != 1)
+    if odd.any():  # one multiplier must do for both parts of a row: such tokens go without
+        beside = native_pack(sketch, kept.masked_fill(odd[:, None], 0.0), library)
+    found = sketch.unpack(beside, tuple(kept.shape), torch.float32)
+    planes = (*(torch.cat(pair, dim=1) for pair in zip(own[:-1], beside[:-1], strict=True)), own[-1])
+    values = torch.cat([values, found], dim=1)
+    off = (lacking - found.double() * basis.stretch).float()
+    longest = float(rows.square().sum(1).max().sqrt() + values.square().sum(1).max().sqrt())
+    return _Sketched(planes, values, error, off, longest * _ROUNDED)
+
+
+def learn(head: Weight, rows: Tensor, sketch: SketchFormat, library: Library) -> Basis | None:
+    """Choose what rows are measured by, or return None where numbers are missing.
+
+    Args:
+        head: The projection.
+        rows: `(R, C)` float32 that entered it, at least two for each of the group's inputs.
+        sketch: Has as many directions as inputs in a group.
+        library: For one instruction set.
+    """
+    sample = _sample(head)
+    if not (torch.isfinite(rows).all() and torch.isfinite(sample).all()):
+        return None
+    # Rows that directions were not learned from say what is left beside such directions.
+    directions = torch.linalg.svd(rows[::2], full_matrices=False)[2][: sketch.group].contiguous()
+    basis = Basis(directions, torch.ones_like(rows[0]))
+    along = rows[1::2] @ directions.T
+    rest = rows[1::2] - along @ directions
+    first = sketched(sample, basis, sketch, library)
+    lacking = first.error @ directions.T
+    stretch = float(_spread(lacking, None) / _spread(sample, None))
+    weights = (_spread(first.error, 0) / _spread(rest, 0)).sqrt()
+    basis = Basis(directions, weights, stretch)
+    second = sketched(sample, basis, sketch, library)
+    of_rows = _spread(rest * weights, None) / _spread(along, None)
+    of_tokens = _spread(second.off, None) / _spread(second.error / weights, None)
+    # The product of both factors is then least, as far as these rows and tokens go.
+    return Basis(directions, weights, stretch, float((of_rows * of_tokens).sqrt()))
+
+
+def _spread(x: Tensor, dim: int | None) -> Tensor:
+    """The root of the mean square over a dim, or over all; never 0."""
+    whole = x.square().mean().sqrt()
+    part = whole if dim is None else x.square().mean(dim).sqrt()
+    return torch.maximum(part, _FLOOR * whole + 1e-20)
+
+
+def share_of(
+    head: Weight, basis: Basis, rows: Tensor, tokens: Tensor, sketch: SketchFormat, library: Library
+) -> float:
+    """The share of the vocabulary that would be computed for some rows.
+
+    Args:
+        head: The projection.
+        basis: As it was learned.
+        rows: `(R, C)` float32.
+        tokens: `(R,)` int64, the best of each.
+        sketch: As of `learn`.
+        library: For one instruction set.
+    """
+    found = sketched(_sample(head), basis, sketch, library)
+    extended, length = basis.extended(rows)
+    most = extended @ found.values.T + length[:, None] * found.errors(basis)
+    best = torch.stack([_rows(head, token, token + 1)[0] for token in tokens.tolist()])
+    score = (rows * best).sum(1)
+    if head.bias is not None:
+        most += torch.cat([head.bias[start : start + _TOGETHER] for start in _starts(head)]).float()
+        score = score + head.bias[tokens].float()
+    computed = (most >= score[:, None]).unflatten(1, (-1, _TOGETHER)).any(-1)
+    return float(computed.float().mean())
+
+
+def _starts(head: Weight) -> range:
+    runs = head.shape[0] // _TOGETHER
+    return range(0, runs * _TOGETHER, max(1, runs // _SAMPLED) * _TOGETHER)
+
+
+def _sample(head: Weight) -> Tensor:
+    """Runs of rows that are spread over the vocabulary, `(n, C)`."""
+    return torch.cat([_rows(head, start, start + _TOGETHER) for start in _starts(head)])
+
+
+def _rows(head: Weight, start: int, stop: int) -> Tensor:
+    """Rows of a projection in float32, `(n, C)`: what the kernels' products are made of."""
+    if head.dtype is not None:
+        planes = tuple(plane[start:stop] for plane in head.planes)
+        return head.unpack(planes, (stop - start, head.shape[1]), torch.float32)
+    parts, first = [], 0
+    for plane in head.planes:
+        parts.append(plane[max(start - first, 0) : max(stop - first, 0)])
+        first += len(plane)
+    return torch.cat(parts).float().contiguous()
+
+
+def source_of(head: Weight) -> tuple[int, ...] | None:
+    """What tells one state of a projection's memory from any other; None where nothing can."""
+    tensors = head.planes if head.bias is None else (*head.planes, head.bias)
+    digests = [digest(t) for t in tensors]
+    found = [d for d in digests if d is not None]
+    return (*found, *(t.data_ptr() for t in tensors)) if len(found) == len(digests) else None
+
+
+@dataclass(frozen=True)
+class Screen:
+    """A sketch with its bounds, of one state of a projection.
+
+    Attributes:
+        struct: For the library.
+        source: `source_of` that state.
+        tensors: What the struct points to.
+    """
+
+    struct: abi.Screen
+    source: tuple[int, ...]
+    tensors: tuple[object, ...]
+
+
+class Making:
+    """A screen that is made in the pauses between steps."""
+
+    def __init__(self, head: Weight, basis: Basis, sketch: SketchFormat, library: Library) -> None:
+        """Nothing is sketched yet.
+
+        Args:
+            head: The projection.
+            basis: As it was learned.
+            sketch: The format.
+            library: For one instruction set.
+        """
+        self._head, self._basis, self._sketch, self._library = head, basis, sketch, library
+        tokens, width = head.shape
+        self._shape = (tokens, width + len(basis.directions))
+        self._planes = tuple(torch.empty(s, dtype=d, device="cpu") for s, d in sketch.layout(self._shape))
+        self._errors = torch.empty(tokens, dtype=torch.float32, device="cpu")
+        self._source, self._done, self._longest = source_of(head), 0, 0.0
+        self._is_finite = True
+
+    def goes_on(self, seconds: float) -> bool:
+        """Sketch tokens for about so long; whether some are left."""
+        end = time.perf_counter() + seconds
+        while self._done < self._shape[0] and time.perf_counter() < end:
+            at = slice(self._done, min(self._done + max(1, _CHUNK // self._shape[1]), self._shape[0]))
+            rows = _rows(self._head, at.start, at.stop)
+            if not torch.isfinite(rows).all():
+                self._is_finite = False
+                return False
+            found = sketched(rows, self._basis, self._sketch, self._library)
+            for plane, part in zip(self._planes, found.planes, strict=True):
+                plane[at] = part
+            self._errors[at] = found.errors(self._basis)
+            self._longest, self._done = max(self._longest, found.longest), at.stop
+        return self._done < self._shape[0]
+
+    def screen(self) -> Screen | None:
+        """What was made; None where the projection holds NaN, or was written to meanwhile."""
+        source = source_of(self._head)
+        if not self._is_finite or source is None or source != self._source:
+            return None
+        head, basis = self._head, self._basis
+        matrix = matrix_of(
+            Weight(
+                self._sketch.name, self._shape, self._planes, self._sketch.unpack, head.bias, head.computes_in
+            )
+        )
+        if isinstance(matrix, str):
+            raise AssertionError(matrix)
+        struct = abi.Screen(
+            sketch=matrix,
+            directions=address(basis.directions),
+            weights=address(basis.weights),
+            errors=address(self._errors),
+            num_directions=len(basis.directions),
+            stretch=basis.stretch,
+            along=basis.along,
+            norms=self._longest,
+        )
+        kept = (*self._planes, self._errors, basis, matrix, head)
+        return Screen(struct, source, kept)
