@@ -41,6 +41,7 @@ __all__ = [
     "PagedAttentionCall",
     "Run",
     "Screen",
+    "SketchCall",
     "StackCall",
     "Step",
     "Strided",
@@ -347,6 +348,17 @@ class Frame(ctypes.Structure):
     ]
 
 
+class SketchCall(ctypes.Structure):
+    """Arguments of `slipstream_sketch`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_each(Matrix, "head sketch"),
+        *_each(c_void_p, "directions weights errors lengths"),
+        *_each(c_int64, "first count"),
+        *_each(c_float, "stretch along"),
+    ]
+
+
 class Screen(ctypes.Structure):
     """What bounds the scores of all tokens."""
 
@@ -372,7 +384,9 @@ class ModelCall(ctypes.Structure):
         ("num_ends", c_int64),
         *_each(c_void_p, "done told"),
         ("screen", POINTER(Screen)),
-        *_each(c_void_p, "entered looked"),
+        ("entered", c_void_p),
+        ("num_entered", c_int64),
+        ("looked", c_void_p),
     ]
 
 

@@ -42,7 +42,19 @@ _LIMIT = {"baseline": "baseline", "avx2": "avx2", "avx512": "avx512bf16", "amx":
 """Best instruction set under each value of SLIPSTREAM_CPU_ISA."""
 
 _FILE = "_native.so"
-_CALLS = ("linear", "feed", "draw", "norm", "attention", "paged_attention", "stack", "text", "model", "pack")
+_CALLS = (
+    "linear",
+    "feed",
+    "draw",
+    "norm",
+    "attention",
+    "paged_attention",
+    "stack",
+    "text",
+    "model",
+    "pack",
+    "sketch",
+)
 _PASSES = ("copy", "finite", "digest")
 
 

@@ -162,7 +162,11 @@ class NativeSession:
             self._turns.point(stack)
         scale, softcap = self._struct.logit_scale, self._struct.softcap
         screens = model.screens if self._turns is None else None
-        self._screening = None if screens is None else screens.begin(matrices["head"], scale, softcap)
+        self._screening = (
+            None
+            if screens is None
+            else screens.begin(matrices["head"], scale, softcap, at_end="project_out" not in matrices)
+        )
         self._rows = 0
         self._tables: Any = None
         self._angles: list[tuple[Tensor, ...]] = []

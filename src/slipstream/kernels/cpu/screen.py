@@ -4,9 +4,9 @@ Every greedy step reads all of it, a tenth to a half of a model, to find one row
 in its place, which bounds every score (see `kernels.cpu.sketch`), and computes the rows that may be the best
 as ever: the token is the same, whatever the sketch is like.
 
-What it takes is learned from the first rows of greedy generations, and made bit by bit after their calls. A
-trial on a sample of the vocabulary says beforehand whether it is worth it: where a model has no direction
-that it prefers, as one with random weights, everything is computed as ever.
+What it takes is learned from rows of prompts and of greedy steps, and made after calls. A trial on a sample
+of the vocabulary says beforehand whether it is worth it: where a model has no direction that it prefers, as
+one with random weights, everything is computed as ever.
 
 Anybody may write to the projection's memory. A generation trusts a sketch once it has found there, byte by
 byte, what the sketch was made of.
@@ -37,8 +37,11 @@ _LEAST_WEIGHTS = 1 << 22
 _LEAST_GAIN = 1.4
 """How many times its sketch a projection must take."""
 
-_SEEN = 64
-"""Rows that are learned from, and steps that a screen is judged by."""
+_SEEN, _KNOWN = 64, 8
+"""Rows that are learned from, at least, and those whose token is known, which a trial is made with."""
+
+_JUDGED = 64
+"""Steps that a screen is judged by."""
 
 _WORTH, _IN_VAIN = 0.3, 0.5
 """Shares of the vocabulary that are computed: the most in a trial, and the most later."""
@@ -46,7 +49,7 @@ _WORTH, _IN_VAIN = 0.3, 0.5
 _FIRST_WAIT, _LAST_WAIT = 256, 1 << 16
 """Steps until another trial: twice as many each time."""
 
-_SHARE, _SECONDS = 0.25, 0.05
+_SHARE, _SECONDS = 0.25, 0.2
 """What may be spent after a call on making a screen: of the call's own time, or in seconds."""
 
 _lock = threading.Lock()
@@ -64,8 +67,9 @@ class Screens:
         """
         self._sketch, self._library = sketch, library
         self.screen: Screen | None = None
-        self._seen: deque[tuple[Tensor, int]] = deque(maxlen=_SEEN)
-        self._shares: deque[float] = deque(maxlen=_SEEN)
+        self._seen: deque[Tensor] = deque(maxlen=2 * _SEEN)
+        self._known: deque[tuple[Tensor, int]] = deque(maxlen=2 * _KNOWN)
+        self._shares: deque[float] = deque(maxlen=_JUDGED)
         self._making: tuple[Weight, Making] | None = None
         self._steps, self._wait = 0, 0
 
@@ -73,36 +77,42 @@ class Screens:
         """A copied model has learned nothing yet: its projection lies elsewhere."""
         return Screens(self._sketch, self._library)
 
-    def begin(self, head: Weight, scale: float, softcap: float) -> Screening | None:
+    def begin(self, head: Weight, scale: float, softcap: float, *, at_end: bool) -> Screening | None:
         """Take part in a generation; None where every score is computed.
 
         Args:
             head: The vocabulary projection `(V, C)`.
             scale: Of logits.
             softcap: Of logits, or 0; beneath one different scores may become the same logit.
+            at_end: Whether what leaves the last norm enters it as it is.
         """
         tokens, width = head.shape
         layout = self._sketch.layout((tokens, width + self._sketch.group))
         nbytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
-        serves = head.rounding is None and head.inside is None and width % self._sketch.group == 0
+        lies = head.inside is None and (head.dtype is not None or all(p.stride(1) == 1 for p in head.planes))
+        serves = head.rounding is None and lies and width % self._sketch.group == 0
         pays = tokens * width >= _LEAST_WEIGHTS and sum(p.nbytes for p in head.planes) > _LEAST_GAIN * nbytes
-        return Screening(self, head) if serves and pays and scale > 0 and softcap == 0 else None
+        ordered = scale > 0 and softcap == 0
+        return Screening(self, head, _SEEN if at_end else 1) if serves and pays and ordered else None
 
     def learn(self, head: Weight, rows: Tensor, tokens: Tensor, seconds: float) -> None:
         """Take note of steps without a screen.
 
         Args:
             head: The projection.
-            rows: `(steps, C)` float32 that entered it.
-            tokens: `(steps,)` int64, the best ones.
+            rows: `(R, C)` float32 that entered it, or would have.
+            tokens: `(steps,)` int64, the best ones of the last rows.
             seconds: That the steps took.
         """
         if not _lock.acquire(blocking=False):
             return
         try:
             self._steps += len(tokens)
-            self._seen.extend(zip(rows.unbind(0), tokens.tolist(), strict=True))
-            if self.screen is None and len(self._seen) == _SEEN and self._steps >= self._wait:
+            self._seen.extend(rows.unbind(0))
+            self._known.extend(zip(rows[-len(tokens) :].unbind(0), tokens.tolist(), strict=True))
+            enough = len(self._seen) >= _SEEN and len(self._known) >= _KNOWN and self._steps >= self._wait
+            # After a prompt somebody waits for its token.
+            if self.screen is None and enough and len(rows) == len(tokens):
                 # Whatever the caller's own steps are in.
                 with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
                     self._go_on(head, max(_SECONDS, _SHARE * seconds))
@@ -112,21 +122,21 @@ class Screens:
     def judge(self, shares: Tensor) -> None:
         """Take note of the shares of the vocabulary that steps with a screen have computed."""
         self._shares.extend(shares.tolist())
-        if len(self._shares) == _SEEN and sum(self._shares) > _IN_VAIN * _SEEN:
+        if len(self._shares) == _JUDGED and sum(self._shares) > _IN_VAIN * _JUDGED:
             self._wait_longer()
 
     def forget(self, screen: Screen) -> None:
         """Drop a screen whose projection is no longer what it was."""
         if self.screen is screen:
             self.screen = None
-            self._seen.clear()
+            self._forget_rows()
 
     def _go_on(self, head: Weight, seconds: float) -> None:
         if self._making is None:
-            rows, tokens = (torch.stack([row for row, _ in self._seen]), [token for _, token in self._seen])
-            basis = learn(head, rows, self._sketch, self._library)
-            others = rows[1::2], torch.tensor(tokens[1::2], device="cpu")
-            if basis is None or share_of(head, basis, *others, self._sketch, self._library) > _WORTH:
+            basis = learn(head, torch.stack(list(self._seen)), self._sketch, self._library)
+            rows, tokens = zip(*self._known, strict=True)
+            known = torch.stack(rows), torch.tensor(tokens, device="cpu")
+            if basis is None or share_of(head, basis, *known, self._sketch, self._library) > _WORTH:
                 return self._wait_longer()
             self._making = head, Making(head, basis, self._sketch, self._library)
         of, making = self._making
@@ -142,21 +152,26 @@ class Screens:
     def _wait_longer(self) -> None:
         self._wait = min(max(2 * self._wait, _FIRST_WAIT), _LAST_WAIT)
         self.screen, self._steps = None, 0
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
         self._seen.clear()
+        self._known.clear()
         self._shares.clear()
 
 
 class Screening:
     """One generation's part in the screen of its model."""
 
-    def __init__(self, screens: Screens, head: Weight) -> None:
+    def __init__(self, screens: Screens, head: Weight, most: int) -> None:
         """Nothing is trusted yet.
 
         Args:
             screens: Of the model.
             head: The vocabulary projection of this generation.
+            most: Rows of a prompt that can be learned from.
         """
-        self._screens, self._head = screens, head
+        self._screens, self._head, self._most = screens, head, most
         self._trusted: Screen | None = None
         self._is_first = True
 
@@ -168,7 +183,7 @@ class Screening:
 
         Returns:
             What the call writes to: `(steps,)` int64, how many scores were computed, with a screen, and
-            `(steps, C)` float32 without.
+            `(R, C)` float32 without: a row for each step, or several of a prompt.
         """
         screen = None if self._is_first else self._screens.screen
         self._is_first = False
@@ -178,8 +193,10 @@ class Screening:
                 screen = None
             self._trusted = screen
         if screen is None:
-            told = torch.empty(steps, self._head.shape[1], dtype=torch.float32, device="cpu")
-            call.entered = told.data_ptr()
+            step = call.stack.step
+            count = min(step.tokens, self._most) if steps == 1 and step.sequences == 1 else 1
+            told = torch.empty(steps * count, self._head.shape[1], dtype=torch.float32, device="cpu")
+            call.entered, call.num_entered = told.data_ptr(), count
         else:
             told = torch.empty(steps, dtype=torch.int64, device="cpu")
             call.screen, call.looked = ctypes.pointer(screen.struct), told.data_ptr()
@@ -193,8 +210,8 @@ class Screening:
             tokens: `(steps that were run,)` int64.
             seconds: That the call took.
         """
-        told = told[: len(tokens)]
         if told.dtype == torch.int64:
-            self._screens.judge(told / self._head.shape[0])
+            self._screens.judge(told[: len(tokens)] / self._head.shape[0])
         else:
-            self._screens.learn(self._head, told, tokens, seconds)
+            rows = told if len(tokens) == 1 else told[: len(tokens)]
+            self._screens.learn(self._head, rows, tokens, seconds)

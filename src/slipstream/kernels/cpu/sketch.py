@@ -23,33 +23,30 @@ Shapes: V vocabulary, C width, K directions, R rows that were seen, n tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import address
-from slipstream.kernels.cpu.library import Library
+from slipstream.kernels.cpu.abi import DTYPES, address
+from slipstream.kernels.cpu.library import Library, rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.memory import digest
-from slipstream.kernels.cpu.pack import FormatLike, native_pack
+from slipstream.kernels.cpu.pack import FormatLike
 from slipstream.ops.linear import Weight
 
-__all__ = ["Basis", "Making", "Screen", "SketchFormat", "learn", "share_of", "sketched", "source_of"]
+__all__ = ["Basis", "Making", "Screen", "SketchFormat", "Sketched", "learn", "share_of", "source_of"]
 
 _TOGETHER, _SAMPLED = 16, 128
 """How many tokens the library computes together, and so many such runs stand for the vocabulary."""
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 21
 """Weights that are sketched at a time."""
 
-_FLOOR = 1e-3
-"""Of the mean: what no channel counts as less than, however little it was seen to vary."""
-
-_ROUNDED = 1 + 1e-4
-"""Bounds are rounded up: float32 sums of squares are off by less."""
+_FLOOR = 0.05
+"""Of the mean: what no channel counts as less than. Few rows say little of how much each of them varies."""
 
 
 class SketchFormat(FormatLike, Protocol):
@@ -93,55 +90,72 @@ class Basis:
         return torch.cat([rows, along * self.stretch], dim=1), length
 
 
-@dataclass(frozen=True)
-class _Sketched:
-    """Some tokens.
+class Sketched:
+    """A sketch `(V, C + K)` with its bounds, of as many tokens as have been made.
 
     Attributes:
-        planes: Of the sketch with what it lacks, a matrix `(n, C + K)`.
-        values: Those unpacked.
-        error: e `(n, C)`.
-        off: `U e - m`, `(n, K)`.
-        longest: Lengths of the longest row of the projection and of the sketch, added up.
+        planes: Of the sketch with what it lacks.
+        errors: The second factor of the bound, `(V,)` float32; infinite where a row holds NaN or infinity.
+        longest: Lengths of the longest rows of the projection and of the sketch, added up.
     """
 
-    planes: tuple[Tensor, ...]
-    values: Tensor
-    error: Tensor
-    off: Tensor
-    longest: float
+    def __init__(self, head: Weight, basis: Basis, sketch: SketchFormat, library: Library) -> None:
+        """Nothing is sketched yet.
 
-    def errors(self, basis: Basis) -> Tensor:
-        """The second factor of the bound, `(n,)` float32."""
-        rest, along = self.error / basis.weights, self.off / basis.along
-        return (rest.square().sum(1) + along.square().sum(1)).sqrt() * _ROUNDED
+        Args:
+            head: The projection, of whole groups.
+            basis: What rows that they are multiplied with are measured by.
+            sketch: int4 with a minimum.
+            library: For one instruction set.
+        """
+        self.shape = (head.shape[0], head.shape[1] + len(basis.directions))
+        self.planes = tuple(torch.empty(s, dtype=d, device="cpu") for s, d in sketch.layout(self.shape))
+        self.errors = torch.empty(self.shape[0], dtype=torch.float32, device="cpu")
+        self.longest = 0.0
+        plain = replace(head, bias=None)
+        self.matrix = _matrix(
+            Weight(sketch.name, self.shape, self.planes, sketch.unpack, dtype=head.computes_in)
+        )
+        self._head, self._basis, self._library, self._unpack = _matrix(plain), basis, library, sketch.unpack
+        self._kept = plain
+
+    def make(self, first: int, count: int) -> None:
+        """Sketch some tokens."""
+        lengths = torch.empty(count, dtype=torch.float32, device="cpu")
+        basis = self._basis
+        call = abi.SketchCall(
+            head=self._head,
+            sketch=self.matrix,
+            directions=address(basis.directions),
+            weights=address(basis.weights),
+            errors=address(self.errors),
+            lengths=address(lengths),
+            first=first,
+            count=count,
+            stretch=basis.stretch,
+            along=basis.along,
+        )
+        rest_torch()
+        self._library.run("sketch", call)
+        self.longest = max(self.longest, float(lengths.max()))
+
+    def values(self) -> Tensor:
+        """The sketch unpacked, `(V, C + K)` float32."""
+        return self._unpack(self.planes, self.shape, torch.float32)
 
 
-def sketched(rows: Tensor, basis: Basis, sketch: SketchFormat, library: Library) -> _Sketched:
-    """Sketch some rows of a projection.
+def _matrix(weight: Weight) -> abi.Matrix:
+    matrix = matrix_of(weight)
+    if isinstance(matrix, str):
+        raise AssertionError(matrix)
+    return matrix
 
-    Args:
-        rows: `(n, C)` float32, finite, of whole groups.
-        basis: What rows that they are multiplied with are measured by.
-        sketch: A packed format with groups.
-        library: For one instruction set.
-    """
-    own = native_pack(sketch, rows, library)
-    values = sketch.unpack(own, tuple(rows.shape), torch.float32)
-    error = rows - values
-    # In float64, for torch may be told to multiply float32 in fewer bits.
-    lacking = error.double() @ basis.directions.T.double()
-    kept = (lacking / basis.stretch).float()
-    beside = native_pack(sketch, kept, library)
-    odd = (own[-1] != 1) | (beside[-1] != 1)
-    if odd.any():  # one multiplier must do for both parts of a row: such tokens go without
-        beside = native_pack(sketch, kept.masked_fill(odd[:, None], 0.0), library)
-    found = sketch.unpack(beside, tuple(kept.shape), torch.float32)
-    planes = (*(torch.cat(pair, dim=1) for pair in zip(own[:-1], beside[:-1], strict=True)), own[-1])
-    values = torch.cat([values, found], dim=1)
-    off = (lacking - found.double() * basis.stretch).float()
-    longest = float(rows.square().sum(1).max().sqrt() + values.square().sum(1).max().sqrt())
-    return _Sketched(planes, values, error, off, longest * _ROUNDED)
+
+def _sketched(rows: Tensor, basis: Basis, sketch: SketchFormat, library: Library) -> Sketched:
+    head = Weight("plain", tuple(rows.shape), (rows,), sketch.unpack)
+    made = Sketched(head, basis, sketch, library)
+    made.make(0, len(rows))
+    return made
 
 
 def learn(head: Weight, rows: Tensor, sketch: SketchFormat, library: Library) -> Basis | None:
@@ -161,14 +175,14 @@ def learn(head: Weight, rows: Tensor, sketch: SketchFormat, library: Library) ->
     basis = Basis(directions, torch.ones_like(rows[0]))
     along = rows[1::2] @ directions.T
     rest = rows[1::2] - along @ directions
-    first = sketched(sample, basis, sketch, library)
-    lacking = first.error @ directions.T
+    error = sample - _sketched(sample, basis, sketch, library).values()[:, : rows.shape[1]]
+    lacking = error @ directions.T
     stretch = float(_spread(lacking, None) / _spread(sample, None))
-    weights = (_spread(first.error, 0) / _spread(rest, 0)).sqrt()
+    weights = (_spread(error, 0) / _spread(rest, 0)).sqrt()
     basis = Basis(directions, weights, stretch)
-    second = sketched(sample, basis, sketch, library)
+    found = _sketched(sample, basis, sketch, library).values()[:, rows.shape[1] :]
     of_rows = _spread(rest * weights, None) / _spread(along, None)
-    of_tokens = _spread(second.off, None) / _spread(second.error / weights, None)
+    of_tokens = _spread(lacking - found * stretch, None) / _spread(error / weights, None)
     # The product of both factors is then least, as far as these rows and tokens go.
     return Basis(directions, weights, stretch, float((of_rows * of_tokens).sqrt()))
 
@@ -193,9 +207,9 @@ def share_of(
         sketch: As of `learn`.
         library: For one instruction set.
     """
-    found = sketched(_sample(head), basis, sketch, library)
+    found = _sketched(_sample(head), basis, sketch, library)
     extended, length = basis.extended(rows)
-    most = extended @ found.values.T + length[:, None] * found.errors(basis)
+    most = extended @ found.values().T + length[:, None] * found.errors
     best = torch.stack([_rows(head, token, token + 1)[0] for token in tokens.tolist()])
     score = (rows * best).sum(1)
     if head.bias is not None:
@@ -262,52 +276,35 @@ class Making:
             sketch: The format.
             library: For one instruction set.
         """
-        self._head, self._basis, self._sketch, self._library = head, basis, sketch, library
-        tokens, width = head.shape
-        self._shape = (tokens, width + len(basis.directions))
-        self._planes = tuple(torch.empty(s, dtype=d, device="cpu") for s, d in sketch.layout(self._shape))
-        self._errors = torch.empty(tokens, dtype=torch.float32, device="cpu")
-        self._source, self._done, self._longest = source_of(head), 0, 0.0
-        self._is_finite = True
+        self._head, self._basis, self._done = head, basis, 0
+        self._source = source_of(head)
+        self._sketched = Sketched(head, basis, sketch, library)
 
     def goes_on(self, seconds: float) -> bool:
         """Sketch tokens for about so long; whether some are left."""
-        end = time.perf_counter() + seconds
-        while self._done < self._shape[0] and time.perf_counter() < end:
-            at = slice(self._done, min(self._done + max(1, _CHUNK // self._shape[1]), self._shape[0]))
-            rows = _rows(self._head, at.start, at.stop)
-            if not torch.isfinite(rows).all():
-                self._is_finite = False
-                return False
-            found = sketched(rows, self._basis, self._sketch, self._library)
-            for plane, part in zip(self._planes, found.planes, strict=True):
-                plane[at] = part
-            self._errors[at] = found.errors(self._basis)
-            self._longest, self._done = max(self._longest, found.longest), at.stop
-        return self._done < self._shape[0]
+        end, (tokens, width) = time.perf_counter() + seconds, self._sketched.shape
+        while self._done < tokens and time.perf_counter() < end:
+            count = min(max(1, _CHUNK // width), tokens - self._done)
+            self._sketched.make(self._done, count)
+            self._done += count
+        return self._done < tokens
 
     def screen(self) -> Screen | None:
-        """What was made; None where the projection holds NaN, or was written to meanwhile."""
+        """What was made; None where the projection was written to meanwhile."""
         source = source_of(self._head)
-        if not self._is_finite or source is None or source != self._source:
+        if source is None or source != self._source:
             return None
-        head, basis = self._head, self._basis
-        matrix = matrix_of(
-            Weight(
-                self._sketch.name, self._shape, self._planes, self._sketch.unpack, head.bias, head.computes_in
-            )
-        )
-        if isinstance(matrix, str):
-            raise AssertionError(matrix)
+        basis, made, bias = self._basis, self._sketched, self._head.bias
+        matrix = made.matrix
+        matrix.bias, matrix.bias_dtype = address(bias), 0 if bias is None else DTYPES[bias.dtype]
         struct = abi.Screen(
             sketch=matrix,
             directions=address(basis.directions),
             weights=address(basis.weights),
-            errors=address(self._errors),
+            errors=address(made.errors),
             num_directions=len(basis.directions),
             stretch=basis.stretch,
             along=basis.along,
-            norms=self._longest,
+            norms=made.longest,
         )
-        kept = (*self._planes, self._errors, basis, matrix, head)
-        return Screen(struct, source, kept)
+        return Screen(struct, source, (made, basis, bias))

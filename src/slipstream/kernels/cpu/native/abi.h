@@ -335,6 +335,18 @@ struct Screen {
     int32_t unused;
 };
 
+// Makes a sketch, and what bounds it, of some rows of a plain or packed matrix.
+struct SketchCall {
+    Matrix head;             // `(V, C)`, not transposed
+    Matrix sketch;           // int4 `(V, C + K)`, whole groups of each; its planes are written
+    const float* directions; // `(K, C)` contiguous
+    const float* weights;    // `(C,)`
+    float* errors;           // `(V,)`, infinity where a row holds NaN or infinity
+    float* lengths;          // `(count,)`, of a row of the head and of the sketch, added up
+    int64_t first, count;    // tokens
+    float stretch, along;    // not 0
+};
+
 // From token ids to logits, or to the best token of each row alone, or one that is drawn. Several steps at
 // once take one token per sequence, and its successor in the next: they write to a copy of what `stack.step`
 // points to, and end early after a step in which some sequence's token is one of the ends, or none can be
@@ -355,7 +367,9 @@ struct ModelCall {
     // while other threads are at the next one. It may call this library. Not 0: none follows that. Or null.
     int32_t (*told)(int64_t step);
     const Screen* screen; // only of the best tokens of a single row; or null
-    float* entered;       // `(steps, C)`, of the first row: what the head is multiplied with; or null
+    float* entered;       // `(steps, num_entered, C)`: what the head is multiplied with for the last tokens
+                          // of the first sequence, if there is one alone; or null
+    int64_t num_entered;  // more than 1 only of a single step, without a project_out
     int64_t* looked;      // `(steps,)`, rows of the head that each step has multiplied; with a screen
 };
 
@@ -379,5 +393,6 @@ SLIPSTREAM_API int32_t slipstream_paged_attention(int32_t isa, int32_t threads,
 SLIPSTREAM_API int32_t slipstream_stack(int32_t isa, int32_t threads, const slipstream::StackCall* call);
 SLIPSTREAM_API int32_t slipstream_text(int32_t isa, int32_t threads, const slipstream::TextCall* call);
 SLIPSTREAM_API int32_t slipstream_pack(int32_t isa, int32_t threads, const slipstream::PackCall* call);
+SLIPSTREAM_API int32_t slipstream_sketch(int32_t isa, int32_t threads, const slipstream::SketchCall* call);
 SLIPSTREAM_API int32_t slipstream_model(int32_t isa, int32_t threads, const slipstream::ModelCall* call);
 }

@@ -206,6 +206,10 @@ int32_t slipstream_pack(int32_t isa, int32_t threads, const PackCall* call) {
     return start(isa, threads, call, &Kernels::pack_bytes, &Kernels::pack);
 }
 
+int32_t slipstream_sketch(int32_t isa, int32_t threads, const SketchCall* call) {
+    return start(isa, threads, call, &Kernels::sketch_bytes, &Kernels::sketch);
+}
+
 int32_t slipstream_model(int32_t isa, int32_t threads, const ModelCall* call) {
     return start(isa, threads, call, &Kernels::model_bytes, &Kernels::model);
 }

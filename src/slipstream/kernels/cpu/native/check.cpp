@@ -60,10 +60,6 @@ Status packed_step(const Step& s) {
     return kOk;
 }
 
-Status first_of(Status a, Status b) {
-    return a != kOk ? a : b;
-}
-
 bool bends(int32_t activation, int32_t gated) {
     return activation >= 0 && activation < kActivations && (activation != kSwigluOai || gated);
 }
@@ -237,6 +233,11 @@ Status around(const ModelCall& call) {
     }
     if (!is_aligned(call.entered, 4) || !is_aligned(call.looked, 8))
         return kAlignment;
+    if (call.entered && (call.num_entered < 1 || call.num_entered > call.stack.step.tokens))
+        return kShape;
+    if (call.entered && call.num_entered > 1 &&
+        (call.steps > 1 || f.project_out.outputs || call.stack.step.sequences > 1))
+        return kUnsupported;
     if (status == kOk && call.screen)
         status = screen(call);
     return first_of(status, steps(call));
@@ -376,6 +377,10 @@ Status check(const ModelCall& call) {
         return kNull;
     const Status status = layers(call.stack, call.steps - 1);
     return status != kOk ? status : around(call);
+}
+
+Status check(const SketchCall& call) {
+    return sketch(call);
 }
 
 Status check(const PackCall& call) {

@@ -13,6 +13,7 @@ Status check(const AttentionCall& call);
 Status check(const PagedAttentionCall& call);
 Status check(const StackCall& call);
 Status check(const PackCall& call);
+Status check(const SketchCall& call);
 Status check(const TextCall& call);
 Status check(const ModelCall& call);
 

@@ -25,6 +25,10 @@ bool is_aligned(const void* p, uintptr_t size) {
     return reinterpret_cast<uintptr_t>(p) % size == 0;
 }
 
+Status first_of(Status a, Status b) {
+    return a != kOk ? a : b;
+}
+
 // A tensor that must be there.
 Status tensor(const void* p, int32_t dtype) {
     if (!is_dtype(dtype))
@@ -189,6 +193,28 @@ Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
     if (!is_aligned(d.generator, 8))
         return kAlignment;
     return d.generator->left >= 1 && d.generator->left <= kTwisted ? kOk : kRange;
+}
+
+// What a sketch is made of.
+Status sketch(const SketchCall& call) {
+    const Matrix &head = call.head, &s = call.sketch;
+    const Status status =
+        first_of(exact_matrix(head, head.outputs, head.inputs), exact_matrix(s, head.outputs, s.inputs));
+    if (status != kOk)
+        return status;
+    for (int64_t i = 0; i < head.num_runs; ++i)
+        if (head.runs[i].transposed)
+            return kUnsupported;
+    if (s.format != kInt4 || head.bias || s.bias)
+        return kUnsupported;
+    if (s.inputs <= head.inputs || head.inputs % s.group || s.inputs % s.group || call.first < 0 ||
+        call.count < 0 || call.first + call.count > head.outputs)
+        return kShape;
+    if (!call.directions || !call.weights || !call.errors || !call.lengths)
+        return kNull;
+    const bool whole = is_aligned(call.directions, 4) && is_aligned(call.weights, 4) &&
+                       is_aligned(call.errors, 4) && is_aligned(call.lengths, 4);
+    return whole ? kOk : kAlignment;
 }
 
 // What bounds the scores of a single row.

@@ -200,9 +200,8 @@ private:
     void head(const Input& input, Team& team, int rank, int64_t step) {
         const Matrix& m = frame_.head;
         const Operand x = input.operand(m, rank);
-        if (call_.entered && rank == 0)
-            std::memcpy(call_.entered + step * m.inputs, input.row(0),
-                        static_cast<size_t>(m.inputs) * sizeof(float));
+        if (call_.entered)
+            write_down(input, team, rank, step);
         if (screening_)
             return screened(x, team, rank, step);
         const bool looks = call_.best && !draws_;
@@ -224,6 +223,21 @@ private:
             draws_->run(team, rank, step, call_.best + step, call_.steps);
         else if (rank == 0 && looks)
             take_best(best, team.size(), step);
+    }
+
+    // Tells what enters the projection, of tokens as well that nobody asks for.
+    void write_down(const Input& input, Team& team, int rank, int64_t step) {
+        const int64_t count = call_.num_entered, width = frame_.head.inputs;
+        if (count == 1) {
+            if (rank == 0)
+                std::memcpy(call_.entered + step * width, input.row(0),
+                            static_cast<size_t>(width) * sizeof(float));
+            return;
+        }
+        each_one(team, count, [&](int64_t i) {
+            norm_row(stack_.left() + (call_.stack.step.tokens - count + i) * hidden_,
+                     call_.entered + i * width, hidden_, frame_.final_norm);
+        });
     }
 
     // The best token of a single row, of those that may be it.

@@ -18,6 +18,7 @@ struct Kernels {
     int64_t (*stack_bytes)(const StackCall&, int threads);
     int64_t (*text_bytes)(const TextCall&, int threads);
     int64_t (*pack_bytes)(const PackCall&, int threads);
+    int64_t (*sketch_bytes)(const SketchCall&, int threads);
     int64_t (*model_bytes)(const ModelCall&, int threads);
     // Run by every thread of a team; `scratch` is shared and aligned to 64 bytes.
     void (*linear)(const LinearCall&, char* scratch, Team&, int rank);
@@ -29,6 +30,7 @@ struct Kernels {
     void (*stack)(const StackCall&, char* scratch, Team&, int rank);
     void (*text)(const TextCall&, char* scratch, Team&, int rank);
     void (*pack)(const PackCall&, char* scratch, Team&, int rank);
+    void (*sketch)(const SketchCall&, char* scratch, Team&, int rank);
     void (*model)(const ModelCall&, char* scratch, Team&, int rank);
 };
 

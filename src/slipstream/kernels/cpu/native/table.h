@@ -56,6 +56,7 @@
 #include "sequences.h"
 #include "text.h"
 #include "pack.h"
+#include "sketch.h"
 #include "noise.h"
 #include "best.h"
 #include "screen.h"
@@ -94,10 +95,10 @@ inline void model(const ModelCall& call, char* base, Team& team, int rank) {
 }
 
 constexpr Kernels table() {
-    return {linear_bytes, feed_bytes, draw_bytes, norm_bytes,      attention_bytes, paged_attention_bytes,
-            stack_bytes,  text_bytes, pack_bytes, model_bytes,     linear,          feed,
-            draw,         norm,       attention,  paged_attention, stack,           text,
-            pack,         model};
+    return {linear_bytes, feed_bytes, draw_bytes, norm_bytes,   attention_bytes, paged_attention_bytes,
+            stack_bytes,  text_bytes, pack_bytes, sketch_bytes, model_bytes,     linear,
+            feed,         draw,       norm,       attention,    paged_attention, stack,
+            text,         pack,       sketch,     model};
 }
 
 } // namespace
