@@ -214,8 +214,10 @@ def _share(
         if not read or not weights:
             return None
         width = 4 if entry.row.precision == "float32" else 2
+        spared = statistics.median(a.get("spared_bytes", 0) for a in entry.answers[task.name])
         cache = task.batch * (task.tokens + model.new_tokens / 2) * counted.cache * width
-        return (weights * counted.decode_share(task.batch) + cache) * figure / task.batch / (read * 1e9)
+        weights = weights * counted.decode_share(task.batch) - spared
+        return (weights + cache) * figure / task.batch / (read * 1e9)
     units = limits.get(entry.row.units)
     if not units:
         return None

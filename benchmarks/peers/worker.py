@@ -28,6 +28,7 @@ class Timed:
         self.start = time.perf_counter()
         self.times: list[float] = []
         self.tokens: list[int] = []
+        self.spared_bytes = 0
 
     def note(self, token: int) -> None:
         """A step is done."""
@@ -35,10 +36,19 @@ class Timed:
         self.tokens.append(token)
 
     def to_dict(self) -> dict[str, Any]:
-        """`first`: seconds to the first token; `step`: seconds per token after it, or None."""
+        """What was measured.
+
+        `first`: seconds to the first token; `step`: seconds per token after it, or None; `spared_bytes`: of
+        the weights, what a step did not read.
+        """
         steps = len(self.times) - 1
         step = (self.times[-1] - self.times[0]) / steps if steps else None
-        return {"first": self.times[0], "step": step, "tokens": self.tokens}
+        return {
+            "first": self.times[0],
+            "step": step,
+            "tokens": self.tokens,
+            "spared_bytes": self.spared_bytes,
+        }
 
 
 class Peer(Protocol):

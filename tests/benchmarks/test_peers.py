@@ -140,7 +140,7 @@ def test_prompts_are_the_same_in_every_process() -> None:
 def test_the_first_token_is_not_a_step() -> None:
     timed = Timed()
     timed.times, timed.tokens = [3.0, 3.5, 4.0], [1, 2, 3]
-    assert timed.to_dict() == {"first": 3.0, "step": 0.5, "tokens": [1, 2, 3]}
+    assert timed.to_dict() == {"first": 3.0, "step": 0.5, "tokens": [1, 2, 3], "spared_bytes": 0}
     timed.times = [3.0]
     assert timed.to_dict()["step"] is None
 

@@ -514,6 +514,26 @@ def test_padding_is_found_in_the_ids_where_no_mask_is_given(llama: Pair) -> None
     both(llama, input_ids=ids)
 
 
+@pytest.mark.parametrize("places", [(2,), (8,), (3, 7, 8), tuple(range(9))], ids=str)
+def test_padding_that_is_found_elsewhere_takes_the_compatible_road(
+    llama: Pair, places: tuple[int, ...]
+) -> None:
+    ids = prompt()
+    ids[0, list(places)] = 50
+    expected = llama.original.generate(input_ids=ids, pad_token_id=50, max_new_tokens=6)
+    with roads(llama.engine) as counts:
+        got = llama.engine.generate(input_ids=ids, pad_token_id=50, max_new_tokens=6)
+    assert counts.taken == "compatible"
+    rows = slice(1, None) if len(places) == 9 else slice(None)  # what attends to nothing means nothing
+    assert torch.equal(expected[rows], got[rows])
+
+
+def test_a_token_that_pads_and_ends_is_no_padding_within_a_prompt(llama: Pair) -> None:
+    ids = prompt()
+    ids[0, 4] = 50
+    both(llama, input_ids=ids, pad_token_id=50, eos_token_id=[50, 51])
+
+
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     yield lambda budget: monkeypatch.setattr(generate, "TOKEN_BUDGET", budget)

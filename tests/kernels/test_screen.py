@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import slipstream
 from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS
+from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu import screen as screens_module
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
@@ -150,7 +151,7 @@ def test_the_token_is_that_of_all_scores(isa: str, is_walk: bool, dtype: torch.d
     dense = model.lm_head.weight.clone()
     library = load(isa)
     assert library is not None
-    lone = Weight("plain", (TOKENS, WIDTH), (dense,), lambda *_: dense)
+    lone = plain(dense)
     basis = learn(lone, torch.randn(64, WIDTH), SKETCH, library)
     assert basis is not None
     error = dense - values_of(lone, basis, library)[:, :WIDTH]
@@ -173,7 +174,7 @@ def test_the_bound_holds_for_any_row(isa: str) -> None:
     if library is None:
         pytest.skip(f"this machine has no {isa}")
     dense = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1)) * torch.rand(512, 1)
-    head = Weight("plain", (512, WIDTH), (dense,), lambda *_: dense)
+    head = plain(dense)
     basis = learn(head, torch.randn(64, WIDTH) + 3, SKETCH, library)
     assert basis is not None
     dense[3], dense[4], dense[5] = 0.0, dense[4] * 1e-9, dense[5] * 1e7
@@ -191,6 +192,83 @@ def test_the_bound_holds_for_any_row(isa: str) -> None:
     assert bool((off <= bound + rounding).all())
     # The worst row of each token comes close to it: the bound says no more than it must.
     assert float((off / bound)[128:].diagonal()[6:].median()) > 0.4
+
+
+def plain(dense: Tensor) -> Weight:
+    return Weight("plain", tuple(dense.shape), (dense,), lambda *_: dense)
+
+
+def some_basis(dense: Tensor) -> Basis:
+    library = load(BEST)
+    assert library is not None
+    basis = learn(plain(dense), torch.randn(64, WIDTH), SKETCH, library)
+    assert basis is not None
+    return basis
+
+
+@pytest.mark.parametrize("isa", [*ISAS, EMULATED])
+def test_rows_that_are_no_numbers_are_always_computed(isa: str) -> None:
+    library = load(isa)
+    if library is None:
+        pytest.skip(f"this machine has no {isa}")
+    dense = torch.randn(100, WIDTH)
+    basis = some_basis(dense)
+    dense[17, 3], dense[40, 5] = torch.nan, torch.inf
+    made = Sketched(plain(dense), basis, SKETCH, library)
+    made.make(0, 100)
+    assert made.errors.isinf().nonzero().flatten().tolist() == [17, 40]
+    assert bool(made.values().isfinite().all()) and made.longest < 100
+
+
+@pytest.mark.parametrize("isa", [*ISAS, EMULATED])
+def test_runs_of_rows_are_sketched_as_one_matrix(isa: str) -> None:
+    library = load(isa)
+    if library is None:
+        pytest.skip(f"this machine has no {isa}")
+    dense = torch.randn(100, WIDTH).bfloat16()
+    basis = some_basis(dense.float())
+    runs = Weight("plain", (100, WIDTH), (dense[:33].clone(), dense[33:].clone()), lambda *_: dense)
+    both = [Sketched(head, basis, SKETCH, library) for head in (plain(dense), runs)]
+    for made in both:
+        made.make(0, 50)
+        made.make(50, 50)
+    assert all(torch.equal(a, b) for a, b in zip(both[0].planes, both[1].planes, strict=True))
+    assert torch.equal(both[0].errors, both[1].errors)
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 4), (0, 101), (100, 1), (90, 11), (0, -1)])
+def test_tokens_that_are_not_there_are_not_sketched(first: int, count: int) -> None:
+    library = load(BEST)
+    assert library is not None
+    dense = torch.randn(100, WIDTH)
+    made = Sketched(plain(dense), some_basis(dense), SKETCH, library)
+    with pytest.raises((DeviceError, RuntimeError)):
+        made.make(first, count)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"directions": None}, {"weights": None}, {"errors": None}, {"lengths": None}, {"errors": 2}],
+    ids=str,
+)
+def test_a_call_without_its_parts_is_refused(change: dict[str, Any]) -> None:
+    library = load(BEST)
+    assert library is not None
+    dense = torch.randn(100, WIDTH)
+    basis, room = some_basis(dense), torch.zeros(200)
+    made = Sketched(plain(dense), basis, SKETCH, library)
+    parts = {"directions": basis.directions, "weights": basis.weights, "errors": room, "lengths": room[100:]}
+    call = abi.SketchCall(
+        head=made._head,
+        sketch=made.matrix,
+        first=0,
+        count=100,
+        stretch=1.0,
+        along=1.0,
+        **({name: part.data_ptr() for name, part in parts.items()} | change),
+    )
+    with pytest.raises(DeviceError, match="refuses"):
+        library.run("sketch", call)
 
 
 def test_the_first_of_equal_scores_is_the_best() -> None:

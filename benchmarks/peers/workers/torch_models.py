@@ -74,6 +74,7 @@ class TorchModel:
             self.model.generate(
                 tokens, attention_mask=mask, streamer=streamer, max_new_tokens=new, do_sample=False, **options
             )
+        streamer.timed.spared_bytes = self._spared_bytes(len(ids))
         return streamer.timed
 
     def encode(self, ids: list[list[int]]) -> Callable[[], Any]:
@@ -86,6 +87,14 @@ class TorchModel:
                 return self.model(input_ids=tokens, attention_mask=mask)
 
         return forward
+
+    def _spared_bytes(self, batch: int) -> int:
+        """What a step of an engine has not read of the vocabulary projection."""
+        runner = getattr(getattr(self.model, "_built", None), "runner", None)
+        screens = getattr(getattr(runner, "whole", None), "screens", None)
+        if screens is None or batch > 1:
+            return 0
+        return int(screens.spared_bytes(runner.frame.matrices()["head"]))
 
     def _make_engine(self, dtype: torch.dtype, keywords: dict[str, Any]) -> dict[str, Any]:
         import slipstream

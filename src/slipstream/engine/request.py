@@ -228,6 +228,7 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     ):
         return "stop_strings stand in a generation config, or come without a tokenizer"
     mask = kwargs.get("attention_mask")
+    mask = _inferred_mask(request) if mask is None else mask
     if mask is not None and not request.encoded and not _is_left_padded(mask):
         return "the attention mask has gaps"
     return None
@@ -346,6 +347,16 @@ def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
     seen = [None if block.spec.window == 1 else block.spec.window for block in runner.blocks]
     differ = (kept for kept, own in zip(windows, seen, strict=False) if kept is not None and kept != own)
     return min(differ, default=None)
+
+
+def _inferred_mask(request: Request) -> Tensor | None:
+    """The mask that transformers infers where none is given; None where it takes all tokens as they are."""
+    ids, pad, ends = request.prompt, request.config.pad_token_id, request.config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if ids is None or pad is None or pad in ends:
+        return None
+    mask = ids != pad
+    return None if bool(mask.all()) else mask
 
 
 def _is_left_padded(mask: Tensor) -> bool:

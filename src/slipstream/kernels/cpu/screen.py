@@ -95,6 +95,13 @@ class Screens:
         ordered = scale > 0 and softcap == 0
         return Screening(self, head, _SEEN if at_end else 1) if serves and pays and ordered else None
 
+    def spared_bytes(self, head: Weight) -> int:
+        """Bytes of a projection that a step with the screen does not read, going by the last ones; else 0."""
+        screen, shares = self.screen, list(self._shares)
+        if screen is None or not shares:
+            return 0
+        return int(sum(p.nbytes for p in head.planes) * (1 - sum(shares) / len(shares))) - screen.nbytes
+
     def learn(self, head: Weight, rows: Tensor, tokens: Tensor, seconds: float) -> None:
         """Take note of steps without a screen.
 

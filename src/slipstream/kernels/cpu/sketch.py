@@ -256,11 +256,13 @@ class Screen:
     Attributes:
         struct: For the library.
         source: `source_of` that state.
+        nbytes: What a step reads of it.
         tensors: What the struct points to.
     """
 
     struct: abi.Screen
     source: tuple[int, ...]
+    nbytes: int
     tensors: tuple[object, ...]
 
 
@@ -307,4 +309,5 @@ class Making:
             along=basis.along,
             norms=made.longest,
         )
-        return Screen(struct, source, (made, basis, bias))
+        nbytes = sum(t.nbytes for t in (*made.planes, made.errors))
+        return Screen(struct, source, nbytes, (made, basis, bias))
