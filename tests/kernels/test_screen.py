@@ -36,7 +36,8 @@ TOKENS, WIDTH = 3001, 64
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Projections as small as those of tests count."""
     monkeypatch.setattr(screens_module, "_LEAST_WEIGHTS", 1)
-    monkeypatch.setattr(screens_module, "_LEAST_GAIN", 0.5)  # so narrow rows have half as many directions
+    # So narrow rows have half as many directions, and their sketch takes no less than they.
+    monkeypatch.setattr(screens_module, "_break_even", lambda *_: 0.6)
 
 
 def model_of(*, is_walk: bool = True, bias: bool = False) -> LlamaForCausalLM:
@@ -331,6 +332,22 @@ def test_generations_learn_a_screen_and_say_the_same(head: str) -> None:
     assert len(shares) == 149 and sum(shares) / len(shares) < 0.1
 
 
+def test_a_small_projection_and_a_narrow_one_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load(BEST)
+    assert library is not None
+    screens = Screens(SKETCH, library)
+
+    def begins(tokens: int, width: int, dtype: torch.dtype, head: str = "plain") -> bool:
+        planes = (torch.empty(tokens, width, dtype=dtype),)
+        return screens.begin(Weight(head, (tokens, width), planes, int), 1.0, 0.0, at_end=True) is not None
+
+    monkeypatch.undo()
+    assert begins(49152, 576, torch.bfloat16) and begins(49152, 576, torch.int8)
+    assert begins(16384, 256, torch.bfloat16) and not begins(16384, 224, torch.bfloat16)
+    assert not begins(50257, 16, torch.bfloat16)  # no whole group
+    assert not begins(99152, 64, torch.int8)  # the sketch of 64 inputs and 32 directions takes as much
+
+
 def test_where_nothing_is_spared_nothing_is_made() -> None:
     engine = engine_of(model_of(is_walk=False))
     screens = screens_of(engine)
@@ -341,7 +358,7 @@ def test_where_nothing_is_spared_nothing_is_made() -> None:
 
 
 def test_a_screen_that_spares_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screens_module, "_WORTH", 1.0)
+    monkeypatch.setattr(screens_module, "_WORTH", 2.0)
     engine, plain = engine_of(model_of(is_walk=False)), engine_of(model_of(is_walk=False))
     screens, made = screens_of(engine), []
     judge = screens.judge

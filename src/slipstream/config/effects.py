@@ -80,9 +80,9 @@ _TOP = {
         "of its head. A cache that is returned is in the engine's dtype. Without an engine road it warns."
     ),
     "screen_vocabulary": _acts(
-        "On a CPU, once 64 tokens have shown that it pays, greedy steps of one sequence read the vocabulary "
-        "projection in 5 bits per weight and compute those tokens alone that may be the best. Tokens are the "
-        "same; the sketch takes memory of its own, which False saves."
+        "On a CPU, once the first tokens have shown that it pays, greedy steps of one sequence read the "
+        "vocabulary projection in 5 bits per weight and compute those tokens alone that may be the best. "
+        "Tokens are the same; the sketch takes memory of its own, which False saves."
     ),
     "checkpoint": _acts(
         "Weights are read from it, layer by layer as they are packed, and every tensor is accounted for, "

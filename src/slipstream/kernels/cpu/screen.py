@@ -34,8 +34,8 @@ __all__ = ["Screening", "Screens"]
 _LEAST_WEIGHTS = 1 << 22
 """A smaller projection is read within a few tenths of a millisecond."""
 
-_LEAST_GAIN = 1.4
-"""How many times its sketch a projection must take."""
+_LEAST_SPARED = 0.25
+"""Of the bytes of the projection: a sketch that spares less is not worth making."""
 
 _SEEN, _KNOWN = 64, 8
 """Rows that are learned from, at least, and those whose token is known, which a trial is made with."""
@@ -43,8 +43,8 @@ _SEEN, _KNOWN = 64, 8
 _JUDGED = 64
 """Steps that a screen is judged by."""
 
-_WORTH, _IN_VAIN = 0.3, 0.5
-"""Shares of the vocabulary that are computed: the most in a trial, and the most later."""
+_WORTH, _IN_VAIN = 0.5, 0.9
+"""Of the share of the vocabulary at which nothing is gained: the most in a trial, and the most later."""
 
 _FIRST_WAIT, _LAST_WAIT = 256, 1 << 16
 """Steps until another trial: twice as many each time."""
@@ -71,7 +71,7 @@ class Screens:
         self._known: deque[tuple[Tensor, int]] = deque(maxlen=2 * _KNOWN)
         self._shares: deque[float] = deque(maxlen=_JUDGED)
         self._making: tuple[Weight, Making] | None = None
-        self._steps, self._wait = 0, 0
+        self._steps, self._wait, self._most = 0, 0, 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Screens:
         """A copied model has learned nothing yet: its projection lies elsewhere."""
@@ -91,7 +91,8 @@ class Screens:
         nbytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
         lies = head.inside is None and (head.dtype is not None or all(p.stride(1) == 1 for p in head.planes))
         serves = head.rounding is None and lies and width % self._sketch.group == 0
-        pays = tokens * width >= _LEAST_WEIGHTS and sum(p.nbytes for p in head.planes) > _LEAST_GAIN * nbytes
+        self._most = _break_even(nbytes, sum(p.nbytes for p in head.planes))
+        pays = tokens * width >= _LEAST_WEIGHTS and self._most >= _LEAST_SPARED
         ordered = scale > 0 and softcap == 0
         return Screening(self, head, _SEEN if at_end else 1) if serves and pays and ordered else None
 
@@ -129,7 +130,7 @@ class Screens:
     def judge(self, shares: Tensor) -> None:
         """Take note of the shares of the vocabulary that steps with a screen have computed."""
         self._shares.extend(shares.tolist())
-        if len(self._shares) == _JUDGED and sum(self._shares) > _IN_VAIN * _JUDGED:
+        if len(self._shares) == _JUDGED and sum(self._shares) > _IN_VAIN * self._most * _JUDGED:
             self._wait_longer()
 
     def forget(self, screen: Screen) -> None:
@@ -142,8 +143,8 @@ class Screens:
         if self._making is None:
             basis = learn(head, torch.stack(list(self._seen)), self._sketch, self._library)
             rows, tokens = zip(*self._known, strict=True)
-            known = torch.stack(rows), torch.tensor(tokens, device="cpu")
-            if basis is None or share_of(head, basis, *known, self._sketch, self._library) > _WORTH:
+            known, worth = (torch.stack(rows), torch.tensor(tokens, device="cpu")), _WORTH * self._most
+            if basis is None or share_of(head, basis, *known, self._sketch, self._library) > worth:
                 return self._wait_longer()
             self._making = head, Making(head, basis, self._sketch, self._library)
         of, making = self._making
@@ -165,6 +166,11 @@ class Screens:
         self._seen.clear()
         self._known.clear()
         self._shares.clear()
+
+
+def _break_even(sketch: int, projection: int) -> float:
+    """The share of the vocabulary whose rows are as many bytes as the sketch saves."""
+    return 1 - sketch / projection
 
 
 class Screening:

@@ -323,7 +323,7 @@ struct DrawCall {
 };
 
 // What bounds the scores of all tokens, so that the best one of a single row is found without reading the
-// whole vocabulary projection; see kernels/cpu/screen.py.
+// whole vocabulary projection; see kernels/cpu/sketch.py.
 struct Screen {
     Matrix sketch; // `(V, C + K)`: the head's rows, and what these lack along each direction; its bias
     const float* directions; // `(K, C)` contiguous

@@ -47,6 +47,19 @@ inline float sum_over(const float* x, int64_t n, F add) {
     return total;
 }
 
+inline float product_of(const float* x, const float* y, int64_t n) {
+    Vec sums[4] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};
+    int64_t j = 0;
+    for (; j + 4 * Vec::kWidth <= n; j += 4 * Vec::kWidth)
+        for (int i = 0; i < 4; ++i)
+            sums[i] = fma(Vec::load(x + j + i * Vec::kWidth), Vec::load(y + j + i * Vec::kWidth), sums[i]);
+    for (; j < n; j += Vec::kWidth) {
+        const int64_t count = least(n - j, Vec::kWidth);
+        sums[0] = fma(Vec::load(x + j, count), Vec::load(y + j, count), sums[0]);
+    }
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum();
+}
+
 inline float sum_of(const float* x, int64_t n) {
     return sum_over(x, n, [](Vec sum, Vec v) { return sum + v; });
 }

@@ -5,7 +5,7 @@
 // A row x is a part along some directions, those that the rows of a model lie along anyway, and a rest r. Of
 // a token's weights w the sketch has s and, for each direction, what w - s lacks along it, so that
 //     x . w = x . s + along . lacking + error,    |error| <= |(r * weights, along)| * errors[token]
-// after Cauchy and Schwarz. See kernels/cpu/screen.py for what errors are.
+// after Cauchy and Schwarz. See kernels/cpu/sketch.py for what errors are.
 #pragma once
 
 namespace slipstream {
@@ -91,7 +91,7 @@ private:
         float along = 0;
         for (int64_t k = 0; k < count; ++k) {
             const float* direction = screen_.directions + k * inputs_;
-            const float part = sum_of_products(row, direction);
+            const float part = product_of(row, direction, inputs_);
             for (int64_t j = 0; j < inputs_; j += Vec::kWidth) {
                 const int64_t n = least(inputs_ - j, Vec::kWidth);
                 fma(Vec::set(-part), Vec::load(direction + j, n), Vec::load(rest + j, n)).store(rest + j, n);
@@ -118,15 +118,6 @@ private:
         return seen;
     }
 
-    float sum_of_products(const float* x, const float* y) const {
-        Vec sum = Vec::set(0);
-        for (int64_t j = 0; j < inputs_; j += Vec::kWidth) {
-            const int64_t n = least(inputs_ - j, Vec::kWidth);
-            sum = fma(Vec::load(x + j, n), Vec::load(y + j, n), sum);
-        }
-        return sum.sum();
-    }
-
     // The most that tokens [begin, end) may score; keeps what seems to be the best of them.
     void bound(const Seen& seen, int64_t begin, int64_t end, Best& top) {
         multiply(seen.row, screen_.sketch, begin, end, upper_ + begin, end - begin);
@@ -134,8 +125,10 @@ private:
         const Vec length = Vec::set(seen.length), slack = Vec::set(seen.slack), scale = Vec::set(scale_);
         for (int64_t j = begin; j < end; j += Vec::kWidth) {
             const int64_t n = least(end - j, Vec::kWidth);
+            const Vec score = Vec::load(upper_ + j, n);
             const Vec off = fma(length, Vec::load(screen_.errors + j, n), slack);
-            ((Vec::load(upper_ + j, n) + off) * scale).store(upper_ + j, n);
+            // A bias may be far larger than what it is added to, and both sums are rounded.
+            ((score + fma(abs(score), Vec::set(0x1p-22f), off)) * scale).store(upper_ + j, n);
         }
     }
 

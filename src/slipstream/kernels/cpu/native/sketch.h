@@ -108,14 +108,6 @@ private:
             (Vec::load(row + j) * factor).store(row + j);
     }
 
-    float product(const float* x, const float* y) const {
-        return sum_over(x, inputs_, [&, j = int64_t{0}](Vec sum, Vec v) mutable {
-            const Vec other = Vec::load(y + j);
-            j += Vec::kWidth;
-            return fma(v, other, sum);
-        });
-    }
-
     // Tokens of the call from `begin` on.
     void tile(const Own& own, int64_t begin, int64_t count) const {
         const Matrix& sketch = call_.sketch;
@@ -137,7 +129,7 @@ private:
                 (Vec::load(row + j) - Vec::load(own.values + j)).store(row + j);
             float largest = 0;
             for (int64_t k = 0; k < directions_; ++k) {
-                const float along = product(row, call_.directions + k * inputs_);
+                const float along = product_of(row, call_.directions + k * inputs_, inputs_);
                 own.along[r * directions_ + k] = along;
                 lacking[k] = along / call_.stretch;
                 largest = std::fmax(largest, std::fabs(lacking[k]));
