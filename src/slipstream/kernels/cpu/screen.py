@@ -5,8 +5,8 @@ in its place, which bounds every score (see `kernels.cpu.sketch`), and computes 
 as ever: the token is the same, whatever the sketch is like.
 
 What it takes is learned from rows of prompts and of greedy steps, and made after calls. A trial on a sample
-of the vocabulary says beforehand whether it is worth it: where a model has no direction that it prefers, as
-one with random weights, everything is computed as ever.
+of the vocabulary says beforehand whether it is worth it, and what spares too little later is dropped: where a
+model has no directions that it prefers, as with random weights, everything is computed as ever.
 
 Anybody may write to the projection's memory. A generation trusts a sketch once it has found there, byte by
 byte, what the sketch was made of.
