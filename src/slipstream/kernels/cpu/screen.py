@@ -188,7 +188,7 @@ class Screening:
         self._trusted: Screen | None = None
         self._is_first = True
 
-    def point(self, call: abi.ModelCall, steps: int) -> Tensor:
+    def point(self, call: abi.ModelCall, steps: int) -> Tensor | None:
         """Let a call use the screen, or else write down what enters the projection.
 
         The first call of a generation, a prompt's, uses none: to look for changes takes as long as a prompt
@@ -196,10 +196,13 @@ class Screening:
 
         Returns:
             What the call writes to: `(steps,)` int64, how many scores were computed, with a screen, and
-            `(R, C)` float32 without: a row for each step, or several of a prompt.
+            `(R, C)` float32 without: a row for each step, or several of a prompt. None where there is nothing
+            to be told.
         """
-        screen = None if self._is_first else self._screens.screen
+        screen, is_first = self._screens.screen, self._is_first
         self._is_first = False
+        if screen is not None and is_first:
+            return None
         if screen is not None and screen is not self._trusted:
             if source_of(self._head) != screen.source:
                 self._screens.forget(screen)

@@ -139,16 +139,13 @@ private:
 
     void embed(int64_t t, float* row) const {
         const Matrix& m = frame_.embed;
-        int64_t id = token_ids_[t];
+        const int64_t id = token_ids_[t];
         float scale = frame_.embed_scale;
         if (m.format != kPlain) {
             decode(m, id, 1, 0, m.inputs, row, m.inputs);
             scale *= row_factors(m) ? row_factors(m)[id] : 1.0f;
         } else {
-            const Run* run = m.runs;
-            for (; id >= run->rows; ++run)
-                id -= run->rows;
-            read_row(run->data, m.dtype, id * run->stride, row, m.inputs);
+            read_row(m, id, row);
         }
         if (scale != 1.0f)
             for (int64_t j = 0; j < m.inputs; ++j)

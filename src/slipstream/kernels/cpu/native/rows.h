@@ -22,6 +22,14 @@ inline void read_row(const void* from, int32_t dtype, int64_t offset, float* to,
     });
 }
 
+// A row of a dense matrix that is not transposed.
+inline void read_row(const Matrix& m, int64_t o, float* to) {
+    const Run* run = m.runs;
+    for (; o >= run->rows; ++run)
+        o -= run->rows;
+    read_row(run->data, m.dtype, o * run->stride, to, m.inputs);
+}
+
 inline void write_row(const float* from, void* to, int32_t dtype, int64_t offset, int64_t n) {
     with_dtype(dtype, [&](auto* type) { copy_row(from, static_cast<decltype(type)>(to) + offset, n); });
 }

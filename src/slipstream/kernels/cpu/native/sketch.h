@@ -8,6 +8,14 @@
 namespace slipstream {
 namespace {
 
+// The numbers that row o of a packed matrix stands for; whole vectors of them.
+inline void unpack_row(const Matrix& m, int64_t o, float* out) {
+    decode(m, o, 1, 0, m.inputs, out, m.inputs);
+    const Vec factor = Vec::set(row_factors(m)[o]);
+    for (int64_t j = 0; j < m.inputs; j += Vec::kWidth)
+        (Vec::load(out + j) * factor).store(out + j);
+}
+
 // Some numbers of each of a tile's rows, packed apart from what stands beside them in the sketch.
 struct SketchedPart {
     Matrix packed = {};
@@ -36,13 +44,6 @@ struct SketchedPart {
         call.dtype = kFloat32;
         call.packed = packed;
         pack_groups(call, 0, rows, room);
-    }
-    // The numbers that row r stands for.
-    void values(int64_t r, float* out) const {
-        decode(packed, r, 1, 0, packed.inputs, out, packed.inputs);
-        const Vec factor = Vec::set(row_factors(packed)[r]);
-        for (int64_t j = 0; j < packed.inputs; j += Vec::kWidth)
-            (Vec::load(out + j) * factor).store(out + j);
     }
     // Puts row r in its place in row `at` of the sketch, after `before` inputs.
     void put(int64_t r, const Matrix& sketch, int64_t at, int64_t before) const {
@@ -94,27 +95,17 @@ private:
         }
     };
 
-    void read(int64_t token, float* row) const {
-        const Matrix& m = call_.head;
-        if (m.format == kPlain) {
-            const Run* run = m.runs;
-            for (; token >= run->rows; ++run)
-                token -= run->rows;
-            return slipstream::read_row(run->data, m.dtype, token * run->stride, row, inputs_);
-        }
-        decode(m, token, 1, 0, inputs_, row, inputs_);
-        const Vec factor = Vec::set(row_factors(m)[token]);
-        for (int64_t j = 0; j < inputs_; j += Vec::kWidth)
-            (Vec::load(row + j) * factor).store(row + j);
-    }
-
     // Tokens of the call from `begin` on.
     void tile(const Own& own, int64_t begin, int64_t count) const {
         const Matrix& sketch = call_.sketch;
         float squares[kTile];
         for (int64_t r = 0; r < count; ++r) {
             float* row = own.rows + r * inputs_;
-            read(call_.first + begin + r, row);
+            const int64_t token = call_.first + begin + r;
+            if (call_.head.format == kPlain)
+                read_row(call_.head, token, row);
+            else
+                unpack_row(call_.head, token, row);
             squares[r] = squares_of(row, 0.0f, inputs_);
             if (!std::isfinite(squares[r])) // such a token is always computed
                 std::memset(row, 0, static_cast<size_t>(inputs_) * sizeof(float));
@@ -122,7 +113,7 @@ private:
         own.weights.pack(own.rows, count, own.room);
         for (int64_t r = 0; r < count; ++r) {
             float *row = own.rows + r * inputs_, *lacking = own.lacking + r * directions_;
-            own.weights.values(r, own.values);
+            unpack_row(own.weights.packed, r, own.values);
             call_.lengths[begin + r] =
                 std::sqrt(squares[r]) + std::sqrt(squares_of(own.values, 0.0f, inputs_));
             for (int64_t j = 0; j < inputs_; j += Vec::kWidth)
@@ -142,7 +133,7 @@ private:
         for (int64_t r = 0; r < count; ++r) {
             const int64_t token = call_.first + begin + r;
             const float* error = own.rows + r * inputs_;
-            own.beside.values(r, own.values);
+            unpack_row(own.beside.packed, r, own.values);
             float off = 0, beside = 0;
             for (int64_t k = 0; k < directions_; ++k) {
                 const float along = own.along[r * directions_ + k];
