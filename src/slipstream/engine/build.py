@@ -54,6 +54,7 @@ from slipstream.ops.bind import Bound, Facts, bind
 from slipstream.parallel import ALONE, Mesh
 from slipstream.parallel.agree import agree_on_weights
 from slipstream.parallel.vocabulary import joined_linear
+from slipstream.weights.mapped import MappedFiles
 
 __all__ = ["Built", "build", "inspect", "offer"]
 
@@ -105,7 +106,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         plan = _plan(model, model_config, config, device, filling, mesh)
         check_streamed(plan.layers, plan.verdicts, streamer)
     settings = replace(plan.settings, streamer=streamer)
-    convert(model, settings.dtype, keep=settings.keep)
+    convert(model, settings.dtype, keep=settings.keep, mapped=MappedFiles())
     if model_config is not None and hasattr(model_config, "dtype"):
         model.config.dtype = settings.dtype
     place(model, device, config, mesh.is_alone and streamer is None)

@@ -17,19 +17,26 @@ from torch import Tensor, nn
 from slipstream.spec import Role
 from slipstream.weights.heap import give_back
 from slipstream.weights.load import lies_transposed, may_be_packed
+from slipstream.weights.mapped import MappedFiles
 from slipstream.weights.recipe import Plan
 
 __all__ = ["lay_by_rows"]
 
 
 def lay_by_rows(
-    layer: nn.Module, plans: Mapping[Role, Plan], *, is_packed: bool, plain_roles: frozenset[Role]
+    layer: nn.Module,
+    plans: Mapping[Role, Plan],
+    mapped: MappedFiles,
+    *,
+    is_packed: bool,
+    plain_roles: frozenset[Role],
 ) -> None:
     """Lay out the transposed matrices of a layer that stay dense, in place, one at a time.
 
     Args:
         layer: Has its values.
         plans: How its tensors make up a block's.
+        mapped: Files of which what was laid out is dropped.
         is_packed: Roles that may be quantized are going to be, from either layout.
         plain_roles: Others that stay dense.
     """
@@ -41,7 +48,9 @@ def lay_by_rows(
             path, _, leaf = piece.name.rpartition(".")
             parameter = layer.get_submodule(path)._parameters.get(leaf)
             if parameter is not None and lies_transposed(piece, parameter) and _is_alone(parameter):
-                parameter.data = parameter.data.mT.contiguous().mT
+                stored = parameter.data
+                parameter.data = stored.mT.contiguous().mT
+                mapped.drop(mapped.holding([stored]))
                 laid = True
     if laid:  # or holes of what was let go of stay between what was laid out: 200 MB of 450
         give_back()

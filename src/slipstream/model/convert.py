@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from slipstream.weights.mapped import MappedFiles
 
 __all__ = ["applies", "convert", "is_quantized", "kept_in_float32", "move"]
 
@@ -27,7 +29,12 @@ def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> tuple[re.Pattern[st
 
 
 def convert(
-    module: nn.Module, dtype: torch.dtype, *, keep: Iterable[re.Pattern[str]] = (), prefix: str = ""
+    module: nn.Module,
+    dtype: torch.dtype,
+    *,
+    keep: Iterable[re.Pattern[str]] = (),
+    prefix: str = "",
+    mapped: MappedFiles | None = None,
 ) -> None:
     """Cast floating parameters and persistent buffers in place, one tensor at a time.
 
@@ -40,13 +47,17 @@ def convert(
         dtype: A floating dtype.
         keep: Patterns of full names to leave alone.
         prefix: The module's own path, for the patterns.
+        mapped: Files of which parameters that were cast are dropped; None where others still read them.
     """
     patterns = tuple(keep)
     for path, owner in module.named_modules(prefix=prefix):
         tables = owner._non_persistent_buffers_set
         for leaf, parameter in owner._parameters.items():
             if parameter is not None and applies(f"{path}.{leaf}", parameter, dtype, patterns):
-                parameter.data = parameter.data.to(dtype)
+                stored = parameter.data
+                parameter.data = stored.to(dtype)
+                if mapped is not None:
+                    mapped.drop(mapped.holding([stored]))
         for leaf, buffer in owner._buffers.items():
             if buffer is None or (leaf in tables and _ANGLES.search(leaf)):
                 continue
@@ -56,7 +67,16 @@ def convert(
 
 def move(model: nn.Module, device: torch.device) -> None:
     """Move a model in place; what has no values, because it is filled later, stays without."""
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    mapped = MappedFiles()
+
+    def there(tensor: Tensor) -> Tensor:
+        if tensor.is_meta or tensor.device == device:
+            return tensor
+        moved = tensor.to(device)
+        mapped.drop(mapped.holding([tensor]))
+        return moved
+
+    model._apply(there)
 
 
 def applies(name: str, tensor: torch.Tensor, dtype: torch.dtype, keep: tuple[re.Pattern[str], ...]) -> bool:

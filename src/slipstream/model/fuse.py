@@ -40,6 +40,7 @@ from slipstream.ops import Ops
 from slipstream.parallel import ALONE, Mesh, Turns, loads_of, share_of
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
+from slipstream.weights.mapped import MappedFiles
 from slipstream.weights.source import ModuleSource, Source
 from slipstream.weights.spread import cut_plans
 
@@ -323,7 +324,8 @@ def make_block(
 def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> dict[str, Block]:
     """Put the blocks in, in place: after `judge` nothing is left that could refuse.
 
-    Each layer's tensors are released as its block takes them over, so memory grows by one layer at most.
+    Each layer's tensors are released as its block takes them over, so memory grows by one layer at most; of
+    those that lie in mapped files, and are packed, the pages are dropped.
 
     Args:
         layers: From `find_layers`, already in the engine's dtype and on its device.
@@ -335,28 +337,31 @@ def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Set
     """
     blocks: dict[str, Block] = {}
     turns = Turns(settings.mesh.tp.size)
+    mapped = MappedFiles()
     for found in layers if settings.filling is None else settings.filling.progress(layers):
         verdict = verdicts[found.name]
         if verdict.returns is None:
             continue
         turn = turns.next(*loads_of(_known(found)[1], settings.mesh, settings.format.group))
-        _lay_by_rows(found, settings)
+        _lay_by_rows(found, settings, mapped)
+        dense = mapped.holding(found.layer.parameters() if settings.format.bits else ())
         state = make_block(found, found.layer, settings, verdict, turn)
         if settings.streamer is not None:
             offload_block(state.block, settings.streamer)
         inject_layer(found.layer, state)
         if settings.filling is not None:
             settings.filling.settle(found)
+        mapped.drop(dense)
         blocks[found.name] = state.block
     if settings.streamer is not None:
         settings.streamer.start()
     return blocks
 
 
-def _lay_by_rows(found: Found, settings: Settings) -> None:
+def _lay_by_rows(found: Found, settings: Settings, mapped: MappedFiles) -> None:
     """Before anything holds a layer's tensors: each matrix is let go of as it is laid out anew."""
     family, spec = _known(found)
     if settings.filling is None and settings.mesh.is_alone and settings.bind(spec).linear.by_rows:
         plans = plan_block(ModuleSource(found.layer), family.recipes, spec, ignored=family.ignores(spec))
         packs = settings.format.bits > 0
-        lay_by_rows(found.layer, plans, is_packed=packs, plain_roles=settings.plain_roles)
+        lay_by_rows(found.layer, plans, mapped, is_packed=packs, plain_roles=settings.plain_roles)

@@ -24,6 +24,7 @@ from slipstream.model.packed import looks_up_rows, pack
 from slipstream.model.report import OutsideReport
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
+from slipstream.weights.mapped import MappedFiles
 
 __all__ = ["OutsideFormats", "OutsidePlan", "found_table", "holders", "pack_outside", "plan_outside"]
 
@@ -191,8 +192,10 @@ def pack_outside(
     """
     rows = []
     planes: Weight | None = None
+    mapped = MappedFiles()
     for plan in plans:
         first: Any = model.get_submodule(plan.names[0])
+        stored = mapped.holding(first.parameters(recurse=False))
         if plan.shares and planes is not None:
             weight = planes
         else:
@@ -206,6 +209,7 @@ def pack_outside(
             bias = module._parameters.get("bias")
             run = None if plan.linear is None else plan.linear.run
             pack(module, "weight", replace(weight, bias=bias), run=run)
+        mapped.drop(stored)
         if filling is not None:
             filling.source.release(
                 n for n in (f"{name}.weight" for name in plan.names) if n in filling.source

@@ -23,6 +23,7 @@ from slipstream.parallel.plan import take
 from slipstream.parallel.shard import Slice
 from slipstream.spec import Role
 from slipstream.weights.load import part_of_planes, plan_block
+from slipstream.weights.mapped import MappedFiles
 from slipstream.weights.recipe import Plan
 from slipstream.weights.source import ModuleSource
 
@@ -156,6 +157,7 @@ def pack_layers(
         The implementation that packed linears run, by name of each layer in which anything is packed.
     """
     bound = settings.bind(None).linear
+    mapped = MappedFiles()
     for found in layers:
         for plan in plans.get(found.name, ()):
             module = found.layer.get_submodule(plan.path)
@@ -165,9 +167,11 @@ def pack_layers(
                 settings.filling.take(f"{found.name}.{plan.path}.bias", settings.cast)
             bias = module._parameters.get("bias") if plan.linear else None
             full = f"{found.name}.{plan.path}.{plan.name}"
+            dense = mapped.holding(module.parameters(recurse=False))
             weight = _packed(full, module, plan, settings, (parts or {}).get(full))
             run = bound.run if plan.linear else None
             pack(module, plan.name, replace(weight, bias=bias), transposed=plan.transposed, run=run)
+            mapped.drop(dense)
         if found.name in plans and is_injected(found.layer):
             injected_state(found.layer).parts = parts_of(found.layer)
     return dict.fromkeys(plans, bound.name)

@@ -1,16 +1,20 @@
-"""Tensors whose memory is a mapped file: where it lies, so that it can be read without becoming resident.
+"""Tensors whose memory is a mapped file: where it lies, so that it need not be resident.
 
 A page of a mapping takes memory, and a fault, once it is touched. Whoever has to look at every value of a
-model that lies in files, and will not use it yet, reads the files instead.
+model that lies in files, and will not use it yet, reads the files instead; whoever has made something else of
+a tensor drops its pages, for the mapping lives on with the last tensor of its file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import re
+import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +27,7 @@ __all__ = ["FileSpan", "MappedFiles"]
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)")
 _PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
 _SAMPLES = 4
+_DONTNEED = 4  # MADV_DONTNEED of Linux
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,36 @@ class MappedFiles:
             The span; None where the tensor is not mapped from a file that is still there, was written to
             since, or is resident.
         """
+        region = self._region(tensor)
+        if region is None:
+            return None
+        begin = tensor.data_ptr()
+        end = begin + tensor.nbytes
+        if not _is_untouched(begin, end):
+            return None
+        return FileSpan(region.path, begin - region.start + region.offset, end - region.start + region.offset)
+
+    def holding(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of some tensors that lie in mapped files, detached, for `drop`."""
+        return [tensor.detach() for tensor in tensors if self._region(tensor) is not None]
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Let go of pages that nobody will read soon; whoever does finds the same values in the file again.
+
+        What was written to, where the file does not have it, stays.
+
+        Args:
+            tensors: From `holding`. They keep their mappings alive.
+        """
+        page, advise = os.sysconf("SC_PAGE_SIZE"), _advise()
+        for tensor in tensors:
+            begin = -(-tensor.data_ptr() // page) * page  # what lies beside it may be in use
+            end = (tensor.data_ptr() + tensor.nbytes) // page * page
+            if advise is not None and begin < end and not _is_written(begin, end):
+                advise(begin, end - begin, _DONTNEED)
+
+    def _region(self, tensor: Tensor) -> _Region | None:
+        """The mapping that a tensor lies in, all of it."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return None
         begin = tensor.data_ptr()
@@ -78,10 +113,7 @@ class MappedFiles:
         index = bisect_right(self._starts, begin) - 1
         if index < 0 or end > self._regions[index].end or begin == end:
             return None
-        region = self._regions[index]
-        if not _is_untouched(begin, end):
-            return None
-        return FileSpan(region.path, begin - region.start + region.offset, end - region.start + region.offset)
+        return self._regions[index]
 
 
 def _regions() -> Iterator[_Region]:
@@ -111,10 +143,35 @@ def _is_untouched(begin: int, end: int) -> bool:
             entries = _entries(table.fileno(), first, last - first + 1)
     except OSError:
         return False
-    present, swapped = (entries & np.uint64(flag) != 0 for flag in (_PRESENT, _SWAPPED))
-    of_file = entries & np.uint64(_OF_FILE) != 0
-    written = swapped | (present & ~of_file)
-    return bool(len(entries) == last - first + 1 and not written.any() and present.mean() < 0.5)
+    present = entries & np.uint64(_PRESENT) != 0
+    return bool(len(entries) == last - first + 1 and not _any_written(entries) and present.mean() < 0.5)
+
+
+def _is_written(begin: int, end: int) -> bool:
+    """Whether a page of an address range is not, or may not be, as it is in the file."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    count = (end - begin) // page
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as table:
+            entries = _entries(table.fileno(), begin // page, count)
+    except OSError:
+        return True
+    return len(entries) < count or _any_written(entries)
+
+
+def _any_written(entries: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
+    present, swapped, of_file = (entries & np.uint64(flag) != 0 for flag in (_PRESENT, _SWAPPED, _OF_FILE))
+    return bool((swapped | (present & ~of_file)).any())
+
+
+@functools.cache
+def _advise() -> Callable[[int, int, int], int] | None:
+    """The system's `madvise`."""
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    advise = getattr(library, "madvise", None)
+    if advise is not None:
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return advise
 
 
 def _entries(table: int, first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -4,10 +4,10 @@
 namespace slipstream {
 namespace {
 
-// Relative error below 2e-7; zero below -87.3, bounded above 88.
+// Relative error below 2e-7; zero below -87.3, bounded above 88. A NaN stays one: bounds come first.
 // Source: Cephes expf (Moshier), a polynomial of degree 5 on [-ln 2 / 2, ln 2 / 2].
 inline Vec exponential(Vec x) {
-    const Vec bounded = max(min(x, Vec::set(88.0f)), Vec::set(-87.3f));
+    const Vec bounded = max(Vec::set(-87.3f), min(Vec::set(88.0f), x));
     const Vec n = round(bounded * Vec::set(1.44269504088896341f));
     Vec r = fma(n, Vec::set(-0.693359375f), bounded);
     r = fma(n, Vec::set(2.12194440e-4f), r);
