@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import slipstream
-from tests.helpers.models import Pair, close, make, pair, prompt, roads
+from slipstream.families import FAMILIES
+from tests.families.sweep import peaked_model
+from tests.helpers.models import Pair, close, inject, make, pair, prompt, roads
 
 
 @pytest.fixture
@@ -128,6 +130,22 @@ def test_values_changed_in_place_count(models: Pair, name: str) -> None:
     for model in (models.original, models.engine.module):
         CHANGES[name](model)
     agree(models, "engine")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_multiplier_of_the_embedding_counts(dtype: torch.dtype) -> None:
+    original = peaked_model(FAMILIES["gemma3_text"].tiny[0])
+    engine, ids = inject(original, dtype=dtype), prompt(vocabulary=40)
+    tokens = []
+    for factor, road in ((1.0, "engine"), (0.1, "compatible")):
+        for model in (original, engine.module):
+            model.model.embed_tokens.embed_scale.mul_(factor)
+        with roads(engine) as counts:
+            tokens.append(engine.generate(input_ids=ids, max_new_tokens=5))
+        assert counts.taken == road
+        if dtype == torch.float32:
+            close(original.generate(input_ids=ids, max_new_tokens=5), tokens[-1])
+    assert not torch.equal(*tokens)
 
 
 def test_training_mode_takes_the_original_code(models: Pair) -> None:

@@ -479,12 +479,13 @@ def test_the_engines_own_generation_config_counts(llama: Pair) -> None:
     assert expected.shape[1] == 13
 
 
-@pytest.mark.parametrize("mask", ["gaps", "right", "all zeros row"])
+@pytest.mark.parametrize("mask", ["gaps", "right", "twos", "all zeros row"])
 def test_masks_that_are_not_left_padding_take_the_compatible_road(llama: Pair, mask: str) -> None:
     visible = torch.ones(3, 9, dtype=torch.long)
     visible[0] = {
         "gaps": torch.tensor([1, 1, 0, 0, 1, 1, 0, 1, 1]),
         "right": torch.tensor([1, 1, 1, 1, 1, 1, 0, 0, 0]),
+        "twos": torch.tensor([0, 0, 2, 2, 2, 2, 2, 2, 2]),  # positions are their sum
         "all zeros row": torch.zeros(9, dtype=torch.long),
     }[mask]
     expected = llama.original.generate(input_ids=prompt(), attention_mask=visible, max_new_tokens=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -231,13 +232,21 @@ def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: T
 def _greedy(
     original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor
 ) -> tuple[str, str]:
-    """Whether greedy tokens of a padded batch are identical, and which road they took."""
+    """Whether greedy tokens of a padded batch are identical, and the caches alike; which road they took."""
     if not getattr(original, "can_generate", lambda: False)():
         return "-", "-"
     options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    same = torch.equal(original.generate(ids, **options), engine.generate(ids, **options))
+    answers = [model.generate(ids, **options, return_dict_in_generate=True) for model in (original, engine)]
+    same = torch.equal(*(answer.sequences for answer in answers))
+    alike = operator.eq(*(_shapes(answer.get("past_key_values")) for answer in answers))
     road = "compatible" if engine.why_compatible() else "engine"
-    return "identical" if same else "DIFFERENT", road
+    return ("identical" if alike else "OTHER CACHE") if same else "DIFFERENT", road
+
+
+def _shapes(cache: Any) -> list[tuple[int, ...] | None]:
+    """Of the keys that each layer of a cache holds, if any."""
+    keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+    return [None if key is None else tuple(key.shape) for key in keys]
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

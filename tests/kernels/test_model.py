@@ -328,6 +328,20 @@ def test_logits_that_are_no_numbers_draw_nothing(llama: Sessions) -> None:
 
 
 @torch.no_grad()
+def test_a_cap_of_logits_leaves_what_is_no_number(llama: Sessions) -> None:
+    llama.model.frame.spec = replace(llama.model.frame.spec, logit_softcap=5.0)
+    head = llama.model.frame.head.weight  # type: ignore[attr-defined]
+    head[41] = torch.nan
+    logits = llama.begin().logits(llama.step(DECODE))
+    assert logits is not None
+    others = torch.arange(logits.shape[-1]) != 41
+    assert bool(logits[:, 41].isnan().all()) and float(logits[:, others].abs().max()) <= 5.0
+    noise = noise_of([0, 1], logits.shape[-1], 2)
+    with pytest.raises(RequestError, match=r"row 0: no token can be drawn"):
+        llama.begin().drawn(llama.step([(0, 7, 1), (1, 1, 1)]), NUMBERS, noise, 4)
+
+
+@torch.no_grad()
 def test_the_first_of_equal_logits_is_the_best(llama: Sessions) -> None:
     head = llama.model.frame.head.weight  # type: ignore[attr-defined]
     step = llama.step(PREFILL)

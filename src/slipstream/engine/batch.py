@@ -230,7 +230,10 @@ class Batch:
                 self._cache.release(self._blocks[row])
 
     def export(self, model: Any) -> Any:
-        """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, padded with zeros."""
+        """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, padded with zeros.
+
+        Of families whose own cache has them repeated for every head that shares them, `(B, H, L - 1, D)`.
+        """
         from transformers import DynamicCache
 
         cache = DynamicCache(config=model.config)
@@ -241,6 +244,9 @@ class Batch:
                 torch.stack([self._row(row, part, seen, dtype) for row in range(len(self._padding))])
                 for part in pair
             ]
+            spec = self._runner.blocks[index].spec
+            if spec.cache_repeated:
+                parts = [part.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for part in parts]
             cache.update(parts[0], parts[1], index)
         return cache
 

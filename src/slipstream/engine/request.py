@@ -286,6 +286,8 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     changed = runner.frame.replaced(model)
     if changed is not None:
         return f"{changed or 'the model'} was replaced, or its forward was"
+    if not runner.frame.keeps_scale:
+        return "the multiplier of the token embedding was changed"
     for layer, block in zip(runner.frame.layers, runner.blocks, strict=True):
         if not is_injected(layer) or injected_state(layer).block is not block:
             return "a layer was replaced"
@@ -360,8 +362,9 @@ def _inferred_mask(request: Request) -> Tensor | None:
 
 
 def _is_left_padded(mask: Tensor) -> bool:
-    """Whether every row is zeros, then ones to its end."""
+    """Whether every row is zeros, then ones to its end; other numbers count as so many positions."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     real = mask != 0
-    return bool(real[:, -1].all()) and bool((real[:, 1:] | ~real[:, :-1]).all())
+    ones = bool((mask == real).all())
+    return ones and bool(real[:, -1].all()) and bool((real[:, 1:] | ~real[:, :-1]).all())

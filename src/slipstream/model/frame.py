@@ -70,6 +70,7 @@ class Frame:
         self._by_type = (
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )
+        self._has_scale = self._own_scale == self._scale
 
     def replaced(self, model: nn.Module) -> str | None:
         """Name of a part that is no longer the one in the model, or was given another forward, or None.
@@ -79,6 +80,31 @@ class Frame:
         other = (name for name, part in self._parts.items() if _at(model, name) is not part)
         patched = (name for name, own in self._forwards.items() if _own_forward(model, name) is not own)
         return next(itertools.chain(other, patched), None)
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether an embedding that multiplies its rows by itself does so by what it did at first."""
+        return not self._has_scale or self._own_scale == self._scale
+
+    @property
+    def _scale(self) -> float:
+        """The multiplier of the embedding in the precision that tells it from others."""
+        return (
+            self.embed_factor if self.spec.embed_scale_rounded else _rounded(self.embed_factor, torch.float32)
+        )
+
+    @property
+    def _own_scale(self) -> float | None:
+        """The same as the embedding's own module has it; None where it has none, or no value yet."""
+        own = getattr(self.embed, "embed_scale", None)
+        if own is None or (isinstance(own, Tensor) and own.is_meta):
+            return None
+        return _rounded(float(own), self._embed_dtype if self.spec.embed_scale_rounded else torch.float32)
+
+    @property
+    def _embed_dtype(self) -> torch.dtype:
+        embed = weight_of(self.embed)
+        return embed.dtype or embed.planes[0].dtype
 
     @property
     def max_positions(self) -> int | None:
@@ -136,8 +162,7 @@ class Frame:
         scale = self.spec.embed_scale
         if not self.spec.embed_scale_rounded:
             return scale
-        embed = weight_of(self.embed)
-        return _rounded(scale, embed.dtype or embed.planes[0].dtype)
+        return _rounded(scale, self._embed_dtype)
 
     @property
     def pos_table(self) -> Tensor | None:
