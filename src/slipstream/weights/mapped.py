@@ -54,17 +54,21 @@ class _Region:
 
 
 class MappedFiles:
-    """The files that this process has mapped, as they are now; none where the system does not tell.
+    """The files that this process has mapped when first asked for one; none where the system does not tell.
 
     Source: https://docs.kernel.org/filesystems/proc.html, `/proc/PID/maps`, and
     https://docs.kernel.org/admin-guide/mm/pagemap.html.
     """
 
-    def __init__(self) -> None:
-        self._regions: list[_Region] = []
+    @functools.cached_property
+    def _regions(self) -> list[_Region]:
         with contextlib.suppress(OSError):
-            self._regions = sorted(_regions(), key=lambda region: region.start)
-        self._starts = [region.start for region in self._regions]
+            return sorted(_regions(), key=lambda region: region.start)
+        return []
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [region.start for region in self._regions]
 
     def absent(self, tensor: Tensor) -> FileSpan | None:
         """Where the bytes of a tensor lie in a file of which few are in memory.
