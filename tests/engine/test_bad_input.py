@@ -156,6 +156,11 @@ def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
         ({"checkpoint": "somewhere"}, "checkpoint"),
         ({"use_triton": True}, "triton"),
         ({"triangular_masking": False}, "triangular_masking"),
+        ({"triangular_masking": False, "replace_with_kernel_inject": False}, "triangular_masking"),
+        ({"args": {"a": 1}}, "LlamaConfig has no 'a'"),
+        ({"args": {"a": 1}, "replace_with_kernel_inject": False}, "LlamaConfig has no 'a'"),
+        ({"tensor_parallel": {"tp_group": "x"}}, "tp_group is a str, and torch.distributed has no groups"),
+        ({"moe": {"ep_group": 3}}, "ep_group is a int, and torch.distributed has no groups"),
     ],
     ids=str,
 )
@@ -165,6 +170,30 @@ def test_a_setting_that_is_not_served_is_refused_before_anything_changes(
     if "use_triton" in settings and torch.cuda.is_available():
         pytest.skip("it is served here")
     refused(make("llama"), slipstream.SlipstreamError, match, **settings)
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("place", ["a file", "a folder that holds something", "below a file"])
+def test_a_place_to_save_that_cannot_be_written_is_refused_before_anything_changes(
+    place: str, quant: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "new"}.get(place, tmp_path)
+    refused(
+        make("llama"),
+        slipstream.ConfigError,
+        "save_mp_checkpoint_path=.*name another",
+        save_mp_checkpoint_path=str(folder),
+        **({} if quant is None else {"quant": quant}),
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_packed_weights_of_a_model_without_a_config_have_no_place(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    with pytest.raises(slipstream.UnsupportedError, match="save_mp_checkpoint_path.*no config"):
+        slipstream.init_inference(model, quant="int8", save_mp_checkpoint_path=str(tmp_path / "new"))
+    assert type(model[0]) is nn.Linear and not (tmp_path / "new").exists()
 
 
 # Weights.

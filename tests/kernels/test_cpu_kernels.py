@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import DeviceError
+from slipstream.formats import FORMATS
 from slipstream.kernels.cpu import KERNELS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
 from slipstream.kernels.cpu.attention import NativeAttention
 from slipstream.kernels.cpu.draw import native_draw
+from slipstream.kernels.cpu.feed import KERNELS as FEEDS
 from slipstream.kernels.cpu.feed import native_feed_forward
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
-from slipstream.kernels.cpu.linear import native_linear
+from slipstream.kernels.cpu.linear import native_linear, run_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.moe import NativeExperts
 from slipstream.kernels.cpu.norm import native_norm
@@ -135,6 +137,50 @@ def test_a_strided_matrix_is_no_native_one() -> None:
     assert "strides" in str(matrix_of(weight))
     with pytest.raises(ValueError, match="strides"):
         native_linear(torch.randn(1, 4), weight, library("baseline"))
+
+
+OVERLAPPING: dict[str, Callable[[], Tensor]] = {
+    "one row for all": lambda: torch.randn(1, 96).expand(48, 96),
+    "rows half over each other": lambda: torch.randn(48 * 48 + 96).as_strided((48, 96), (48, 1)),
+    "one column for all": lambda: torch.randn(48, 1).expand(48, 96),
+    "columns half over each other": lambda: torch.randn(96 * 24 + 48).as_strided((48, 96), (1, 24)),
+    "one number": lambda: torch.randn(1, 1).expand(48, 96),
+    "one number in a column": lambda: torch.randn(1, 1).expand(48, 1),
+    "one number in a row": lambda: torch.randn(1, 1).expand(1, 96),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 80])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_rows_that_overlap_are_left_to_torch(kind: str, isa: str, rows: int) -> None:
+    library(isa)
+    matrix = OVERLAPPING[kind]()
+    weight = FORMATS["plain"].weight(matrix, None)
+    x = torch.randn(rows, matrix.shape[1])
+    with pytest.raises(ValueError, match="overlap|strides"):
+        native_linear(x, weight, library(isa))
+    torch.testing.assert_close(run_linear(x, weight, isa=isa), x @ matrix.t(), rtol=1e-4, atol=1e-4)
+    last = FORMATS["plain"].weight(torch.randn(7, len(matrix)), None)
+    feed = next(kernel for kernel in FEEDS if kernel.name == f"cpu-{isa}").run
+    given = {"name": "relu", "gated": False}
+    got, expected = feed(x, weight, last, **given), OPS["feed_forward"].reference(x, weight, last, **given)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [9, 200])
+@pytest.mark.parametrize("widths", [(33, 8, 8), (31, 8, 8), (32, 8, 9), (32, 8, 7)], ids=str)
+def test_a_feed_forward_whose_shapes_do_not_follow_each_other_is_torch_s_error(
+    widths: tuple[int, int, int], rows: int
+) -> None:
+    inputs, inner, after = widths
+    first, last = (FORMATS["plain"].weight(torch.randn(*s), None) for s in ((2 * inner, 32), (5, after)))
+    x, given = torch.randn(rows, inputs), {"name": "silu", "gated": True}
+    with pytest.raises(ValueError, match="fit|follow"):
+        native_feed_forward(x, first, last, **given, library=library("baseline"))
+    for kernel in FEEDS:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            kernel.run(x, first, last, **given)
 
 
 def test_shapes_that_do_not_fit_are_refused_before_memory_is_touched() -> None:

@@ -223,6 +223,18 @@ def test_a_gated_feed_forward_is_known_by_its_activation(name: str, bias: bool, 
     torch.testing.assert_close(engine(ids()), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [3, 500])
+@pytest.mark.parametrize("make", [Feed, lambda: Halves(up_first=False)])
+def test_rows_of_another_width_fail_as_in_the_original(make: Callable[[], nn.Module], rows: int) -> None:
+    model = Model(make).eval()
+    part = engine_of(model).module.layers[1].part
+    assert is_swapped(part)
+    for width in (WIDTH - 1, WIDTH + 1, 2 * WIDTH):
+        for call in (copy.deepcopy(Model(make)).layers[1].part, part):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                call(torch.randn(rows, width))
+
+
 @pytest.mark.parametrize("make", [lambda: Halves(up_first=False), lambda: Halves(up_first=True), Square])
 def test_a_feed_forward_of_halves_or_squares_is_known(make: Callable[[], nn.Module]) -> None:
     model = Model(make).eval()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import slipstream
@@ -402,3 +402,39 @@ def test_the_file_may_go_once_the_engine_stands(tmp_path: Path, llama: Any, expe
     file.write_bytes(b"\0" * file.stat().st_size)  # a mapped page would show this
     shutil.rmtree(tmp_path / "w")
     torch.testing.assert_close(logits(engine), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by", ["place", "checkpoint"])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_tensor_in_two_files_has_one_value(
+    differ: bool, kind: str, by: str, tmp_path: Path, llama: Any, expected: Tensor
+) -> None:
+    """An index names the files, and both are read whole; transformers would take the one that comes last."""
+    llama.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = list(state)
+    shards = {"a": names[: len(names) // 2], "b": names[len(names) // 2 :]}
+    stem = "model" if kind == "safetensors" else "pytorch_model"
+    table = {name: f"{stem}-{shard}.{kind}" for shard, own in shards.items() for name in own}
+    extra = {names[0]: state[names[0]] * 2 if differ else state[names[0]]}
+    for shard, own in shards.items():
+        tensors = {name: state[name].clone() for name in own} | (extra if shard == "b" else {})
+        if kind == "safetensors":
+            save_file(tensors, tmp_path / f"{stem}-{shard}.{kind}", {"format": "pt"})
+        else:
+            torch.save(tensors, tmp_path / f"{stem}-{shard}.{kind}")
+    (tmp_path / f"{stem}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    settings: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": True}
+
+    def made() -> Any:
+        if by == "place":
+            return slipstream.init_inference(tmp_path, **settings)
+        return slipstream.init_inference(copy.deepcopy(llama), checkpoint=str(tmp_path), **settings)
+
+    if differ:
+        with pytest.raises(WeightError, match=f"{names[0]}.*too, with other values"):
+            made()
+    else:
+        torch.testing.assert_close(logits(made()), expected, rtol=1e-4, atol=1e-4)

@@ -250,6 +250,27 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         gguf_to_checkpoint(path, tmp_path / "checkpoint")
 
 
+def add_biases(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32))
+
+
+def test_a_tensor_that_the_model_has_no_place_for_is_refused_not_dropped(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), edit=add_biases)
+    with pytest.raises(WeightError, match=r"has blk\.0\.attn_q\.bias, which the model has no place for"):
+        gguf_to_checkpoint(path, tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("width", [60, 1 << 24])
+def test_a_width_that_no_tensor_has_is_refused_before_a_model_is_made(width: int, tmp_path: Path) -> None:
+    def lie(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["llama.embedding_length"].value = width
+
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), edit=lie)
+    with pytest.raises(WeightError, match=f"width of {width}, and token_embd.weight is "):
+        gguf_to_checkpoint(path, tmp_path / "checkpoint")
+
+
 def scale_by_tensor(writer: gguf.GGUFWriter) -> None:
     writer.add_tensor("rope_freqs.weight", np.full(8, 2, np.float32))
 

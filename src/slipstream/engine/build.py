@@ -187,7 +187,7 @@ def _plan(
         attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
         parts = with_attention(parts, layers, attention)
         outside, stays = outside_of(model, config, settings, device)
-        stays = [*stays, *why_inputs_stay(config, device)]
+        stays = [*stays, *why_inputs_stay(config, device), *([] if filling is None else filling.apart())]
         ops = _frame_ops(CpuDevice(), settings, outside)
         frame, why = _frame(model, model_config, layers, verdicts, settings, ops)
     agree_on_layers(layers, verdicts, mesh)
@@ -260,11 +260,7 @@ def _judge(
     verdicts = {found.name: Verdict(None, reason="replace_with_kernel_inject is False") for found in layers}
     verdicts |= judge(model, asked, settings)
     if not config.triangular_masking:
-        causal = [
-            f.name
-            for f in layers
-            if verdicts[f.name].returns is not None and f.spec is not None and f.spec.causal
-        ]
+        causal = [found.name for found in layers if found.spec is not None and found.spec.causal]
         if causal:
             raise UnsupportedError(
                 f"triangular_masking=False, and {causal[0]} is causal by its model's config; leave it at True"

@@ -33,7 +33,7 @@ from slipstream.engine.request import (
     why_not_so_long,
 )
 from slipstream.engine.runner import Runner
-from slipstream.engine.save import save_described
+from slipstream.engine.save import check_destination, save_described
 from slipstream.engine.settings import format_named
 from slipstream.engine.unwrap import unwrapped
 from slipstream.engine.weights import Weights
@@ -78,6 +78,7 @@ class InferenceEngine(Weights):
         settings = InferenceConfig() if config is None else config
         with unwrapped(model, settings) as own:
             model = own.base
+            check_destination(model, settings)
             built = build(model, settings)
         self.config = built.model_config
         self.inference_config = settings

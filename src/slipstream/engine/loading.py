@@ -26,7 +26,7 @@ from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
 from slipstream.weights.slices import Fused, Merged
 from slipstream.weights.source import ModuleSource, Source
 
-__all__ = ["matched", "open_filling", "undone_on_error"]
+__all__ = ["matched", "open_filling", "ties_of", "undone_on_error"]
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def matched(
     return match(
         whole,
         shapes,
-        _ties(model),
+        ties_of(model),
         prefix=prefix,
         optional=optional,
         ignored=[pattern for pattern in ignored if _is_pattern(pattern)],
@@ -122,7 +122,8 @@ def matched(
     )
 
 
-def _ties(model: nn.Module) -> list[tuple[str, ...]]:
+def ties_of(model: nn.Module) -> list[tuple[str, ...]]:
+    """Groups of names that are one parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)

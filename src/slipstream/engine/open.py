@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +23,11 @@ from slipstream.model.hollow import hollow
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.converted import Converted
 from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
+from slipstream.weights.source import TwiceError
 
 __all__ = ["hollow_model", "init_inference", "open_model"]
+
+log = logging.getLogger(__name__)
 
 
 def init_inference(
@@ -80,10 +84,14 @@ def _from_place(
         return hollow_model(folder, None), settings
     if os.path.isdir(folder):
         # What transformers would rename, merge or unpack on the way, it loads itself.
-        with suppress(SlipstreamError):
+        try:
             model = hollow_model(folder, None)
             if not isinstance(matched(model, open_checkpoint(folder), settings).source, Converted):
                 return model, settings.model_copy(update={"checkpoint": str(folder)})
+        except TwiceError:  # of which transformers takes whichever comes last
+            raise
+        except SlipstreamError as error:
+            log.debug("%s is left to transformers: %s", folder, error)
     return open_model(str(folder), "auto" if settings.dtype is torch.int8 else settings.dtype), settings
 
 
@@ -97,7 +105,8 @@ def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) ->
     asked = given.get("quant")
     if asked is not None and _quant(asked) != _quant(packed.quant):
         raise ConfigError(
-            f"quant={asked!r} contradicts {folder}, which was packed with {packed.quant!r}; leave quant out"
+            f"quant={asked!r} contradicts {folder}, which was packed with {packed.quant!r}; leave quant out, "
+            "or quantize the original"
         )
     if given.get("checkpoint") is not None:
         raise ConfigError(f"checkpoint={given['checkpoint']!r} beside {folder}, which has weights; drop one")

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from slipstream.engine.loading import matched
+from slipstream.engine.loading import matched, ties_of
 from slipstream.engine.settings import PASSES, format_named
-from slipstream.errors import UnsupportedError
+from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.packed import is_packed, packed_matrices
@@ -59,6 +59,7 @@ def reload(
         _on_ranks(model, place, tag=tag, strict=strict, axis=axis)
         return
     source = matched(model, open_checkpoint(place, tag=tag), strict=strict)
+    _check_ties(model, source)
     for name in source.names():
         tensor = source.read(name)
         if tensor.is_floating_point():
@@ -95,12 +96,28 @@ def _on_ranks(
                 "on several ranks cannot say how to join them; load it in one process, and save_checkpoint"
             )
         source = matched(model, slices, strict=strict)
+        _check_ties(model, source)
         return {name: source.read(name) for name in wholes if name in source}
 
     values = agree_on_values(read, axis)
     if wholes.keys() - values.keys():  # equal on all ranks, who put together what stays as it is
         values = model.state_dict() | values
     refresh(model, {name: values[name] for name in wholes}, format_named, PASSES, axis)
+
+
+def _check_ties(model: nn.Module, source: Renamed) -> None:
+    """Refuse two values for one tensor.
+
+    Raises:
+        WeightError: Naming both.
+    """
+    for first, *others in ties_of(model):
+        for other in others:
+            if first in source and other in source and source.home(first) != source.home(other):
+                raise WeightError(
+                    f"{source.place(first)} and {source.place(other)} differ, and are one tensor in this "
+                    "engine; make a new one of the checkpoint"
+                )
 
 
 def _write(model: nn.Module, source: Renamed) -> set[str]:

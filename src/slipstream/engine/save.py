@@ -27,7 +27,7 @@ from slipstream.weights.recipe import scatter
 from slipstream.weights.safe_file import write_safe
 from slipstream.weights.source import ModuleSource
 
-__all__ = ["held_tensors", "save_described", "save_packed"]
+__all__ = ["check_destination", "held_tensors", "save_described", "save_packed"]
 
 _COPIED = (
     "tokenizer",
@@ -139,6 +139,32 @@ def _write_packed(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_destination(model: Any, config: InferenceConfig) -> None:
+    """Refuse a `save_mp_checkpoint_path` that could not be written to once the engine is there.
+
+    Raises:
+        ConfigError: It holds something, or lies in what is no folder or may not be written to.
+        UnsupportedError: Packed weights of a model without a config, by which they could be opened again.
+    """
+    if config.save_mp_checkpoint_path is None:
+        return
+    folder = Path(config.save_mp_checkpoint_path)
+    what = f"save_mp_checkpoint_path={str(folder)!r}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{what} exists already; remove it or name another folder")
+    above = next(path for path in (*folder.absolute().parents,) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what} cannot be made: {above} is no folder that may be written to; name another")
+    packs = (config.weight_format, config.head_format, config.quant.embedding_format)
+    if any(one is not None for one in packs) and not hasattr(
+        getattr(model, "config", None), "save_pretrained"
+    ):
+        raise UnsupportedError(
+            f"{what}: {type(model).__name__} has no config of transformers, by which packed weights could be "
+            "opened again; leave it out, or quant"
+        )
 
 
 def save_described(

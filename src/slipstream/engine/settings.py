@@ -13,7 +13,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
 from slipstream.engine.admit import compute_dtype
-from slipstream.errors import UnsupportedError
+from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
 from slipstream.kernels import PASSES, bind_pack, bind_pack_into, kernels_for
@@ -50,6 +50,12 @@ def overridden(model_config: Any, config: InferenceConfig) -> Any:
     if model_config is None:
         raise UnsupportedError(
             f"config={dict(entries)!r} overrides the model's config, and this model has none"
+        )
+    unknown = [name for name in entries if not hasattr(model_config, name)]
+    if unknown and not config.injection_policy:  # whose families may read entries of their own
+        raise ConfigError(
+            f"config={dict(entries)!r} overrides the model's config, and {type(model_config).__name__} has "
+            f"no {unknown[0]!r}; leave it out"
         )
     changed = copy.deepcopy(model_config)
     for name, value in entries.items():

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from slipstream.formats import Format
 from slipstream.model.convert import applies
 from slipstream.model.hollow import computed, lost_buffers
+from slipstream.model.layer_source import LayerSource
 from slipstream.model.layers import Found
 from slipstream.ops.linear import Weight
 from slipstream.weights.heap import give_back
-from slipstream.weights.recipe import Piece
 from slipstream.weights.source import Source
 
-__all__ = ["Filling", "LayerSource"]
+__all__ = ["Filling"]
 
 _HELD = 1 << 24
 """Numbers of a source that are let go of before memory is given back: 64 MB of float32."""
@@ -58,12 +58,14 @@ class Filling:
         self._original: dict[str, nn.Parameter] = {}
         self._slots: dict[str, list[tuple[_Table, str]]] = {}
         self._group: dict[str, str] = {}
-        first: dict[int, str] = {}
+        first: dict[tuple[int, str], str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{path}.{leaf}" if path else leaf
-                    self._group[name] = group = first.setdefault(id(parameter), name)
+                    # One tensor of which the source has several values becomes as many.
+                    key = (id(parameter), source.home(name) if name in source else "")
+                    self._group[name] = group = first.setdefault(key, name)
                     self._original[group] = parameter
                     self._slots.setdefault(group, []).append((module._parameters, leaf))
         self._before: list[tuple[_Table, str, Any]] = []
@@ -111,7 +113,26 @@ class Filling:
         """Let go of what was there before: nothing is left that could refuse."""
         self._before.clear()
         self.release(self._slots)
+        self._untie()
         give_back()
+
+    def apart(self) -> list[str]:
+        """Notes on names that were one tensor in the model, and are several in the source."""
+        groups: dict[int, list[str]] = {}
+        for group, parameter in self._original.items():
+            groups.setdefault(id(parameter), []).append(group)
+        pairs = ((first, other) for first, *others in groups.values() for other in others)
+        return [f"{one} and {other} differ in the checkpoint, and are not tied" for one, other in pairs]
+
+    def _untie(self) -> None:
+        """Let transformers' own list of what is tied say what is so."""
+        ties = getattr(self._model, "all_tied_weights_keys", None)
+        if not isinstance(ties, dict):
+            return
+        for target, source in list(ties.items()):
+            groups = [self._group.get(name) for name in (target, source)]
+            if None not in groups and groups[0] != groups[1]:
+                ties.pop(target)
 
     def release(self, names: Iterable[str]) -> None:
         """Let go of what was read of some parameters, and of what was made of it."""
@@ -294,89 +315,3 @@ class Filling:
         storage = StorageWeakRef(tensor.untyped_storage())
         self._borrowed.setdefault(storage.cdata, storage)
         return tensor
-
-
-class LayerSource(Source):
-    """One layer's tensors, of a filling's source."""
-
-    def __init__(
-        self, filling: Filling, found: Found, dtype: torch.dtype, keep: Sequence[re.Pattern[str]]
-    ) -> None:
-        """Read nothing yet."""
-        self._filling, self._head, self._dtype, self._keep = filling, found.name, dtype, tuple(keep)
-        self._names = [name for name, _ in found.layer.named_parameters(remove_duplicate=False)]
-        floats = ((name, b) for name, b in found.layer.named_buffers() if b.is_floating_point())
-        self._buffers = dict(floats)
-        self._last: tuple[str, Tensor] | None = None
-
-    def names(self) -> Iterable[str]:
-        """Paths of the layer's parameters."""
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as stored."""
-        full = f"{self._head}.{name}"
-        if name in self._buffers and full not in self._filling.source:
-            return tuple(self._buffers[name].shape)
-        return self._filling.source.shape(full)
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a parameter has this path, or a buffer: a router's correction, the scale of a layer."""
-        return name in self._names or name in self._buffers
-
-    def read(self, name: str) -> Tensor:
-        """In the engine's dtype; a view of the source where that is its own."""
-        if self._last is None or self._last[0] != name:
-            full = f"{self._head}.{name}"
-            if name in self._buffers and full not in self._filling.source:
-                return self._buffers[name]
-            tensor = self._filling.borrow(self._filling.source.read(full))
-            if applies(full, tensor, self._dtype, self._keep):
-                tensor = tensor.to(self._dtype)
-            self._last = (name, tensor)
-        return self._last[1]
-
-    def part(
-        self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
-    ) -> Tensor | None:
-        """In the engine's dtype, as the source makes it."""
-        full = f"{self._head}.{name}"
-        found = (
-            self._filling.source.part(full, rows, columns, experts) if full in self._filling.source else None
-        )
-        if found is not None and applies(full, found, self._dtype, self._keep):
-            found = found.to(self._dtype)
-        return found
-
-    def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
-        """A role's matrix (`name` is the role), as the source has it, or joined of the pieces it has."""
-        source = self._filling.source
-        full = [replace(piece, name=f"{self._head}.{piece.name}") for piece in pieces]
-        whole = source.packed(f"{self._head}:{name}", wanted, full)
-        if whole is not None:
-            return replace(whole, dtype=self._dtype)
-        have = {piece.name: source.packed(piece.name, wanted) for piece in full}
-        some = next((matrix for matrix in have.values() if matrix is not None), None)
-        if some is None:
-            return None
-        runs = []
-        for piece, own in zip(full, pieces, strict=True):
-            matrix = have[piece.name]
-            if matrix is None:
-                runs.append(wanted.pack(own.of(self.read(own.name)).contiguous()))
-            else:
-                runs.append(_rows(piece, matrix))
-        last = len(runs[0]) - 1
-        planes = tuple(
-            torch.cat(run, dim=-1 if place == last else -2) if len(run) > 1 else run[0].contiguous()
-            for place, run in enumerate(zip(*runs, strict=True))
-        )
-        shape = (*planes[last].shape, some.shape[-1])
-        return Weight(wanted.name, shape, planes, wanted.unpack, None, self._dtype)
-
-
-def _rows(piece: Piece, matrix: Weight) -> tuple[Tensor, ...]:
-    """A piece's rows of every plane of a matrix, which is in canonical orientation already."""
-    *planes, factors = matrix.planes
-    rows = replace(piece, transposed=False)
-    return (*(rows.of(plane) for plane in planes), replace(rows, bias=True).of(factors))

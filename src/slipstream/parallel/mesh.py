@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -147,6 +147,7 @@ def open_mesh(config: InferenceConfig) -> Mesh:
     given = _given_group(tensor.mpu, tensor.tp_group)
     if tensor.tp_size == 1 and experts.ep_size == 1 and given is None and experts.ep_group is None:
         return _with_slices(ALONE, experts.ep_mp_group)
+    _refuse_no_groups({"tensor_parallel.tp_group": given, "moe.ep_group": experts.ep_group})
     _begin(config)
     patience = timedelta(seconds=tensor.step_timeout)
     if given is not None or experts.ep_group is not None:
@@ -166,6 +167,16 @@ def open_mesh(config: InferenceConfig) -> Mesh:
     tensor_axis, expert_axis, replica = (_axis_of(parts, patience) for parts in (rows, columns, replicas))
     mesh = Mesh(tensor_axis, expert_axis, replica, ep * tp // whole)
     return _with_slices(mesh, experts.ep_mp_group)
+
+
+def _refuse_no_groups(groups: Mapping[str, Any]) -> None:
+    """Refuse what cannot be a process group, for torch.distributed has made none here."""
+    for name, group in groups.items():
+        if group is not None and not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"{name} is a {type(group).__name__}, and torch.distributed has no groups before "
+                "init_process_group; give one of its groups, or leave it out"
+            )
 
 
 def _with_slices(mesh: Mesh, group: Any) -> Mesh:

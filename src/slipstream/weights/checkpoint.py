@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightError
+from slipstream.weights.joined import joined
 from slipstream.weights.safe_file import SafeFile, SafeSource
 from slipstream.weights.source import Source
 
@@ -171,7 +172,7 @@ def _described(table: Mapping[str, Any], base: Path, what: str, degree: int) -> 
     if type(size) is not int or size < 1:
         raise WeightError(f"{what}: mp_size={size!r} must be a positive integer")
     if size == 1 or (split == "pp" and degree == 1):
-        return Slices((_joined([_file(path)[0] for path in paths]),), version, what)
+        return Slices((joined([_file(path)[0] for path in paths]),), version, what)
     if len(paths) != size:
         raise WeightError(f"{what}: mp_size={size} and {len(paths)} files; give one file for each rank")
     opened = [_file(path) for path in paths]
@@ -187,8 +188,8 @@ def _two_lists(files: Mapping[Any, Any], base: Path, what: str, version: float |
     ranks = []
     for entry in _list(files.get("tp", []), f"{what}: tp"):
         paths = _paths(entry if isinstance(entry, list) else [entry], base, what)
-        ranks.append(_joined([*whole, *(_file(path)[0] for path in paths)]))
-    return Slices(tuple(ranks) or (_joined(whole),), version, what)
+        ranks.append(joined([*whole, *(_file(path)[0] for path in paths)]))
+    return Slices(tuple(ranks) or (joined(whole),), version, what)
 
 
 def _paths(given: Any, base: Path, what: str, *, empty: bool = False) -> list[Path]:
@@ -233,7 +234,7 @@ def _indexed(path: Path, table: Mapping[str, Any]) -> Source:
     for name, file in places.items():
         if name not in opened[file]:
             raise WeightError(f"{path.parent / file} lacks {name}, which {path.name} says is in it")
-    return _joined(list(opened.values()))
+    return joined(list(opened.values()))
 
 
 def _file(path: Path) -> tuple[Source, float | None]:
@@ -324,55 +325,6 @@ class TorchSource(Source):
     def __contains__(self, name: str) -> bool:
         """Whether there is such a key."""
         return name in self._tensors
-
-
-class _Joined(Source):
-    """Several sources with different names."""
-
-    def __init__(self, parts: Sequence[Source]) -> None:
-        self._parts: dict[str, Source] = {}
-        for part in parts:
-            for name in part.names():
-                if name in self._parts:
-                    raise WeightError(f"{part.place(name)} stands at {self._parts[name].place(name)} too")
-                self._parts[name] = part
-
-    def names(self) -> Iterable[str]:
-        return self._parts.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._parts[name].shape(name)
-
-    def read(self, name: str) -> Tensor:
-        return self._parts[name].read(name)
-
-    def views(self, name: str) -> Sequence[Tensor]:
-        return self._parts[name].views(name)
-
-    def by_windows(self) -> None:
-        for part in dict.fromkeys(self._parts.values()):
-            part.by_windows()
-
-    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        return next((at for part in {*self._parts.values()} if (at := part.locate(tensor)) is not None), None)
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._parts[name].prefetch([name])
-
-    def release(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._parts[name].release([name])
-
-    def place(self, name: str) -> str:
-        return self._parts[name].place(name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parts
-
-
-def _joined(parts: Sequence[Source]) -> Source:
-    return parts[0] if len(parts) == 1 else _Joined(parts)
 
 
 def _json(path: Path) -> dict[str, Any]:

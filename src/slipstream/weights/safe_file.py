@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightError
-from slipstream.weights.source import Source
+from slipstream.weights.source import Source, TwiceError, same_values
 
 __all__ = ["Entry", "SafeFile", "SafeSource", "write_safe"]
 
@@ -278,14 +278,21 @@ class SafeSource(Source):
         """Join files.
 
         Raises:
-            WeightError: A name stands in two of them.
+            TwiceError: A name stands in two of them, with different values.
         """
         self._files: dict[str, SafeFile] = {}
         for file in files:
             for name in file.entries:
-                if name in self._files:
-                    raise WeightError(f"{file.path}: {name!r} stands in {self._files[name].path.name} too")
-                self._files[name] = file
+                first = self._files.setdefault(name, file)
+                if first is file:
+                    continue
+                if not same_values(first.tensor(name), file.tensor(name)):
+                    raise TwiceError(
+                        f"{file.path}: {name!r} stands in {first.path.name} too, with other values; remove "
+                        "the file that does not belong there"
+                    )
+                for either in (first, file):
+                    either.release(name)
 
     def names(self) -> Iterable[str]:
         """Every tensor's name."""

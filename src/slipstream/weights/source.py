@@ -6,12 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from slipstream.errors import WeightError
 from slipstream.formats import Format
 from slipstream.ops.linear import Weight
 
-__all__ = ["ModuleSource", "Source"]
+__all__ = ["ModuleSource", "Source", "TwiceError", "same_values"]
+
+
+class TwiceError(WeightError):
+    """Two files of a checkpoint have a tensor of one name, and its values differ."""
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal but for their dtypes; with NaN they are not."""
+    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
 
 
 class Source(ABC):
@@ -78,6 +89,16 @@ class Source(ABC):
     def is_packed(self, name: str) -> bool:
         """Whether a tensor is stored in a packed format."""
         return False
+
+    def home(self, name: str) -> str:
+        """A word that names of one model tensor share where the source has one value for them."""
+        return ""
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same values; both are read, and let go of."""
+        equal = same_values(self.read(one), self.read(other))
+        self.release((one, other))
+        return equal
 
     def by_windows(self) -> None:  # noqa: B027 - most sources are no mapped files
         """From now on take no more address space than what has been read and is still held."""

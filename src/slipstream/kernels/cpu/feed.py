@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu.abi import DTYPES, FeedCall, address
+from slipstream.kernels.cpu.abi import DTYPES, FeedCall, Matrix, address
 from slipstream.kernels.cpu.library import ISAS, LONG, Library, load, refuse, rest_torch
 from slipstream.kernels.cpu.linear import threads_for
 from slipstream.kernels.cpu.matrix import matrix_of
@@ -55,12 +55,11 @@ def native_feed_forward(
         `(T, O)` in the dtype of `x`.
 
     Raises:
-        ValueError: A weight is none that the library reads.
+        ValueError: A weight is none that the library reads, or shapes do not fit each other.
     """
-    matrices = [matrix_of(weight) for weight in (first, last)]
-    for matrix in matrices:
-        if isinstance(matrix, str):
-            raise ValueError(matrix)
+    matrices = _matrices(x, first, last, gated)
+    if isinstance(matrices, str):
+        raise ValueError(matrices)
     x, rows = x.contiguous(), x.shape[0]
     out = torch.empty(rows, last.shape[0], dtype=x.dtype, device="cpu")
     if not out.numel():
@@ -75,15 +74,28 @@ def native_feed_forward(
     return out
 
 
-def feeds(x: Tensor, first: Weight, last: Weight, name: str) -> bool:
-    """Whether the library is faster than products one after the other; arguments as of the call."""
+def _matrices(x: Tensor, first: Weight, last: Weight, gated: bool) -> tuple[Matrix, Matrix] | str:
+    """Both matrices as the library reads them, or why it does not take the call."""
+    before, after = matrix_of(first), matrix_of(last)
+    if isinstance(before, str):
+        return before
+    if isinstance(after, str):
+        return after
+    if x.dim() != 2 or x.dtype not in DTYPES or x.device.type != "cpu" or x.shape[1] != before.inputs:
+        return f"x of shape {tuple(x.shape)} in {x.dtype} on {x.device} does not fit {first.shape}"
+    if before.outputs != (1 + gated) * after.inputs:
+        return f"matrices of shapes {first.shape} and {last.shape} do not follow each other"
+    return before, after
+
+
+def feeds(x: Tensor, first: Weight, last: Weight, name: str, *, gated: bool) -> bool:
+    """Whether the library takes a call and is faster than products one after the other; as of the call."""
     return (
         name in KINDS
         and x.dim() == 2
-        and x.dtype in DTYPES
-        and x.device.type == "cpu"
         and x.shape[0] >= _LEAST_ROWS
         and all(w.rounding is None and w.computes_in == x.dtype for w in (first, last))
+        and not isinstance(_matrices(x, first, last, gated), str)
     )
 
 
@@ -98,7 +110,7 @@ def _run(
     isa: str,
 ) -> Tensor:
     """Return what `ops.feed.feed_forward` does, by the library where that is faster."""
-    if not feeds(x, first, last, name) or (library := load(isa)) is None:
+    if not feeds(x, first, last, name, gated=gated) or (library := load(isa)) is None:
         return op.feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last)
     return native_feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last, library=library)
 

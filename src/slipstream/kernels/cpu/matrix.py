@@ -79,8 +79,10 @@ def _dense(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
         transposed = across != 1 and inputs > 1
         if transposed and down != 1 and rows > 1:
             return f"a matrix with strides {plane.stride()} is not read"
-        # A single row or column may have any stride.
-        stride = max(across, rows) if transposed else max(down, inputs)
+        stride, length = (across, rows) if transposed else (down, inputs)
+        if stride < length and (inputs if transposed else rows) > 1:
+            return f"a matrix whose rows overlap (strides {plane.stride()}) is not read"
+        stride = max(stride, length)  # a single row or column may have any stride
         runs.append(Run(data=address(plane), rows=rows, stride=stride, transposed=int(transposed)))
     matrix.memory = (Run * len(runs))(*runs)
     matrix.runs, matrix.num_runs = ctypes.addressof(matrix.memory), len(runs)

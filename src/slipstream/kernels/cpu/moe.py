@@ -50,7 +50,7 @@ class NativeExperts:
         product = functools.partial(run_linear, isa=self.isa)
 
         def feed(rows: Tensor, first: Weight, last: Weight) -> Tensor:
-            if library is not None and feeds(rows, first, last, activation):
+            if library is not None and feeds(rows, first, last, activation, gated=gated):
                 return native_feed_forward(rows, first, last, name=activation, gated=gated, library=library)
             return product(activate(product(rows, first), name=activation, gated=gated), last)
 
