@@ -86,7 +86,8 @@ _TOP = {
     ),
     "checkpoint": _acts(
         "Weights are read from it, layer by layer as they are packed, and every tensor is accounted for, "
-        "with and without injection. A folder, a file, a tagged folder of ranks, or DeepSpeed's description."
+        "with and without injection. A folder, a file, a tagged folder of ranks, or DeepSpeed's description. "
+        "Tensors that the model ties and the checkpoint has apart, with different values, are not tied."
     ),
     "base_dir": _acts(
         "Relative file names of a checkpoint are looked up in it; without a checkpoint it warns."
