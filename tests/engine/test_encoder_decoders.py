@@ -258,3 +258,36 @@ def test_a_model_whose_decoder_cannot_be_fused_is_left_as_it_was() -> None:
 
 def inject_in_place(model: Any) -> Any:
     return slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", TEXT)
+def test_a_row_whose_mask_is_zero_all_over_sees_what_it_sees_in_the_original(
+    family: str, implementation: str
+) -> None:
+    original = copy.deepcopy(_original(family))
+    if implementation == "sdpa" and not original._supports_sdpa:
+        pytest.skip("the original has no such attention")
+    original.set_attn_implementation(implementation)
+    engine = inject(original)
+    given = _padded()
+    given["attention_mask"][0] = 0
+    with torch.no_grad():
+        close(*(m(**given, decoder_input_ids=_answer()).logits for m in (original, engine)), atol=1e-3)
+        tokens = [m.generate(**given, max_new_tokens=5, do_sample=False).tolist() for m in (original, engine)]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("length", [8, 12])
+@pytest.mark.parametrize("family", TEXT)
+def test_a_mask_of_another_length_than_the_states_is_the_originals_error(family: str, length: int) -> None:
+    two = pair(family)
+    states = two.original.get_encoder()(**_padded()).last_hidden_state.detach()
+    mask = torch.ones(3, length, dtype=torch.long)
+    mask[0, :4] = 0
+    given = {"attention_mask": mask, "encoder_outputs": BaseModelOutput(states)}
+    for model in (two.original, two.engine):
+        with pytest.raises(RuntimeError, match="size"):
+            model(**given, decoder_input_ids=_answer())
+        with pytest.raises(RuntimeError, match="size"):
+            model.generate(**given, max_new_tokens=3)

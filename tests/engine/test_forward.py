@@ -13,7 +13,17 @@ import transformers
 from torch import Tensor, nn
 
 from slipstream.model.block import Block
-from tests.helpers.models import Pair, blocks_that_run, close, inject, left_padded, make, pair, prompt
+from tests.helpers.models import (
+    VOCABULARY,
+    Pair,
+    blocks_that_run,
+    close,
+    inject,
+    left_padded,
+    make,
+    pair,
+    prompt,
+)
 
 KINDS = ["llama", "gpt2", "mistral", "gemma2", "mixtral", "bloom", "gptj", "bert"]
 CAUSAL = [kind for kind in KINDS if kind != "bert"]
@@ -76,6 +86,45 @@ def test_logits_of_a_padded_batch_are_the_originals(models: Pair, side: str, blo
         mask=mask,
     )
     assert len(blocks) == 2, "the fused blocks did not run"
+
+
+MASKS: dict[str, list[list[int]]] = {
+    "right": [[1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0], [1] * 9],
+    "both sides": [[0, 0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1]],
+    "a hole": [[1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 1, 1, 1, 1], [1] * 9],
+    "a hole and the end": [[1, 1, 0, 1, 1, 1, 1, 0, 0], [1] * 9, [1] * 9],
+}
+
+
+@pytest.mark.parametrize("side", MASKS)
+def test_without_a_cache_what_sees_a_real_token_is_computed_padding_or_not(causal: Pair, side: str) -> None:
+    """The last place among it, which `generate` reads, and the end of a text, which CLIP does."""
+    ids, mask = prompt(), torch.tensor(MASKS[side])
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        expected, got = causal.original(**given).logits, causal.engine(**given).logits
+    sees = mask.cumsum(1) > 0
+    close(expected[sees], got[sees])
+    given |= {"max_new_tokens": 4, "do_sample": False}
+    assert causal.engine.generate(**given).tolist() == causal.original.generate(**given).tolist()
+
+
+def test_a_text_s_end_that_the_mask_hides_is_read_all_the_same() -> None:
+    """CLIP's token of padding is the one that ends a text, whose state stands for it."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "projection_dim": 16}
+    config = transformers.CLIPTextConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, eos_token_id=1, pad_token_id=1, bos_token_id=0
+    )
+    torch.manual_seed(0)
+    original = transformers.CLIPTextModelWithProjection(config).eval()
+    engine = inject(original)
+    assert engine.report().level == "block"
+    ids = prompt()
+    ids[0, 5:], ids[1, 7:], ids[2, 8:] = 1, 1, 1
+    for mask in (ids != 1, (ids != 1).roll(1, dims=1) | (ids != 1)):
+        given = {"input_ids": ids, "attention_mask": mask.long()}
+        with torch.no_grad():
+            close(original(**given).text_embeds, engine(**given).text_embeds)
 
 
 @pytest.mark.parametrize("length", [1, 2, 11])

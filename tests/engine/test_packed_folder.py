@@ -173,6 +173,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         manifest(lambda t: t["matrices"][QKV]["pieces"].reverse()), "rows in another order"),
     "rows that do not add up": (
         manifest(lambda t: t["matrices"][QKV]["pieces"].pop()), "do not add up"),
+    "pieces of experts in a matrix of none": (
+        manifest(lambda t: t["matrices"][QKV]["pieces"][0].append(4)), "do not add up"),
+    "pieces of fewer than no experts": (
+        manifest(lambda t: t["matrices"][QKV]["pieces"][0].append(-1)), "do not add up"),
     "a matrix less": (manifest(lambda t: t["matrices"].pop(QKV)), "does not fit the model"),
     "another model": (
         lambda folder: (folder / "config.json").write_text(

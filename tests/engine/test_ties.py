@@ -16,6 +16,13 @@ from slipstream.errors import WeightError
 from tests.helpers.models import VOCABULARY, close, inject, make, prompt
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+SIDES = ("encoder", "decoder")
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+BART = {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 64} | {
+    f"{side}_{part}": size
+    for side in SIDES
+    for part, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+}
 ROADS = {"fused": True, "plain": False}
 
 
@@ -107,8 +114,7 @@ def test_a_packed_folder_opens_with_the_head_and_the_table_it_was_written_of(
 def test_three_names_of_one_tensor_of_which_one_differs(tmp_path: Path) -> None:
     """T5's encoder and decoder look words up in one table, which old checkpoints have three times."""
     torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
-    small = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    small = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
     small.save_pretrained(tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     table = tensors["shared.weight"]
@@ -124,3 +130,117 @@ def test_three_names_of_one_tensor_of_which_one_differs(tmp_path: Path) -> None:
     ids = prompt()
     given = {"input_ids": ids, "decoder_input_ids": ids.flip(0)}
     close(original(**given).logits, engine(**given).logits)
+
+
+RELOADED: dict[str, dict[str, Any]] = {
+    "a packed head": {"quant": "int8"},
+    "one set of planes": {"quant": {"weight": {"format": "int8"}, "embedding": "int8"}},
+    "a packed table": {"quant": {"weight": {"format": "int8"}, "head": "none", "embedding": "int4"}},
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("fused", ROADS.values(), ids=ROADS)
+@pytest.mark.parametrize("settings", RELOADED.values(), ids=RELOADED)
+def test_a_tied_checkpoint_is_written_to_the_head_and_the_table(
+    settings: dict[str, Any], fused: bool, tmp_path: Path
+) -> None:
+    other = tied(seed=5)
+    other.save_pretrained(tmp_path / "other")
+    settings = {**settings, "replace_with_kernel_inject": fused}
+    for strict in (True, False):
+        engine, fresh = inject(tied(), **settings), inject(other, **settings)
+        engine.load_checkpoint(tmp_path / "other", strict=strict)
+        own, got = fresh.state_dict(), engine.state_dict()
+        assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
+        torch.testing.assert_close(engine(prompt()).logits, fresh(prompt()).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", RELOADED.values(), ids=RELOADED)
+def test_a_checkpoint_that_unties_is_written_where_there_is_a_place_for_each(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, engine = both(tmp_path / "model", differ=True), inject(tied(seed=3), **settings)
+    if settings in (RELOADED["plain"], RELOADED["one set of planes"]):
+        before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        with pytest.raises(WeightError, match="differ, and are one tensor in this engine"):
+            engine.load_checkpoint(folder)
+        assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_dict().items())
+        return
+    engine.load_checkpoint(folder)
+    given = load_file(folder / "model.safetensors")
+    for name in (HEAD, TABLE):
+        error = (engine.state_dict()[name] - given[name]).abs().max() / given[name].abs().max()
+        assert float(error) < 0.1, name
+
+
+KINDS_OF_TIES: dict[str, Any] = {
+    "t5": (transformers.T5ForConditionalGeneration, transformers.T5Config, T5),
+    "bart": (transformers.BartForConditionalGeneration, transformers.BartConfig, BART),
+    "pegasus": (transformers.PegasusForConditionalGeneration, transformers.PegasusConfig, BART),
+}
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("odd", ["shared", "decoder"])
+@pytest.mark.parametrize("kind", KINDS_OF_TIES)
+def test_an_engine_whose_ties_came_apart_is_written_whole(
+    kind: str, odd: str, quant: str | None, tmp_path: Path
+) -> None:
+    build, config, sizes = KINDS_OF_TIES[kind]
+    torch.manual_seed(1)
+    build(config(**sizes)).save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    prefix = "" if kind == "t5" else "model."
+    names = [f"{prefix}{part}" for part in ("shared.weight", *(f"{s}.embed_tokens.weight" for s in SIDES))]
+    names.append(HEAD)
+    table = next(tensors[name] for name in names if name in tensors)
+    tensors |= {name: (table.flip(0) if odd in name else table).clone().contiguous() for name in names}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    settings: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": True}
+    settings |= {} if quant is None else {"quant": quant}
+    engine = slipstream.init_inference(
+        tmp_path / "model", save_mp_checkpoint_path=str(tmp_path / "saved"), **settings
+    )
+    given = {"input_ids": prompt(), "decoder_input_ids": prompt(seed=8)}
+    expected = engine(**given).logits
+    original = build.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    close(original(**given).logits, expected, atol=1e-4 if quant is None else 0.2)
+    engine.save_checkpoint(tmp_path / "again")
+    again = build.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
+    close(again(**given).logits, expected, atol=1e-4 if quant is None else 0.05)
+    if quant is None:
+        with torch.device("meta"):
+            model = build(original.config).eval()
+        reopened = slipstream.init_inference(
+            model, checkpoint=str(tmp_path / "saved/ds_inference_config.json"), **settings
+        )
+    else:
+        reopened = slipstream.init_inference(tmp_path / "saved", **settings)
+    close(expected, reopened(**given).logits)
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_a_second_name_that_holds_no_wide_floats_is_refused(
+    dtype: torch.dtype, quant: str | None, tmp_path: Path
+) -> None:
+    folder = both(tmp_path / "model", differ=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[HEAD] = tensors[HEAD].to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model = transformers.LlamaForCausalLM(tied().config).eval()
+    settings = {} if quant is None else {"quant": quant}
+    with pytest.raises(WeightError, match=HEAD):
+        slipstream.init_inference(model, checkpoint=str(folder), dtype=torch.float32, **settings)
+
+
+def test_a_copy_in_a_coarser_dtype_is_not_the_same(tmp_path: Path) -> None:
+    folder = both(tmp_path / "model", differ=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[TABLE] = tensors[TABLE].bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model = transformers.LlamaForCausalLM(tied().config).eval()
+    engine = slipstream.init_inference(model, checkpoint=str(folder), dtype=torch.float32)
+    assert torch.equal(engine.module.lm_head.weight, tensors[HEAD])
+    assert torch.equal(engine.module.model.embed_tokens.weight, tensors[TABLE].float())

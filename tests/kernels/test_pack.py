@@ -45,6 +45,8 @@ def test_any_dtype_and_any_layout(name: str, dtype: torch.dtype) -> None:
     wide = torch.zeros(48, 128, dtype=dtype)
     wide[:, 16:112] = dense
     layouts: tuple[Tensor, ...] = (dense, dense.t().contiguous().t(), wide[:, 16:112], dense[::3], dense[5:6])
+    layouts += (dense[:1].expand(48, 96), dense[:, :1].expand(48, 96), dense[:1, :1].expand(48, 1))
+    layouts += (dense.view(-1)[: 47 * 40 + 96].as_strided((48, 96), (40, 1)),)  # rows over each other
     layouts += (dense.view(2, 24, 96), dense.view(4, 12, 96).transpose(0, 1), dense.view(3, 16, 96).mT)
     for lib in filter(None, map(load, ISAS)):
         for same in layouts:

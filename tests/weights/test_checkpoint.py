@@ -438,3 +438,20 @@ def test_a_tensor_in_two_files_has_one_value(
             made()
     else:
         torch.testing.assert_close(logits(made()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path, llama: Any) -> None:
+    for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", "mp_rank_1_model_states.pt"):
+        torch.save({"module": state_of(llama)}, tmp_path / name)
+    with pytest.raises(WeightError, match="are both of rank 1"):
+        slipstream.init_inference(copy.deepcopy(llama), checkpoint=str(tmp_path), dtype=torch.float32)
+
+
+def test_two_tensors_of_one_name_in_a_file_are_refused(tmp_path: Path, llama: Any) -> None:
+    state = state_of(llama)
+    head, _, leaf = UP.rpartition(".")
+    torch.save(state | {head: {leaf: state[UP] * 2}}, tmp_path / "w.bin")
+    with pytest.raises(WeightError, match=f"two tensors called {UP}"):
+        slipstream.init_inference(
+            copy.deepcopy(llama), checkpoint=str(tmp_path / "w.bin"), dtype=torch.float32
+        )

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import slipstream
 from slipstream.config import environment
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.weights.gguf import cached_checkpoint, demo_model, gguf_to_checkpoint
@@ -268,6 +269,34 @@ def test_a_width_that_no_tensor_has_is_refused_before_a_model_is_made(width: int
 
     path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), edit=lie)
     with pytest.raises(WeightError, match=f"width of {width}, and token_embd.weight is "):
+        gguf_to_checkpoint(path, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("shift", [-32, 32, 7])
+@pytest.mark.parametrize("quant", [False, True])
+def test_tensors_that_do_not_follow_each_other_are_refused(quant: bool, shift: int, tmp_path: Path) -> None:
+    """Each begins where the one before ends, and ggml reads no file in which it does not."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    content = bytearray(path.read_bytes())
+    name = b"blk.1.attn_k.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8 + 4  # dims, two sizes, the type
+    offset = int.from_bytes(content[at : at + 8], "little")
+    content[at : at + 8] = (offset + shift).to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(WeightError, match=f"begins at {offset + shift} of the data, and is due at {offset}"):
+        if quant:
+            slipstream.init_inference(path, quant="int4", replace_with_kernel_inject=True)
+        else:
+            gguf_to_checkpoint(path, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("heads", [3, 7])
+def test_heads_that_do_not_divide_are_a_weight_error(heads: int, tmp_path: Path) -> None:
+    def lie(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["llama.attention.head_count"].value = heads
+
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), edit=lie)
+    with pytest.raises(WeightError, match="tiny.gguf"):
         gguf_to_checkpoint(path, tmp_path / "checkpoint")
 
 

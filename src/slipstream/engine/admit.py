@@ -77,7 +77,7 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
     wants_floats = config.replace_with_kernel_inject or config.weight_format is not None
     if wants_floats:
         _refuse_adapters(model)
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=source is None))
     if source is None:
         _check_has_values(model, parameters)
     sparse = [name for name, p in parameters.items() if p.layout is not torch.strided]

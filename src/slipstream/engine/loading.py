@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,21 @@ def _slices(model: nn.Module, config: InferenceConfig) -> Slices:
 
 
 def matched(
-    model: nn.Module, slices: Slices, config: InferenceConfig | None = None, *, strict: bool = True
+    model: nn.Module,
+    slices: Slices,
+    config: InferenceConfig | None = None,
+    *,
+    strict: bool = True,
+    ties: Sequence[tuple[str, ...]] | None = None,
 ) -> Renamed:
     """A checkpoint under a model's names, slices joined.
+
+    Args:
+        model: Only read.
+        slices: The checkpoint.
+        config: May have families of the user's own.
+        strict: False lets names be missing or left over.
+        ties: Groups of names for which a checkpoint may have one tensor; the model's own where None.
 
     Raises:
         WeightError: Names are missing or left over, or shapes do not fit.
@@ -98,9 +110,10 @@ def matched(
     optional = set(computed_parameters(model))
     for path, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
+            name = f"{path}.{leaf}" if path else leaf
             saved = buffer is not None and leaf not in module._non_persistent_buffers_set
-            if saved and not buffer.is_meta:
-                optional.add(f"{path}.{leaf}" if path else leaf)
+            if saved and (not buffer.is_meta or _matches(name, model, "_keys_to_ignore_on_load_missing")):
+                optional.add(name)
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     whole: Source = slices.ranks[0]
     if len(slices.ranks) > 1:
@@ -109,17 +122,25 @@ def matched(
         whole = Merged(ranks, shapes, _fused(model, config), version=slices.version)
     elif not set(shapes) <= set(under_names_of(list(whole.names()), shapes, prefix)):
         whole = converted(whole, model, shapes)
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return match(
         whole,
         shapes,
-        ties_of(model),
+        ties_of(model) if ties is None else ties,
         prefix=prefix,
         optional=optional,
-        ignored=[pattern for pattern in ignored if _is_pattern(pattern)],
+        ignored=_patterns(model, "_keys_to_ignore_on_load_unexpected"),
         strict=strict,
         what=slices.what,
     )
+
+
+def _patterns(model: nn.Module, attribute: str) -> list[str]:
+    """What a transformers model says of names, as regular expressions."""
+    return [pattern for pattern in getattr(model, attribute, None) or () if _is_pattern(pattern)]
+
+
+def _matches(name: str, model: nn.Module, attribute: str) -> bool:
+    return any(re.search(pattern, name) for pattern in _patterns(model, attribute))
 
 
 def ties_of(model: nn.Module) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.packed import is_packed, packed_matrices
-from slipstream.model.refresh import refresh
+from slipstream.model.refresh import refresh, tied_by_transformers
 from slipstream.model.slots import refuse_streamed, wholes_of
 from slipstream.model.split import is_split
 from slipstream.ops.linear import Weight
@@ -58,7 +58,7 @@ def reload(
     if axis.size > 1:
         _on_ranks(model, place, tag=tag, strict=strict, axis=axis)
         return
-    source = matched(model, open_checkpoint(place, tag=tag), strict=strict)
+    source = matched(model, open_checkpoint(place, tag=tag), strict=strict, ties=_may_be_one(model))
     _check_ties(model, source)
     for name in source.names():
         tensor = source.read(name)
@@ -95,7 +95,7 @@ def _on_ranks(
                 f"{slices.what} has slices of {len(slices.ranks)} ranks, and layers that run their own code "
                 "on several ranks cannot say how to join them; load it in one process, and save_checkpoint"
             )
-        source = matched(model, slices, strict=strict)
+        source = matched(model, slices, strict=strict, ties=_may_be_one(model))
         _check_ties(model, source)
         return {name: source.read(name) for name in wholes if name in source}
 
@@ -105,13 +105,40 @@ def _on_ranks(
     refresh(model, {name: values[name] for name in wholes}, format_named, PASSES, axis)
 
 
+def _packed(model: nn.Module) -> list[tuple[str, ...]]:
+    """Names of packed matrices, together where they share their planes."""
+    planes: dict[int, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        for leaf, (weight, _) in packed_matrices(module).items() if is_packed(module) else ():
+            key = id(weight.planes[0])
+            planes[key] = (*planes.get(key, ()), f"{path}.{leaf}")
+    return list(planes.values())
+
+
+def _are_one(model: nn.Module) -> list[tuple[str, ...]]:
+    """Groups of names that are one tensor, or one set of planes."""
+    return [*ties_of(model), *(names for names in _packed(model) if len(names) > 1)]
+
+
+def _may_be_one(model: nn.Module) -> list[tuple[str, ...]]:
+    """The same, joined by what transformers ties: of two names one may have planes of its own by now."""
+    packed = {name for names in _packed(model) for name in names}
+    pairs = [pair for pair in tied_by_transformers(model) if packed & set(pair)]
+    groups = [set(names) for names in (*_are_one(model), *pairs)]
+    joined: list[set[str]] = []
+    for group in groups:
+        touching = [other for other in joined if other & group]
+        joined = [other for other in joined if not other & group] + [group.union(*touching)]
+    return [tuple(sorted(group)) for group in joined]
+
+
 def _check_ties(model: nn.Module, source: Renamed) -> None:
     """Refuse two values for one tensor.
 
     Raises:
         WeightError: Naming both.
     """
-    for first, *others in ties_of(model):
+    for first, *others in _are_one(model):
         for other in others:
             if first in source and other in source and source.home(first) != source.home(other):
                 raise WeightError(

@@ -231,6 +231,8 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     mask = _inferred_mask(request) if mask is None else mask
     if mask is not None and not request.encoded and not _is_left_padded(mask):
         return "the attention mask has gaps"
+    if request.encoded and isinstance(mask, Tensor) and not bool((mask != 0).any(-1).all()):
+        return "the attention mask leaves a row nothing to see"  # where masks are added it sees everything
     return None
 
 
@@ -354,8 +356,9 @@ def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
 def _inferred_mask(request: Request) -> Tensor | None:
     """The mask that transformers infers where none is given; None where it takes all tokens as they are."""
     ids, pad, ends = request.prompt, request.config.pad_token_id, request.config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    if ids is None or pad is None or pad in ends:
+    pad = pad.item() if isinstance(pad, Tensor) else pad
+    ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
+    if ids is None or pad is None or pad in (ends if isinstance(ends, list | tuple) else (ends,)):
         return None
     mask = ids != pad
     return None if bool(mask.all()) else mask

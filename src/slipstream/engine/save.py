@@ -150,11 +150,20 @@ def check_destination(model: Any, config: InferenceConfig) -> None:
     """
     if config.save_mp_checkpoint_path is None:
         return
-    folder = Path(config.save_mp_checkpoint_path)
+    folder = Path(config.save_mp_checkpoint_path).expanduser()
     what = f"save_mp_checkpoint_path={str(folder)!r}"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    try:
+        os.lstat(folder)
+        empty = folder.is_dir() and not any(folder.iterdir())
+    except FileNotFoundError:
+        empty = True
+    except NotADirectoryError:
+        empty = True  # of which more below
+    except (OSError, ValueError) as error:  # too long a name, or a NUL in it
+        raise ConfigError(f"{what} names no place ({error}); name another folder") from error
+    if not empty:
         raise ConfigError(f"{what} exists already; remove it or name another folder")
-    above = next(path for path in (*folder.absolute().parents,) if path.exists())
+    above = next(path for path in folder.absolute().parents if os.path.lexists(path))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"{what} cannot be made: {above} is no folder that may be written to; name another")
     packs = (config.weight_format, config.head_format, config.quant.embedding_format)

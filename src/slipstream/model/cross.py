@@ -5,6 +5,7 @@ Shapes: B batch, S queries, M states of the encoder, C hidden, H heads, K kv hea
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ __all__ = [
     "relative_of",
     "zeros",
 ]
+
+
+_asked: tuple[weakref.ref[Tensor] | None, int, bool] = (None, 0, False)
+"""The last mask that was asked, and the answer."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ def read_cross(given: dict[str, Any], hidden: Tensor, cache: Any) -> CrossCall |
         cache: As transformers passed it.
 
     Returns:
-        The call, or None where a block cannot serve it: states of another batch, or one cache for both kinds
-        of attention, which transformers then mixes.
+        The call, or None where a block cannot serve it: states of another batch, a mask of another length, or
+        one cache for both kinds of attention, which transformers then mixes.
     """
     states = given.pop("encoder_hidden_states", None)
     mask = given.pop("encoder_attention_mask", None)
@@ -76,6 +81,8 @@ def read_cross(given: dict[str, Any], hidden: Tensor, cache: Any) -> CrossCall |
     if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[0] != hidden.shape[0]:
         return None
     if any(part is not None and (not isinstance(part, Tensor) or part.dim() != 4) for part in (mask, bias)):
+        return None
+    if mask is not None and mask.shape[-1] not in (1, states.shape[1]):
         return None
     if cache is not None and not hasattr(cache, "cross_attention_cache"):
         return None
@@ -97,10 +104,12 @@ def attend_across(block: Block, call: CrossCall, layer_index: int) -> CrossAtten
     def attend(q: Tensor) -> Tensor:
         q = q.unflatten(0, (batch, -1)).transpose(1, 2)
         k, v = _keys_and_values(block, call, layer_index)
-        mask = None if call.mask is None else own_heads(call.mask[..., : k.shape[2]], block.share)
+        mask = None if call.mask is None else own_heads(call.mask, block.share)
         # The zeros that stand for a bias in a layer that has none are one number, seen from everywhere.
         if call.bias is not None and any(call.bias.stride()):
             mask = add_bias(own_heads(call.bias, block.share).to(q.dtype), mask)
+        elif block.spec.relative is not None and _leaves_nothing(mask):
+            mask = add_bias(q.new_zeros(()), mask)  # as those layers add it: such a row then sees everything
         out: Tensor = block.ops.attention.run(
             q, k, v, mask=mask, causal=False, scale=block.spec.scale, softcap=block.spec.softcap, sinks=None
         )
@@ -122,6 +131,19 @@ def _keys_and_values(block: Block, call: CrossCall, index: int) -> tuple[Tensor,
         k, v = caches.cross_attention_cache.update(k, v, index)
         caches.is_updated[index] = True
     return k, v
+
+
+def _leaves_nothing(mask: Tensor | None) -> bool:
+    """Whether a bool mask hides everything from some query; all layers of a forward are handed one mask."""
+    global _asked
+    if mask is None or mask.dtype != torch.bool:
+        return False
+    of, version, found = _asked
+    now = 0 if mask.is_inference() else mask._version
+    if of is None or of() is not mask or version != now:
+        found = not bool(mask.any(-1).all())
+        _asked = (weakref.ref(mask), now, found)
+    return found
 
 
 def own_heads(tensor: Tensor, share: Share | None) -> Tensor:

@@ -17,7 +17,7 @@ from slipstream.parallel.mesh import ALONE, Axis
 from slipstream.weights.finite import check_finite
 from slipstream.weights.slot import Own, Packed, Slot, TensorSource
 
-__all__ = ["apart_from", "check_values", "refresh"]
+__all__ = ["apart_from", "check_values", "refresh", "tied_by_transformers"]
 
 
 def refresh(
@@ -48,7 +48,7 @@ def refresh(
     def checked() -> dict[str, Tensor]:
         tensors = wholes_of(model)
         ties = _ties(tensors, slots)
-        values = _complete(_state_of(state), tensors, (*ties, *_tied(model)))
+        values = _complete(_state_of(state), tensors, (*ties, *tied_by_transformers(model)))
         check_values(values, tensors, slots, passes)
         _check_ties(values, ties)
         return values
@@ -101,7 +101,7 @@ def _complete(
     return values
 
 
-def _tied(model: nn.Module) -> Iterable[tuple[str, str]]:
+def tied_by_transformers(model: nn.Module) -> Iterable[tuple[str, str]]:
     """Pairs of names that transformers ties, though one of them may be packed by now."""
     pairs = getattr(model, "all_tied_weights_keys", None)
     return tuple(pairs.items()) if isinstance(pairs, dict) else ()

@@ -44,7 +44,7 @@ def real_tokens(
         spec: Says what the layer sees where nothing is padded.
         batch: B.
         length: S.
-        drops: Nobody reads what leaves padded positions, but for those that poolers read.
+        drops: Nobody reads what leaves padded positions, but for those of `_read`.
 
     Returns:
         `(B, S)` bool; None where all of them are; False where the mask says more than that.
@@ -67,7 +67,7 @@ def real_tokens(
         expected = real[:, None, None, :]
         wrong = visible != (expected if itself is None else expected & itself)
         if drops:
-            wrong &= (real | _pooled(real, (spec,)))[:, None, :, None]
+            wrong &= (real | _read(real, (spec,)))[:, None, :, None]
         if bool(wrong.any()):
             return False
     if bool(real.all()):
@@ -131,7 +131,7 @@ def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
     """Whether packed tokens are as far from each other as padded ones, where that counts."""
     if not drops and spec.causal:
         return False
-    if spec.window is None and spec.alibi is None:
+    if spec.window is None and spec.alibi is None and not spec.causal:
         return True
     if not drops:
         return False
@@ -139,17 +139,19 @@ def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
     return bool((starts == 1).all()) and (spec.causal or bool(real[:, 0].all()))
 
 
-def _pooled(real: Tensor, specs: Iterable[BlockSpec]) -> Tensor:
-    """The places that poolers read whatever is there, `(B, S)` bool: the first of a row, or the last.
+def _read(real: Tensor, specs: Iterable[BlockSpec]) -> Tensor:
+    """The places that are computed whatever is there, `(B, S)` bool.
 
-    In a causal model padding sees nothing; where distances count, only the first place is as far from the
-    others as it was.
+    In an encoder the first of a row and the last, which poolers read; where distances count, only the first
+    is as far from the others as it was. In a causal model what stands behind a row's first real token: it
+    sees real ones, and some models read it (the end of a text, the last token); what is before sees nothing.
     """
     specs = tuple(specs)
-    first = not any(spec.causal for spec in specs)
+    if any(spec.causal for spec in specs):
+        return real.cumsum(1) > 0
     read = torch.zeros_like(real)
-    read[:, 0] = first
-    read[:, -1] |= first and all(spec.window is None and spec.alibi is None for spec in specs)
+    read[:, 0] = True
+    read[:, -1] |= all(spec.window is None and spec.alibi is None for spec in specs)
     return read
 
 
@@ -158,22 +160,22 @@ def pack(
 ) -> Rows:
     """Lay out the real tokens of a batch, and behind those of each row the padded ones that somebody reads.
 
-    Padding sees the real tokens, as it does in the padded batch, and nobody sees it; in a causal model it
-    would see nothing, and is left out.
+    Padding sees the real tokens, as it does in the padded batch, and nobody sees it; in a causal model what
+    stands before them would see nothing, and is left out.
 
     Args:
         real: From `real_tokens`; every row has one.
         batch: B.
         length: S.
         specs: Of the layers that the tokens run through.
-        drops: Of padding, only what poolers read is computed.
+        drops: Of padding, only the places of `_read` are computed.
     """
     if real is None:
         return _whole(batch, length)
     lens = real.sum(1)
     read = ~real
     if drops:
-        read &= _pooled(real, specs)
+        read &= _read(real, specs)
     row, column = torch.cat([real, read], dim=1).nonzero(as_tuple=True)
     index = row * length + column % length
     counts = lens + read.sum(1)

@@ -138,7 +138,14 @@ def _folder(path: Path, tag: str | None) -> Slices:
 def _rank_files(path: Path) -> dict[int, Path]:
     if not path.is_dir():
         return {}
-    return {int(found[1]): file for file in path.iterdir() if (found := _RANK.fullmatch(file.name))}
+    files: dict[int, Path] = {}
+    for file in path.iterdir():
+        found = _RANK.fullmatch(file.name)
+        if found and files.setdefault(int(found[1]), file) is not file:
+            raise WeightError(
+                f"{file} and {files[int(found[1])].name} are both of rank {int(found[1])}; drop one"
+            )
+    return files
 
 
 def _described(table: Mapping[str, Any], base: Path, what: str, degree: int) -> Slices:
@@ -274,7 +281,10 @@ def _torch_file(path: Path) -> tuple[Source, float | None]:
         if isinstance(held.get(key), Mapping):
             held = held[key]
             break
-    tensors = dict(_flat(held, ""))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _flat(held, ""):
+        if tensors.setdefault(name, tensor) is not tensor:
+            raise WeightError(f"{path} has two tensors called {name}: one of them in a table within a table")
     if not tensors:
         raise WeightError(f"{path} holds no tensors")
     return TorchSource(path, tensors), float(version) if isinstance(version, int | float) else None

@@ -182,10 +182,13 @@ class _Walk:
         if len({name for name, *_ in found}) < len(found):
             raise self._wrong("two tensors have one name")
         start = -(-self._at // alignment) * alignment
-        tensors_found = {}
+        tensors_found, due = {}, 0
         for name, kind, shape, size, offset in found:
             tensors_found[name] = GgufTensor(kind, shape, start + offset, size)
-            if offset % alignment or start + offset + size > len(self._memory):
+            if offset != due:  # ggml demands the same
+                raise self._wrong(f"{name!r} begins at {offset} of the data, and is due at {due}")
+            due += -(-size // alignment) * alignment
+            if start + offset + size > len(self._memory):
                 raise self._wrong(
                     f"it is cut short: {name!r} takes {size} bytes at {start + offset} of {len(self._memory)}"
                 )

@@ -119,7 +119,7 @@ def _open(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((folder / _CONFIG).read_text())
         tensors = load_file(folder / _WEIGHTS)
-    except (ValueError, SafetensorError, OSError) as error:
+    except (ValueError, RecursionError, SafetensorError, OSError) as error:
         raise WeightError(f"the adapter in {folder} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise WeightError(f"{folder / _CONFIG} holds no object; it is not what peft writes")
@@ -184,10 +184,21 @@ def _pair(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], *,
             "adapters of convolutions are not served"
         )
     rank = a.shape[0]
-    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
-    own = next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), None)
-    alpha = config.get("lora_alpha", 8) if own is None else patterns[own]
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise WeightError(f"lora_alpha is {alpha!r} for {module}; it must be a number")
+    alpha = _alpha(module, config)
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-    return LowRank(a, b, float(scale), embedding)
+    return LowRank(a, b, scale, embedding)
+
+
+def _alpha(module: str, config: Mapping[str, Any]) -> float:
+    """The number that peft divides by a rank, of one module."""
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, Mapping):
+        raise WeightError(f"alpha_pattern is a {type(patterns).__name__}; it must be a table of numbers")
+    try:
+        own = next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), None)
+    except re.error as error:
+        raise WeightError(f"alpha_pattern has a name that is no regular expression: {error}") from error
+    alpha = config.get("lora_alpha", 8) if own is None else patterns[own]
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
+        raise WeightError(f"lora_alpha is {repr(alpha)[:40]} for {module}; it must be a finite number")
+    return float(alpha)

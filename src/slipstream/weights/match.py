@@ -79,13 +79,14 @@ def match(
 
 
 def _share(source: Source, places: dict[str, str], group: Sequence[str]) -> None:
-    """Let names of one tensor of the model have one place, where the values in several are the same."""
-    kept: list[str] = []
-    for name in (name for name in group if name in places):
-        place = places[name]
-        own = next((other for other in kept if other == place or source.same(other, place)), None)
-        places[name] = place if own is None else own
-        kept += [place] * (own is None)
+    """Let names of one tensor of the model have one place, where the values in several are the same.
+
+    Where any differ, each name that is there keeps its own, so that what is written later has all of them.
+    """
+    there = [name for name in group if name in places]
+    first, *others = dict.fromkeys(places[name] for name in there)
+    if all(source.same(first, other) for other in others):
+        places |= dict.fromkeys(there, first)
 
 
 def under_names_of(names: Collection[str], wanted: Collection[str], prefix: str) -> dict[str, str]:

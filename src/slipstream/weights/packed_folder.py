@@ -165,7 +165,7 @@ class PackedFolder(Source):
                     f"{self._file.path}: the plane {plane} has shape {stored.shape} in {stored.dtype}, and "
                     f"{found.name} of shape {shape} needs {due} in {dtype}; make the folder again"
                 )
-        pieces = _pieces(where, entry, shape[-2])
+        pieces = _pieces(where, entry, shape)
         return _Described(found, shape, tuple(names), pieces, entry.get("transposed") is True)
 
     def _weight(self, matrix: _Described, wanted: Format | None = None) -> Weight:
@@ -339,7 +339,7 @@ def _format(where: str, entry: Mapping[str, Any]) -> Format:
     return found
 
 
-def _pieces(where: str, entry: Mapping[str, Any], rows: int) -> tuple[Piece, ...]:
+def _pieces(where: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[Piece, ...]:
     given = entry.get("pieces", [])
     kinds = [str, int, int, int, bool, int]
     good = isinstance(given, list) and all(
@@ -348,10 +348,11 @@ def _pieces(where: str, entry: Mapping[str, Any], rows: int) -> tuple[Piece, ...
         and [type(v) for v in p] == kinds[: len(p)]
         and p[1] >= 0
         and min(p[2:4]) > 0
+        and p[5:] in ([], [0], [*shape[:-2]])
         for p in given
     )
-    if not good or (given and sum(p[2] for p in given) != rows):
-        raise WeightError(f"{where}: its pieces do not add up to its {rows} rows; make the folder again")
+    if not good or (given and sum(p[2] for p in given) != shape[-2]):
+        raise WeightError(f"{where}: its pieces do not add up to its shape {shape}; make the folder again")
     return tuple(Piece(p[0], p[1], p[2], p[3], p[4], experts=0 if len(p) < 6 else p[5]) for p in given)
 
 

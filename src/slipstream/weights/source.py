@@ -21,8 +21,13 @@ class TwiceError(WeightError):
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal but for their dtypes; with NaN they are not."""
-    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
+    """Whether two tensors are equal, in whichever dtypes of 16 bits and more; with NaN they are not."""
+    both = one.dtype
+    if one.dtype != other.dtype:
+        if min(one.dtype.itemsize, other.dtype.itemsize) < 2:
+            return False
+        both = torch.promote_types(one.dtype, other.dtype)
+    return one.shape == other.shape and torch.equal(one.to(both), other.to(both))
 
 
 class Source(ABC):

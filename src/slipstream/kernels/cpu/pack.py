@@ -94,7 +94,9 @@ def native_pack(
         The planes, as the format's `pack`.
     """
     *lead, inputs = dense.shape
-    rows = dense if dense.dim() == 2 and dense.stride(1) == 1 else dense.reshape(-1, inputs).contiguous()
+    apart = len(dense) == 1 or dense.stride(0) >= inputs
+    as_is = dense.dim() == 2 and dense.stride(1) == 1 and apart
+    rows = dense if as_is else dense.reshape(-1, inputs).contiguous()
     layout = packed.layout(tuple(rows.shape))
     planes = into or tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in layout)
     unused: Callable[..., Tensor] = torch.empty

@@ -91,8 +91,11 @@ private:
             const int64_t own = spans_.packed ? end - begin : spans_.keys;
             const int64_t keys = spans_.kv_lens ? spans_.kv_lens[n] : own;
             for (int64_t t = begin; t < end; t += size) {
-                const int64_t count = least(size, end - t), position = keys - (end - t);
-                const int64_t last = spans_.causal ? position + count : keys;
+                // Packed sequences are complete, and may end with tokens that are no keys; others are the
+                // last of theirs.
+                const int64_t count = least(size, end - t);
+                const int64_t position = spans_.packed ? t - begin : keys - (end - t);
+                const int64_t last = spans_.causal ? least(position + count, keys) : keys;
                 f({n, t, count, position, spans_.packed ? begin : 0, 0, last, 0, 1, 0, 1, 0, 0,
                    most(last, 0) * (count * heads_.group() + 8)});
             }
