@@ -588,6 +588,21 @@ def test_max_time_stops(llama: Pair) -> None:
     assert got.shape[1] == 10
 
 
+def test_autocast_counts() -> None:
+    """It rounds each product; so large are the weights that other tokens come of it."""
+    two = pair("llama", gain=4.0)
+    given = {"input_ids": prompt(), "max_new_tokens": 12, "do_sample": False}
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        expected = two.original.generate(**given, output_logits=True, return_dict_in_generate=True)
+        got = two.engine.generate(**given, output_logits=True, return_dict_in_generate=True)
+    assert expected.logits[0].dtype == got.logits[0].dtype
+    error = (expected.logits[0].float() - got.logits[0].float()).abs().max()
+    plain = two.engine.generate(**given, output_logits=True, return_dict_in_generate=True)
+    rounded = (expected.logits[0].float() - plain.logits[0].float()).abs().max()
+    assert float(rounded) > 0 and float(error) <= 2 * float(rounded)
+    assert two.engine.generate(**given).tolist() == two.original.generate(**given).tolist()
+
+
 def test_a_list_of_ids_is_refused_as_by_transformers(llama: Pair) -> None:
     for model in (llama.original, llama.engine):
         with pytest.raises((AttributeError, TypeError, ValueError)):

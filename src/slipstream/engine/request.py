@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.engine.runner import Runner
@@ -189,6 +190,8 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
         return "there are no token ids"
     if "generate" in vars(model):
         return "the model has a generate of its own"
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return "autocast is on"
     for name in (
         "assistant_model",
         "custom_generate",
