@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
+from slipstream.devices.huge_pages import in_huge_pages
 from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
 from slipstream.engine.forward_graph import ForwardGraphs
@@ -39,6 +40,7 @@ from slipstream.engine.unwrap import unwrapped
 from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
+from slipstream.model.held import held_memory
 from slipstream.model.report import Report
 from slipstream.model.whole import answers_at_once, at_once
 from slipstream.parallel import Axis
@@ -80,6 +82,8 @@ class InferenceEngine(Weights):
             model = own.base
             check_destination(model, settings)
             built = build(model, settings)
+        if settings.zero.offload_param.device == "none":
+            in_huge_pages(held_memory(model))
         self.config = built.model_config
         self.inference_config = settings
         self._built = built

@@ -29,6 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.devices.huge_pages import in_huge_pages
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.library import Library, rest_torch
@@ -110,6 +111,7 @@ class Sketched:
         """
         self.shape = (head.shape[0], head.shape[1] + len(basis.directions))
         self.planes = tuple(torch.empty(s, dtype=d, device="cpu") for s, d in sketch.layout(self.shape))
+        in_huge_pages(self.planes, new=True)
         self.errors = torch.empty(self.shape[0], dtype=torch.float32, device="cpu")
         self.longest = 0.0
         plain = replace(head, bias=None)
