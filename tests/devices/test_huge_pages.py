@@ -58,6 +58,13 @@ def test_what_does_not_lie_in_memory_is_left_out() -> None:
     assert in_huge_pages([torch.ones(1000)]) == 0  # a page that is next to empty
 
 
+def test_what_is_mapped_from_a_file_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(bytes(16 * MB))
+    for shared in (False, True):
+        mapped = torch.from_file(str(tmp_path / "weights"), shared, 16 * MB, dtype=torch.uint8)
+        assert in_huge_pages([mapped]) == 0
+
+
 def test_a_page_counts_from_one_half_on() -> None:
     half = MB
     covered = {4: 2 * half, 5: half, 6: half - 1, 8: 2 * half, 7: 2 * half}

@@ -395,7 +395,9 @@ def test_rows_are_packed_with_what_poolers_read_behind_them() -> None:
     narrow = pack(real, 2, LENGTH, specs=(SPEC, dataclasses.replace(SPEC, window=4)))
     assert narrow.packed.query_starts.tolist() == [0, 6, 12]
     causal = pack(real, 2, LENGTH, specs=(dataclasses.replace(SPEC, causal=True),))
-    assert causal.packed.query_starts.tolist() == [0, 5, 11]
+    assert causal.index is not None  # what stands behind the first real token sees one
+    assert causal.index.tolist() == [4, 5, 6, 7, 8, *range(9, 18)]
+    assert causal.packed.query_starts.tolist() == [0, 5, 14] and causal.packed.kv_lens.tolist() == [5, 6]
     whole = pack(real, 2, LENGTH, specs=(SPEC,), drops=False)
     assert whole.index is not None and whole.packed.kv_lens.tolist() == [5, 6]
     assert whole.index.tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 3, *range(9, 18)]

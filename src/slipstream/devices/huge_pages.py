@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -34,8 +35,8 @@ def in_huge_pages(tensors: Iterable[Tensor], *, new: bool = False) -> int:
     """Ask the system to lay tensors out in huge pages; their addresses and values stay.
 
     Args:
-        tensors: Of any device and layout; those that are not in this machine's memory are left out, and the
-            rest counts with all of its storage.
+        tensors: Of any device and layout; those that are not in this machine's memory, or are mapped from
+            files, are left out, and the rest counts with all of its storage.
         new: Nobody has written to them yet: they get such pages as they are written, at no cost.
 
     Returns:
@@ -44,8 +45,15 @@ def in_huge_pages(tensors: Iterable[Tensor], *, new: bool = False) -> int:
     size, advise = _page_size(), _madvise()
     if not size or advise is None:
         return 0
-    asked = 0
-    for first, last in _runs(_covered(tensors, size), size):
+    asked, own = 0, _anonymous()
+    starts = [begin for begin, _ in own]
+
+    def is_own(page: int) -> bool:
+        index = bisect_right(starts, page * size) - 1
+        return index >= 0 and (page + 1) * size <= own[index][1]
+
+    covered = {page: inside for page, inside in _covered(tensors, size).items() if is_own(page)}
+    for first, last in _runs(covered, size):
         place, length = first * size, (last - first) * size
         advise(place, length, _HUGEPAGE)  # what fails stays in small pages
         if not new:
@@ -69,6 +77,15 @@ def _page_size() -> int:
         if "[never]" not in (_SETTINGS / "enabled").read_text():
             return int((_SETTINGS / "hpage_pmd_size").read_text())
     return 0
+
+
+def _anonymous() -> list[tuple[int, int]]:
+    """Address ranges in order that are no file's, whose pages would come to memory again once asked for."""
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ranges = (line[0].split("-") for line in lines if line[4] == "0" and line[1].startswith("rw"))
+        return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+    return []
 
 
 def _covered(tensors: Iterable[Tensor], size: int) -> dict[int, int]:
