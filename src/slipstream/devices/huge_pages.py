@@ -5,7 +5,7 @@ weights stay where they are: the system moves them together, below their address
 
 Measured on two cores of a Zen 4 in a virtual machine, SmolLM2-135M, a step with them over one without: one
 sequence 0.88 to 0.90 (bf16), 0.86 (int8), 0.83 to 0.90 (int4), eight sequences 0.84 to 0.90 (bf16), 0.93 to
-0.95 (int4). It takes 0.3 s for each GB; where the machine never had the memory before, 2.4.
+0.95 (int4). It takes 0.3 to 0.5 s for each GB; where the machine never had the memory before, 2.4.
 
 Source: https://docs.kernel.org/admin-guide/mm/transhuge.html; madvise(2), MADV_COLLAPSE (Linux 6.1).
 """
