@@ -113,6 +113,25 @@ def test_ranks_load_a_checkpoint_that_ranks_saved(
         assert row == {"error": 0.0, "same": True}
 
 
+TIED: dict[str, tuple[dict[str, Any], bool]] = {  # and whether the head and the table are one in the engine
+    "plain": ({}, True),
+    "a packed head": ({"quant": "int8"}, False),
+    "one set of planes": ({"quant": {"weight": {"format": "int8"}, "embedding": "int8"}}, True),
+}
+
+
+@pytest.mark.parametrize("road", [INJECTED, OWN_CODE], ids=["injected", "own code"])
+@pytest.mark.parametrize("differ", [False, True], ids=["the same values", "other values"])
+@pytest.mark.parametrize(("settings", "one"), TIED.values(), ids=TIED)
+def test_ranks_load_a_head_beside_a_tied_table(
+    pool: Pool, tmp_path: Path, settings: dict[str, Any], one: bool, differ: bool, road: dict[str, Any]
+) -> None:
+    job = (f"{JOBS}:reloaded_ties", 2, {**settings, **road}, differ, str(tmp_path))
+    for row in results(pool.run(*job, ranks=2)):
+        assert ("are one tensor in this engine" in row["said"]) == (one and differ), row
+        assert row["state"]
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "match"),
     [

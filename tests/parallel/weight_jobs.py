@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slipstream.devices.cpu import CpuDevice
 from slipstream.errors import SlipstreamError
 from slipstream.weights.heap import give_back
+from tests.engine.test_ties import HEAD, TABLE, both, tied
 from tests.families.sweep import NEW_TOKENS, VARIANTS, label, peaked_model
 from tests.parallel.jobs import answer_of, group, inputs_of, parameter_bytes, split
 
@@ -84,6 +85,29 @@ def reloaded(index: int, size: int, settings: dict[str, Any], place: str) -> dic
     engine: Any = split(other, size, **settings)
     engine.load_checkpoint(folder)
     return compared(reference, engine, original)
+
+
+def reloaded_ties(size: int, settings: dict[str, Any], differ: bool, place: str) -> dict[str, Any]:
+    """A tied model that is given a checkpoint with the head beside the table, of other values or of the same."""
+    folder = Path(place) / "both"
+    if dist.get_rank() == 0:
+        both(folder, differ=differ)
+    dist.barrier(group(size))
+    engine: Any = split(tied(seed=5), size, **settings)
+    before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    said = ""
+    try:
+        engine.load_checkpoint(folder)
+    except SlipstreamError as error:
+        said = f"{type(error).__name__}: {error}"
+    reference: Any = split(tied(), size, **settings)
+    wanted = before if said else reference.state_dict()
+    if differ and not said:
+        given = load_file(folder / "model.safetensors")
+        errors = [(engine.state_dict()[n] - given[n]).abs().max() / given[n].abs().max() for n in (HEAD, TABLE)]
+        return {"said": said, "state": float(max(errors)) < 0.1}
+    got = engine.state_dict()
+    return {"said": said, "state": all(torch.equal(wanted[name], got[name]) for name in wanted)}
 
 
 def refused(size: int, what: str, settings: dict[str, Any], place: str) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from slipstream.engine.loading import matched, ties_of
+from slipstream.engine.loading import matched
 from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.packed import is_packed, packed_matrices
 from slipstream.model.refresh import refresh, tied_by_transformers
-from slipstream.model.slots import refuse_streamed, wholes_of
+from slipstream.model.slots import packed_names, refuse_streamed, tied_names, wholes_of
 from slipstream.model.split import is_split
 from slipstream.ops.linear import Weight
 from slipstream.parallel import ALONE, Axis
@@ -105,26 +105,11 @@ def _on_ranks(
     refresh(model, {name: values[name] for name in wholes}, format_named, PASSES, axis)
 
 
-def _packed(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of packed matrices, together where they share their planes."""
-    planes: dict[int, tuple[str, ...]] = {}
-    for path, module in model.named_modules():
-        for leaf, (weight, _) in packed_matrices(module).items() if is_packed(module) else ():
-            key = id(weight.planes[0])
-            planes[key] = (*planes.get(key, ()), f"{path}.{leaf}")
-    return list(planes.values())
-
-
-def _are_one(model: nn.Module) -> list[tuple[str, ...]]:
-    """Groups of names that are one tensor, or one set of planes."""
-    return [*ties_of(model), *(names for names in _packed(model) if len(names) > 1)]
-
-
 def _may_be_one(model: nn.Module) -> list[tuple[str, ...]]:
-    """The same, joined by what transformers ties: of two names one may have planes of its own by now."""
-    packed = {name for names in _packed(model) for name in names}
+    """Groups of names that are one tensor, or that transformers ties: one may have planes of its own by now."""
+    packed = {name for names in packed_names(model) for name in names}
     pairs = [pair for pair in tied_by_transformers(model) if packed & set(pair)]
-    groups = [set(names) for names in (*_are_one(model), *pairs)]
+    groups = [set(names) for names in (*tied_names(model), *pairs)]
     joined: list[set[str]] = []
     for group in groups:
         touching = [other for other in joined if other & group]
@@ -138,7 +123,7 @@ def _check_ties(model: nn.Module, source: Renamed) -> None:
     Raises:
         WeightError: Naming both.
     """
-    for first, *others in _are_one(model):
+    for first, *others in tied_names(model):
         for other in others:
             if first in source and other in source and source.home(first) != source.home(other):
                 raise WeightError(

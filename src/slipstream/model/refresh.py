@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from slipstream.formats import Format
-from slipstream.model.slots import find_slots, wholes_of
+from slipstream.model.slots import find_slots, tied_names, wholes_of
 from slipstream.ops.memory import TORCH, Passes
 from slipstream.parallel.agree import agree_on_values
 from slipstream.parallel.mesh import ALONE, Axis
 from slipstream.weights.finite import check_finite
-from slipstream.weights.slot import Own, Packed, Slot, TensorSource
+from slipstream.weights.slot import Own, Slot, TensorSource
 
 __all__ = ["apart_from", "check_values", "refresh", "tied_by_transformers"]
 
@@ -47,7 +47,7 @@ def refresh(
 
     def checked() -> dict[str, Tensor]:
         tensors = wholes_of(model)
-        ties = _ties(tensors, slots)
+        ties = tied_names(model)
         values = _complete(_state_of(state), tensors, (*ties, *tied_by_transformers(model)))
         check_values(values, tensors, slots, passes)
         _check_ties(values, ties)
@@ -71,15 +71,6 @@ def _state_of(state: Any) -> dict[str, Tensor]:
     if odd:
         raise WeightError(f"{odd[0]!r} is a {type(given[odd[0]]).__name__}; a state dict holds tensors")
     return {name: value.detach() for name, value in given.items()}
-
-
-def _ties(tensors: Mapping[str, Tensor], slots: Sequence[Slot]) -> list[tuple[str, ...]]:
-    """Names that stand for one tensor, or one set of planes."""
-    names: dict[int, tuple[str, ...]] = {}
-    for name, tensor in tensors.items():
-        names[id(tensor)] = (*names.get(id(tensor), ()), name)
-    planes = [slot.names for slot in slots if isinstance(slot, Packed)]
-    return [tied for tied in (*names.values(), *planes) if len(tied) > 1]
 
 
 def _complete(

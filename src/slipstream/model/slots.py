@@ -17,7 +17,7 @@ from slipstream.ops.linear import Weight
 from slipstream.parallel.vocabulary import SplitRows
 from slipstream.weights.slot import Own, Packed, Part, Slot, block_slots
 
-__all__ = ["find_slots", "refuse_streamed", "tensors_of", "wholes_of"]
+__all__ = ["find_slots", "packed_names", "refuse_streamed", "tensors_of", "tied_names", "wholes_of"]
 
 
 def refuse_streamed(path: str, layer: nn.Module) -> None:
@@ -51,6 +51,24 @@ def wholes_of(model: nn.Module) -> dict[str, Tensor]:
             name = f"{path}.{leaf}"
             tensors[name] = whole if name not in tensors else seen.setdefault(id(tensors[name]), whole)
     return tensors
+
+
+def packed_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """Names of packed matrices outside of blocks, together where they share their planes."""
+    planes: dict[int, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        for leaf, (weight, _) in packed_matrices(module).items() if is_packed(module) else ():
+            key = id(weight.planes[0])
+            planes[key] = (*planes.get(key, ()), f"{path}.{leaf}" if path else leaf)
+    return list(planes.values())
+
+
+def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """Groups of names that stand for one tensor, or for one set of planes."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, tensor in tensors_of(model).items():
+        names[id(tensor)] = (*names.get(id(tensor), ()), name)
+    return [tied for tied in (*names.values(), *packed_names(model)) if len(tied) > 1]
 
 
 def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[Slot]:
