@@ -88,7 +88,7 @@ def reloaded(index: int, size: int, settings: dict[str, Any], place: str) -> dic
 
 
 def reloaded_ties(size: int, settings: dict[str, Any], differ: bool, place: str) -> dict[str, Any]:
-    """A tied model that is given a checkpoint with the head beside the table, of other values or of the same."""
+    """A tied model that is given a checkpoint with the head beside the table, of its values or others."""
     folder = Path(place) / "both"
     if dist.get_rank() == 0:
         both(folder, differ=differ)
@@ -101,12 +101,11 @@ def reloaded_ties(size: int, settings: dict[str, Any], differ: bool, place: str)
     except SlipstreamError as error:
         said = f"{type(error).__name__}: {error}"
     reference: Any = split(tied(), size, **settings)
-    wanted = before if said else reference.state_dict()
+    wanted, got = before if said else reference.state_dict(), engine.state_dict()
     if differ and not said:
         given = load_file(folder / "model.safetensors")
-        errors = [(engine.state_dict()[n] - given[n]).abs().max() / given[n].abs().max() for n in (HEAD, TABLE)]
+        errors = [(got[name] - given[name]).abs().max() / given[name].abs().max() for name in (HEAD, TABLE)]
         return {"said": said, "state": float(max(errors)) < 0.1}
-    got = engine.state_dict()
     return {"said": said, "state": all(torch.equal(wanted[name], got[name]) for name in wanted)}
 
 

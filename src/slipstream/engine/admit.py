@@ -277,9 +277,15 @@ def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) ->
     # A mask may be as long as a static cache, so that its shape stays the same from step to step.
     has_room = hasattr(past, "get_max_length") and getattr(past, "layers", None)
     room = int(past.get_max_length()) if has_room else 0
-    if shape[0] != batch or not length <= shape[1] <= max(length + seen, room):
+    fits = length <= shape[1] and (shape[1] <= max(length + seen, room) or _has_state(given))
+    if shape[0] != batch or not fits:
         wanted = f"({batch}, {length})" if not seen else f"({batch}, {length + seen})"
         raise RequestError(f"attention_mask has shape {shape} for {what}; it must be {wanted}")
+
+
+def _has_state(given: Mapping[str, Any]) -> bool:
+    """Whether a call goes on from a state that does not say how many tokens it has seen."""
+    return any(given.get(name) is not None for name in ("cache_params", "state", "mems"))
 
 
 def _reads_ids(model: nn.Module) -> bool:

@@ -106,7 +106,7 @@ def _on_ranks(
 
 
 def _may_be_one(model: nn.Module) -> list[tuple[str, ...]]:
-    """Groups of names that are one tensor, or that transformers ties: one may have planes of its own by now."""
+    """Groups of names that are one tensor, or that transformers ties: one can have planes of its own."""
     packed = {name for names in packed_names(model) for name in names}
     pairs = [pair for pair in tied_by_transformers(model) if packed & set(pair)]
     groups = [set(names) for names in (*tied_names(model), *pairs)]

@@ -12,10 +12,16 @@ def _spec(config: Config, index: int) -> BlockSpec:
     return llama_like(config, index, ffn=config.ffn_dim // 2)
 
 
+def _refuse(config: Config) -> str | None:
+    flexible = config.model_type == "moshi_depth"
+    return "a matrix for each codebook, of which the place in the sequence chooses one" if flexible else None
+
+
 FAMILY = Family(
     name="moshi",
     layers=("MoshiDecoderLayer",),
     spec=_spec,
+    refuse=_refuse,
     recipes={
         Role.ATTN_NORM: Take("input_layernorm"),
         Role.QKV: Stack(tuple(f"self_attn.{part}_proj.linear" for part in "qkv")),
