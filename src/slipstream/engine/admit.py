@@ -228,7 +228,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         raise RequestError(f"{what}: the {empty} is empty; give at least one token")
     if vocabulary is not None and name == "input_ids":
         low, high = (int(edge) for edge in tokens.aminmax())
-        if low < 0 or high >= vocabulary:
+        if (low < 0 or high >= vocabulary) and not _are_placeholders(model, tokens, vocabulary):
             raise RequestError(
                 f"input_ids hold {low if low < 0 else high}, and the vocabulary has ids 0 to "
                 f"{vocabulary - 1}; use the model's own tokenizer"
@@ -242,6 +242,19 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
                 f"position_ids have shape {(rows, columns)} for {what}; they must be ({batch}, {length}) or "
                 f"(1, {length})"
             )
+
+
+_PLACEHOLDERS = tuple(
+    f"{what}_token_{name}" for what in ("image", "video", "audio") for name in ("id", "index")
+)
+
+
+def _are_placeholders(model: nn.Module, tokens: Tensor, vocabulary: int) -> bool:
+    """Whether all ids outside of the vocabulary stand for pictures or sounds, which the model puts there."""
+    config = getattr(model, "config", None)
+    places = {place for name in _PLACEHOLDERS if isinstance(place := getattr(config, name, None), int)}
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    return places.issuperset(outside.unique().tolist())
 
 
 def check_ids_type(ids: Any) -> None:

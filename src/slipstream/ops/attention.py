@@ -99,6 +99,7 @@ def _case(
     def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         batch, dim = 2, options.get("dim", 24)
         q = torch.randn(batch, heads, queries, dim, generator=generator).to(dtype)
+        q = q * options.get("times", 1)
         k, v = (torch.randn(batch, kv_heads, keys, dim, generator=generator).to(dtype) for _ in range(2))
         mask = None
         if "hidden" in options:
@@ -129,7 +130,7 @@ def _case(
             "v": v,
             "mask": mask,
             "causal": options.get("causal", True),
-            "scale": dim**-0.5,
+            "scale": options.get("scale", dim**-0.5),
             "softcap": options.get("softcap"),
             "sinks": sinks,
         }
@@ -161,6 +162,9 @@ OP = Op(
             extra={"causal": False, "hidden": 1, "expanded": True},
         ),
         _case("a bias per head", 4, 2, 20, 70, extra={"causal": False, "bias": True, "strided": True}),
+        # Scores of 1e11 and more, of which the highest takes all: float32 cannot tell those beside it.
+        _case("huge scores", 4, 2, 20, 70, extra={"times": 2**12, "scale": 2.0**24}),
+        _case("huge scores, biased", 4, 2, 20, 70, extra={"times": 2**12, "scale": 2.0**24, "padding": 3}),
         _case("long prefill", 6, 2, 200, 257, extra={"dim": 80}),
     ),
 )

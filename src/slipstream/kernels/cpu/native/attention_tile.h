@@ -301,7 +301,8 @@ inline float bend(const Bend& b, float* scores, const Seen& keys) {
 }
 
 // Scores become weights 2^(scale * score - top), stored as rows of slots; their sum is added to `total`, lane
-// by lane. Keys that the row does not see, or never, weigh nothing.
+// by lane. Keys that the row does not see, or never, weigh nothing. Products are rounded as that of the top was:
+// a sum in one step would be off by what the rounding left, which is above 2^7 from scores of 2^31 on.
 template <class P>
 inline void weigh(const Bend& b, const float* scores, float scale, const Seen& keys, float top,
                   float* weights, float* total) {
@@ -309,7 +310,7 @@ inline void weigh(const Bend& b, const float* scores, float scale, const Seen& k
     Vec sum = Vec::load(total);
     for (int64_t j = keys.low; j < keys.high; j += Vec::kWidth) {
         const Vec s = Vec::load(scores + j);
-        Vec p = power<P::kTerms>(fma(s, factor, below));
+        Vec p = power<P::kTerms>(s * factor + below);
         if (b.bias)
             p = if_less(s, Vec::set(-kGreatest), Vec::set(0), p);
         if (j < keys.from || j + Vec::kWidth > keys.to)
@@ -368,12 +369,12 @@ inline void weigh_plain(const PlainRow& row, float high, float* weights, float* 
     const Vec factor = Vec::set(row.scale), below = Vec::set(-*top);
     int64_t j = 0;
     for (; j < whole; j += Vec::kWidth) {
-        const Vec p = power<P::kTerms>(fma(Vec::load(scores + j), factor, below));
+        const Vec p = power<P::kTerms>(Vec::load(scores + j) * factor + below);
         sum = sum + p;
         P::store(p, weights, j);
     }
     for (; j < n; j += Vec::kWidth) {
-        const Vec p = power<P::kTerms>(fma(Vec::load(scores + j), factor, below));
+        const Vec p = power<P::kTerms>(Vec::load(scores + j) * factor + below);
         const Vec seen = within(p, j, 0, end, Vec::set(0));
         sum = sum + seen;
         P::store(seen, weights, j);
