@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 import slipstream
-from slipstream import ConfigError
 from slipstream.cli.options import Precision, Verbose
 from slipstream.cli.terminal import busy, hushed, note, set_up
+from slipstream.engine.new_folder import free_place
 from slipstream.engine.open import resolve_place
 from slipstream.engine.save import save_packed
 
@@ -99,8 +99,7 @@ def quantize(
     The folder opens like any other (`--model DST`), in seconds: the planes are mapped, and used as they lie.
     """
     set_up(verbose)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination} exists already; remove it or name another folder")
+    free_place(destination)
     with busy("finding the model; a GGUF file is converted once"), hushed(verbose):
         folder = resolve_place(source)
     with busy("packing"):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
 from slipstream.engine.gather import gathered_tensors, is_any_packed
+from slipstream.engine.new_folder import free_place, made_at_once
 from slipstream.engine.ranks import first_writes
-from slipstream.errors import ConfigError, UnsupportedError, WeightError
+from slipstream.errors import UnsupportedError, WeightError
 from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.packed import is_packed, packed_matrices
 from slipstream.parallel import ALONE, Axis
@@ -108,8 +108,6 @@ def _write_packed(
     held: tuple[dict[str, Matrix], dict[str, Tensor]],
     tokenizer_from: Path | None = None,
 ) -> None:
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination} exists already; remove it or name another folder")
     model_config: Any = getattr(model, "config", None)
     if not hasattr(model_config, "save_pretrained"):
         raise UnsupportedError(f"{type(model).__name__} has no config of transformers to open it by again")
@@ -117,28 +115,21 @@ def _write_packed(
     if not matrices:
         raise WeightError(f"nothing of {type(model).__name__} is packed; give quant a format")
     dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None) or config.dtype
-    partial = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}"
     try:
-        partial.mkdir(parents=True)
-        write_packed_folder(partial, matrices, plain, dtype=dtype, quant=_section(config))
-        model_config = copy.deepcopy(model_config)
-        model_config.architectures = [type(model).__name__]
-        model_config.save_pretrained(partial)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(partial)  # type: ignore[union-attr, operator]
-        for file in sorted(tokenizer_from.iterdir()) if tokenizer_from is not None else ():
-            if file.is_file() and file.name.startswith(_COPIED):
-                shutil.copyfile(file, partial / file.name)
-        if destination.exists():
-            destination.rmdir()
-        os.replace(partial, destination)
+        with made_at_once(destination) as folder:
+            write_packed_folder(folder, matrices, plain, dtype=dtype, quant=_section(config))
+            model_config = copy.deepcopy(model_config)
+            model_config.architectures = [type(model).__name__]
+            model_config.save_pretrained(folder)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+            for file in sorted(tokenizer_from.iterdir()) if tokenizer_from is not None else ():
+                if file.is_file() and file.name.startswith(_COPIED):
+                    shutil.copyfile(file, folder / file.name)
     except OSError as error:
         needed = sum(m.weight.nbytes for m in matrices.values()) + sum(t.nbytes for t in plain.values())
-        raise WeightError(
-            f"{destination} cannot be written: {error.strerror or error}; it takes {needed / 1e6:.0f} MB"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        size = f"; it takes {needed / 1e6:.0f} MB" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise WeightError(f"{destination} cannot be written: {error.strerror or error}{size}") from error
 
 
 def check_destination(model: Any, config: InferenceConfig) -> None:
@@ -150,22 +141,9 @@ def check_destination(model: Any, config: InferenceConfig) -> None:
     """
     if config.save_mp_checkpoint_path is None:
         return
-    folder = Path(config.save_mp_checkpoint_path).expanduser()
+    folder = Path(config.save_mp_checkpoint_path)
     what = f"save_mp_checkpoint_path={str(folder)!r}"
-    try:
-        os.lstat(folder)
-        empty = folder.is_dir() and not any(folder.iterdir())
-    except FileNotFoundError:
-        empty = True
-    except NotADirectoryError:
-        empty = True  # of which more below
-    except (OSError, ValueError) as error:  # too long a name, or a NUL in it
-        raise ConfigError(f"{what} names no place ({error}); name another folder") from error
-    if not empty:
-        raise ConfigError(f"{what} exists already; remove it or name another folder")
-    above = next(path for path in folder.absolute().parents if os.path.lexists(path))
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} cannot be made: {above} is no folder that may be written to; name another")
+    free_place(folder, what)
     packs = (config.weight_format, config.head_format, config.quant.embedding_format)
     if any(one is not None for one in packs) and not hasattr(
         getattr(model, "config", None), "save_pretrained"
@@ -198,8 +176,6 @@ def save_described(
 
 
 def _write_described(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists already; remove it or name another folder")
     ties = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     names = set(ties.values()) | {name for name, _ in model.named_buffers()}
     state = {name: tensor for name, tensor in tensors.items() if name in names}
@@ -210,18 +186,12 @@ def _write_described(model: nn.Module, tensors: Mapping[str, Tensor], folder: Pa
         "mp_size": 1,
         "checkpoints": ["model.safetensors"],
     }
-    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
     try:
-        partial.mkdir(parents=True)
-        write_safe(partial / "model.safetensors", state, {"format": "pt"})
-        (partial / "ds_inference_config.json").write_text(json.dumps(description, indent=1))
-        if folder.exists():
-            folder.rmdir()
-        os.replace(partial, folder)
+        with made_at_once(folder) as made:
+            write_safe(made / "model.safetensors", state, {"format": "pt"})
+            (made / "ds_inference_config.json").write_text(json.dumps(description, indent=1))
     except OSError as error:
         raise WeightError(f"{folder} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _section(config: InferenceConfig) -> dict[str, Any]:
