@@ -301,8 +301,8 @@ inline float bend(const Bend& b, float* scores, const Seen& keys) {
 }
 
 // Scores become weights 2^(scale * score - top), stored as rows of slots; their sum is added to `total`, lane
-// by lane. Keys that the row does not see, or never, weigh nothing. Products are rounded as that of the top was:
-// a sum in one step would be off by what the rounding left, which is above 2^7 from scores of 2^31 on.
+// by lane. Keys that the row does not see, or never, weigh nothing. Products are rounded as that of the top
+// was: a sum in one step would be off by what rounding left, which is above 2^7 from scores of 2^31 on.
 template <class P>
 inline void weigh(const Bend& b, const float* scores, float scale, const Seen& keys, float top,
                   float* weights, float* total) {
