@@ -130,6 +130,12 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
     std::memset(static_cast<void*>(square), 0, sizeof(square));
     for (int64_t i = 0; i < inputs; i += line, out += kGroup * packed_items<U>(line)) {
         const int64_t n = least(line, inputs - i);
+        if constexpr (std::is_same<U, FloatWord>::value && std::is_same<T, float>::value) {
+            if (n == line && count == kGroup) { // a square as it lies
+                transpose(x + i, stride, out, kGroup);
+                continue;
+            }
+        }
         for (int64_t t = 0; t < count; ++t) {
             const T* from = x + t * stride + i;
             typename U::Item* to = square + t * line;
@@ -139,8 +145,12 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
                             static_cast<size_t>(line - n) * sizeof(typename U::Item));
                 continue;
             }
-            if constexpr (!U::kRounds)
-                copy_padded(from, n, to, line);
+            if constexpr (!U::kRounds) {
+                if (n == line)
+                    copy_row(from, to, line); // as many vectors as the compiler knows
+                else
+                    copy_padded(from, n, to, line);
+            }
         }
         transpose(reinterpret_cast<const float*>(square), kGroup, reinterpret_cast<float*>(out), kGroup);
         if constexpr (U::kBetween > 0)
