@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import slipstream
 from slipstream.engine.save import save_packed
 from slipstream.errors import WeightError
+from slipstream.model.slots import tied_names
 from tests.helpers.models import VOCABULARY, close, inject, make, prompt
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -244,3 +245,15 @@ def test_a_copy_in_a_coarser_dtype_is_not_the_same(tmp_path: Path) -> None:
     engine = slipstream.init_inference(model, checkpoint=str(folder), dtype=torch.float32)
     assert torch.equal(engine.module.lm_head.weight, tensors[HEAD])
     assert torch.equal(engine.module.model.embed_tokens.weight, tensors[TABLE].float())
+
+
+def test_a_module_under_two_names_is_named_twice_beside_what_shares_its_planes() -> None:
+    """A state dict may have any one of the names."""
+    engine = inject(tied(seed=3), **RELOADED["one set of planes"])
+    engine.module.again = engine.module.model.embed_tokens
+    assert {HEAD, TABLE, "again.weight"} in map(set, tied_names(engine.module))
+    state = tied().state_dict()
+    del state[TABLE]
+    engine.refresh_weights(state)
+    error = (engine.module.state_dict()["again.weight"] - state[HEAD]).abs().max() / state[HEAD].abs().max()
+    assert float(error) < 0.01

@@ -98,9 +98,7 @@ class InferenceEngine(Weights):
             self._adapters.add(model, name, adapter)
         self.set_adapter(own.active)
         if settings.save_mp_checkpoint_path is not None:
-            save_described(
-                model, settings, Path(settings.save_mp_checkpoint_path).expanduser(), built.mesh.replica
-            )
+            save_described(model, settings, Path(settings.save_mp_checkpoint_path), built.mesh.replica)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the engine does not have are the model's."""

@@ -30,9 +30,10 @@ def free_place(folder: Path, what: str | None = None) -> Path:
     """
     what = what or str(folder)
     try:
-        place = folder.expanduser().resolve()
+        folder = folder.expanduser()
+        place = folder.resolve()
         taken = os.path.lexists(place) and (not place.is_dir() or any(place.iterdir()))
-        dangling = folder.expanduser().is_symlink() and not place.exists()
+        dangling = folder.is_symlink() and not place.exists()
         is_current = place == Path.cwd()
     except (OSError, ValueError, RuntimeError) as error:  # too long a name, a NUL in it, links in a circle
         raise ConfigError(f"{what} names no place ({error}); name another folder") from error

@@ -141,9 +141,8 @@ def check_destination(model: Any, config: InferenceConfig) -> None:
     """
     if config.save_mp_checkpoint_path is None:
         return
-    folder = Path(config.save_mp_checkpoint_path)
-    what = f"save_mp_checkpoint_path={str(folder)!r}"
-    free_place(folder, what)
+    what = f"save_mp_checkpoint_path={str(config.save_mp_checkpoint_path)!r}"
+    free_place(Path(config.save_mp_checkpoint_path), what)
     packs = (config.weight_format, config.head_format, config.quant.embedding_format)
     if any(one is not None for one in packs) and not hasattr(
         getattr(model, "config", None), "save_pretrained"

@@ -54,9 +54,9 @@ def wholes_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def packed_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of packed matrices outside of blocks, together where they share their planes."""
+    """All names of packed matrices outside of blocks, together where they share their planes."""
     planes: dict[int, tuple[str, ...]] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         for leaf, (weight, _) in packed_matrices(module).items() if is_packed(module) else ():
             key = id(weight.planes[0])
             planes[key] = (*planes.get(key, ()), f"{path}.{leaf}" if path else leaf)
