@@ -28,6 +28,14 @@ bool always() {
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+#ifdef SLIPSTREAM_EMULATE_AVX512
+bool has_avx512() {
+    return has_avx2();
+}
+bool has_avx512_bf16() {
+    return has_avx2();
+}
+#else
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -37,6 +45,7 @@ bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
            __builtin_cpu_supports("avx512vnni");
 }
+#endif
 // Linux gives the tiles' memory only to a process that asks, once for all of its threads.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(__x86_64__)

@@ -21,6 +21,7 @@ struct InRegisters {
     static constexpr int64_t kPanelRows = 64;             // in two halves where gate and up go together
     static constexpr int64_t kPanelBytes = 768 << 10;     // deeper panels are summed in several passes
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
+    static constexpr int64_t kBlock = 0;                  // rows that panels want a multiple of, 0: any
     // Items that lie between each `kSpan` inputs: of a packed token, and of a row of a panel.
     static constexpr int64_t kSpan = 1, kBetween = 0, kBetweenRow = 0;
     static constexpr int64_t kAlign = 1;      // rows of a panel end at a multiple of so many inputs
@@ -131,7 +132,7 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
     for (int64_t i = 0; i < inputs; i += line, out += kGroup * packed_items<U>(line)) {
         const int64_t n = least(line, inputs - i);
         if constexpr (std::is_same<U, FloatWord>::value && std::is_same<T, float>::value) {
-            if (n == line && count == kGroup) { // a square as it lies
+            if (!grids && n == line && count == kGroup) { // a square as it lies
                 transpose(x + i, stride, out, kGroup);
                 continue;
             }

@@ -55,7 +55,7 @@ inline WordSums dot(WordSums sum, Words a, Words b) {
 }
 
 // As wide as Vec: pairs of words in lanes of 32 bits, and sums of their products.
-#ifdef __AVX512F__
+#ifdef SLIPSTREAM_AVX512
 struct WordPairs {
     __m512i v;
     static WordPairs load(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -128,7 +128,7 @@ struct WordTotals {
     static WordTotals of(WordSums sum) { return {_mm256_cvtepi32_ps(sum.v)}; }
     // Of the same sum.
     static WordTotals folded(Vec x) {
-#ifdef __AVX512F__
+#ifdef SLIPSTREAM_AVX512
         return {_mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1))};
 #else
         return {x.v};

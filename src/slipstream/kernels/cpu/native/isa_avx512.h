@@ -2,7 +2,13 @@
 // fours of bytes at once.
 #pragma once
 
+#define SLIPSTREAM_AVX512 1
+
+#ifdef SLIPSTREAM_EMULATE_AVX512
+#include "soft_avx512.h"
+#else
 #include <immintrin.h>
+#endif
 
 #include "types.h"
 

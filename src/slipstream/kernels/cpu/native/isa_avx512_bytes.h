@@ -122,7 +122,9 @@ struct Fp6Bytes {
 struct Nibbles {
     Codes low, high;
     explicit Nibbles(Codes both) {
+#ifndef SLIPSTREAM_EMULATE_AVX512
         __asm__("" : "+v"(both.v)); // or it is loaded twice
+#endif
         const __m512i mask = _mm512_set1_epi8(15);
         low.v = _mm512_and_si512(both.v, mask);
         high.v = _mm512_and_si512(_mm512_srli_epi16(both.v, 4), mask);
