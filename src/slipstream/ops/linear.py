@@ -289,6 +289,7 @@ OP = Op(
         _case("odd widths", 3, 77, 101, bias=False),
         _case("one more than a tile", 65, 129, 65, bias=True),
         _case("width one", 2, 1, 1, bias=True),
+        _case("panels of many rows, the last of a few", 97, 320, 590, bias=True),
         _case("rows in three runs", 3, 64, 96, bias=True, runs=(64, 16, 16)),
         _case("rows in two runs, one row", 1, 96, 192, bias=False, runs=(96, 96)),
         *(
@@ -301,6 +302,7 @@ OP = Op(
                 _rounded("more than a few", 21, 65, 70, rounding, bias=True),
                 _rounded("one more than a tile", 65, 321, 65, rounding, bias=True),
                 _rounded("many", 131, 128, 40, rounding),
+                _rounded("panels of many rows, the last of a few", 97, 320, 590, rounding),
             )
         ),
     ),

@@ -1,4 +1,5 @@
-// Attention by tiles of AMX: sixteen rows at a time; fewer are left to the vectors.
+// Attention by tiles of AMX: sixteen rows at a time. Fewer pass as many tiles, beside rows that mean nothing:
+// vectors would take as long for two of them.
 #pragma once
 
 namespace slipstream {
@@ -11,23 +12,36 @@ struct TileSlots : PairSlots {
     template <bool kAdd>
     static void multiply(const float* a, int64_t as, int64_t rows, const float* b, int64_t bs, int64_t depth,
                          int64_t width, float* out, int64_t os) {
-        if (rows < kStripRows) {
+        if (rows < 2) {
             PairSlots::multiply<kAdd>(a, as, rows, b, bs, depth, width, out, os);
             return;
         }
         int64_t j = 0;
         for (; j + 64 <= width; j += 64)
-            columns<kAdd, 4>(a, as, b + j, bs, depth, out + j, os);
+            some<kAdd, 4>(a, as, rows, b + j, bs, depth, out + j, os);
         if (width - j == 48)
-            columns<kAdd, 3>(a, as, b + j, bs, depth, out + j, os);
+            some<kAdd, 3>(a, as, rows, b + j, bs, depth, out + j, os);
         else if (width - j == 32)
-            columns<kAdd, 2>(a, as, b + j, bs, depth, out + j, os);
+            some<kAdd, 2>(a, as, rows, b + j, bs, depth, out + j, os);
         else if (width - j == 16)
-            columns<kAdd, 1>(a, as, b + j, bs, depth, out + j, os);
+            some<kAdd, 1>(a, as, rows, b + j, bs, depth, out + j, os);
     }
 
 private:
     static constexpr int64_t kFloat = sizeof(float);
+
+    // Rows that mean nothing are read, and written where sums begin with zeros; what others have is kept.
+    template <bool kAdd, int C>
+    static void some(const float* a, int64_t as, int64_t rows, const float* b, int64_t bs, int64_t depth,
+                     float* out, int64_t os) {
+        if (!kAdd || rows == kStripRows)
+            return columns<kAdd, C>(a, as, b, bs, depth, out, os);
+        alignas(64) float part[kStripRows * C * 16];
+        columns<false, C>(a, as, b, bs, depth, part, C * 16);
+        for (int64_t r = 0; r < rows; ++r, out += os)
+            for (int64_t j = 0; j < C * 16; j += Vec::kWidth)
+                (Vec::load(out + j) + Vec::load(part + r * C * 16 + j)).store(out + j);
+    }
 
     // Sixteen rows by C times sixteen columns: tiles 0 to 3 sum, 4 is of the rows, 5 and 6 of the columns.
     template <bool kAdd, int C>

@@ -14,7 +14,7 @@ struct ItemRoom {
     ItemRoom(const Heads& heads, int64_t slots, int64_t strip, float* base) {
         const int64_t rows = heads.most_rows();
         Scratch scratch(reinterpret_cast<char*>(base));
-        q = scratch.part<float>(rows * slots);
+        q = scratch.part<float>((rows + kMostStripRows - 1) * slots); // the last strip may read a whole one
         sums = scratch.part<float>(rows * heads.width());
         top = scratch.part<float>(rows);
         slope = scratch.part<float>(rows);

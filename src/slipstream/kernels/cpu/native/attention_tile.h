@@ -158,7 +158,7 @@ inline void product(const float* a, int64_t as, int64_t rows, const float* b, in
 // kDepth      elements in a slot
 // kSlots      slots that a depth is padded to, with zeros
 // kKeys       keys that products begin and end at
-// kStripRows  rows whose scores exist at a time
+// kStripRows  rows whose scores exist at a time; of `a` and, where nothing is added, of `out` all are there
 // kTerms      of the polynomial in `power`
 // Session     lives while a thread multiplies
 struct FloatSlots {

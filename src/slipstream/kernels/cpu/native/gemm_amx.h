@@ -5,7 +5,8 @@
 // panel    [band of 16 rows][line][row in band][inputs of a line]      each tile in one piece
 //
 // Four tiles sum, two bands by two groups of tokens, or four bands by one. Some lines at a time pass all
-// bands, so that those of the tokens come from the first cache.
+// bands, so that those of the tokens come from the first cache, which has room for those, as many of two
+// bands and the sums: 40 of 48 KiB.
 #pragma once
 
 namespace slipstream {
@@ -15,6 +16,7 @@ struct TileWord : Bf16Word {
     static constexpr int64_t kPanelRows = 128;
     static constexpr int64_t kPanelBytes = 1 << 20;
     static constexpr int64_t kGroups = 2;
+    static constexpr int64_t kBlock = 32; // rows of a block of tiles
     template <int C, int A, int B>
     static void multiply() {
         tile_dot_bf16<C, A, B>();
@@ -25,6 +27,7 @@ struct ByteTileWord : ByteWord {
     static constexpr int64_t kPanelRows = TileWord::kPanelRows;
     static constexpr int64_t kPanelBytes = TileWord::kPanelBytes;
     static constexpr int64_t kGroups = TileWord::kGroups;
+    static constexpr int64_t kBlock = TileWord::kBlock;
     template <int C, int A, int B>
     static void multiply() {
         tile_dot_codes<C, A, B>();
@@ -35,27 +38,32 @@ template <class U>
 struct TilePanel {
     using Item = typename U::Item;
     using Session = TileSession;
-    static constexpr bool kStarts = false;                                // sums begin as zeros
-    static constexpr int64_t kBand = 16, kTile = kBand * line_items<U>(); // rows and items of a tile
-    static constexpr int64_t kLines = 8;                                  // at a time: 16 KiB of two groups
-    static int64_t pitch(int64_t deep) { return deep; }                   // a band has its rows side by side
+    static constexpr bool kStarts = false;                        // sums begin as zeros
+    static constexpr int64_t kBand = 16, kLine = line_items<U>(); // rows of a tile, and items of each
+    static constexpr int64_t kTile = kBand * kLine;
+    static constexpr int64_t kLines = 9;                // at a time: 18 KiB of two groups
+    static int64_t pitch(int64_t deep) { return deep; } // a band has its rows side by side
 
     static const Item* here(const Matrix&, int64_t, int64_t, int64_t, int64_t, int64_t*) { return nullptr; }
 
     static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,
                       int64_t pitch) {
-        constexpr int64_t kInputs = 512, kLine = line_items<U>(), kWide = kInputs + kLine;
+        constexpr int64_t kInputs = 512, kWide = kInputs + kLine;
+        int64_t apart = 0;
+        const Item* there = rows % kBand ? nullptr : RowPanel<U>::here(m, begin, rows, from, n, &apart);
         alignas(64) Item part[kBand * kWide];
         for (int64_t r = 0; r < rows; r += kBand, panel += kBand * pitch) {
+            if (there) {
+                copy_tiles(there + r * apart, apart, n, panel);
+                continue;
+            }
             const int64_t count = least(kBand, rows - r);
-            std::memset(static_cast<void*>(part), 0, sizeof(part));
+            if (count < kBand)
+                std::memset(static_cast<void*>(part), 0, sizeof(part));
             for (int64_t k = 0; k < n; k += kInputs) {
                 const int64_t inputs = least(kInputs, n - k);
                 fill_rows<U>(m, begin + r, count, from + k, inputs, part, kWide);
-                for (int64_t i = 0; i < kBand; ++i)
-                    for (int64_t j = 0; j < inputs; j += kLine)
-                        std::memcpy(panel + (k + j) * kBand + i * kLine, part + i * kWide + j,
-                                    sizeof(Item) * kLine);
+                copy_tiles(part, kWide, inputs, panel + k * kBand);
             }
         }
     }
@@ -66,11 +74,12 @@ struct TilePanel {
 
     static void multiply(const Pass<Item>& p) {
         const int64_t bands = ceil_div(p.rows, kBand), lines = p.words / kGroup;
-        for (int64_t line = 0; line < lines; line += kLines) {
+        const int64_t times = ceil_div(lines, kLines), some = ceil_div(lines, times);
+        for (int64_t line = 0; line < lines; line += some) {
             Pass<Item> part = p;
             part.panel += line * kTile;
             part.x += line * kTile;
-            part.words = least(kLines, lines - line);
+            part.words = least(some, lines - line);
             part.first = p.first && line == 0;
             if (p.groups == 2)
                 wide(part, bands);
@@ -80,6 +89,13 @@ struct TilePanel {
     }
 
 private:
+    // The inputs of a band, `apart` items from row to row, to its tiles; the last line is whole.
+    static void copy_tiles(const Item* from, int64_t apart, int64_t inputs, Item* to) {
+        for (int64_t k = 0; k < inputs; k += kLine, to += kTile)
+            for (int64_t i = 0; i < kBand; ++i)
+                std::memcpy(to + i * kLine, from + i * apart + k, sizeof(Item) * kLine);
+    }
+
     static void wide(const Pass<Item>& p, int64_t bands) {
         int64_t band = 0;
         for (; band + 2 <= bands; band += 2)

@@ -137,12 +137,10 @@ public:
     // `second`: 0, or how far behind the row of an output lies another one that goes with it (gate and up).
     Product(const Matrix& m, int64_t outputs, int64_t second, int64_t tokens, int threads)
         : m_(m), outputs_(outputs), second_(second), tokens_(tokens), halves_(second ? 2 : 1) {
-        const int64_t wanted = 12 * static_cast<int64_t>(threads), inputs = padded<U>(m.inputs);
+        const int64_t inputs = padded<U>(m.inputs);
         const int64_t groups = ceil_div(tokens, kGroup), most_groups = kTokensAtOnce / kStep * U::kGroups;
         int64_t chunks = ceil_div(groups, most_groups);
-        width_ = U::kPanelRows / halves_;
-        while (width_ > kGroup && ceil_div(outputs, width_) * chunks < wanted)
-            width_ /= 2;
+        width_ = U::kBlock && groups >= 2 * U::kGroups ? blocked(chunks, threads) : evened(chunks, threads);
         // A thread with one task more than the others keeps them waiting: shorter chunks even that out.
         if (threads > 1 && ceil_div(outputs, width_) * chunks % threads && groups >= 8 * U::kGroups)
             chunks *= 2;
@@ -226,6 +224,29 @@ private:
                                  c + U::kPanelRows * (kTokensAtOnce + kStep)});
             }
         }
+    }
+
+    // Rows of a panel, so that every thread has a dozen tasks.
+    int64_t evened(int64_t chunks, int64_t threads) const {
+        int64_t width = U::kPanelRows / halves_;
+        while (width > kGroup && ceil_div(outputs_, width) * chunks < 12 * threads)
+            width /= 2;
+        return width;
+    }
+
+    // The same of whole blocks, so that the longest share of a thread is the shortest. For each panel the
+    // tokens come from the second cache, about twice as slowly as blocks take them: as if it had more rows.
+    int64_t blocked(int64_t chunks, int64_t threads) const {
+        constexpr int64_t kTokensAsRows = 16;
+        int64_t width = 0, best = 0;
+        for (int64_t w = U::kPanelRows / halves_; w > 0; w -= most(U::kBlock, 1)) {
+            const int64_t panels = ceil_div(outputs_, w), tasks = panels * chunks;
+            const int64_t missing = (tasks - 1) % threads ? 0 : panels * w - outputs_; // of the last, alone
+            const int64_t share = ceil_div(tasks, threads) * (w + kTokensAsRows) - missing;
+            if (width == 0 || share < best)
+                width = w, best = share;
+        }
+        return width;
     }
 
     // What this thread will probably work on next.
