@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import slipstream
 from slipstream.engine.save import save_packed
 from slipstream.errors import ConfigError, WeightError
 from slipstream.model.inject import injected_state, is_injected
+from tests.architectures.tiny import tiny_model
 from tests.cli.conftest import Run, checkpoint, run  # noqa: F401 - fixtures
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.models import close, inject, make, prompt
@@ -76,6 +78,44 @@ def test_a_router_s_correction_which_is_a_buffer_is_written(name: str, tmp_path:
     own, got = engine.state_dict(), opened.state_dict()
     assert any("correction_bias" in name for name in own)
     assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "own code"])
+@pytest.mark.parametrize("name", ["t5", "mt5"])
+def test_what_transformers_keeps_in_float32_unpacks_to_that(name: str, fused: bool, tmp_path: Path) -> None:
+    """T5's second matrix, whose products float16 has no room for, from whichever place its planes come."""
+    model = tiny_model(name, "seq2seq")
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            parameter.mul_(1.5e5 if path.endswith("wo.weight") else 1)
+    model.save_pretrained(tmp_path / "plain")
+    settings = {"dtype": torch.float16, "quant": "int8", "replace_with_kernel_inject": fused}
+    first = slipstream.init_inference(copy.deepcopy(model), **settings, injection_check="off")
+    save_packed(first.module, first.inference_config, tmp_path / "packed")
+    own = {"replace_with_kernel_inject": fused, "injection_check": "off"}
+    packed = slipstream.init_inference(tmp_path / "packed", **own)
+    plain = slipstream.init_inference(tmp_path / "plain", **settings, injection_check="off")
+    ids = torch.randint(3, 100, (2, 7), generator=torch.Generator().manual_seed(0))
+    expected = first(input_ids=ids, decoder_input_ids=ids).logits
+    for engine in (packed, plain):
+        got = engine(input_ids=ids, decoder_input_ids=ids).logits
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+        state = engine.state_dict()
+        assert all(
+            torch.equal(t, state[key]) and t.dtype == state[key].dtype
+            for key, t in first.state_dict().items()
+        )
+
+
+def test_a_folder_has_the_engine_s_dtype_whatever_norms_have(tmp_path: Path) -> None:
+    engine = inject(
+        tiny_model("afmoe", "causal"),
+        dtype=torch.float16,
+        quant={"weight": {"format": "int8"}, "embedding": "int8"},
+    )
+    save_packed(engine.module, engine.inference_config, tmp_path / "packed")
+    opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
+    assert opened.inference_config.dtype is torch.float16
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["written fused", "written by linears"])

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.errors import WeightError
 from slipstream.formats import FORMATS
 from slipstream.model.packed import is_packed
+from tests.architectures.tiny import tiny_model
 from tests.helpers.models import Pair, inject, left_padded, make, prompt, roads
 
 PACKED = [name for name in FORMATS if name != "plain"]
@@ -336,6 +338,24 @@ def test_a_model_without_layers_is_told_that_nothing_was_packed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inject(make("llama"), quant="int4", **NOT_INJECTED)
+
+
+@pytest.mark.parametrize("injected", [True, False])
+def test_experts_that_no_family_knows_are_said_to_stay_plain(injected: bool) -> None:
+    report = inject(
+        tiny_model("mimo_v2_flash", "causal"), quant="int4", replace_with_kernel_inject=injected
+    ).report()
+    (note,) = (note for note in report.notes if "stay plain" in note)
+    assert note.startswith("46% of the weights") and "mlp.experts.gate_up_proj" in note
+    whole = inject(make("mixtral"), quant="int4", replace_with_kernel_inject=injected).report()
+    assert not any("stay plain" in note for note in whole.notes)
+
+
+def test_a_matrix_without_values_is_not_packed() -> None:
+    for fmt in FORMATS.values():
+        if fmt.bits:
+            with pytest.raises(WeightError, match="meta device"):
+                fmt.weight(torch.empty(4, 64, device="meta"), None)
 
 
 def test_the_self_check_stays_as_strict_with_packed_weights() -> None:

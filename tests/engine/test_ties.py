@@ -14,6 +14,7 @@ import slipstream
 from slipstream.engine.save import save_packed
 from slipstream.errors import WeightError
 from slipstream.model.slots import tied_names
+from tests.architectures.tiny import tiny_model
 from tests.helpers.models import VOCABULARY, close, inject, make, prompt
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -257,3 +258,23 @@ def test_a_module_under_two_names_is_named_twice_beside_what_shares_its_planes()
     engine.refresh_weights(state)
     error = (engine.module.state_dict()["again.weight"] - state[HEAD]).abs().max() / state[HEAD].abs().max()
     assert float(error) < 0.01
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["parts fused", "own code"])
+@pytest.mark.parametrize("quant", ["int8", "int4", {"head": "int8"}], ids=["int8", "int4", "head alone"])
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_layers_that_share_parameters_and_no_modules_are_all_filled(
+    name: str, quant: Any, fused: bool, tmp_path: Path
+) -> None:
+    """Once the first of them is packed the others are still without values."""
+    model = tiny_model(name, "causal")
+    model.save_pretrained(tmp_path / "plain")
+    settings = {"dtype": torch.float32, "quant": quant, "replace_with_kernel_inject": fused}
+    first = slipstream.init_inference(model, **settings)
+    opened = slipstream.init_inference(tmp_path / "plain", **settings)
+    close(first(input_ids=prompt()).logits, opened(input_ids=prompt()).logits)
+    save_packed(opened.module, opened.inference_config, tmp_path / "packed")
+    again = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=fused)
+    close(first(input_ids=prompt()).logits, again(input_ids=prompt()).logits)
+    own = first.state_dict()
+    assert all(torch.equal(own[key], engine.state_dict()[key]) for engine in (opened, again) for key in own)

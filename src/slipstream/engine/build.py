@@ -29,7 +29,7 @@ from slipstream.engine.settings import (
 from slipstream.engine.small import Small
 from slipstream.engine.splitting import Splitting, plan_splitting
 from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_lease
-from slipstream.engine.summary import nothing_packed, nothing_replaced, summary
+from slipstream.engine.summary import left_plain, nothing_packed, nothing_replaced, summary
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.formats import FORMATS
 from slipstream.kernels import bind_encoder, bind_model, bind_stack, kernels_for, torch_alone
@@ -123,6 +123,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         filling.finish(settings.cast)
     place(model, device, config, not mesh.is_alone or streamer is not None)  # the whole may not fit
     notes += _warn_of_unmet(model, config, plan, bool(blocks))
+    notes += left_plain(plan.layers, plan.verdicts, settings)
     notes += [] if streamer is None else [streamer.describe()]
     stack = stack_on_lease(_stack(list(blocks.values()), device, mesh), device, streamer)
     encoder = bind_encoder(device, list(blocks.values()), run_stack, stack) if mesh.is_alone else None

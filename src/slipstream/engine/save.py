@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.config import InferenceConfig
@@ -114,7 +115,11 @@ def _write_packed(
     matrices, plain = held
     if not matrices:
         raise WeightError(f"nothing of {type(model).__name__} is packed; give quant a format")
-    dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None) or config.dtype
+    dtype = getattr(
+        model_config, "dtype", None
+    )  # the engine's: tensors may have others, which models ask for
+    if not isinstance(dtype, torch.dtype):
+        dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None) or config.dtype
     try:
         with made_at_once(destination) as folder:
             write_packed_folder(folder, matrices, plain, dtype=dtype, quant=_section(config))

@@ -15,7 +15,10 @@ from slipstream.model.packed import packed_bytes
 from slipstream.model.parts import Part
 from slipstream.model.report import LayerReport, Report
 
-__all__ = ["nothing_packed", "nothing_replaced", "summary"]
+__all__ = ["left_plain", "nothing_packed", "nothing_replaced", "summary"]
+
+_MUCH = 0.1
+"""The share of weights that stay plain from which on a report says so."""
 
 
 def nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
@@ -33,8 +36,36 @@ def nothing_packed(model: nn.Module, asked: Format) -> str:
     """What to tell a user who asked for packed weights and gets none."""
     return (
         f"{asked.name} weights were asked for and nothing was packed: {type(model).__name__} has no layers "
-        "that repeat, or none with linears"
+        "that repeat, or none with an nn.Linear or Conv1D whose forward is the library's own"
     )
+
+
+def left_plain(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> list[str]:
+    """A note where a good part of layers that run their own code is not packed, though that was asked for.
+
+    What the user leaves plain by name is no news.
+    """
+    if not settings.format.bits or settings.plain_roles:
+        return []
+    plain: dict[str, int] = {}
+    whole = 0
+    for found in layers:
+        if verdicts[found.name].returns is not None:
+            continue
+        for name, parameter in found.layer.named_parameters():
+            if parameter.dim() > 1 and parameter.is_floating_point():
+                whole += parameter.numel()
+                if not parameter.is_meta:
+                    plain[name] = plain.get(name, 0) + parameter.numel()
+    share = sum(plain.values()) / max(whole, 1)
+    if share <= _MUCH:
+        return []
+    names = ", ".join(sorted(plain, key=lambda name: -plain[name])[:3])
+    return [
+        f"{share:.0%} of the weights of layers that run their own code stay plain ({names}): experts that no "
+        "family knows or that are stacked in two dimensions, convolutions, and linears with a forward of "
+        "their own"
+    ]
 
 
 def summary(

@@ -9,6 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from slipstream.errors import WeightError
 from slipstream.ops.linear import Rounding, Weight
 
 __all__ = ["Format"]
@@ -69,7 +70,13 @@ class Format:
         return [*planes, (tuple(rows), torch.float32)]
 
     def weight(self, dense: Tensor, bias: Tensor | None) -> Weight:
-        """Pack a dense matrix, `(O, I)` or `(experts, O, I)`, with its bias; it unpacks to the same dtype."""
+        """Pack a dense matrix, `(O, I)` or `(experts, O, I)`, with its bias; it unpacks to the same dtype.
+
+        Raises:
+            WeightError: A matrix on the meta device, which has no values.
+        """
+        if self.bits and dense.is_meta:
+            raise WeightError(f"a matrix of shape {tuple(dense.shape)} on the meta device has no values")
         dtype = dense.dtype if self.bits else None
         name, rounding = self.name, self.rounding
         if rounding is not None and dense.dim() > 2:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.weights.mapped import MappedFiles
 
-__all__ = ["applies", "convert", "is_quantized", "kept_in_float32", "move"]
+__all__ = ["applies", "convert", "dtype_named", "is_quantized", "kept_in_float32", "move"]
 
 _ANGLES = re.compile(r"freq|rot|cos|sin|timescale|embed_positions")
 
@@ -83,7 +83,16 @@ def applies(name: str, tensor: torch.Tensor, dtype: torch.dtype, keep: tuple[re.
     """Whether `convert` casts a tensor of this name."""
     if is_quantized(tensor) or tensor.dtype == dtype:
         return False
-    return dtype not in (torch.float16, torch.bfloat16) or not any(pattern.search(name) for pattern in keep)
+    return not _is_kept(name, dtype, keep)
+
+
+def dtype_named(name: str, dtype: torch.dtype, keep: Iterable[re.Pattern[str]]) -> torch.dtype:
+    """What a tensor of this name unpacks to where `dtype` is the engine's: float32 if it is kept in that."""
+    return torch.float32 if _is_kept(name, dtype, keep) else dtype
+
+
+def _is_kept(name: str, dtype: torch.dtype, keep: Iterable[re.Pattern[str]]) -> bool:
+    return dtype in (torch.float16, torch.bfloat16) and any(pattern.search(name) for pattern in keep)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

@@ -57,6 +57,7 @@ class Filling:
         self._model = model
         self._original: dict[str, nn.Parameter] = {}
         self._slots: dict[str, list[tuple[_Table, str]]] = {}
+        self._slot: dict[str, tuple[_Table, str]] = {}
         self._group: dict[str, str] = {}
         first: dict[tuple[int, str], str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -67,7 +68,8 @@ class Filling:
                     key = (id(parameter), source.home(name) if name in source else "")
                     self._group[name] = group = first.setdefault(key, name)
                     self._original[group] = parameter
-                    self._slots.setdefault(group, []).append((module._parameters, leaf))
+                    self._slot[name] = module._parameters, leaf
+                    self._slots.setdefault(group, []).append(self._slot[name])
         self._before: list[tuple[_Table, str, Any]] = []
         self._borrowed: dict[int, StorageWeakRef] = {}
         self._dtype: torch.dtype | None = None
@@ -202,13 +204,16 @@ class Filling:
         Args:
             name: Of the parameter.
             wanted: The format.
-            dtype: What it unpacks to; a source's own values are rounded to it before they are packed.
+            dtype: What it unpacks to; a source's own values are rounded to it before they are packed, but
+                for those that are kept in a dtype of their own.
             transposed: The parameter is stored `(..., I, O)`.
         """
         found = self.source.packed(name, wanted)
         if found is not None:
             return replace(found, dtype=dtype)
-        dense = self.source.read(name).to(dtype)
+        dense = self.source.read(name)
+        if applies(name, dense, dtype, self._keep):
+            dense = dense.to(dtype)
         made = wanted.weight(dense.mT if transposed else dense, None)
         del dense
         self.release([name])
@@ -245,8 +250,8 @@ class Filling:
         return part is not None
 
     def awaits(self, name: str) -> bool:
-        """Whether nobody has filled a parameter yet."""
-        return self._is_original(self._group[name])
+        """Whether nobody has filled a parameter yet, or packed it; of a tied one, where this name stands."""
+        return self._is_open(self._slot[name], self._group[name])
 
     def progress(self, layers: Sequence[Found]) -> Iterator[Found]:
         """The layers in order, with a bar on a terminal; the next one is read ahead."""
@@ -264,20 +269,23 @@ class Filling:
                 value.data = value.data.to(self._dtype)
 
     def _now(self, group: str) -> nn.Parameter:
-        table, leaf = self._slots[group][0]
-        value: nn.Parameter = table[leaf]
-        return value
+        """A parameter's value where it has one: of those that are tied some may be packed already."""
+        values: list[nn.Parameter] = [table[leaf] for table, leaf in self._slots[group]]
+        return next((value for value in values if value is not None and not value.is_meta), values[0])
 
     def _is_original(self, group: str) -> bool:
-        table, leaf = self._slots[group][0]
+        """Whether a parameter is still to be filled, in any of its places."""
+        return any(self._is_open(slot, group) for slot in self._slots[group])
+
+    def _is_open(self, slot: tuple[_Table, str], group: str) -> bool:
+        table, leaf = slot
         return table[leaf] is self._original[group]
 
     def _put(self, groups: Iterable[str], cast: Callable[[str, Tensor], Tensor] | None = None) -> None:
         for group in groups:
-            table, leaf = self._slots[group][0]
             if group in self.source:
                 tensor = self.borrow(self.source.read(group))
-            elif table[leaf].is_meta and (own := computed(self._model, group)) is not None:
+            elif self._now(group).is_meta and (own := computed(self._model, group)) is not None:
                 tensor = own
             else:  # nobody saves it, and the model has it
                 continue
@@ -286,9 +294,11 @@ class Filling:
             )
 
     def _fill(self, group: str, value: nn.Parameter) -> None:
-        for table, leaf in self._slots[group]:
-            self._before.append((table, leaf, table[leaf]))
-            table[leaf] = value
+        for slot in self._slots[group]:
+            if self._is_open(slot, group):
+                table, leaf = slot
+                self._before.append((table, leaf, table[leaf]))
+                table[leaf] = value
 
     def _restore(self, count: int) -> None:
         while len(self._before) > count:

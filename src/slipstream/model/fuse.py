@@ -27,7 +27,7 @@ from slipstream.model.check import (
     record_calls,
     run_part,
 )
-from slipstream.model.convert import applies, convert
+from slipstream.model.convert import applies, convert, dtype_named
 from slipstream.model.declines import declines, in_several, unsplit
 from slipstream.model.filling import Filling
 from slipstream.model.inject import Injected, inject_layer
@@ -88,6 +88,10 @@ class Settings:
         """A tensor of the model, by its name, as the engine holds it."""
         wanted = self.dtype if applies(name, tensor, self.dtype, self.keep) else tensor.dtype
         return tensor.to(self.device, wanted)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What a packed matrix of the model, by its name, unpacks to."""
+        return dtype_named(name, self.dtype, self.keep)
 
     def lent(self, found: Found) -> AbstractContextManager[None]:
         """Within, the layer has its values."""

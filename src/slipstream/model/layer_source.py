@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.formats import Format
-from slipstream.model.convert import applies
+from slipstream.model.convert import applies, dtype_named
 from slipstream.model.layers import Found
 from slipstream.ops.linear import Weight
 from slipstream.weights.recipe import Piece
@@ -81,7 +81,7 @@ class LayerSource(Source):
         full = [replace(piece, name=f"{self._head}.{piece.name}") for piece in pieces]
         whole = source.packed(f"{self._head}:{name}", wanted, full)
         if whole is not None:
-            return replace(whole, dtype=self._dtype)
+            return replace(whole, dtype=self._dtype_of(full))
         have = {piece.name: source.packed(piece.name, wanted) for piece in full}
         some = next((matrix for matrix in have.values() if matrix is not None), None)
         if some is None:
@@ -99,7 +99,12 @@ class LayerSource(Source):
             for place, run in enumerate(zip(*runs, strict=True))
         )
         shape = (*planes[last].shape, some.shape[-1])
-        return Weight(wanted.name, shape, planes, wanted.unpack, None, self._dtype)
+        return Weight(wanted.name, shape, planes, wanted.unpack, None, self._dtype_of(full))
+
+    def _dtype_of(self, pieces: Iterable[Piece]) -> torch.dtype:
+        """What a role's matrix unpacks to: float32 where one of its pieces is kept in that."""
+        dtypes = {dtype_named(piece.name, self._dtype, self._keep) for piece in pieces}
+        return torch.float32 if torch.float32 in dtypes else self._dtype
 
 
 def _rows(piece: Piece, matrix: Weight) -> tuple[Tensor, ...]:

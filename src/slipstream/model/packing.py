@@ -183,11 +183,11 @@ def _packed(
     filling = settings.filling
     if filling is not None and filling.awaits(full):  # or a rank's part of it is there
         if part is None:
-            return filling.packed(full, settings.format, settings.dtype, transposed=plan.transposed)
+            return filling.packed(full, settings.format, settings.dtype_of(full), transposed=plan.transposed)
         ready = filling.source.packed(full, settings.format)
         ready = None if ready is None else part_of_planes(ready, part, settings.format)
         if ready is not None:
-            return replace(ready, dtype=settings.dtype)
+            return replace(ready, dtype=settings.dtype_of(full))
         filling.take(full, settings.cast)
     tensor = module.get_parameter(plan.name).detach()
     dense = tensor.mT if plan.transposed else tensor

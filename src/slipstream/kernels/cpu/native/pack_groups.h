@@ -123,7 +123,7 @@ inline Range fit_range(G& g) {
     const Vec zero = Vec::set(0.0f), levels = Vec::set(15.0f);
     g.range();
     const Vec start = to_half(g.low), first = toward_zero((g.high - start) / levels);
-    const Vec low = g.low - start, high = g.high - start, wide = (high - low) / Vec::set(15.9f);
+    const Vec low = g.low - start, high = g.high - start, wide = (g.high - g.low) / Vec::set(15.9f);
     for (int64_t j = 0; j < g.size; ++j)
         g.x[j] = g.x[j] - start;
     const Vec sum_y = g.sum(), sum_yy = g.squares();
