@@ -270,8 +270,9 @@ class Filling:
 
     def _now(self, group: str) -> nn.Parameter:
         """A parameter's value where it has one: of those that are tied some may be packed already."""
-        values: list[nn.Parameter] = [table[leaf] for table, leaf in self._slots[group]]
-        return next((value for value in values if value is not None and not value.is_meta), values[0])
+        values = (table[leaf] for table, leaf in self._slots[group])
+        filled = (value for value in values if value is not None and not value.is_meta)
+        return next(filled, self._original[group])
 
     def _is_original(self, group: str) -> bool:
         """Whether a parameter is still to be filled, in any of its places."""
@@ -285,7 +286,7 @@ class Filling:
         for group in groups:
             if group in self.source:
                 tensor = self.borrow(self.source.read(group))
-            elif self._now(group).is_meta and (own := computed(self._model, group)) is not None:
+            elif self._original[group].is_meta and (own := computed(self._model, group)) is not None:
                 tensor = own
             else:  # nobody saves it, and the model has it
                 continue
