@@ -96,6 +96,9 @@ def test_what_is_registered_agrees_as_it_is_called(kernel: Kernel) -> None:
         (8, 1536, 576),
         (3, 64, 1000),
         (19, 200, 333),
+        # By tiles from four rows on: bands of sixteen outputs, the last of which has less, or there is none.
+        (4, 98, 49),
+        (32, 32, 15),
         # From 12 rows on a vector holds the same inputs of 16 rows; an odd number of inputs has no pairs.
         (12, 384, 96),
         (16, 33, 64),

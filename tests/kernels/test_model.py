@@ -19,7 +19,7 @@ from slipstream.errors import DeviceError, RequestError
 from slipstream.families import Family, Tiny
 from slipstream.kernels.cpu import draw as draws
 from slipstream.kernels.cpu import library as native
-from slipstream.kernels.cpu.library import ISAS, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.model import NativeModel, NativeSession, refuse_frame
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.frame import run_stack
@@ -112,7 +112,7 @@ def test_every_family_s_steps(variant: tuple[Family, Tiny]) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "bloom"])
 def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
     runs = sessions(name, dtype, isa)

@@ -25,6 +25,7 @@ from slipstream.model.frame import run_stack
 from slipstream.ops.kv_cache import Int8Cache, read_cache
 from slipstream.ops.step import Step
 from tests.families.sweep import VARIANTS, label, peaked_model
+from tests.helpers.libraries import library
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-2}
 """Of the largest value; in bfloat16 the reference rounds after every operation."""
@@ -54,11 +55,9 @@ class Rounds:
         self.cache_dtype = cache_dtype
         self.runner = engine._built.runner
         assert self.runner is not None
-        library = load(isa)
-        if library is None:
-            pytest.skip(f"this machine has no {isa}")
+        lib = library(isa)
         self.blocks: list[Block] = self.runner.blocks
-        self.stack = NativeStack(self.blocks, library, refuse_to_run)
+        self.stack = NativeStack(self.blocks, lib, refuse_to_run)
         self.stack.most_tokens = 10_000
         self.caches = [self._cache() for _ in range(2)]
         places = list(range(12))
@@ -152,14 +151,14 @@ def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("quant", [name for name in FORMATS if name != "plain"])
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_packed_weights(name: str, quant: str, dtype: torch.dtype) -> None:
+def test_packed_weights(name: str, isa: str, quant: str, dtype: torch.dtype) -> None:
+    library(isa)  # or nothing is built for it
     variant = next(v for v in VARIANTS if v[0].name == name)
-    engine = accepted(variant, dtype, quant)
-    for isa in (name for name in ISAS if load(name) is not None):
-        rounds = Rounds(engine, isa)
-        for spans in (PREFILL, CHUNK, DECODE, SINGLE):
-            assert rounds.error(spans) <= TOLERANCE[dtype], isa
+    rounds = Rounds(accepted(variant, dtype, quant), isa)
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+        assert rounds.error(spans) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -20,6 +20,11 @@ inline int64_t grain(const Matrix& m, int64_t outputs, int threads) {
                  m.plane_bytes[kMinima]) /
                 m.outputs;
     const int64_t piece = least(kPieceBytes / bytes, outputs / (4 * static_cast<int64_t>(threads)));
+#ifdef SLIPSTREAM_AMX
+    constexpr int64_t kBand = 16; // of tiles
+    if (m.format == kPlain && m.dtype == kBfloat16)
+        return most(kBand, least(kMostColumns, (piece + kBand / 2) / kBand * kBand));
+#endif
     return most(8, least(kMostColumns, piece / 8 * 8));
 }
 

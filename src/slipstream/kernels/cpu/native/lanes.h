@@ -10,11 +10,16 @@
 namespace slipstream {
 namespace {
 
-constexpr int64_t kLaneGroup = 16, kLaneGroups = 3, kLaneLine = 2 * kLaneGroup;
+constexpr int64_t kLaneGroup = 16, kLaneLine = 2 * kLaneGroup;
 
 #ifdef SLIPSTREAM_BF16_DOT
 
+#ifdef SLIPSTREAM_AMX
+constexpr int64_t kFewestInLanes = 4, kMostInLanes = 2 * kLaneGroup; // see lanes_tiles.h
+#else
 constexpr int64_t kFewestInLanes = 12; // fewer leave too many lanes empty
+constexpr int64_t kMostInLanes = 3 * kLaneGroup;
+#endif
 constexpr int kLaneRows = 8; // of the matrix at once; more at a power of two apart share a place in the cache
 
 // How many of some rows go in lanes: the first ones, and all where those behind whole groups are not few.
@@ -23,10 +28,22 @@ inline int64_t rows_in_lanes(int64_t rows, int64_t fewest) {
     return rest >= fewest ? rows : rows - rest;
 }
 
-// Whether a dense matrix can be read where it lies.
+// The same beside a dense matrix.
+inline int64_t dense_in_lanes(int64_t rows) {
+#ifdef SLIPSTREAM_AMX
+    return rows >= kFewestInLanes ? rows : 0;
+#else
+    return rows_in_lanes(rows, kFewestInLanes);
+#endif
+}
+
+// Whether a dense matrix can be read where it lies; by tiles one that becomes bfloat16 beside them, too.
 inline bool fits_lanes(const Matrix& m, int64_t rows) {
-    return m.format == kPlain && m.inputs % 2 == 0 && !m.runs[0].transposed &&
-           rows <= kLaneGroup * kLaneGroups;
+#ifdef SLIPSTREAM_AMX
+    if (m.format == kFp8 || m.format == kBf13)
+        return rows <= kMostInLanes;
+#endif
+    return m.format == kPlain && m.inputs % 2 == 0 && !m.runs[0].transposed && rows <= kMostInLanes;
 }
 
 // Of one group.
@@ -52,6 +69,26 @@ inline void fill_lanes(const Bf16* x, int64_t stride, int64_t rows, int64_t inpu
     }
 }
 
+// out[r * os + j] = row r of `columns` <= 16 columns of results, block[j][s] those of group s of the rows;
+// each row is the sum of W lanes.
+template <int S, int W = 1>
+inline void turn_lanes(const float* block, int64_t rows, int64_t columns, float* out, int64_t os) {
+    constexpr int64_t kRows = kLaneGroup / W;
+    for (int s = 0; s < S; ++s) {
+        Vec v[kLaneGroup];
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < kLaneGroup; ++j)
+            v[j] = Vec::load(block + (j * S + s) * kLaneGroup);
+        transpose(v);
+        float* to = out + s * kRows * os;
+        for (int64_t r = 0; r < least(kRows, rows - s * kRows); ++r) {
+            const Vec row = W == 1 ? v[r] : v[W * r] + v[W * r + W - 1];
+            columns == kLaneGroup ? row.store(to + r * os) : row.store(to + r * os, columns);
+        }
+    }
+}
+
+#ifndef SLIPSTREAM_AMX // which has tiles
 // out[r][s] = kLaneRows rows of w times S groups of rows of x.
 template <int S>
 [[gnu::noinline]] void lanes_block(const Bf16* x, int64_t group, const Bf16* w, int64_t ws, int64_t inputs,
@@ -96,25 +133,6 @@ template <int S>
                 .store(out + (r * S + s) * kLaneGroup);
 }
 
-// out[r * os + j] = row r of `columns` <= 16 columns of results, block[j][s] those of group s of the rows;
-// each row is the sum of W lanes.
-template <int S, int W = 1>
-inline void turn_lanes(const float* block, int64_t rows, int64_t columns, float* out, int64_t os) {
-    constexpr int64_t kRows = kLaneGroup / W;
-    for (int s = 0; s < S; ++s) {
-        Vec v[kLaneGroup];
-#pragma GCC unroll 16
-        for (int64_t j = 0; j < kLaneGroup; ++j)
-            v[j] = Vec::load(block + (j * S + s) * kLaneGroup);
-        transpose(v);
-        float* to = out + s * kRows * os;
-        for (int64_t r = 0; r < least(kRows, rows - s * kRows); ++r) {
-            const Vec row = W == 1 ? v[r] : v[W * r] + v[W * r + W - 1];
-            columns == kLaneGroup ? row.store(to + r * os) : row.store(to + r * os, columns);
-        }
-    }
-}
-
 // out[r * os + j] = x row r . w row j, for as many of the `columns` rows of w as are returned: all but those
 // that do not fill a block.
 template <int S>
@@ -139,6 +157,7 @@ inline int64_t multiply_lanes(const Bf16* x, int64_t rows, const Bf16* w, int64_
         return multiply_lanes<2>(x, rows, w, ws, inputs, columns, out, os);
     return multiply_lanes<3>(x, rows, w, ws, inputs, columns, out, os);
 }
+#endif
 
 #endif
 

@@ -227,6 +227,10 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
         return multiply_codes(x, m, begin, end, out, os);
     if (x.digits)
         return multiply_digits(x, m, begin, end, out);
+#ifdef SLIPSTREAM_AMX
+    if (x.lanes)
+        return multiply_decoded_lanes(x, m, begin, end, out, os);
+#endif
     if (x.byte_lanes)
         multiply_bytes(x, m, begin, end, out, os);
     if (x.terms)

@@ -75,7 +75,11 @@ struct Fewest {
     static Fewest of(const Matrix& m) {
         if (operand_terms(m) > 1)
             return {4, 11};
+#ifdef SLIPSTREAM_AMX // where products of bfloat16 take up to four times as long, see lanes_tiles.h
+        return {3, 9};
+#else
         return digits_of(m) == 1 ? Fewest{5, 11} : Fewest{kFewestNarrow, 13};
+#endif
     }
 };
 
@@ -357,7 +361,7 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     if (m.input_bits && (in_codes(m) || !Vec::kBf16Dot))
         return rounded_operand(rows, m, scratch);
 #ifdef SLIPSTREAM_BF16_DOT
-    const int64_t in_lanes = rows_in_lanes(rows.count, kFewestInLanes);
+    const int64_t in_lanes = dense_in_lanes(rows.count);
     if (rows.rounded && in_lanes && fits_lanes(m, rows.count)) {
         x.in_lanes = in_lanes;
         x.lanes = reinterpret_cast<Bf16*>(scratch);

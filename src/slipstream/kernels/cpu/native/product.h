@@ -31,7 +31,7 @@ struct PanelFor<ByteTileWord> {
 using Bf16Unit = TileWord;
 using ByteUnit = ByteTileWord;
 using GroupedUnit = TileWord;
-constexpr int64_t kManyRowsInTiles = 9; // fewer are bound by memory either way
+constexpr int64_t kManyRowsInTiles = 9; // of a matrix that is not read where it lies, see lanes_tiles.h
 constexpr int64_t kManyRowsInTerms = 9;
 #else
 using Bf16Unit = Bf16Word;
@@ -62,7 +62,13 @@ inline bool many(int64_t rows, const Matrix& m) {
         return rows >= kManyRowsInGroups;
     if (in_codes(m))
         return rows >= kManyRowsInBytes || (rows >= kFewestInGroup && rows <= kGroup);
-    return rows >= (m.dtype == kBfloat16 && m.format == kPlain ? kManyRowsInTiles : kManyRows);
+    if (m.dtype != kBfloat16 || m.format != kPlain)
+        return rows >= kManyRows;
+#ifdef SLIPSTREAM_AMX
+    if (fits_lanes(m, rows))
+        return false;
+#endif
+    return rows >= kManyRowsInTiles;
 }
 
 constexpr int64_t kMostPanelRows = most(FloatWord::kPanelRows, Bf16Unit::kPanelRows);

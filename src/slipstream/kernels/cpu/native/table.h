@@ -12,6 +12,10 @@
 #endif
 #include "rounding.h"
 #include "lanes.h"
+#ifdef SLIPSTREAM_AMX
+#include "tiles.h"
+#include "lanes_tiles.h"
+#endif
 #include "digits.h"
 #include "words.h"
 #include "few_floats.h"
@@ -21,6 +25,9 @@
 #include "lanes_words.h"
 #include "few_turned.h"
 #include "few.h"
+#ifdef SLIPSTREAM_AMX
+#include "few_tiles.h"
+#endif
 #include "lanes_bytes.h"
 #include "bytes.h"
 #include "rows.h"
@@ -32,7 +39,6 @@
 #include "gemm_grouped.h"
 #include "gemm_words.h"
 #ifdef SLIPSTREAM_AMX
-#include "tiles.h"
 #include "gemm_amx.h"
 #endif
 #include "product.h"
