@@ -143,9 +143,12 @@ def _choose_blocks(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, A
         positions = torch.arange(seen, seen + length, device=x.device)
     positions = (positions if positions.ndim > 1 else positions[None]).expand(len(x), -1)
     chosen = indexer(normed, given["position_embeddings"], cache, positions)
-    keys = seen + length if mask is None else mask.shape[-1]
-    shown = indexer.build_block_mask(chosen, mask, keys, x.dtype, x.device, positions)
-    x = x + heads.attend(normed, mask=shown)
+
+    def shown(values: Tensor) -> Tensor:
+        made: Tensor = indexer.build_block_mask(chosen, mask, values.shape[2], x.dtype, x.device, positions)
+        return made
+
+    x = x + heads.attend(normed, mask_of=shown)
     return x + heads.feed(heads.norm(Role.MLP_NORM, x))
 
 

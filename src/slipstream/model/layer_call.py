@@ -304,12 +304,12 @@ def _keep(call: LayerCall, spec: BlockSpec, k: Tensor, v: Tensor, layer_index: i
         if spec.cache_repeated:
             k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
         k, v = call.cache.update(k, v, layer_index)
-    if spec.sharing == "lends":
-        call.shared[kind] = k, v
     if call.mask is None and spec.causal and spec.mask == "whole" and length > 1:
         # No mask is transformers' way to say that causality is all there is; a static cache has room
         # after that.
         k, v = k[:, :, : seen + length], v[:, :, : seen + length]
+    if spec.sharing == "lends":  # without that room: who borrows knows no cache
+        call.shared[kind] = k, v
     return k, v
 
 
