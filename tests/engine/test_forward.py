@@ -452,3 +452,19 @@ def test_a_forward_hook_on_a_layer_fires(llama: Pair) -> None:
     llama.engine(input_ids=prompt())
     handle.remove()
     assert seen == [(3, 9, 32)]
+
+
+def test_a_mask_beside_a_cache_that_counts_no_tokens_is_the_models_to_judge() -> None:
+    """Mamba 2 takes its states by another name, and drops what comes by this one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
+    config = transformers.Mamba2Config(vocab_size=64, num_hidden_layers=2, chunk_size=8, **sizes)
+    original = transformers.Mamba2ForCausalLM(config).eval()
+    answers = []
+    with torch.no_grad():
+        for model in (original, inject(original)):
+            ids, mask = left_padded()
+            before = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+            given = {"attention_mask": mask, "past_key_values": before.cache_params}
+            answers.append(model(input_ids=ids[:, -1:], **given).logits)
+    close(*answers)

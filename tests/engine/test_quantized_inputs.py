@@ -75,6 +75,26 @@ def test_logits_are_those_of_rounded_rows(name: str, kind: str, injected: bool) 
     assert float((rounded - plain).norm() / plain.norm()) > 2e-3  # rounding is there to be seen
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "mixtral"])
+@pytest.mark.parametrize("name", ["int8-a8", "int4-a8"])
+def test_a_layer_s_original_code_rounds_as_its_block_does(name: str, kind: str) -> None:
+    original = make(kind)
+    original.set_attn_implementation("eager")
+    engine = inject(original, quant=ASKED[name])
+    by_blocks = logits(engine, input_ids=prompt())
+    by_layers = logits(engine, input_ids=prompt(), output_attentions=True)
+    error = float((by_layers - by_blocks).norm() / by_blocks.norm())
+    unrounded = logits(unpacked(original, engine), input_ids=prompt())
+    assert error < float((unrounded - by_blocks).norm() / by_blocks.norm()) / 3
+
+
+def test_gradients_of_a_layer_s_inputs_pass_no_steps() -> None:
+    engine = inject(make("llama"), quant=ASKED["int8-a8"])
+    embeds = engine.module.get_input_embeddings()(prompt()).detach().requires_grad_()
+    engine.module(inputs_embeds=embeds).logits.sum().backward()
+    assert embeds.grad is not None and bool(embeds.grad.any(-1).all())
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("name", ["int8-a8", "int4-a8"])
 def test_generate_follows_the_rounded_original(name: str, kind: str) -> None:

@@ -286,7 +286,10 @@ def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) ->
     if mask.dim() != 2:
         return
     past: Any = given.get("past_key_values")
-    seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
+    try:
+        seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
+    except ValueError:  # states alone, which count no tokens: what the mask must be is the model's to say
+        return
     # A mask may be as long as a static cache, so that its shape stays the same from step to step.
     has_room = hasattr(past, "get_max_length") and getattr(past, "layers", None)
     room = int(past.get_max_length()) if has_room else 0

@@ -96,10 +96,10 @@ def _group(q_groups: int, width: int | None) -> int:
             "leave it at 1"
         )
     if width % q_groups or width // q_groups not in _GROUPS:
-        sizes = [width // group for group in _GROUPS if width % group == 0]
+        sizes = [width // group for group in _GROUPS if width % group == 0 and width > group]
         way_out = f"use {', '.join(map(str, sizes))} or 1" if sizes else "leave it at 1"
         raise ConfigError(
-            f"q_groups={q_groups} makes groups of {width / q_groups:g} in rows of {width} inputs, and "
-            f"int4 has groups of 32, 64 or 128; {way_out}"
+            f"q_groups={q_groups} makes groups of {width / q_groups:g} in rows of {width} inputs (the "
+            f"config's hidden width), and int4 has groups of 32, 64 or 128; {way_out}"
         )
     return width // q_groups

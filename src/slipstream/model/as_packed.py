@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slipstream.errors import InjectionError
 from slipstream.formats import Format
 from slipstream.model.inject import Injected, restore_layer
-from slipstream.ops.linear import Rounding, round_rows
 
-__all__ = ["round_inputs", "unpack_into"]
+__all__ = ["unpack_into"]
 
 
 def unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> None:
@@ -31,21 +27,3 @@ def unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> 
                 f"{name}.{path} is off by {off:.3g} once packed as {packed.name}, where its largest weight "
                 f"is {largest:.3g} (allowed {bound:.3g}); the format, or the family's recipe, is wrong"
             )
-
-
-def round_inputs(twin: nn.Module, state: Injected) -> None:
-    """Let the original's own linears round their inputs as the block's matrices do, for the same reason."""
-    for role, weight in state.block.weights.matrices.items():
-        if (rounding := weight.rounding) is None:
-            continue
-        for piece in state.plans[role].weight:
-            path, _, name = piece.name.rpartition(".")
-            if path and name == "weight":
-                twin.get_submodule(path).register_forward_pre_hook(partial(_rounded, rounding=rounding))
-
-
-def _rounded(module: nn.Module, args: tuple[Tensor, ...], *, rounding: Rounding) -> tuple[Any, ...]:
-    """Forward pre-hook; transformers gives linears their input by place."""
-    if args[0].shape[:-1].numel() <= rounding.above:
-        return args
-    return (round_rows(args[0], rounding).to(args[0].dtype), *args[1:])

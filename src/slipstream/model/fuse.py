@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
-from slipstream.model.as_packed import round_inputs, unpack_into
+from slipstream.model.as_packed import unpack_into
 from slipstream.model.block import Block
 from slipstream.model.by_rows import lay_by_rows
 from slipstream.model.check import (
@@ -35,6 +35,7 @@ from slipstream.model.layers import Found
 from slipstream.model.offload import offload_block
 from slipstream.model.probe import runs_of
 from slipstream.model.returns import returns_of
+from slipstream.model.rounded_inputs import round_inputs
 from slipstream.model.stream import Streamer
 from slipstream.ops import Ops
 from slipstream.parallel import ALONE, Mesh, Turns, loads_of, share_of

@@ -30,6 +30,7 @@ from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
 from slipstream.model.links import Link, all_hold, link, relink, restored
 from slipstream.model.namesake import namesake
 from slipstream.model.own import run_own
+from slipstream.model.rounded_inputs import round_inputs
 from slipstream.model.values import tensors_in
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
@@ -313,11 +314,15 @@ def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run an injected layer's original code on its original weights, restored for this call only.
 
-    The code runs on a shallow twin, so that other threads may go on using the layer meanwhile.
+    The code runs on a shallow twin, so that other threads may go on using the layer meanwhile. Inputs are
+    rounded as the block rounds them, but for those that gradients are wanted of: steps have none.
     """
     state = injected_state(layer)
     state.declined += 1
-    return state.original.forward(_twin(layer), *args, **kwargs)
+    twin = _twin(layer)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))):
+        round_inputs(twin, state)
+    return state.original.forward(twin, *args, **kwargs)
 
 
 def restore_layer(layer: nn.Module, state: Injected) -> None:
