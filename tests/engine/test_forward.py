@@ -458,7 +458,7 @@ def test_a_mask_beside_a_cache_that_counts_no_tokens_is_the_models_to_judge() ->
     """Mamba 2 takes its states by another name, and drops what comes by this one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
-    config = transformers.Mamba2Config(vocab_size=64, num_hidden_layers=2, chunk_size=8, **sizes)
+    config = transformers.Mamba2Config(vocab_size=128, num_hidden_layers=2, chunk_size=8, **sizes)
     original = transformers.Mamba2ForCausalLM(config).eval()
     answers = []
     with torch.no_grad():
