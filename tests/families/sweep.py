@@ -234,7 +234,8 @@ def _in_room(original: nn.Module, engine: nn.Module, ids: Tensor) -> float:
 
     Nothing is padded and no mask given: then only the model knows which of the cache's places count.
     """
-    has_slopes = getattr(original.config, "alibi", False)  # Falcon's do not fit such a cache
+    # Falcon's slopes do not fit such a cache, and BLOOM's neither, though the older transformers says so.
+    has_slopes = getattr(original.config, "alibi", False) or original.config.model_type == "bloom"
     if not getattr(original, "_can_compile_fullgraph", False) or has_slopes:
         return 0.0
     caches = [
