@@ -15,8 +15,10 @@ class Request:
         quick: Small models and few turns, to see that it runs.
         rounds: Turns of each row; 0 leaves the number to the benchmark.
         only: Parts of a benchmark that has parts; empty for all of them.
+        without: How the names of rows begin that are left out.
     """
 
     quick: bool = False
     rounds: int = 0
     only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()

@@ -63,6 +63,13 @@ def main() -> None:
         metavar="PART",
         help="of peers: MODEL or MODEL/PRECISION; of linear_cpu: a weight format; repeatable",
     )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="ROW",
+        help="of peers: leave out rows whose names begin so, as the slowest where time is short; repeatable",
+    )
     parser.add_argument("--out", type=Path, help=f"folder of the results (default: {RESULTS})")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
@@ -70,7 +77,7 @@ def main() -> None:
         parser.error(f"no benchmark is called {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     if arguments.rounds < 0:
         parser.error(f"--rounds {arguments.rounds}: give 1 or more")
-    request = Request(arguments.quick, arguments.rounds, tuple(arguments.only))
+    request = Request(arguments.quick, arguments.rounds, tuple(arguments.only), tuple(arguments.without))
     out = arguments.out or (None if arguments.quick else RESULTS)
     for benchmark in arguments.names or BENCHMARKS:
         machine = describe()

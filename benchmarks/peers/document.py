@@ -133,7 +133,7 @@ def _full(row: Result, tasks: Sequence[str]) -> Iterator[str]:
         yield f"{row['first_token_128_s']:.3f}"
     yield f"{row['peak_bytes'] / 1e6:.0f}"
     if "decode_1" in tasks:
-        yield str(row["same_tokens"])
+        yield "" if row["same_tokens"] is None else str(row["same_tokens"])
 
 
 def _number(value: float) -> str:

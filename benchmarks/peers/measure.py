@@ -8,30 +8,29 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS, Facts, Model, facts
 from benchmarks.peers.conductor import Failed, Worker, environments, not_installed
-from benchmarks.peers.rows import TASKS, Row, Task, rows_of, tables
+from benchmarks.peers.rows import TASKS, Row, Task, check_left_out, left_out, rows_of, tables
 from benchmarks.request import Request
 
 __all__ = ["Entry", "build_meter", "measure", "measure_table"]
 
 Limits = dict[str, float | None]
-Alone = Callable[[], AbstractContextManager[Any]]
 
 
 class Entry:
     """A row while it is measured: its worker, what was answered, or why there is no answer."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, *, leave_out: bool = False) -> None:
         """Nothing runs yet."""
         self.row = row
-        self.error = not_installed(row)
+        self.error = "left out" if leave_out else not_installed(row)
         self.loaded: dict[str, Any] = {}
         self.answers: dict[str, list[dict[str, Any]]] = {}
         self.peak_bytes: int | None = None
@@ -79,24 +78,19 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         ValueError: A part of the request is unknown.
     """
+    check_left_out(request.without)
     for name, precision in tables(request.only, quick=request.quick):
-        yield (
-            f"peers/{name}-{precision}",
-            measure_table(name, precision, rounds=request.rounds, quick=request.quick),
-        )
+        yield f"peers/{name}-{precision}", measure_table(name, precision, request)
 
 
-def measure_table(
-    name: str, precision: str, *, rounds: int = 0, quick: bool = False, alone: Alone = nullcontext
-) -> dict[str, Any]:
+def measure_table(name: str, precision: str, request: Request) -> dict[str, Any]:
     """Measure one model at one precision.
 
     Args:
         name: A key of `MODELS`.
         precision: One of `PRECISIONS`.
-        rounds: Turns of each row; the model's own number where it is 0.
-        quick: Without rows that are compiled.
-        alone: Entered around each round: whoever shares a machine can keep others away meanwhile.
+        request: Its turns of each row, the model's own number where that is 0; `quick` leaves out rows that
+            are compiled, and `without` those that begin so.
 
     Returns:
         `limits` (of the machine, by name), `rows`, and what they are about.
@@ -109,18 +103,20 @@ def measure_table(
     threads = len(os.sched_getaffinity(0))
     meter = build_meter()
     limits: list[Limits] = []
-    entries = [Entry(row) for row in rows_of(name, precision, quick=quick)]
+    entries = [
+        Entry(row, leave_out=left_out(row, request.without))
+        for row in rows_of(name, precision, quick=request.quick)
+    ]
     with ExitStack() as stack:
         for entry in entries:
             entry.start(folder, threads, stack)
-        for turn in range((rounds or model.rounds) + 1):
-            # The first turn warms up, compiles and fills caches; nobody has to keep away for that.
-            with alone() if turn else nullcontext():
-                if turn and meter:
-                    limits.append(json.loads(_run([str(meter), str(threads)])))
-                for task in TASKS[model.decodes]:
-                    for entry in entries[::-1] if turn % 2 else entries:
-                        entry.measure(task, model, counted.vocabulary, keep=turn > 0)
+        for turn in range((request.rounds or model.rounds) + 1):
+            # The first turn warms up, compiles and fills caches.
+            if turn and meter:
+                limits.append(json.loads(_run([str(meter), str(threads)])))
+            for task in TASKS[model.decodes]:
+                for entry in entries[::-1] if turn % 2 else entries:
+                    entry.measure(task, model, counted.vocabulary, keep=turn > 0)
         for entry in entries:
             entry.finish()
     best = _medians(limits)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.models import MODELS
 
-__all__ = ["PRECISIONS", "TASKS", "Row", "Task", "rows_of", "tables"]
+__all__ = ["PRECISIONS", "TASKS", "Row", "Task", "check_left_out", "left_out", "rows_of", "tables"]
 
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 
@@ -122,6 +122,23 @@ def rows_of(model: str, precision: str, *, quick: bool = False) -> list[Row]:
     kind = "decoder" if MODELS[model].decodes else "encoder"
     rows = [row for row in _ROWS[precision] if row.for_models in (kind, "all")]
     return [row for row in rows if not quick or row.options.get("how") != "compile"]
+
+
+def left_out(row: Row, without: Sequence[str]) -> bool:
+    """Whether a row's name begins as one of `without` does."""
+    return any(row.name.lower().startswith(start.lower()) for start in without)
+
+
+def check_left_out(without: Sequence[str]) -> None:
+    """Refuse what begins no row's name.
+
+    Raises:
+        ValueError: It says what there is.
+    """
+    names = dict.fromkeys(row.name for rows in _ROWS.values() for row in rows)
+    for start in without:
+        if not any(name.lower().startswith(start.lower()) for name in names):
+            raise ValueError(f"no row's name begins with {start!r}; there are {', '.join(names)}")
 
 
 def tables(only: Sequence[str], *, quick: bool) -> list[tuple[str, str]]:

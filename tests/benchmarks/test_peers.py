@@ -17,7 +17,7 @@ from benchmarks.models import Facts, make
 from benchmarks.peers import workers
 from benchmarks.peers.conductor import Failed, Worker, last_words
 from benchmarks.peers.measure import Entry
-from benchmarks.peers.rows import PRECISIONS, Row, rows_of, tables
+from benchmarks.peers.rows import PRECISIONS, Row, check_left_out, rows_of, tables
 from benchmarks.peers.worker import Timed, prompts
 from benchmarks.run import main, table
 
@@ -121,6 +121,9 @@ def test_tables_are_chosen_by_name() -> None:
     assert [precision for _, precision in tables(["moe"], quick=False)] == list(PRECISIONS)
     with pytest.raises(ValueError, match="'gpt3'.*smollm2.*float32"):
         tables(["gpt3"], quick=False)
+    check_left_out(["OpenVINO", "llama.cpp q4"])
+    with pytest.raises(ValueError, match="no row's name begins with 'vLLM'; there are slipstream fp32"):
+        check_left_out(["slipstream", "vLLM"])
 
 
 def test_a_step_of_a_mixture_reads_the_experts_that_are_chosen() -> None:
@@ -157,7 +160,8 @@ def test_the_quick_run_measures_the_engine_beside_transformers(
 ) -> None:
     monkeypatch.setenv("PEERS", str(tmp_path))
     make("tiny-llama", tmp_path / "models/tiny-llama/hf")
-    monkeypatch.setattr(sys, "argv", ["bench", "peers", "--quick", "--out", str(tmp_path)])
+    options = ["--quick", "--without", "openvino", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench", "peers", *options])
     main()
     result = json.loads((tmp_path / "peers" / "tiny-llama-bfloat16.json").read_text())
     rows = {row["row"]: row for row in result["rows"]}
@@ -166,3 +170,4 @@ def test_the_quick_run_measures_the_engine_beside_transformers(
         low, high = rows[name]["decode_8_range"]
         assert 0 < low <= rows[name]["decode_8"] <= high
     assert "benchmarks/peers/install llama_cpp" in rows["llama.cpp BF16"]["error"]
+    assert rows["OpenVINO bf16"]["error"] == "left out"
