@@ -238,6 +238,8 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
     if (x.terms || x.in_lanes)
         return;
 #else
+    if (x.words && x.by_rows)
+        return multiply_by_rows(x, m, begin, end, out, os);
     if (x.words && x.units)
         return multiply_word_lanes(x, m, begin, end, out, os);
     if (x.words)

@@ -32,8 +32,10 @@ struct Operand {
     const int32_t* starts =
         nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
     float unit = 0;
-    // Or in words (see words.h), likewise; several rows are in lanes, and have a unit each in `units`.
+    // Or in words (see words.h), likewise; several rows have a unit each in `units`, and are in lanes or, as
+    // the single one, by rows.
     const int16_t* words = nullptr;
+    bool by_rows = false;
     const float* floats = nullptr; // rows beside small floats, `stride` apart, see few_floats.h
     // Of rows that are rounded: their codes, or null where the rows are whole numbers, and what those are of.
     const uint8_t* codes = nullptr;
@@ -318,6 +320,27 @@ inline void word_operand(const Matrix& m, Operand& x, char* scratch) {
 #endif
 
 #ifndef SLIPSTREAM_BF16_DOT
+// Several rows in words, as they lie.
+inline void words_by_rows_operand(const Matrix& m, Operand& x, char* scratch) {
+    const int64_t rows = x.rows.count;
+    auto* words = reinterpret_cast<int16_t*>(scratch);
+    x.words = words;
+    x.by_rows = true;
+    x.stride = operand_stride(m.inputs);
+    x.sums_stride = operand_sums(m.inputs);
+    auto* sums = reinterpret_cast<float*>(words + rows * x.stride);
+    auto* units = sums + rows * x.sums_stride;
+    x.sums = sums;
+    x.units = units;
+    for (int64_t r = 0; r < rows; ++r) {
+        units[r] = split_words(x.rows.full + r * x.rows.stride, m, words + r * x.stride, x.stride);
+        if (is_int4(m))
+            sum_words(words + r * x.stride, x.stride, 1, m.group, sums + r * x.sums_stride, x.sums_stride);
+    }
+}
+#endif
+
+#ifndef SLIPSTREAM_BF16_DOT
 // Several rows in lanes of words.
 inline void word_lanes(const Matrix& m, Operand& x, char* scratch) {
     const WordLanes lanes(m, x.rows.count);
@@ -353,6 +376,10 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
         return x;
     }
 #endif
+    if (in_words_by_rows(m, rows.count)) {
+        words_by_rows_operand(m, x, scratch);
+        return x;
+    }
     if (rows.count >= fewest_in_words(m) && rows.count <= kFewRows) {
         word_lanes(m, x, scratch);
         return x;

@@ -22,6 +22,7 @@
 #include "operand.h"
 #include "one_row.h"
 #include "one_row_words.h"
+#include "few_words.h"
 #include "lanes_words.h"
 #include "few_turned.h"
 #include "few.h"
