@@ -120,9 +120,9 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
         return 0;
     const int64_t grids = static_cast<int64_t>(sizeof(Grid)), item = Vec::kBf16Dot ? 1 : 4;
     const int64_t rounded = rows * (operand_stride(inputs) * item + grids);
-#ifndef SLIPSTREAM_BF16_DOT // of a single row two words take as much as a float
-    const int64_t one = rounded + operand_sums(inputs) * static_cast<int64_t>(sizeof(float));
-    return rows > 1 ? most(one, WordLanes::bytes(inputs, rows)) : one;
+#ifndef SLIPSTREAM_BF16_DOT // two words take as much as a float, and have sums
+    const int64_t by_rows = rounded + rows * 2 * operand_sums(inputs) * static_cast<int64_t>(sizeof(float));
+    return rows > 1 ? most(by_rows, WordLanes::bytes(inputs, rows)) : by_rows;
 #endif
     if (rows > kFewRows)
         return rounded;
@@ -320,23 +320,22 @@ inline void word_operand(const Matrix& m, Operand& x, char* scratch) {
 #endif
 
 #ifndef SLIPSTREAM_BF16_DOT
-// Several rows in words, as they lie.
+// Several rows in words, as they lie: the first of each number, and behind those the second.
 inline void words_by_rows_operand(const Matrix& m, Operand& x, char* scratch) {
-    const int64_t rows = x.rows.count;
+    const int64_t rows = x.rows.count, count = words_of(m), all = rows * count;
     auto* words = reinterpret_cast<int16_t*>(scratch);
     x.words = words;
     x.by_rows = true;
     x.stride = operand_stride(m.inputs);
     x.sums_stride = operand_sums(m.inputs);
-    auto* sums = reinterpret_cast<float*>(words + rows * x.stride);
-    auto* units = sums + rows * x.sums_stride;
+    auto* sums = reinterpret_cast<float*>(words + all * x.stride);
+    auto* units = sums + all * x.sums_stride;
     x.sums = sums;
     x.units = units;
-    for (int64_t r = 0; r < rows; ++r) {
-        units[r] = split_words(x.rows.full + r * x.rows.stride, m, words + r * x.stride, x.stride);
-        if (is_int4(m))
-            sum_words(words + r * x.stride, x.stride, 1, m.group, sums + r * x.sums_stride, x.sums_stride);
-    }
+    for (int64_t r = 0; r < rows; ++r)
+        units[r] = split_words(x.rows.full + r * x.rows.stride, m, words + r * count * x.stride, x.stride);
+    for (int64_t r = 0; is_int4(m) && r < all; ++r)
+        sum_words(words + r * x.stride, x.stride, 1, m.group, sums + r * x.sums_stride, x.sums_stride);
 }
 #endif
 

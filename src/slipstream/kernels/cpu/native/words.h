@@ -111,9 +111,11 @@ constexpr int64_t kFourSpan = 32; // inputs whose products are summed in sixteen
 // Whether a few rows stay as they lie, see few_words.h. Where vectors have 64 bytes nobody has measured it:
 // as many as the baseline gains by, for there are twice as many lanes.
 inline bool in_words_by_rows(const Matrix& m, int64_t rows) {
-    if (rows < 2 || !in_words(m) || in_fours(m))
+    if (rows < 2 || !takes_words(m) || in_fours(m))
         return false;
     constexpr bool kAvx2 = Vec::kWidth == 8;
+    if (words_of(m) == 2)
+        return m.format != kInt8 && rows <= (kAvx2 ? 6 : 3);
     if (m.format == kInt8)
         return kAvx2 ? rows >= 3 && rows <= 6 : Vec::kWidth < 8 && rows <= 4;
     return rows <= (!kAvx2 ? 3 : is_int4(m) ? 6 : 4);
