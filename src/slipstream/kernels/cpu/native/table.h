@@ -20,6 +20,8 @@
 #include "words.h"
 #include "few_floats.h"
 #include "operand.h"
+#include "operand_words.h"
+#include "prepare.h"
 #include "one_row.h"
 #include "one_row_words.h"
 #include "few_words.h"

@@ -1,0 +1,58 @@
+// Which of its forms (operand.h, operand_words.h) the left side of a product takes.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
+// thread until it has multiplied.
+inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
+    Operand x = {rows};
+#ifndef SLIPSTREAM_BF16_DOT
+    if (rows.count == 1 && takes_words(m)) {
+        word_operand(m, x, scratch);
+        return x;
+    }
+#ifdef SLIPSTREAM_FLOATS_OF_BYTES
+    if (in_floats(m) && rows.count <= kFewRows) {
+        auto* floats = reinterpret_cast<float*>(scratch);
+        x.floats = floats;
+        x.stride = operand_stride(m.inputs);
+        float_rows(rows.full, rows.stride, rows.count, m, floats, x.stride);
+        return x;
+    }
+#endif
+    if (in_words_by_rows(m, rows.count)) {
+        words_by_rows_operand(m, x, scratch);
+        return x;
+    }
+    if (rows.count >= fewest_in_words(m) && rows.count <= kFewRows) {
+        word_lanes(m, x, scratch);
+        return x;
+    }
+#endif
+    if (m.input_bits && (in_codes(m) || !Vec::kBf16Dot))
+        return rounded_operand(rows, m, scratch);
+#ifdef SLIPSTREAM_BF16_DOT
+    const int64_t in_lanes = dense_in_lanes(rows.count);
+    if (rows.rounded && in_lanes && fits_lanes(m, rows.count)) {
+        x.in_lanes = in_lanes;
+        x.lanes = reinterpret_cast<Bf16*>(scratch);
+        fill_lanes(rows.rounded, rows.stride, in_lanes, m.inputs, reinterpret_cast<Bf16*>(scratch));
+    }
+    if (!wants_operand(m, rows.count))
+        return x;
+    if (m.input_bits)
+        scratch = whole_rows(rows, m, x, scratch);
+    if (rows.count == 1 && takes_digits(m))
+        digit_operand(m, x, scratch);
+    else if (in_bytes(m))
+        scratch = byte_lanes(x.rows, m, x, scratch);
+    if (!x.digits && x.in_lanes < rows.count)
+        packed_terms(x.rows, m, x.in_lanes, x, scratch);
+#endif
+    return x;
+}
+
+} // namespace
+} // namespace slipstream
