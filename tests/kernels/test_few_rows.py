@@ -63,6 +63,18 @@ def test_each_of_a_few_rows_has_a_size_of_its_own(name: str, isa: str, dtype: to
         assert float(error.max()) <= TOLERANCE[dtype], (rows, error)
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("name", EVERY)
+def test_rows_of_whole_registers_are_read_where_they_lie(name: str, isa: str, dtype: torch.dtype) -> None:
+    lib, own = library(isa), weight(name, 70, 640, dtype)
+    for rows in (1, 2, 4, 8, 9, 16, 17, 25, 32, 33, 47):
+        x = rows_of_many_sizes(rows, 640, dtype)
+        got, right = native_linear(x, own, lib).double(), expected(x, own)
+        error = (got - right).abs().amax(-1) / right.abs().amax(-1)
+        assert float(error.max()) <= TOLERANCE[dtype], (rows, error)
+
+
 @pytest.mark.parametrize("dtype", list(LONG), ids=str)
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("name", EVERY)

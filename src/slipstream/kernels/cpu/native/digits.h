@@ -118,8 +118,17 @@ inline int64_t lane_span(const Matrix& m) {
     return m.format == kInt8 ? kBytesDeep : m.group;
 }
 
+// What is added to the codes that rows in lanes meet.
+inline int added_in_lanes(const Matrix& m) {
+#ifdef SLIPSTREAM_AMX
+    if (m.format == kInt8 || m.format == kInt4)
+        return 0; // tiles have products of signed numbers; minima are those of code 0
+#endif
+    return m.format == kInt8 ? Int8Bytes::kAdded : is_int4(m) ? 8 : Fp6Bytes::kAdded;
+}
+
 // What one group of rows in lanes takes, in items of each. A row has one lane of sixteen, or where no more
-// than eight are left two, which have fours of inputs in turns.
+// than eight are left two, which have fours of inputs in turns; of two digits that meet tiles one each.
 //
 // digits   [fours of inputs][row in group][input]
 //          zeros beyond the rows and the inputs; those of all groups together
@@ -170,11 +179,37 @@ inline void fill_digits(const Rows& x, int lanes, const Matrix& m, uint8_t* digi
     }
 }
 
-// What sums over them begin with, where `added` was added to the codes, and where `sums` is not null their
-// sums.
+#ifdef SLIPSTREAM_AMX
+// No more than eight rows of two digits, each of which has a lane of its own: a product of tiles takes all of
+// them. The units are of lanes.
+inline void pair_digits(const Rows& x, const Matrix& m, uint8_t* digits, float* units) {
+    alignas(64) uint8_t square[kLaneGroup * 64];
+    std::memset(square, 0, sizeof(square));
+    float times[kLaneGroup / 2];
+    for (int64_t r = 0; r < kLaneGroup / 2; ++r) {
+        const Places places = Places::of(x.full + least(r, x.count - 1) * x.stride, m);
+        times[r] = places.times;
+        units[2 * r] = 256 * places.unit;
+        units[2 * r + 1] = places.unit;
+    }
+    for (int64_t i = 0; i < m.inputs; i += 64, digits += sizeof(square)) {
+        for (int64_t r = 0; r < x.count; ++r)
+            for (int64_t j = 0; j < 64; j += Vec::kWidth) {
+                const int64_t left = most(0, least(m.inputs - i - j, Vec::kWidth));
+                const Vec part = Vec::load(x.full + r * x.stride + i + j, left);
+                store_digits(part * Vec::set(times[r]), 2, square + 2 * r * 64 + j, 64);
+            }
+        turn_bytes(square, 1, digits);
+    }
+}
+#endif
+
+// What sums over them begin with, so that what was added to the codes does not count, and where `sums` is not
+// null their sums.
 inline void start_lanes(const uint8_t* digits, int64_t apart, int lanes, int count, const Matrix& m,
-                        int added, int32_t* starts, float* sums) {
+                        int32_t* starts, float* sums) {
     const int64_t span = lane_span(m);
+    const int added = added_in_lanes(m);
     for (int64_t k = 0; k < m.inputs; k += span) {
         CodeSums all[3];
         for (int d = 0; d < count; ++d, starts += kLaneGroup) {

@@ -16,6 +16,10 @@ inline void decoded_bands(const Operand& x, const F& codes, const Matrix& m, int
     for (int64_t o = begin; o < end; o += Sums::kBand, out += Sums::kBand) {
         const int64_t columns = least(Sums::kBand, end - o);
         const Sums sums(x.lanes, m.inputs);
+        // The rows after these are asked for as they lie in memory: what lies ahead in a row would come too
+        // late for those that are passed in between.
+        const PackedRow coming = all.row(o + Sums::kBand);
+        int64_t asked = 0;
         for (int64_t from = 0; from < m.inputs; from += kInputs) {
             const int64_t to = least(m.inputs, from + kInputs);
             for (int64_t j = 0; j < Sums::kBand; ++j) {
@@ -23,7 +27,8 @@ inline void decoded_bands(const Operand& x, const F& codes, const Matrix& m, int
                 Bf16* at = panel + j * kLaneLine;
                 for (int64_t k = from; k < to; k += F::kStep) {
                     Bf16Lanes w[F::kLanes];
-                    F::template ask<kPackedAhead>(row, k);
+                    F::template ask<0>(coming, asked);
+                    asked += F::kStep;
                     if (k + F::kStep <= to)
                         codes.load(row, k, w);
                     else

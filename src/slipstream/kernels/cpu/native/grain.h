@@ -21,9 +21,11 @@ inline int64_t grain(const Matrix& m, int64_t outputs, int threads) {
                 m.outputs;
     const int64_t piece = least(kPieceBytes / bytes, outputs / (4 * static_cast<int64_t>(threads)));
 #ifdef SLIPSTREAM_AMX
-    constexpr int64_t kBand = 16; // of tiles
-    if (m.format == kPlain && m.dtype == kBfloat16)
-        return most(kBand, least(kMostColumns, (piece + kBand / 2) / kBand * kBand));
+    // Whole bands of tiles: a part of one takes as long, and 2048 x 5632 of int8 in pieces of eight rows took
+    // twice as long as 5632 x 2048.
+    const int64_t band = m.format == kInt8 ? 32 : 16;
+    if (m.format != kPlain || m.dtype == kBfloat16)
+        return most(band, least(kMostColumns, (piece + band / 2) / band * band));
 #endif
     return most(8, least(kMostColumns, piece / 8 * 8));
 }

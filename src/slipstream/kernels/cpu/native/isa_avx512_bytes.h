@@ -129,12 +129,12 @@ struct Nibbles {
         low.v = _mm512_and_si512(both.v, mask);
         high.v = _mm512_and_si512(_mm512_srli_epi16(both.v, 4), mask);
     }
-    // In the order of the inputs.
-    void store(uint8_t* p) const {
+    // In the order of the inputs, the second 64 of them `apart` from the first.
+    void store(uint8_t* p, int64_t apart = 64) const {
         const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
         const __m512i second = _mm512_add_epi64(first, _mm512_set1_epi64(4));
         _mm512_storeu_si512(p, _mm512_permutex2var_epi64(low.v, first, high.v));
-        _mm512_storeu_si512(p + 64, _mm512_permutex2var_epi64(low.v, second, high.v));
+        _mm512_storeu_si512(p + apart, _mm512_permutex2var_epi64(low.v, second, high.v));
     }
 };
 

@@ -19,59 +19,6 @@ struct ByteTile {
     alignas(64) float scales[kLaneRows][16], middles[kLaneRows][16]; // of what codes begin at
 };
 
-// Codes of int8 that begin at -128, inputs [k, k + n) of a row; `k` is a multiple of kBytesDeep.
-struct BytesOfInt8 {
-    static constexpr int kAdded = Int8Bytes::kAdded;
-    static constexpr float kUnit = Int8Bytes::kUnit;
-    static constexpr bool kScales = false;
-    static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to) {
-        for (int64_t b = 0; b < n; b += 64)
-            (n - b < 64 ? Int8Bytes::load(row, k + b, n - b) : Int8Bytes::load(row, k + b)).store(to + b);
-    }
-};
-
-// The same of int4, from -8 on.
-struct BytesOfInt4 {
-    static constexpr int kAdded = 8;
-    static constexpr float kUnit = 1;
-    static constexpr bool kScales = true;
-    static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to) {
-        const uint8_t* from = row.codes + k / 2;
-        for (int64_t left = ceil_div(n, 32) * 16; left > 0; left -= 64, from += 64, to += 128) {
-            prefetch(from + kPackedAhead);
-            const Nibbles both(left < 64 ? Codes::load(from, left) : Codes::load(from));
-            both.store(to);
-        }
-    }
-};
-
-// The same of fp6 in eighths, from -64 of them on.
-struct BytesOfSixes {
-    static constexpr int kAdded = Fp6Bytes::kAdded;
-    static constexpr float kUnit = Fp6Bytes::kUnit;
-    static constexpr bool kScales = true;
-    static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to) {
-        for (int64_t b = k; b < k + n; b += 64, to += 64) {
-            if (b % 128 == 0)
-                prefetch(row.codes + b / 2 + kPackedAhead);
-            if (b % 256 == 0)
-                prefetch(row.crumbs + b / 4 + kPackedAhead / 2);
-            Fp6Bytes::of(Sixes::plain(row.codes + b / 2, row.crumbs + b / 4)).store(to);
-        }
-    }
-};
-
-// The scales of inputs [k, k + n), and what their minima add to what codes begin at.
-template <class F>
-inline void bring_scales(const Matrix& m, const PackedRow& row, int64_t k, int64_t n, float* scales,
-                         float* middles) {
-    const int64_t first = k / m.group, count = ceil_div(n, m.group);
-    const Vec scale = Vec::load(row.scales + first, count);
-    scale.store(scales);
-    if (row.minima)
-        fma(scale, Vec::set(F::kAdded), Vec::load(row.minima + first, count)).store(middles);
-}
-
 // Inputs [k, k + n) of rows of the matrix from o on; where there are less than a tile has, the last one
 // again.
 template <class F>
@@ -79,7 +26,7 @@ inline void fill_tile(const Matrix& m, const PackedRows& all, int64_t o, int64_t
                       int64_t n, ByteTile& tile) {
     for (int64_t c = 0; c < kLaneRows; ++c) {
         const PackedRow row = all.row(o + least(c, columns - 1));
-        F::bring(row, k, n, tile.codes[c]);
+        F::bring(row, k, n, tile.codes[c], 64);
         if constexpr (F::kScales)
             bring_scales<F>(m, row, k, n, tile.scales[c], tile.middles[c]);
     }
@@ -209,44 +156,22 @@ inline void bytes_rows(const Operand& x, const Matrix& m, int64_t g, int64_t row
     }
 }
 
-// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier, for the rows in lanes.
-inline void multiply_bytes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
-                           int64_t os) {
-    const auto rows = [&](auto codes, auto digits, auto minima) {
-        using F = decltype(codes);
-        constexpr int N = decltype(digits)::value;
-        constexpr bool kMinima = decltype(minima)::value;
-        const int64_t wide = x.in_lanes - x.in_narrow;
-        int64_t r = 0, g = 0;
-        for (; N <= 2 && wide - r > kLaneGroup; r += 2 * kLaneGroup, g += 2)
-            bytes_rows<F, 2, 1, least(N, 2), kMinima>(x, m, g, least(2 * kLaneGroup, wide - r), begin, end,
-                                                      out + r * os, os);
-        for (; r < wide; r += kLaneGroup, ++g)
-            bytes_rows<F, 1, 1, N, kMinima>(x, m, g, least(kLaneGroup, wide - r), begin, end, out + r * os,
-                                            os);
-        if (x.in_narrow)
-            bytes_rows<F, 1, 2, N, kMinima>(x, m, g, x.in_narrow, begin, end, out + wide * os, os);
-    };
-    const auto run = [&](auto codes, auto minima) {
-        const int digits = digits_of(m);
-        if (digits == 2)
-            rows(codes, std::integral_constant<int, 2>(), minima);
-        else if (digits == 3)
-            rows(codes, std::integral_constant<int, 3>(), minima);
-        else if constexpr (std::is_same<decltype(codes), BytesOfInt4>::value)
-            rows(codes, std::integral_constant<int, 1>(), minima); // rounded rows
-    };
-    switch (m.format) {
-    case kInt8:
-        return run(BytesOfInt8(), std::false_type());
-    case kInt4:
-        return run(BytesOfInt4(), std::true_type());
-    case kInt4Symmetric:
-        return run(BytesOfInt4(), std::false_type());
-    default:
-        return run(BytesOfSixes(), std::false_type());
-    }
+#ifndef SLIPSTREAM_AMX // which has tiles, see lanes_byte_tiles.h
+// The same of all rows in lanes.
+template <class F, int N, bool kMinima>
+inline void multiply_byte_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
+                                int64_t os) {
+    const int64_t wide = x.in_lanes - x.in_narrow;
+    int64_t r = 0, g = 0;
+    for (; N <= 2 && wide - r > kLaneGroup; r += 2 * kLaneGroup, g += 2)
+        bytes_rows<F, 2, 1, least(N, 2), kMinima>(x, m, g, least(2 * kLaneGroup, wide - r), begin, end,
+                                                  out + r * os, os);
+    for (; r < wide; r += kLaneGroup, ++g)
+        bytes_rows<F, 1, 1, N, kMinima>(x, m, g, least(kLaneGroup, wide - r), begin, end, out + r * os, os);
+    if (x.in_narrow)
+        bytes_rows<F, 1, 2, N, kMinima>(x, m, g, x.in_narrow, begin, end, out + wide * os, os);
 }
+#endif
 
 #endif
 

@@ -74,12 +74,20 @@ inline int operand_terms(const Matrix& m) {
 // one digit.
 struct Fewest {
     int64_t narrow, wide;
-    static Fewest of(const Matrix& m) {
+    static Fewest of([[maybe_unused]] const Matrix& m) {
+#ifdef SLIPSTREAM_AMX
+        // Tiles take all of a group in the time of one. Measured on an Emerald Rapids, two threads, 5632 x
+        // 2048 out of memory, us of 1, 2, 4, 8, 16 and 32 rows: int8 487, 593, 562, 502, 568, 769 (by vectors
+        // 488, 616, 848, 609, 797, 1444); int4 302, 762, 784, 756, 1249, 1737 (292, 515, 791, 720, 1245,
+        // 2349), for each group of 32 inputs has sums of its own to store. So two or three rows of it stay
+        // with those. Where rows are rounded, 568, 998, 770, 1092 and 1839 by vectors, and 890, 1051, 1053,
+        // 1060, 1555.
+        if (m.format == kInt8)
+            return digits_of(m) == 2 ? Fewest{1, 9} : Fewest{kLaneGroup, 1};
+        return {digits_of(m) == 1 ? 5 : 4, 9};
+#else
         if (operand_terms(m) > 1)
             return {4, 11};
-#ifdef SLIPSTREAM_AMX // where products of bfloat16 take up to four times as long, see lanes_tiles.h
-        return {3, 9};
-#else
         return digits_of(m) == 1 ? Fewest{5, 11} : Fewest{kFewestNarrow, 13};
 #endif
     }
@@ -251,9 +259,7 @@ inline void digit_operand(const Matrix& m, Operand& x, char* scratch) {
 #ifdef SLIPSTREAM_BF16_DOT
 // The first rows in lanes of bytes; returns where they end in the scratch.
 inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scratch) {
-    const int digits = digits_of(m), added = m.format == kInt8 ? Int8Bytes::kAdded
-                                             : is_int4(m)      ? 8
-                                                               : Fp6Bytes::kAdded;
+    const int digits = digits_of(m);
     const Fewest fewest = Fewest::of(m);
     const int64_t wide = rows_in_lanes(rows.count, fewest.wide), left = rows.count - wide;
     x.in_narrow = left >= fewest.narrow ? least(left, kLaneGroup / 2) : 0;
@@ -273,9 +279,17 @@ inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scr
         const bool narrow = g == groups;
         const int64_t first = g * kLaneGroup, count = narrow ? x.in_narrow : least(kLaneGroup, wide - first);
         const float* from = rows.full + least(first, wide) * rows.stride;
-        fill_digits({from, nullptr, rows.stride, count}, 1 + narrow, m, lanes, x.lanes_apart, units + first);
-        start_lanes(lanes, x.lanes_apart, 1 + narrow, digits, m, added, starts + g * room.starts,
-                    m.format == kInt4 ? sums + g * room.sums : nullptr);
+        const Rows some = {from, nullptr, rows.stride, count};
+        float* over = m.format == kInt4 ? sums + g * room.sums : nullptr;
+#ifdef SLIPSTREAM_AMX
+        if (narrow && digits == 2) {
+            pair_digits(some, m, lanes, units + first);
+            start_lanes(lanes, x.lanes_apart, 1, 1, m, starts + g * room.starts, over);
+            continue;
+        }
+#endif
+        fill_digits(some, 1 + narrow, m, lanes, x.lanes_apart, units + first);
+        start_lanes(lanes, x.lanes_apart, 1 + narrow, digits, m, starts + g * room.starts, over);
     }
     return reinterpret_cast<char*>(units + all * kLaneGroup);
 }

@@ -28,10 +28,13 @@
 #include "lanes_words.h"
 #include "few_turned.h"
 #include "few.h"
+#include "lane_codes.h"
+#include "lanes_bytes.h"
 #ifdef SLIPSTREAM_AMX
 #include "few_tiles.h"
+#include "lanes_byte_tiles.h"
 #endif
-#include "lanes_bytes.h"
+#include "few_bytes.h"
 #include "bytes.h"
 #include "rows.h"
 #include "grain.h"

@@ -2,11 +2,24 @@
 // SLIPSTREAM_EMULATE_AMX the same operations in plain C++, for machines without them.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18; TDPBF16PS,
-// TDPBSUD.
+// TDPBSUD, TDPBSSD.
 #pragma once
 
 namespace slipstream {
 namespace {
+
+// Tiles 0 to 3 sum. Tiles 6 and 7, the left sides of products, have rows of `bytes` bytes, and tiles 4 and 5,
+// the right sides, a row for each four of them.
+struct alignas(64) TileShape {
+    explicit TileShape(int64_t left) {
+        bytes[6] = bytes[7] = static_cast<uint16_t>(left);
+        rows[4] = rows[5] = static_cast<uint8_t>(left / 4);
+    }
+    uint8_t palette = 1, start_row = 0, unused[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TileShape) == 64, "the processor reads 64 bytes");
 
 #ifdef SLIPSTREAM_EMULATE_AMX
 
@@ -14,9 +27,11 @@ struct SoftTile {
     uint32_t words[16][16];
 };
 thread_local SoftTile soft_tiles[8];
+thread_local TileShape soft_shape{64};
 thread_local bool soft_tiles_on = false;
 
-inline void tiles_on() {
+inline void tiles_on(const TileShape& shape) {
+    soft_shape = shape;
     soft_tiles_on = true;
 }
 inline void tiles_off() {
@@ -35,8 +50,9 @@ inline void tile_zero() {
 }
 template <int T>
 inline void tile_load(const void* from, int64_t bytes) {
-    for (int r = 0; r < 16; ++r)
-        std::memcpy(soft_tile(T).words[r], static_cast<const char*>(from) + r * bytes, 64);
+    tile_zero<T>();
+    for (int r = 0; r < soft_shape.rows[T]; ++r)
+        std::memcpy(soft_tile(T).words[r], static_cast<const char*>(from) + r * bytes, soft_shape.bytes[T]);
 }
 template <int T>
 inline void tile_store(void* to, int64_t bytes) {
@@ -67,31 +83,33 @@ inline void tile_dot_bf16() {
     }
 }
 
-// C[m][n] += the sum over k of the fours A[m][k], signed, and B[k][n], unsigned, in int32.
-template <int C, int A, int B>
-inline void tile_dot_codes() {
+// C[m][n] += the sum over k of the fours A[m][k], signed, and B[k][n], of type `Right`, in int32.
+template <int C, int A, int B, class Right>
+inline void soft_dot_fours() {
     const SoftTile &a = soft_tile(A), &b = soft_tile(B);
     for (int m = 0; m < 16; ++m)
         for (int k = 0; k < 16; ++k)
             for (int n = 0; n < 16; ++n)
                 for (int shift = 0; shift < 32; shift += 8) {
                     const int32_t x = static_cast<int8_t>(a.words[m][k] >> shift);
-                    const int32_t y = static_cast<uint8_t>(b.words[k][n] >> shift);
+                    const int32_t y = static_cast<Right>(b.words[k][n] >> shift);
                     soft_tile(C).words[m][n] += static_cast<uint32_t>(x * y);
                 }
+}
+template <int C, int A, int B>
+inline void tile_dot_codes() { // unsigned ones
+    soft_dot_fours<C, A, B, uint8_t>();
+}
+template <int C, int A, int B>
+inline void tile_dot_digits() { // signed ones
+    soft_dot_fours<C, A, B, int8_t>();
 }
 
 #else
 
 // The numbers of tiles are part of the instructions, so the compiler's intrinsics take no constants of
 // templates.
-inline void tiles_on() {
-    struct alignas(64) {
-        uint8_t palette = 1, start_row = 0, unused[14] = {};
-        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shape;
-    static_assert(sizeof(shape) == 64, "the processor reads 64 bytes");
+inline void tiles_on(const TileShape& shape) {
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
 }
 inline void tiles_off() {
@@ -118,12 +136,16 @@ template <int C, int A, int B>
 inline void tile_dot_codes() {
     __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
+template <int C, int A, int B>
+inline void tile_dot_digits() {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
 
 #endif
 
 // Tiles are there while one of these is: a thread that parks keeps none, which spares the system saving them.
 struct TileSession {
-    TileSession() { tiles_on(); }
+    explicit TileSession(int64_t left = 64) { tiles_on(TileShape(left)); }
     ~TileSession() { tiles_off(); }
     TileSession(const TileSession&) = delete;
     TileSession& operator=(const TileSession&) = delete;

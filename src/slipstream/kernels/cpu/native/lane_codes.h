@@ -1,0 +1,81 @@
+// Codes that are whole numbers as the bytes which rows in lanes meet (digits.h), and their scales.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+#ifdef SLIPSTREAM_BF16_DOT
+
+// Whether tiles take the codes: of sixteen rows some inputs at a time, for which what lies ahead in a row
+// would come too late, and with a sign, so that int4 with minima need not begin at -8.
+constexpr bool kByTiles =
+#ifdef SLIPSTREAM_AMX
+    true;
+#else
+    false;
+#endif
+
+// Those of int8, inputs [k, k + n) of a row, each 64 of them `apart` bytes from those before; `k` is a
+// multiple of kBytesDeep. For tiles as they are, else they begin at -128.
+struct BytesOfInt8 {
+    static constexpr float kUnit = Int8Bytes::kUnit;
+    static constexpr bool kScales = false;
+    static constexpr int64_t kCodesOfByte = 1;
+    static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to, int64_t apart) {
+        for (int64_t b = 0; b < n; b += 64, to += apart) {
+            const uint8_t* from = row.codes + k + b;
+            const Codes some = n - b < 64 ? Codes::load(from, n - b) : Codes::load(from);
+            (kByTiles ? some : less_least(some)).store(to);
+        }
+    }
+};
+
+// The same of int4, from -8 on.
+struct BytesOfInt4 {
+    static constexpr int kAdded = 8;
+    static constexpr float kUnit = 1;
+    static constexpr bool kScales = true;
+    static constexpr int64_t kCodesOfByte = 2;
+    static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to, int64_t apart) {
+        const uint8_t* from = row.codes + k / 2;
+        for (int64_t left = ceil_div(n, 32) * 16; left > 0; left -= 64, from += 64, to += 2 * apart) {
+            if (!kByTiles)
+                prefetch(from + kPackedAhead);
+            const Nibbles both(left < 64 ? Codes::load(from, left) : Codes::load(from));
+            both.store(to, apart);
+        }
+    }
+};
+
+// The same of fp6 in eighths, from -64 of them on.
+struct BytesOfSixes {
+    static constexpr int kAdded = Fp6Bytes::kAdded;
+    static constexpr float kUnit = Fp6Bytes::kUnit;
+    static constexpr bool kScales = true;
+    static constexpr int64_t kCodesOfByte = 2;
+    static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to, int64_t apart) {
+        for (int64_t b = k; b < k + n; b += 64, to += apart) {
+            if (!kByTiles && b % 128 == 0)
+                prefetch(row.codes + b / 2 + kPackedAhead);
+            if (!kByTiles && b % 256 == 0)
+                prefetch(row.crumbs + b / 4 + kPackedAhead / 2);
+            Fp6Bytes::of(Sixes::plain(row.codes + b / 2, row.crumbs + b / 4)).store(to);
+        }
+    }
+};
+
+// The scales of inputs [k, k + n), and what stands for the code 0 in sums over codes; see added_in_lanes.
+template <class F>
+inline void bring_scales(const Matrix& m, const PackedRow& row, int64_t k, int64_t n, float* scales,
+                         float* middles) {
+    const int64_t first = k / m.group, count = ceil_div(n, m.group);
+    const Vec scale = Vec::load(row.scales + first, count);
+    scale.store(scales);
+    if (row.minima)
+        fma(scale, Vec::set(kByTiles ? 0 : F::kAdded), Vec::load(row.minima + first, count)).store(middles);
+}
+
+#endif
+
+} // namespace
+} // namespace slipstream
