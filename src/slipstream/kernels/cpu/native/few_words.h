@@ -46,9 +46,7 @@ template <class F, int B, int N, int T, int R>
         for (int r = 0; r < R; ++r)
             for (int64_t j = 0; j < here; j += Vec::kWidth) {
                 const auto numbers = [&](const Half* p) {
-                    prefetch(reinterpret_cast<const char*>(p + g + j) + ahead / 8);
-                    return beyond || j + Vec::kWidth <= here ? Vec::load(p + g + j)
-                                                             : Vec::load(p + g + j, here - j);
+                    return some_numbers(p + g + j, here - j, beyond, ahead);
                 };
                 const Vec scale = numbers(rows[r].scales);
                 scale.store(scales[r] + j);

@@ -2,10 +2,10 @@
 // tile as they lie, and so are 32 inputs of sixteen rows of the matrix. Nothing is copied but what ends a
 // row.
 //
-// An instruction of a vector takes 32 products, and where there is AMX two to four cycles: two by the model
-// that LLVM has of Sapphire Rapids, four by a Xeon that read weights at 25 GB/s for one row and at 10 for
-// eight. Memory would wait for those from four rows on. A product of tiles takes 8192 in sixteen cycles, or
-// in 52 if it waits for the one before.
+// An instruction of a vector takes 32 products, and where there is AMX two cycles: an Emerald Rapids does
+// 0.09 TFLOP/s so, by one thread at 2.9 GHz. A product of tiles takes 8192 in sixteen cycles, or in 52 if it
+// waits for the one before: two threads read 5632 x 2048 out of memory in 932 us for one row, in 1004 for
+// eight and in 1077 for 32, by vectors in 1714 and 4950.
 #pragma once
 
 namespace slipstream {

@@ -228,5 +228,12 @@ struct WordLanes {
 
 #endif
 
+// As many of a row's scales or minima as a vector has, of which `left` are its own; `beyond`: others lie
+// behind them, else zeros take their place. Those `ahead` bytes of codes further are asked for.
+[[gnu::always_inline]] inline Vec some_numbers(const Half* p, int64_t left, bool beyond, int64_t ahead) {
+    prefetch(reinterpret_cast<const char*>(p) + ahead / 8);
+    return beyond || left >= Vec::kWidth ? Vec::load(p) : Vec::load(p, left);
+}
+
 } // namespace
 } // namespace slipstream
