@@ -21,11 +21,11 @@ class OpenVino:
 
     def prepare(self, folder: str, precision: str) -> None:
         """See `Peer`."""
-        from optimum.intel import OVModelForCausalLM, OVModelForFeatureExtraction, OVWeightQuantizationConfig
-
         destination = self._folder(folder, precision)
         if destination.exists():
             return
+        from optimum.intel import OVModelForCausalLM, OVModelForFeatureExtraction, OVWeightQuantizationConfig
+
         config = json.loads((Path(folder) / "hf" / "config.json").read_text())
         kind = OVModelForFeatureExtraction if config["model_type"] == "bert" else OVModelForCausalLM
         options: dict[str, Any] = {"load_in_8bit": False}
