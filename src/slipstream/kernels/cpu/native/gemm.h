@@ -142,8 +142,9 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
             typename U::Item* to = square + t * line;
             if (grids) {
                 round_row(from, n, grids[t], to);
-                std::memset(static_cast<void*>(to + n), U::kPadding,
-                            static_cast<size_t>(line - n) * sizeof(typename U::Item));
+                if (n < line) // even nothing takes long to fill
+                    std::memset(static_cast<void*>(to + n), U::kPadding,
+                                static_cast<size_t>(line - n) * sizeof(typename U::Item));
                 continue;
             }
             if constexpr (!U::kRounds) {

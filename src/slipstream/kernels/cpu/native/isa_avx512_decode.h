@@ -5,11 +5,18 @@
 namespace slipstream {
 namespace {
 
-inline void store_lanes(const Bf16Lanes* v, int64_t n, Bf16* to) {
-    for (; n >= 32; n -= 32, to += 32)
-        (v++)->store(to);
-    if (n > 0)
-        _mm512_mask_storeu_epi16(to, static_cast<__mmask32>((uint64_t{1} << n) - 1), v->v);
+// The first n numbers. No loop: the compiler would make one instruction of it that copies memory, which takes
+// 40 cycles to begin (512 tokens beside 1536 x 576 of int8 took 1.2 times as long as beside bfloat16).
+template <int L>
+[[gnu::always_inline]] inline void store_lanes(const Bf16Lanes (&v)[L], int64_t n, Bf16* to) {
+#pragma GCC unroll 2
+    for (int l = 0; l < L; ++l) {
+        const int64_t left = n - 32 * l;
+        if (left >= 32)
+            v[l].store(to + 32 * l);
+        else if (left > 0)
+            _mm512_mask_storeu_epi16(to + 32 * l, static_cast<__mmask32>((uint64_t{1} << left) - 1), v[l].v);
+    }
 }
 
 inline Bf16Lanes rounded_lanes(__m512 low, __m512 high) {
@@ -77,8 +84,8 @@ inline void decode_nibbles(const Matrix& m, int64_t o, int64_t rows, int64_t k, 
                 const auto weights = [&](__m128i code) {
                     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(code)), times, least_one);
                 };
-                const Bf16Lanes lanes = rounded_lanes(weights(low), weights(high));
-                store_lanes(&lanes, least(32, count - j), out + i * stride + b + j);
+                const Bf16Lanes lanes[1] = {rounded_lanes(weights(low), weights(high))};
+                store_lanes(lanes, least(32, count - j), out + i * stride + b + j);
             }
         }
     }
