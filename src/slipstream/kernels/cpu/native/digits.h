@@ -118,12 +118,19 @@ inline int64_t lane_span(const Matrix& m) {
     return m.format == kInt8 ? kBytesDeep : m.group;
 }
 
-// What is added to the codes that rows in lanes meet.
-inline int added_in_lanes(const Matrix& m) {
+// Whether the codes that rows in lanes meet are tiles', which have products of signed numbers.
+constexpr bool kByTiles =
 #ifdef SLIPSTREAM_AMX
-    if (m.format == kInt8 || m.format == kInt4)
-        return 0; // tiles have products of signed numbers; minima are those of code 0
+    true;
+#else
+    false;
 #endif
+
+// What is added to those codes. Beside tiles int8 needs nothing, nor does int4 with minima, which are of code
+// 0.
+inline int added_in_lanes(const Matrix& m) {
+    if (kByTiles && (m.format == kInt8 || m.format == kInt4))
+        return 0;
     return m.format == kInt8 ? Int8Bytes::kAdded : is_int4(m) ? 8 : Fp6Bytes::kAdded;
 }
 
@@ -155,54 +162,31 @@ inline void turn_bytes(const uint8_t* square, int lanes, uint8_t* to) {
 }
 
 // A group of rows with so many lanes each; the digits of each place are `apart` from those of the next.
-inline void fill_digits(const Rows& x, int lanes, const Matrix& m, uint8_t* digits, int64_t apart,
+// `pairs`: of two digits each has a lane of its own, and they lie in one place. The units are of lanes.
+inline void fill_digits(const Rows& x, int lanes, bool pairs, const Matrix& m, uint8_t* digits, int64_t apart,
                         float* units) {
     alignas(64) uint8_t squares[3][kLaneGroup * 64];
     std::memset(squares, 0, sizeof(squares));
-    const int count = digits_of(m);
+    const int count = digits_of(m), filled = pairs ? 1 : count, turned = pairs ? 1 : lanes;
+    const int64_t next_row = pairs ? 128 : 64, next_digit = pairs ? 64 : sizeof(squares[0]);
     float times[kLaneGroup];
     for (int64_t r = 0; r < kLaneGroup / lanes; ++r) {
         const Places places = Places::of(x.full + least(r, x.count - 1) * x.stride, m);
         times[r] = places.times;
         for (int64_t i = 0; i < lanes; ++i)
-            units[r * lanes + i] = places.unit;
+            units[r * lanes + i] = pairs && i == 0 ? 256 * places.unit : places.unit;
     }
-    for (int64_t i = 0; i < m.inputs; i += 64, digits += 64 * (kLaneGroup / lanes)) {
+    for (int64_t i = 0; i < m.inputs; i += 64, digits += 64 * (kLaneGroup / turned)) {
         for (int64_t r = 0; r < x.count; ++r)
             for (int64_t j = 0; j < 64; j += Vec::kWidth) {
                 const int64_t left = most(0, least(m.inputs - i - j, Vec::kWidth));
                 const Vec part = Vec::load(x.full + r * x.stride + i + j, left);
-                store_digits(part * Vec::set(times[r]), count, squares[0] + r * 64 + j, sizeof(squares[0]));
+                store_digits(part * Vec::set(times[r]), count, squares[0] + r * next_row + j, next_digit);
             }
-        for (int d = 0; d < count; ++d)
-            turn_bytes(squares[d], lanes, digits + d * apart);
+        for (int d = 0; d < filled; ++d)
+            turn_bytes(squares[d], turned, digits + d * apart);
     }
 }
-
-#ifdef SLIPSTREAM_AMX
-// No more than eight rows of two digits, each of which has a lane of its own: a product of tiles takes all of
-// them. The units are of lanes.
-inline void pair_digits(const Rows& x, const Matrix& m, uint8_t* digits, float* units) {
-    alignas(64) uint8_t square[kLaneGroup * 64];
-    std::memset(square, 0, sizeof(square));
-    float times[kLaneGroup / 2];
-    for (int64_t r = 0; r < kLaneGroup / 2; ++r) {
-        const Places places = Places::of(x.full + least(r, x.count - 1) * x.stride, m);
-        times[r] = places.times;
-        units[2 * r] = 256 * places.unit;
-        units[2 * r + 1] = places.unit;
-    }
-    for (int64_t i = 0; i < m.inputs; i += 64, digits += sizeof(square)) {
-        for (int64_t r = 0; r < x.count; ++r)
-            for (int64_t j = 0; j < 64; j += Vec::kWidth) {
-                const int64_t left = most(0, least(m.inputs - i - j, Vec::kWidth));
-                const Vec part = Vec::load(x.full + r * x.stride + i + j, left);
-                store_digits(part * Vec::set(times[r]), 2, square + 2 * r * 64 + j, 64);
-            }
-        turn_bytes(square, 1, digits);
-    }
-}
-#endif
 
 // What sums over them begin with, so that what was added to the codes does not count, and where `sums` is not
 // null their sums.

@@ -26,7 +26,7 @@ inline void fill_tile(const Matrix& m, const PackedRows& all, int64_t o, int64_t
                       int64_t n, ByteTile& tile) {
     for (int64_t c = 0; c < kLaneRows; ++c) {
         const PackedRow row = all.row(o + least(c, columns - 1));
-        F::bring(row, k, n, tile.codes[c], 64);
+        F::bring(row, k, n, tile.codes[c], kInRows);
         if constexpr (F::kScales)
             bring_scales<F>(m, row, k, n, tile.scales[c], tile.middles[c]);
     }

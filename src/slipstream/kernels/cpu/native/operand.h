@@ -279,17 +279,11 @@ inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scr
         const bool narrow = g == groups;
         const int64_t first = g * kLaneGroup, count = narrow ? x.in_narrow : least(kLaneGroup, wide - first);
         const float* from = rows.full + least(first, wide) * rows.stride;
-        const Rows some = {from, nullptr, rows.stride, count};
-        float* over = m.format == kInt4 ? sums + g * room.sums : nullptr;
-#ifdef SLIPSTREAM_AMX
-        if (narrow && digits == 2) {
-            pair_digits(some, m, lanes, units + first);
-            start_lanes(lanes, x.lanes_apart, 1, 1, m, starts + g * room.starts, over);
-            continue;
-        }
-#endif
-        fill_digits(some, 1 + narrow, m, lanes, x.lanes_apart, units + first);
-        start_lanes(lanes, x.lanes_apart, 1 + narrow, digits, m, starts + g * room.starts, over);
+        const bool pairs = kByTiles && narrow && digits == 2;
+        fill_digits({from, nullptr, rows.stride, count}, 1 + narrow, pairs, m, lanes, x.lanes_apart,
+                    units + first);
+        start_lanes(lanes, x.lanes_apart, pairs ? 1 : 1 + narrow, pairs ? 1 : digits, m,
+                    starts + g * room.starts, m.format == kInt4 ? sums + g * room.sums : nullptr);
     }
     return reinterpret_cast<char*>(units + all * kLaneGroup);
 }
