@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from slipstream.engine import generate
+from slipstream.engine.batch import Batch
 from slipstream.engine.runner import Session
 from slipstream.kernels.cpu.library import load
 from slipstream.model.cache import PagedCache
@@ -123,6 +124,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "renormalised": {"do_sample": True, "renormalize_logits": True, "top_k": 3},
     "min new tokens": {"min_new_tokens": 8},
     "min length": {"min_length": 15},
+    "min length, rows that end early": {"min_length": 12, "eos_token_id": list(range(5, 60))},
+    "a late end, drawn": {"do_sample": True, "min_new_tokens": 3, "eos_token_id": list(range(5, 60))},
+    "a late end and a penalty": {"min_new_tokens": 8, "repetition_penalty": 1.8},
+    "a late end, a penalty, drawn": {"do_sample": True, "min_new_tokens": 8, "repetition_penalty": 1.8},
+    "a late end beside another": {"min_new_tokens": 8, "no_repeat_ngram_size": 2},
+    "all but one suppressed": {"suppress_tokens": [n for n in range(100) if n != 17]},
+    "a late end, and forced": {"min_new_tokens": 20, "forced_eos_token_id": 2},
+    "several forced ends": {"forced_eos_token_id": [2, 7]},
     "max length": {"max_length": 14, "max_new_tokens": None},
     "default length": {"max_new_tokens": None},
     "three each": {"do_sample": True, "num_return_sequences": 3},
@@ -307,6 +316,41 @@ def test_a_penalty_costs_no_call_per_token(
         input_ids=prompt(1), max_new_tokens=24, eos_token_id=None, repetition_penalty=1.5, **options
     )
     assert counts == [1, 1, 22], "the prompt, a step that is timed, and all the others"
+
+
+@pytest.mark.skipif(load() is None, reason="no native library, whose steps can suppress")
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"min_new_tokens": 24}, [1, 1, 22]),
+        ({"min_new_tokens": 5}, [1, 1, 3, 19]),
+        ({"suppress_tokens": [3, 4]}, [1, 1, 22]),
+        ({"bad_words_ids": [[3], [4]]}, [1, 1, 22]),
+        ({"begin_suppress_tokens": [3, 4]}, [1, 1, 22]),
+        ({"forced_eos_token_id": 5}, [1, 1, 21, 1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.5}], ids=str)
+def test_suppressed_tokens_cost_no_call_per_token(
+    llama: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    more: dict[str, Any],
+    expected: list[int],
+) -> None:
+    counts = []
+    most = Batch._most
+
+    def counted(self: Batch, steps: int) -> int:
+        counts.append(most(self, steps))
+        return counts[-1]
+
+    monkeypatch.setattr(generate._Pace, "SECONDS", 60.0)  # however slow the machine is
+    monkeypatch.setattr(Batch, "_most", counted)
+    out = llama.engine.generate(input_ids=prompt(1), max_new_tokens=24, eos_token_id=99, **options, **more)
+    assert out.shape[1] == 33, "the end token was said"
+    assert counts == expected, "the prompt, a step that is timed, and all the others"
 
 
 def test_what_a_generation_kept_is_freed_when_it_ends(llama: Pair) -> None:

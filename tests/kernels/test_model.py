@@ -274,6 +274,63 @@ def test_several_penalised_steps_are_the_steps_one_by_one(isa: str, greedy: bool
         assert not torch.equal(got, runs.session.best(step, 9))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("way", ["best", "drawn", "penalised"])
+def test_tokens_that_are_suppressed_are_not_chosen(isa: str, way: str) -> None:
+    runs = sessions("llama", isa=isa)
+    runs.both(PREFILL)
+    session, vocabulary, rows = runs.session, runs.session._vocabulary, [0, 2]
+    first, factor = torch.tensor([9, 8, 7, 6]), 2.0 if way == "penalised" else 1.0
+    ours, theirs = (Penalty(factor, first[:, None], vocabulary) for _ in range(2))
+    step = runs.step([(0, 7, 1), (2, 61, 1)], first)
+
+    def several() -> Tensor:
+        torch.manual_seed(3)
+        if way == "best":
+            got = session.best(step, 6)
+        elif way == "drawn":
+            got = session.drawn(step, NUMBERS, noise_of(rows, vocabulary), 6)
+        else:
+            got = session.penalised(step, ours.of(rows), Warp().numbers(vocabulary, first.device), None, 6)
+        assert got is not None
+        return got
+
+    suppressed = several().unique()  # what it would have chosen
+    ours.seen.copy_(theirs.seen)
+    tokens, expected = first.clone(), []
+    torch.manual_seed(3)
+    for i in range(6):
+        logits = session.logits(runs.step([(0, 7 + i, 1), (2, 61 + i, 1)], tokens))
+        assert logits is not None
+        scores = theirs.of(rows)(logits).index_fill(1, suppressed, -torch.inf)
+        best = draw(scores, noise_of(rows, vocabulary)(), NUMBERS) if way == "drawn" else scores.argmax(-1)
+        tokens[rows] = best
+        theirs.seen[rows, best] = True
+        expected.append(best)
+    session.suppress(suppressed)
+    got = several()
+    assert torch.equal(got, torch.stack(expected, dim=1)) and not torch.isin(got, suppressed).any()
+    all_logits = session.logits(step)
+    assert all_logits is not None and all_logits.isfinite().all(), "logits are what they are"
+    session.suppress(torch.arange(1, vocabulary))
+    assert not several().any(), "the one that is left"
+    session.suppress(None)
+    ours.seen.zero_()
+    assert torch.isin(several(), suppressed).any()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[3, 128], [-1, 3], [5, 4], [4, 4], list(range(128))],
+    ids=["beyond", "below", "falling", "twice", "all"],
+)
+def test_tokens_that_cannot_be_suppressed_are_refused(llama: Sessions, ids: list[int]) -> None:
+    assert llama.session._vocabulary == 128
+    llama.session.suppress(torch.tensor(ids))
+    with pytest.raises(DeviceError):
+        llama.session.best(llama.step([(0, 7, 1)]))
+
+
 def test_what_is_drawn_meanwhile_is_drawn_independently(llama: Sessions) -> None:
     llama.both(PREFILL)
     step, seen = llama.step([(0, 7, 1), (1, 1, 1)]), list[Tensor]()

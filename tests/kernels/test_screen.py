@@ -136,6 +136,28 @@ class Screened:
         return int(best[0, 0]), int(logits[0].argmax())
 
 
+@pytest.mark.parametrize("isa", [*ISAS, EMULATED])
+@pytest.mark.parametrize("is_walk", [True, False], ids=["walk", "near"])
+@torch.no_grad()
+def test_suppressed_tokens_are_not_found(isa: str, is_walk: bool) -> None:
+    if load(isa) is None:
+        pytest.skip(f"this machine has no {isa}")
+    screened = Screened(engine_of(model_of(is_walk=is_walk), torch.float32, "none"), isa)
+    session = screened.runs.session
+    for token in range(16):
+        step = screened.runs.step([(0, 5, 1)], torch.tensor([token]))
+        logits = session.logits(step)
+        assert logits is not None
+        # The best ones, and those around the first of them.
+        suppressed = torch.cat([logits[0].topk(40).indices, torch.arange(32)]).unique()
+        session.suppress(suppressed)
+        best = session.best(step)
+        assert best is not None
+        assert best.item() == logits.index_fill(1, suppressed, -torch.inf).argmax()
+        session.suppress(None)
+    assert len(screened.shares) == 16
+
+
 @pytest.mark.parametrize(("dtype", "head"), [
     (torch.float32, "none"), (torch.bfloat16, "none"), (torch.float16, "none"),
     (torch.float32, "int8"), (torch.bfloat16, "int8"), (torch.bfloat16, "bf13"), (torch.bfloat16, "fp8"),

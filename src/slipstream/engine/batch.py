@@ -19,6 +19,7 @@ from slipstream.ops.kv_cache import CachePart, read_cache
 from slipstream.ops.noise import Noise
 from slipstream.ops.penalty import Penalty
 from slipstream.ops.step import Step
+from slipstream.ops.suppression import Rule, Suppression
 
 __all__ = ["Batch"]
 
@@ -55,6 +56,7 @@ class Batch:
         self._session = runner.begin(self._cache, self._tokens.shape[1])
         self._decode: _Decode | None = None
         self._penalty: Penalty | None = None
+        self._suppression: Suppression | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -82,7 +84,7 @@ class Batch:
         Returns:
             `(B, steps that were run)` int64, at least one of each row; zeros for rows that are finished.
         """
-        most = min(steps, self._tokens.shape[1] - self._length)
+        most = self._most(steps)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
             return self._session.best(step, most if decodes else 1, ends, self._teller(tell, rows))
@@ -104,7 +106,7 @@ class Batch:
             tell: As of `best`.
         """
         device, vocabulary = self._tokens.device, self._runner.vocabulary
-        most = min(steps, self._tokens.shape[1] - self._length)
+        most = self._most(steps)
         numbers, noise = warp.numbers(vocabulary, device), Noise(self._tokens.shape[0], vocabulary, device)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
@@ -140,7 +142,7 @@ class Batch:
             tell: As of `best`.
         """
         device, vocabulary = self._tokens.device, self._runner.vocabulary
-        most = min(steps, self._tokens.shape[1] - self._length)
+        most = self._most(steps)
         numbers = (warp or Warp()).numbers(vocabulary, device)
         noise = None if warp is None else Noise(self._tokens.shape[0], vocabulary, device)
 
@@ -162,6 +164,32 @@ class Batch:
         numbers = warp.numbers(scores.shape[1], scores.device)
         drawn: Tensor = self._runner.frame.ops.draw.run(scores, None, numbers)
         return drawn[:, None]
+
+    def suppress(self, processors: Sequence[Any], others: list[Any], rules: Sequence[Rule]) -> Sequence[Any]:
+        """Take rules about tokens that `best`, `drawn` and `penalised` may not choose, from now on.
+
+        Args:
+            processors: Transformers' own, of which some say these rules.
+            others: The others of them.
+            rules: In order.
+
+        Returns:
+            The processors that are left to be called: all of them where the rules leave nothing to be chosen.
+        """
+        suppression = Suppression(rules, self._runner.vocabulary, self._tokens.device) if rules else None
+        if suppression is not None and suppression.is_total:
+            return processors
+        self._suppression = suppression
+        return others
+
+    def _most(self, steps: int) -> int:
+        """How many steps may be run at once; tells the session which tokens they may not choose."""
+        most = min(steps, self._tokens.shape[1] - self._length)
+        if self._suppression is None:
+            return most
+        tokens, end = self._suppression.at(self._length)
+        self._session.suppress(tokens)
+        return min(most, end - self._length)
 
     def _teller(self, tell: Tell | None, rows: Sequence[int]) -> Tell | None:
         """What takes the tokens of some rows where `tell` takes those of all."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.engine.batch import Batch
 from slipstream.engine.listen import listen, listens
 from slipstream.engine.runner import Runner
-from slipstream.engine.warp import parted, penalty_of
+from slipstream.engine.warp import parted, penalty_of, suppressions_of
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_tokens, any_of
 
@@ -157,17 +157,18 @@ class Loop:
         """What runs some steps and chooses their tokens, nobody seeing logits; None where that is apart."""
         tell = None if stream is None else stream.put
         first, warp = parted(processors) if config.do_sample else (processors, None)
-        if warp is None and not len(first):
+        others = batch.suppress(first, *suppressions_of(first))
+        if warp is None and not others:
             return lambda steps: batch.best(steps, ends, tell)
         # Ranks compare tokens, and each draws from a generator of its own.
         if self.ranks.size > 1 or not batch.draws:
             return None
-        if (factor := penalty_of(first)) is not None:
+        if (factor := penalty_of(others)) is not None:
             penalty = batch.penalise(factor)
             return lambda steps: batch.penalised(penalty, warp, steps, ends, tell)
         if warp is None:
             return None
-        if len(first):
+        if others:
             return lambda _: batch.processed(type(processors)(first), warp)
         return lambda steps: batch.drawn(warp, steps, ends, tell)
 

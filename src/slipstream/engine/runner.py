@@ -78,6 +78,13 @@ class Penalises(Protocol):
     ) -> Tensor | None: ...
 
 
+@runtime_checkable
+class Suppresses(Protocol):
+    """What can run whole steps that do not choose some of the tokens."""
+
+    def suppress(self, tokens: Tensor | None) -> None: ...  # noqa: D102
+
+
 class Whole(Protocol):
     """What can run whole steps; None where it cannot run those of this generation."""
 
@@ -183,12 +190,23 @@ class Session:
     def __init__(self, runner: Runner, cache: PagedCache, whole: WholeSession | None) -> None:
         """Begun by `Runner.begin`."""
         self._runner, self._cache, self._whole = runner, cache, whole
+        self._suppressed: Tensor | None = None
 
     def logits(self, step: Step) -> Tensor:
         """Run one step; new logits `(R, V)` float32."""
         whole = self._native()
         logits = None if whole is None else whole.logits(step)
         return self._runner(step, self._cache).float() if logits is None else logits
+
+    def suppress(self, tokens: Tensor | None) -> None:
+        """Let no token be chosen that is one of these, from now on; the logits are what they are.
+
+        Args:
+            tokens: Rising ids `(K,)` int64 on the model's device, fewer than all; None for none.
+        """
+        self._suppressed = tokens
+        if isinstance(self._whole, Suppresses):
+            self._whole.suppress(tokens)
 
     def best(self, step: Step, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
         """Run one step, and as many of those that follow it as can be run in the same go.
@@ -203,10 +221,10 @@ class Session:
         Returns:
             The best tokens of each row, `(R, steps that were run)` int64: at least one.
         """
-        whole = self._native()
+        whole = self._chooses()
         tokens = None if whole is None else whole.best(step, steps, ends, tell)
         if tokens is None:
-            tokens = self._runner.frame.ops.sample.run(self.logits(step), greedy=True)[:, None]
+            tokens = self._runner.frame.ops.sample.run(self._scores(step), greedy=True)[:, None]
         return tokens
 
     @property
@@ -236,10 +254,10 @@ class Session:
         Raises:
             RequestError: The logits of a row are NaN or infinite.
         """
-        whole = self._native()
+        whole = self._chooses()
         tokens = whole.drawn(step, numbers, noise, steps, ends, tell) if isinstance(whole, Draws) else None
         if tokens is None:
-            drawn: Tensor = self._runner.frame.ops.draw.run(self.logits(step), noise(), numbers)
+            drawn: Tensor = self._runner.frame.ops.draw.run(self._scores(step), noise(), numbers)
             tokens = drawn[:, None]
         return tokens
 
@@ -267,11 +285,11 @@ class Session:
         Raises:
             RequestError: As `drawn`.
         """
-        whole, ops, tokens = self._native(), self._runner.frame.ops, None
+        whole, ops, tokens = self._chooses(), self._runner.frame.ops, None
         if isinstance(whole, Penalises):
             tokens = whole.penalised(step, penalty, numbers, noise, steps, ends, tell)
         if tokens is None:
-            scores = penalty(self.logits(step))
+            scores = penalty(self._scores(step))
             chosen: Tensor = (
                 ops.sample.run(scores, greedy=True)
                 if noise is None
@@ -279,6 +297,15 @@ class Session:
             )
             tokens = chosen[:, None]
         return tokens
+
+    def _scores(self, step: Step) -> Tensor:
+        """Logits, those of tokens that may not be chosen lowered as far as can be."""
+        logits = self.logits(step)
+        return logits if self._suppressed is None else logits.index_fill_(1, self._suppressed, -torch.inf)
+
+    def _chooses(self) -> WholeSession | None:
+        """What runs whole steps and chooses their tokens."""
+        return self._native() if self._suppressed is None or isinstance(self._whole, Suppresses) else None
 
     def _native(self) -> WholeSession | None:
         return self._whole if self._runner.timer is no_timer else None

@@ -1,6 +1,6 @@
-"""Reads transformers' processors: those that only warp at the end, and a penalty for repetitions before them.
+"""Reads transformers' processors: those that only warp at the end, a penalty, tokens that are suppressed.
 
-Both are one operation with the draw.
+All of these are one operation with the choice of a token.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.ops.draw import Warp
+from slipstream.ops.suppression import Rule
 
-__all__ = ["parted", "penalty_of", "warp_of"]
+__all__ = ["parted", "penalty_of", "suppressions_of", "warp_of"]
 
 
 def parted(processors: Sequence[Any]) -> tuple[Sequence[Any], Warp]:
@@ -69,3 +70,54 @@ def penalty_of(processors: Sequence[Any]) -> float | None:
     own = vars(processors[0])
     # One from before there was such a choice does not have it.
     return None if own.get("prompt_ignore_length") is not None else float(own["penalty"])
+
+
+def suppressions_of(processors: Sequence[Any]) -> tuple[list[Any], list[Rule]]:
+    """Part a list of processors into those that only say which tokens may not be chosen, and the others.
+
+    Args:
+        processors: Of a generation, without those at its end that only warp.
+
+    Returns:
+        The others, and what the former say, both in order. A penalty among the others may come before or
+        after: it does not change what is suppressed.
+    """
+    others, rules = list[Any](), list[Rule]()
+    for processor in processors:
+        rule = _rule_of(processor)
+        if rule is None:
+            others.append(processor)
+        else:
+            rules.append(rule)
+    return others, rules
+
+
+def _rule_of(processor: Any) -> Rule | None:
+    """What a processor says, or None where it does anything else."""
+    from transformers.generation import logits_process as known
+
+    own, kind, rule = vars(processor), type(processor), None
+    if kind is known.MinLengthLogitsProcessor:
+        rule = Rule(_ids(own["eos_token_id"]), end=own["min_length"])
+    elif kind is known.MinNewTokensLengthLogitsProcessor:
+        rule = Rule(_ids(own["eos_token_id"]), end=own["prompt_length_to_skip"] + own["min_new_tokens"])
+    elif kind is known.SuppressTokensLogitsProcessor:
+        rule = Rule(_ids(own["suppress_tokens"]))
+    elif kind is known.SuppressTokensAtBeginLogitsProcessor:
+        begin = own["begin_index"]
+        rule = Rule(_ids(own["begin_suppress_tokens"]), begin, begin + 1)
+    elif kind is known.ForcedBOSTokenLogitsProcessor:
+        rule = Rule((int(own["bos_token_id"]),), 1, 2, only=True)
+    elif kind is known.ForcedEOSTokenLogitsProcessor:
+        ids, last = _ids(own["eos_token_id"]), own["max_length"] - 1
+        # Of several the first is said, whatever their scores.
+        rule = Rule(ids, last, last + 1, only=True) if len(ids) == 1 else None
+    elif kind is known.NoBadWordsLogitsProcessor:
+        words = own["sequence_bias"]
+        # Longer ones depend on what was said.
+        rule = Rule(tuple(ids[0] for ids in words)) if all(len(ids) == 1 for ids in words) else None
+    return rule
+
+
+def _ids(tokens: Any) -> tuple[int, ...]:
+    return tuple(tokens.flatten().tolist())

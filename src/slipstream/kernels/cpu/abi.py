@@ -50,7 +50,7 @@ __all__ = [
     "address",
 ]
 
-ABI = 18
+ABI = 19
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -386,7 +386,8 @@ class ModelCall(ctypes.Structure):
         ("screen", POINTER(Screen)),
         ("entered", c_void_p),
         ("num_entered", c_int64),
-        ("looked", c_void_p),
+        *_each(c_void_p, "looked suppressed"),
+        ("num_suppressed", c_int64),
     ]
 
 

@@ -173,6 +173,7 @@ class NativeSession:
         self._step: tuple[Tensor, ...] = ()
         self._served = False
         self._ends: tuple[tuple[int, ...], Any] | None = None
+        self._suppressed: Tensor | None = None
 
     def logits(self, step: Step) -> Tensor | None:
         """Run one step.
@@ -194,6 +195,15 @@ class NativeSession:
         rest_torch()
         self._run()
         return out
+
+    def suppress(self, tokens: Tensor | None) -> None:
+        """Let no token be chosen that is one of these, from now on.
+
+        Args:
+            tokens: Rising ids `(K,)` int64, contiguous, below V; None for none.
+        """
+        self._suppressed, call = tokens, self._call
+        call.suppressed, call.num_suppressed = address(tokens), 0 if tokens is None else len(tokens)
 
     def best(
         self,

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 18;
+constexpr int32_t kAbi = 19;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -371,6 +371,9 @@ struct ModelCall {
                           // of the first sequence, if there is one alone; or null
     int64_t num_entered;  // more than 1 only of a single step, without a project_out
     int64_t* looked;      // `(steps,)`, rows of the head that each step has multiplied; with a screen
+    const int64_t*
+        suppressed; // `(num_suppressed,)`, rising: tokens that are not to be `best`, fewer than all
+    int64_t num_suppressed;
 };
 
 } // namespace slipstream

@@ -1,6 +1,9 @@
 // The best of scores: the first of the highest, or of those that are NaN.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+
 namespace slipstream {
 namespace {
 
@@ -19,6 +22,19 @@ inline bool is_better(Best a, Best b) {
         return a_nan;
     return a.value > b.value || ((a_nan || a.value == b.value) && a.index < b.index);
 }
+
+// Rising tokens that are not to be chosen.
+struct Suppressed {
+    const int64_t* ids;
+    int64_t count;
+
+    // Hides those among scores [begin, end), which begin at x.
+    void hide(float* x, int64_t begin, int64_t end) const {
+        for (const int64_t* id = std::lower_bound(ids, ids + count, begin); id < ids + count && *id < end;
+             ++id)
+            x[*id - begin] = -std::numeric_limits<float>::infinity();
+    }
+};
 
 // Looks through logits [first, first + n) of a row; most pieces hold none that is better.
 inline void look_through(const float* x, int64_t n, int64_t first, Best& best) {

@@ -240,6 +240,7 @@ Status around(const ModelCall& call) {
         return kUnsupported;
     if (status == kOk && call.screen)
         status = screen(call);
+    status = first_of(status, suppressed(call.suppressed, call.num_suppressed, f.head.outputs));
     return first_of(status, steps(call));
 }
 

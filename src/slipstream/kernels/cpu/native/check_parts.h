@@ -232,5 +232,19 @@ Status screen(const ModelCall& call) {
     return exact_matrix(s.sketch, f.head.outputs, f.head.inputs + s.num_directions);
 }
 
+// Tokens that are not to be chosen, fewer than all.
+Status suppressed(const int64_t* ids, int64_t count, int64_t vocabulary) {
+    if (count < 0 || count >= vocabulary)
+        return kShape;
+    if (count && !ids)
+        return kNull;
+    if (!is_aligned(ids, 8))
+        return kAlignment;
+    for (int64_t i = 0; i < count; ++i)
+        if (ids[i] < 0 || ids[i] >= vocabulary || (i && ids[i] <= ids[i - 1]))
+            return kRange;
+    return kOk;
+}
+
 } // namespace
 } // namespace slipstream

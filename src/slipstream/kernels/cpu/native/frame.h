@@ -11,7 +11,8 @@ class Model {
 public:
     Model(const ModelCall& call, char* base, int threads)
         : call_(call), frame_(*call.frame), hidden_(call.stack.blocks[0].hidden), layers_(call.stack),
-          stack_(layers_, base, threads), token_ids_(call.token_ids), positions_(call.positions) {
+          stack_(layers_, base, threads), token_ids_(call.token_ids), positions_(call.positions),
+          suppressed_{call.suppressed, call.best ? call.num_suppressed : 0} {
         const int64_t tokens = call.stack.step.tokens, rows = call.rows;
         Scratch scratch(base ? base + stack_.bytes() : nullptr);
         if (call.steps > 1)
@@ -23,7 +24,7 @@ public:
         projected_.take(scratch, frame_.head, out ? rows : 0, threads);
         best_ = scratch.part<Best>(rows * threads);
         if (call.screen)
-            screening_.emplace(*call.screen, frame_.head, frame_.logit_scale, scratch, threads);
+            screening_.emplace(*call.screen, frame_.head, frame_.logit_scale, suppressed_, scratch, threads);
         if (call.draw)
             draws_.emplace(*call.draw, rows, frame_.head.outputs, scratch, threads);
         logits_ = call.draw ? draws_->scores(0) : call.logits;
@@ -212,6 +213,7 @@ private:
                          multiply(x, m, begin, end, to, stride);
                          for (int64_t r = 0; r < call_.rows; ++r) {
                              finish(to + r * stride, n);
+                             suppressed_.hide(to + r * stride, begin, end);
                              if (looks)
                                  look_through(to + r * stride, n, begin, best[r]);
                          }
@@ -246,6 +248,7 @@ private:
             float* to = own_ + own_floats_ * rank;
             multiply(x, m, begin, end, to, end - begin);
             finish(to, end - begin);
+            suppressed_.hide(to, begin, end);
             look_through(to, end - begin, begin, best);
         });
         if (rank == 0) {
@@ -283,6 +286,7 @@ private:
     StackCall layers_; // as it was given, or of the step that runs now
     Stack stack_;
     const int64_t *token_ids_, *positions_;
+    const Suppressed suppressed_; // none where logits are wanted
     Moving moving_ = {};
     int64_t* ended_ = nullptr;
     bool stops_ = false; // who was told of a step wants no more; known to the first thread

@@ -13,8 +13,10 @@ namespace {
 
 class Screening {
 public:
-    Screening(const Screen& screen, const Matrix& head, float scale, Scratch& scratch, int threads)
-        : screen_(screen), inputs_(head.inputs), outputs_(head.outputs), scale_(scale) {
+    Screening(const Screen& screen, const Matrix& head, float scale, const Suppressed& suppressed,
+              Scratch& scratch, int threads)
+        : screen_(screen), suppressed_(suppressed), inputs_(head.inputs), outputs_(head.outputs),
+          scale_(scale) {
         const int64_t wide = screen.sketch.inputs;
         upper_ = scratch.part<float>(outputs_);
         looked_ = scratch.part<int64_t>(threads);
@@ -121,6 +123,7 @@ private:
     // The most that tokens [begin, end) may score; keeps what seems to be the best of them.
     void bound(const Seen& seen, int64_t begin, int64_t end, Best& top) {
         multiply(seen.row, screen_.sketch, begin, end, upper_ + begin, end - begin);
+        suppressed_.hide(upper_ + begin, begin, end);
         look_through(upper_ + begin, end - begin, begin, top);
         const Vec length = Vec::set(seen.length), slack = Vec::set(seen.slack), scale = Vec::set(scale_);
         for (int64_t j = begin; j < end; j += Vec::kWidth) {
@@ -130,6 +133,7 @@ private:
             // A bias may be far larger than what it is added to, and both sums are rounded.
             ((score + fma(abs(score), Vec::set(0x1p-22f), off)) * scale).store(upper_ + j, n);
         }
+        suppressed_.hide(upper_ + begin, begin, end); // NaN by now
     }
 
     // Whether one of a few tokens may be the best; NaN always may.
@@ -148,6 +152,7 @@ private:
     }
 
     const Screen& screen_;
+    const Suppressed suppressed_;
     const int64_t inputs_, outputs_;
     const float scale_;
     float *upper_, *rows_;
