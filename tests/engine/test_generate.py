@@ -143,6 +143,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "another pad": {"pad_token_id": 4, "eos_token_id": list(range(5, 50))},
     "watermark": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}, "do_sample": True},
     "one new token": {"max_new_tokens": 1},
+    "static cache": {"cache_implementation": "static"},
+    "static cache, drawn": {"cache_implementation": "static", "do_sample": True},
+    "dynamic cache by name": {"cache_implementation": "dynamic"},
 }
 
 
@@ -448,6 +451,13 @@ def test_a_dictionary_of_outputs_is_transformers_own(llama: Pair) -> None:
             alive &= ~torch.isin(
                 expected.sequences[:, 9 + step], torch.tensor(options.get("eos_token_id", [2]))
             )
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_that_is_returned_is_of_the_kind_that_was_asked_for(llama: Pair, kind: str) -> None:
+    given = {"return_dict_in_generate": True, "cache_implementation": kind}
+    expected, got = both(llama, input_ids=prompt(), road="compatible", **given)
+    assert type(got.past_key_values) is type(expected.past_key_values)
 
 
 def test_scores_are_absent_unless_asked_for(llama: Pair) -> None:

@@ -80,8 +80,7 @@ MODES: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
     "no cache": {"use_cache": False},
     "no cache, sampling": {"use_cache": False, "do_sample": True},
-    "static cache": {"cache_implementation": "static"},
-    "dynamic cache by name": {"cache_implementation": "dynamic"},
+    "beams in a static cache": {"num_beams": 3, "cache_implementation": "static"},
     "offloaded cache": {"cache_implementation": "offloaded"},
     "prefill in chunks": {"prefill_chunk_size": 4},
     "beams with a prefix function": {

@@ -52,6 +52,59 @@ def test_answers_and_caches_are_the_originals(kind: str, attention: str) -> None
     assert both(models, (DynamicCache(), DynamicCache())) == [2] * len(CHUNKS)
 
 
+def static(models: Pair, room: int, kind: Any = StaticCache) -> list[Any]:
+    return [kind(config=models.original.config, max_cache_len=room) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "mixtral"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("room", [12, 19])
+def test_static_caches_are_filled_where_they_are(kind: str, attention: str, room: int) -> None:
+    models = pair(kind, attn_implementation=attention, sliding_window=32)
+    assert both(models, static(models, room)) == [2] * len(CHUNKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_static_caches_in_sixteen_bits_hold_what_growing_ones_do(dtype: torch.dtype) -> None:
+    models, ids, held = pair("llama", settings={"dtype": dtype}), prompt(2, 9), []
+    for cache in (DynamicCache(), *static(models, 12)[:1]):
+        for at, size in ((0, 5), (5, 1), (6, 3)):
+            models.engine(ids[:, at : at + size], past_key_values=cache, use_cache=True)
+        held.append([(k[:, :, :9], v[:, :, :9]) for k, v, _ in kept(cache)])
+    assert all(
+        torch.equal(a, b) for one, other in zip(*held, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_a_static_cache_is_used_again(llama: Pair) -> None:
+    caches = static(llama, 14)
+    assert both(llama, caches, (5, 1)) == [3, 3]
+    places = [k.data_ptr() for k, _, _ in kept(caches[1])]
+    for cache in caches:
+        cache.reset()
+    assert both(llama, caches, (7, 1, 6)) == [3, 3, 3]
+    assert places == [k.data_ptr() for k, _, _ in kept(caches[1])]
+    for model, cache in zip((llama.original, llama.engine), caches, strict=True):
+        with pytest.raises(IndexError):
+            model(prompt(2, 1), past_key_values=cache)
+
+
+def test_a_static_cache_whose_memory_was_there_before(llama: Pair) -> None:
+    caches, config = static(llama, 14), llama.original.config
+    for cache in caches:
+        heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        cache.early_initialization(2, heads, dim, torch.float32, torch.device("cpu"))
+    assert both(llama, caches, (1, 5, 1)) == [3, 3, 3]
+
+
+def test_windows_of_a_static_cache_that_have_passed_are_its_own_affair() -> None:
+    models = pair("mistral", sliding_window=6)
+    assert both(models, static(models, 16), (3, 2, 1, 1)) == [2, 2, 2]
+    models = pair("gemma2", num_hidden_layers=4, sliding_window=6)
+    assert both(models, static(models, 16), (3, 2)) == [1, 1] * 2
+    assert both(models, static(models, 6), (3, 2, 1)) == [4, 4, 4]
+
+
 def test_layers_whose_windows_have_passed_run_apart_from_those_that_keep_all() -> None:
     models = pair("gemma2", num_hidden_layers=4)
     assert both(models, (None, None), (3, 2)) == [4, 4]
@@ -128,8 +181,8 @@ def test_caches_that_are_somebody_s_own_are_asked_layer_by_layer(llama: Pair) ->
     counted = (Counted(), Counted())
     assert both(llama, counted) == []
     assert counted[0].updates == counted[1].updates
-    static = [StaticCache(config=llama.original.config, max_cache_len=16) for _ in range(2)]
-    assert both(llama, static) == []
+    own = static(llama, 16, kind=type("Own", (StaticCache,), {}))
+    assert both(llama, own) == []
 
 
 def test_states_that_are_asked_for_are_the_originals(llama: Pair) -> None:
@@ -170,3 +223,17 @@ def test_transformers_own_loops_run_in_one_call_a_step(llama: Pair, mode: dict[s
         got = llama.engine.generate(**given)
     assert torch.equal(expected, got)
     assert ran.calls and set(ran.calls) == {3}
+
+
+def test_padding_in_a_static_cache_is_kept_as_the_layers_keep_it(llama: Pair) -> None:
+    caches, mask = static(llama, 12), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    for size, last in ((6, 6), (1, 7), (2, 9)):
+        given = {"input_ids": prompt(2, 9)[:, last - size : last], "attention_mask": mask[:, :last]}
+        with torch.no_grad():
+            expected = llama.original(**given, past_key_values=caches[0])
+        with blocks_that_run() as ran:
+            got = llama.engine(**given, past_key_values=caches[1])
+        assert ran.calls == []
+        close(expected.logits, got.logits)
+        close(kept(caches[0]), kept(caches[1]))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.batch import Batch
 from slipstream.engine.listen import listen, listens
+from slipstream.engine.request import cache_matters
 from slipstream.engine.runner import Runner
 from slipstream.engine.warp import parted, penalty_of, suppressions_of
 from slipstream.parallel import ALONE, Axis
@@ -126,14 +127,10 @@ class Loop:
         most = self.runner.frame.max_positions
         mask = inputs.get("decoder_attention_mask")
         padded = mask is not None and not bool((mask != 0).all())
-        asked = (
-            "return_dict_in_generate",
-            "output_attentions",
-            "output_hidden_states",
-            "cache_implementation",
-        )
+        asked = ("return_dict_in_generate", "output_attentions", "output_hidden_states")
         return (
             padded
+            or cache_matters(config)
             or any(getattr(config, name, None) for name in asked)
             or config.use_cache is False
             or config.get_generation_mode(None).value not in ("greedy_search", "sample")

@@ -21,6 +21,7 @@ from slipstream.model.intact import is_hooked, listens_everywhere, modules_of
 __all__ = [
     "Request",
     "by_name",
+    "cache_matters",
     "move_stop_strings",
     "read_request",
     "repeats_generate",
@@ -140,6 +141,19 @@ def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, en
     return max(most - start, 0)
 
 
+_ALIKE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
+
+
+def cache_matters(config: Any) -> bool:
+    """Whether a generation config asks for a cache whose answers or place differ, or that is returned.
+
+    Args:
+        config: Complete.
+    """
+    kind = config.cache_implementation
+    return kind not in _ALIKE or (kind is not None and bool(config.return_dict_in_generate))
+
+
 def unread_cache(model: nn.Module, request: Request) -> dict[str, Any]:
     """An argument for which transformers makes no cache: of 32 layers that takes 0.3 ms, and nobody reads it.
 
@@ -152,6 +166,7 @@ def unread_cache(model: nn.Module, request: Request) -> dict[str, Any]:
     kind: Any = type(model)
     if (
         request.encoded
+        or request.config.cache_implementation is not None  # refused beside a cache
         or kind.generate is not GenerationMixin.generate
         or "mamba" in kind.__name__.lower()  # there it has another name
         or kind._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
@@ -216,12 +231,13 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     for name in (
         "output_attentions",
         "output_hidden_states",
-        "cache_implementation",
         "prefill_chunk_size",
         "token_healing",
     ):
         if getattr(config, name, None):
             return f"{name} is set"
+    if cache_matters(config):
+        return "cache_implementation is set"
     if request.encoded and config.return_dict_in_generate:
         return "return_dict_in_generate is set"
     if config.use_cache is False or inputs.get("use_cache") is False:

@@ -47,6 +47,7 @@ class Encoder(Protocol):
         packed: Packed,
         tables: dict[Rope, RopeTable],
         older: Sequence[Older],
+        past: int | None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None: ...
     def text(self, frame: TextFrame) -> TextRun | None: ...  # noqa: D102
 
@@ -118,10 +119,10 @@ class Chain:
             if mask is not None:
                 self.watch(mask)
             batch, length = self.x.shape[:2]
-            if self.kept is not None and self.kept.past:
-                found: Tensor | None | bool = (
-                    None if sees_all(mask, spec, length, length + self.kept.past) else False
-                )
+            kept = self.kept
+            if kept is not None and (kept.past or kept.room is not None):
+                sees = sees_all(mask, spec, length, length + kept.past, kept.room)
+                found: Tensor | None | bool = None if sees else False
             else:
                 found = real_tokens(mask, spec, batch, length, drops=self.drops)
             self.masks[key] = mask, found
@@ -178,7 +179,8 @@ class Chain:
     ) -> Tensor | None:
         if self.kept is None:
             return self.encoder.encode(blocks, x, packed, tables)
-        found = self.encoder.extend(blocks, x, packed, tables, self.kept.older[: len(blocks)])
+        past = self.kept.past if self.kept.in_place else None
+        found = self.encoder.extend(blocks, x, packed, tables, self.kept.older[: len(blocks)], past)
         if found is None:
             return None
         self.kept.commit(found[1])

@@ -76,7 +76,7 @@ def real_tokens(
     return real.expand(batch, length) if fits else False
 
 
-def sees_all(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int) -> bool:
+def sees_all(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, room: int | None = None) -> bool:
     """Whether the last tokens of a sequence see all before them, and no other, as far as a window goes.
 
     Args:
@@ -84,18 +84,21 @@ def sees_all(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int) -> b
         spec: Says what the layer sees beside.
         queries: S, new tokens.
         keys: L, with those in the cache.
+        room: Of a static cache, which is not seen behind the keys; None for a cache that grows.
     """
+    room = keys if room is None else room
     if mask is None:
-        return True
+        # A single token is not told apart from what stands behind it.
+        return queries > 1 or keys == room
     visible = _visible(mask, hidden=spec.mask == "hidden")
-    if visible is None or mask.shape[1] != 1 or mask.shape[2] not in (1, queries) or mask.shape[3] != keys:
+    if visible is None or mask.shape[1] != 1 or mask.shape[2] not in (1, queries) or mask.shape[3] != room:
         return False
     if spec.mask == "padding":
-        return bool(visible.all())
-    expected = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril(keys - queries)
+        return room == keys and bool(visible.all())
+    expected = torch.ones(queries, room, dtype=torch.bool, device="cpu").tril(keys - queries)
     if spec.window is not None:
         expected = expected.triu(keys - queries - spec.window + 1)
-    return torch.equal(visible, expected.expand(*mask.shape[:2], queries, keys))
+    return torch.equal(visible, expected.expand(*mask.shape[:2], queries, room))
 
 
 def _visible(mask: Tensor, *, hidden: bool) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
 from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
+from slipstream.kernels.cpu.extended import extended
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, readable, serves, step_of
 from slipstream.kernels.cpu.text import NativeText, refuse_text
@@ -231,7 +232,13 @@ class NativeStack:
         return self._run_packed(prepared, call, blocks, x, packed, tables)
 
     def extend(
-        self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: Tables, older: Sequence[Older]
+        self,
+        blocks: Sequence[Any],
+        x: Tensor,
+        packed: Packed,
+        tables: Tables,
+        older: Sequence[Older],
+        past: int | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
         """Run some layers on equally long sequences, each of which goes on from what was kept of it.
 
@@ -241,10 +248,13 @@ class NativeStack:
             packed: Where the sequences begin; `positions` as in `encode`.
             tables: As in `encode`.
             older: Keys and values of each layer `(B, K, L, D)`, in the dtype of `x`; L is the same in all.
+            past: Of these L so many are kept tokens, and behind them is room for the new ones, which are
+                written there; None: all are, and none is written to.
 
         Returns:
             `(B * S, C)`, what leaves the last of them, and keys and values of each layer with the new ones
-            `(B, K, L + S, D)`, contiguous; None where other implementations have to, or are faster.
+            `(B, K, L + S, D)`, contiguous, or `older`; None where other implementations have to, or are
+            faster.
 
         Raises:
             DeviceError: `packed` points outside of `x` or of the tables.
@@ -253,35 +263,25 @@ class NativeStack:
         if prepared is None:
             return None
         batch = packed.kv_lens.shape[0]
-        past = 0 if older[0][0] is None else older[0][0].shape[2]
-        length = x.shape[0] // batch
-        room = past + length
-        held = [tuple(None if t is None else t.contiguous() for t in pair) for pair in older]
-        made: list[tuple[Tensor, Tensor]] = []
-        for block in blocks:
-            shape = (batch, block.spec.kv_heads, room, block.spec.head_dim)
-            made.append((x.new_empty(shape), x.new_empty(shape)))
-        caches = (
-            abi.Cache(k.data_ptr(), v.data_ptr(), None, None, address(old[0]), address(old[1]))
-            for (k, v), old in zip(made, held, strict=True)
-        )
-        lens = torch.full((batch,), room, dtype=torch.int32, device="cpu")
+        kept = extended(blocks, x, batch, older, past)
+        end = kept.past + x.shape[0] // batch
+        lens = torch.full((batch,), end, dtype=torch.int32, device="cpu")
         pages = torch.arange(batch, dtype=torch.int32, device="cpu")
-        slots = torch.arange(past, room, device="cpu")
+        slots = torch.arange(kept.past, end, device="cpu")
         if batch > 1:
-            slots = (slots + room * torch.arange(batch, device="cpu")[:, None]).flatten()
-        call = StackCall(caches=(abi.Cache * len(made))(*caches), cache_dtype=DTYPES[x.dtype])
+            slots = (slots + kept.room * torch.arange(batch, device="cpu")[:, None]).flatten()
+        call = StackCall(caches=kept.caches, cache_dtype=DTYPES[x.dtype])
         call.step = abi.Step(
             table_width=1,
             cache_blocks=batch,
-            block_size=room,
+            block_size=kept.room,
             kv_lens=lens.data_ptr(),
             block_table=pages.data_ptr(),
             slots=slots.data_ptr(),
-            past=past,
+            past=kept.copied,
             heads_first=1,
         )
-        return self._run_packed(prepared, call, blocks, x, packed, tables), made
+        return self._run_packed(prepared, call, blocks, x, packed, tables), kept.pairs
 
     def _is_of(self, prepared: Prepared) -> bool:
         return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))

@@ -371,8 +371,7 @@ struct ModelCall {
                           // of the first sequence, if there is one alone; or null
     int64_t num_entered;  // more than 1 only of a single step, without a project_out
     int64_t* looked;      // `(steps,)`, rows of the head that each step has multiplied; with a screen
-    const int64_t*
-        suppressed; // `(num_suppressed,)`, rising: tokens that are not to be `best`, fewer than all
+    const int64_t* suppressed; // `(num_suppressed,)`, rising: tokens not to be `best`, fewer than all
     int64_t num_suppressed;
 };
 
