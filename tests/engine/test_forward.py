@@ -296,6 +296,18 @@ def test_a_mask_may_be_as_long_as_a_static_cache(llama: Pair, filled: int) -> No
     close(outputs[0].detach(), outputs[1], mask=mask[:, filled:7])
 
 
+def test_a_mask_may_be_as_long_as_a_static_cache_of_windows() -> None:
+    models = pair("mistral", sliding_window=6)
+    caches = [transformers.StaticCache(config=models.original.config, max_cache_len=14) for _ in range(2)]
+    for at, size in ((0, 3), (3, 1), (4, 1), (5, 4), (9, 1)):
+        given = {"input_ids": prompt(2, 12)[:, at : at + size], "attention_mask": torch.ones(2, 14).long()}
+        expected, got = (
+            model(**given, past_key_values=cache).logits.detach()
+            for model, cache in zip((models.original, models.engine), caches, strict=True)
+        )
+        close(expected, got)
+
+
 def test_windows_over_a_static_cache_are_the_originals() -> None:
     """GPT-Neo counts its windows from the end of the cache, though most of that may be empty."""
     original = make("gpt_neo")
