@@ -1,9 +1,6 @@
 // The best of scores: the first of the highest, or of those that are NaN.
 #pragma once
 
-#include <algorithm>
-#include <limits>
-
 namespace slipstream {
 namespace {
 
@@ -30,9 +27,22 @@ struct Suppressed {
 
     // Hides those among scores [begin, end), which begin at x.
     void hide(float* x, int64_t begin, int64_t end) const {
-        for (const int64_t* id = std::lower_bound(ids, ids + count, begin); id < ids + count && *id < end;
-             ++id)
-            x[*id - begin] = -std::numeric_limits<float>::infinity();
+        for (int64_t i = below(begin); i < count && ids[i] < end; ++i)
+            x[ids[i] - begin] = kNever;
+    }
+
+    // How many are below a token. Not by the standard library, whose function all instruction sets would
+    // share.
+    int64_t below(int64_t token) const {
+        int64_t low = 0, high = count;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (ids[middle] < token)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return low;
     }
 };
 
