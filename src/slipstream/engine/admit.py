@@ -290,11 +290,13 @@ def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) ->
         seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
     except ValueError:  # states alone, which count no tokens: what the mask must be is the model's to say
         return
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
     # A mask may be as long as a static cache, so that its shape stays the same from step to step. One that
     # keeps windows alone does not say how long that is.
     layers: list[Any] = (getattr(past, "layers", None) if hasattr(past, "get_max_length") else None) or []
     room = int(past.get_max_length()) if layers else 0
-    is_endless = bool(layers) and all(one.is_compileable and one.is_sliding for one in layers)
+    is_endless = bool(layers) and all(isinstance(one, StaticSlidingWindowLayer) for one in layers)
     fits = length <= shape[1] and (shape[1] <= max(length + seen, room) or is_endless or _has_state(given))
     if shape[0] != batch or not fits:
         wanted = f"({batch}, {length})" if not seen else f"({batch}, {length + seen})"

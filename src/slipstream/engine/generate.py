@@ -130,7 +130,7 @@ class Loop:
         asked = ("return_dict_in_generate", "output_attentions", "output_hidden_states")
         return (
             padded
-            or cache_matters(config)
+            or cache_matters(config, encoded=True)
             or any(getattr(config, name, None) for name in asked)
             or config.use_cache is False
             or config.get_generation_mode(None).value not in ("greedy_search", "sample")

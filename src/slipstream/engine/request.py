@@ -141,17 +141,21 @@ def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, en
     return max(most - start, 0)
 
 
-_ALIKE = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
+_ALIKE = ("dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 
 
-def cache_matters(config: Any) -> bool:
+def cache_matters(config: Any, *, encoded: bool) -> bool:
     """Whether a generation config asks for a cache whose answers or place differ, or that is returned.
 
     Args:
         config: Complete.
+        encoded: The new tokens listen to an encoder; upon a static cache some of those models (LED) say
+            something else.
     """
     kind = config.cache_implementation
-    return kind not in _ALIKE or (kind is not None and bool(config.return_dict_in_generate))
+    if kind is None:
+        return False
+    return encoded or kind not in _ALIKE or bool(config.return_dict_in_generate)
 
 
 def unread_cache(model: nn.Module, request: Request) -> dict[str, Any]:
@@ -236,7 +240,7 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     ):
         if getattr(config, name, None):
             return f"{name} is set"
-    if cache_matters(config):
+    if cache_matters(config, encoded=request.encoded):
         return "cache_implementation is set"
     if request.encoded and config.return_dict_in_generate:
         return "return_dict_in_generate is set"
