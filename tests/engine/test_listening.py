@@ -15,6 +15,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from slipstream.engine.listen import Listening
 from slipstream.families import FAMILIES
+from slipstream.kernels.cpu.model import NativeSession
+from slipstream.ops.step import Step
 from tests.families.pairs import _entries
 from tests.families.sweep import peaked_model
 from tests.helpers.models import Pair, inject
@@ -48,16 +50,30 @@ def pair(family: str) -> Pair:
 
 @contextmanager
 def steps() -> Iterator[list[int]]:
-    """Counts the steps of the road within the context: their packed tokens."""
+    """Counts the steps of the road within the context: their packed tokens, or of whole ones their rows."""
     taken: list[int] = []
-    run = Listening.__call__
+    run, tokens, logits = Listening.__call__, NativeSession._tokens, NativeSession.logits
 
     def counted(self: Listening, blocks: Any, x: Tensor, *rest: Any) -> Tensor:
         taken.append(x.shape[0])
         return run(self, blocks, x, *rest)
 
+    def chosen(self: NativeSession, *args: Any) -> Tensor | None:
+        out = tokens(self, *args)
+        if out is not None:
+            taken.extend([out.shape[0]] * out.shape[1])
+        return out
+
+    def scored(self: NativeSession, step: Step) -> Tensor | None:
+        out = logits(self, step)
+        if out is not None:
+            taken.append(out.shape[0])
+        return out
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Listening, "__call__", counted)
+        patch.setattr(NativeSession, "_tokens", chosen)
+        patch.setattr(NativeSession, "logits", scored)
         yield taken
 
 

@@ -17,7 +17,7 @@ from slipstream.engine.admit import check_model, check_settings
 from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.ranks import agree_on_layers, failing_together, join, place, split_or_pack
 from slipstream.engine.road import prepare_road, together
-from slipstream.engine.runner import Runner
+from slipstream.engine.runner import Runner, Whole
 from slipstream.engine.settings import (
     layers_config,
     outside_of,
@@ -32,7 +32,7 @@ from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_
 from slipstream.engine.summary import left_plain, nothing_packed, nothing_replaced, summary
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.formats import FORMATS
-from slipstream.kernels import bind_encoder, bind_model, bind_stack, kernels_for, torch_alone
+from slipstream.kernels import bind_encoder, bind_listener, bind_model, bind_stack, kernels_for, torch_alone
 from slipstream.model.around import swap_around
 from slipstream.model.attend import AttendPlan, plan_attention, swap_attention, with_attention
 from slipstream.model.block import Block
@@ -133,7 +133,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         answer_at_once(model, plan.layers, encoder)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
-    runner = None if plan.frame is None else _runner(plan.frame, blocks, stack, frame_ops, config)
+    runner = _runner(plan.frame, blocks, stack, frame_ops, config, device, mesh)
     notes += prepare_road(runner, device, config, mesh)
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
@@ -283,11 +283,22 @@ def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:
 
 
 def _runner(
-    frame: Frame, blocks: Mapping[str, Block], stack: Bound, ops: Ops, config: InferenceConfig
-) -> Runner:
+    frame: Frame | None,
+    blocks: Mapping[str, Block],
+    stack: Bound,
+    ops: Ops,
+    config: InferenceConfig,
+    device: Device,
+    mesh: Mesh,
+) -> Runner | None:
+    """What runs the engine road, where the model has a frame."""
+    if frame is None:
+        return None
     frame.ops = replace(ops, linear=replace(ops.linear, run=joined_linear(ops.linear.run)))
-    whole = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
+    whole: Whole | None = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
     own = {name: block for name, block in blocks.items() if name.startswith(f"{frame.spec.layers}.")}
+    if whole is None and mesh.is_alone and any(block.spec.cross is not None for block in own.values()):
+        whole = bind_listener(device, frame, list(own.values()), run_stack)
     return Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from slipstream.engine.runner import Runner
+from slipstream.engine.runner import Runner, Whole
 from slipstream.model.block import Block, CrossAttend, Mix, RopeTable
 from slipstream.model.cross import Relative, add_bias, own_heads, relative_of
 from slipstream.model.inject import injected_state, own_feed
+from slipstream.ops.heard import Heard
 from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
@@ -29,7 +30,14 @@ def listens(runner: Runner) -> bool:
     return any(block.spec.cross is not None for block in runner.blocks)
 
 
-def listen(runner: Runner, encoded: Any, mask: Tensor | None) -> Runner:
+@runtime_checkable
+class Hears(Protocol):
+    """What runs whole steps of a generation once it is told what an encoder said."""
+
+    def hear(self, heard: Heard) -> Whole | None: ...  # noqa: D102
+
+
+def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> Runner:
     """The same runner for one generation, which listens to what an encoder said.
 
     Args:
@@ -37,6 +45,7 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None) -> Runner:
         encoded: The encoder's output: `last_hidden_state` `(B, M, C)`, and a mask of its own where it has
             one.
         mask: `(B, M)`, zero where the encoder's input was padding; None for no padding.
+        longest: Positions that the generation may reach.
     """
     states: Tensor = encoded.last_hidden_state
     own = getattr(encoded, "attention_mask", None)
@@ -57,7 +66,9 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None) -> Runner:
     }
     heard = copy.copy(runner)
     visible = None if seen is None or bool((seen != 0).all()) else (seen != 0)[:, None, None]
-    heard.stack = Listening(memory, visible, relatives, runner.blocks[0], feeds)
+    heard.stack = listening = Listening(memory, visible, relatives, tuple(runner.blocks), feeds)
+    whole, said = runner.whole, listening.heard(longest)
+    heard.whole = whole.hear(said) if isinstance(whole, Hears) and said is not None else None
     return heard
 
 
@@ -69,15 +80,48 @@ class Listening:
         memory: Keys and values of the encoder's states by the identity of their block, `(B, K, M, D)` each.
         visible: `(B, 1, 1, M)` bool, or None where every state counts.
         relatives: What makes the bias of each block by relative position, by the block's identity.
-        first: The block that makes the bias for all, where they share one.
+        blocks: The layers in order; where they share a bias, the first makes it.
         feeds: What stands in the feed-forward's place, of `(B, S, C)`, by the block's identity.
     """
 
     memory: Mapping[int, tuple[Tensor, Tensor]]
     visible: Tensor | None
     relatives: Mapping[int, Relative | None]
-    first: Block
+    blocks: tuple[Block, ...]
     feeds: Mapping[int, Mix | None]
+
+    def heard(self, longest: int) -> Heard | None:
+        """What whole steps are told; None where that does not say everything.
+
+        Args:
+            longest: Positions that the generation may reach.
+        """
+        seen = None
+        if self.visible is not None:
+            seen = self.visible.sum((1, 2, 3), dtype=torch.int32)
+            first = torch.arange(self.visible.shape[-1], device=seen.device) < seen[:, None]
+            if not torch.equal(first, self.visible[:, 0, 0]) or bool((seen == 0).any()):
+                return None
+        if any(feed is not None for feed in self.feeds.values()):
+            return None
+        if any(one is not None and not one.causal for one in self.relatives.values()):
+            return None
+        pairs = [self.memory[id(block)] for block in self.blocks]
+        tables: dict[int, Tensor] = {}
+        relatives = [self._by_distance(block, longest, tables) for block in self.blocks]
+        return Heard([k for k, _ in pairs], [v for _, v in pairs], seen, relatives)
+
+    def _by_distance(self, block: Block, longest: int, tables: dict[int, Tensor]) -> Tensor | None:
+        """What a layer adds to scores, `(H, longest)`, by how many tokens a key is before its query."""
+        maker = self.blocks[0] if block.spec.relative == "shared" else block
+        relative = self.relatives[id(maker)]
+        if relative is None:
+            return None
+        if id(maker) not in tables:
+            like = torch.empty(1, maker.spec.heads, 1, 0, dtype=_dtype_of(maker), device="cpu")
+            made = relative.make(like, longest, longest - 1).to(like.dtype)
+            tables[id(maker)] = made[0, :, 0].flip(-1).float().contiguous()
+        return tables[id(maker)]
 
     def __call__(
         self,
@@ -93,7 +137,7 @@ class Listening:
             relative = self.relatives[id(block)]
             bias = None
             if block.spec.relative == "shared":
-                bias = shared = self._bias(self.first, x, step) if shared is None else shared
+                bias = shared = self._bias(self.blocks[0], x, step) if shared is None else shared
             elif relative is not None:
                 bias = self._bias(block, x, step)
             bias = None if bias is None else own_heads(bias, block.share)

@@ -9,6 +9,8 @@ from typing import Any
 from slipstream.devices import Device
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.library import torch_alone
+from slipstream.kernels.cpu.listen import NativeListener
+from slipstream.kernels.cpu.listen import bind_listener as bind_cpu_listener
 from slipstream.kernels.cpu.memory import PASSES
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack, bind_pack_into
@@ -20,6 +22,7 @@ from slipstream.ops.bind import Bound, Kernel
 __all__ = [
     "PASSES",
     "bind_encoder",
+    "bind_listener",
     "bind_model",
     "bind_pack",
     "bind_pack_into",
@@ -67,3 +70,8 @@ def bind_encoder(device: Device, blocks: Sequence[Any], otherwise: Any, stack: B
     if device.name != "cpu":
         return None
     return stack.run if isinstance(stack.run, NativeStack) else bind_cpu_encoder(blocks, otherwise)
+
+
+def bind_listener(device: Device, frame: Any, blocks: Sequence[Any], otherwise: Any) -> NativeListener | None:
+    """What runs whole steps of a decoder that listens to an encoder; None where its parts run one by one."""
+    return bind_cpu_listener(frame, blocks, otherwise) if device.name == "cpu" else None

@@ -173,6 +173,15 @@ class Frame:
         table: Tensor = getattr(owner, name)
         return table
 
+    @property
+    def logit_bias(self) -> Tensor | None:
+        """What is added to the logits, `(1, V)`, as the model has it now."""
+        if self._logit_bias is None:
+            return None
+        owner, name = self._logit_bias
+        bias: Tensor = getattr(owner, name)
+        return bias
+
     def matrices(self) -> dict[str, Weight]:
         """The matrices by their names in `FrameSpec`, as the model has them now; `embed` has a row per id."""
         parts = {name: getattr(self, name) for name in ("embed", "project_in", "project_out", "head")}
@@ -193,9 +202,8 @@ class Frame:
         logits = self._linear(self.head, x)
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale
-        if self._logit_bias is not None:
-            owner, name = self._logit_bias
-            logits = logits + getattr(owner, name)
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias
         if spec.logit_softcap is not None:
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits

@@ -21,36 +21,33 @@ __all__ = [
     "BOOLEAN",
     "INT8_CODES",
     "SCORINGS",
+    "Across",
     "AttentionCall",
     "Bias",
     "Block",
     "Cache",
-    "Draw",
-    "DrawCall",
     "FeedCall",
-    "Frame",
     "LinearCall",
     "Lookup",
     "Mask",
     "Matrix",
-    "ModelCall",
     "Moe",
     "Norm",
     "NormCall",
     "PackCall",
     "PagedAttentionCall",
     "Run",
-    "Screen",
-    "SketchCall",
     "StackCall",
     "Step",
     "Strided",
     "Table",
     "TextCall",
+    "Fields",
     "address",
+    "each",
 ]
 
-ABI = 19
+ABI = 20
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -79,20 +76,21 @@ CODES, SCALES, MINIMA, UPPER, FACTORS = range(5)
 SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2}
 """Ways to choose experts by their number."""
 
-_Fields = list[tuple[str, type]]
+Fields = list[tuple[str, type]]
 
 
-def _each(kind: type, names: str) -> _Fields:
+def each(kind: type, names: str) -> Fields:
+    """Fields of one type, by their names with spaces between."""
     return [(name, kind) for name in names.split()]
 
 
 class Run(ctypes.Structure):
     """Some rows of a dense matrix."""
 
-    _fields_: ClassVar[_Fields] = [
+    _fields_: ClassVar[Fields] = [
         ("data", c_void_p),
-        *_each(c_int64, "rows stride"),
-        *_each(c_int32, "transposed unused"),
+        *each(c_int64, "rows stride"),
+        *each(c_int32, "transposed unused"),
     ]
 
 
@@ -103,10 +101,10 @@ class Matrix(ctypes.Structure):
         memory: What `runs` points to; whoever copies the struct keeps it.
     """
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "runs bias"),
-        *_each(c_int64, "num_runs outputs inputs"),
-        *_each(c_int32, "dtype bias_dtype format group input_bits input_zero"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "runs bias"),
+        *each(c_int64, "num_runs outputs inputs"),
+        *each(c_int32, "dtype bias_dtype format group input_bits input_zero"),
         ("planes", c_void_p * (FACTORS + 1)),
         ("plane_bytes", c_int64 * (FACTORS + 1)),
     ]
@@ -116,76 +114,92 @@ class Matrix(ctypes.Structure):
 class Norm(ctypes.Structure):
     """A vector norm."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "weight bias"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "weight bias"),
         ("count", c_int64),
-        *_each(c_float, "eps offset"),
-        *_each(c_int32, "kind weight_dtype bias_dtype unused"),
+        *each(c_float, "eps offset"),
+        *each(c_int32, "kind weight_dtype bias_dtype unused"),
     ]
 
 
 class Mask(ctypes.Structure):
     """Which keys count and how much."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "alibi sinks"),
-        *_each(c_float, "scale softcap"),
-        *_each(c_int32, "window sinks_dtype"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "alibi sinks"),
+        *each(c_float, "scale softcap"),
+        *each(c_int32, "window sinks_dtype"),
+        ("relative", c_void_p),
+        ("reach", c_int64),
     ]
 
 
 class Moe(ctypes.Structure):
     """A mixture of experts."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "experts_in experts_out"),
-        *_each(c_int64, "experts top_k shared"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "experts_in experts_out"),
+        *each(c_int64, "experts top_k shared"),
         ("jitter", c_float),
-        *_each(c_int32, "scoring normalize unused"),
-        *_each(Matrix, "router shared_in shared_out shared_gate"),
+        *each(c_int32, "scoring normalize unused"),
+        *each(Matrix, "router shared_in shared_out shared_gate"),
+    ]
+
+
+class Across(ctypes.Structure):
+    """A block's attention to an encoder's states."""
+
+    _fields_: ClassVar[Fields] = [
+        *each(Norm, "norm post_norm"),
+        *each(Matrix, "q out"),
+        *each(c_void_p, "k v seen"),
+        ("states", c_int64),
+        ("mask", Mask),
+        *each(c_int32, "dtype unused"),
     ]
 
 
 class Block(ctypes.Structure):
     """One transformer block."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_int64, "hidden heads kv_heads head_dim ffn"),
-        *_each(c_int32, "post parallel residual_from_norm gated"),
-        *_each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
-        *_each(c_float, "residual_scale clip"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_int64, "hidden heads kv_heads head_dim ffn"),
+        *each(c_int32, "post parallel residual_from_norm gated"),
+        *each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
+        *each(c_float, "residual_scale clip"),
         ("causal", c_int32),
         ("mask", Mask),
-        *_each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
-        *_each(Matrix, "qkv attn_out mlp_in mlp_out"),
+        *each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
+        *each(Matrix, "qkv attn_out mlp_in mlp_out"),
         ("moe", POINTER(Moe)),
+        ("across", POINTER(Across)),
     ]
 
 
 class Step(ctypes.Structure):
     """What one step computes."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_int64, "tokens sequences table_width cache_blocks block_size"),
-        *_each(c_void_p, "query_starts kv_lens block_table slots"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_int64, "tokens sequences table_width cache_blocks block_size"),
+        *each(c_void_p, "query_starts kv_lens block_table slots"),
         ("past", c_int64),
-        *_each(c_int32, "heads_first unused"),
+        *each(c_int32, "heads_first unused"),
     ]
 
 
 class Table(ctypes.Structure):
     """Cosines and sines by row: of the packed tokens, or of positions."""
 
-    _fields_: ClassVar[_Fields] = [*_each(c_void_p, "cos sin"), *_each(c_int64, "rows half")]
+    _fields_: ClassVar[Fields] = [*each(c_void_p, "cos sin"), *each(c_int64, "rows half")]
 
 
 class LinearCall(ctypes.Structure):
     """Arguments of `slipstream_linear`."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "x out"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "x out"),
         ("rows", c_int64),
-        *_each(c_int32, "dtype unused"),
+        *each(c_int32, "dtype unused"),
         ("weight", Matrix),
     ]
 
@@ -193,21 +207,21 @@ class LinearCall(ctypes.Structure):
 class FeedCall(ctypes.Structure):
     """Arguments of `slipstream_feed`."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "x out"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "x out"),
         ("rows", c_int64),
-        *_each(c_int32, "dtype activation gated gate_last"),
-        *_each(Matrix, "first last"),
+        *each(c_int32, "dtype activation gated gate_last"),
+        *each(Matrix, "first last"),
     ]
 
 
 class NormCall(ctypes.Structure):
     """Arguments of `slipstream_norm`."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "x out"),
-        *_each(c_int64, "rows width"),
-        *_each(c_int32, "dtype unused"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "x out"),
+        *each(c_int64, "rows width"),
+        *each(c_int32, "dtype unused"),
         ("norm", Norm),
     ]
 
@@ -215,17 +229,17 @@ class NormCall(ctypes.Structure):
 class Cache(ctypes.Structure):
     """Keys and values of one layer."""
 
-    _fields_: ClassVar[_Fields] = _each(c_void_p, "k v k_scales v_scales past_k past_v")
+    _fields_: ClassVar[Fields] = each(c_void_p, "k v k_scales v_scales past_k past_v")
 
 
 class PagedAttentionCall(ctypes.Structure):
     """Arguments of `slipstream_paged_attention`."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "q out"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "q out"),
         ("cache", Cache),
-        *_each(c_int64, "heads kv_heads head_dim"),
-        *_each(c_int32, "dtype cache_dtype"),
+        *each(c_int64, "heads kv_heads head_dim"),
+        *each(c_int32, "dtype cache_dtype"),
         ("mask", Mask),
         ("step", Step),
     ]
@@ -234,27 +248,27 @@ class PagedAttentionCall(ctypes.Structure):
 class Strided(ctypes.Structure):
     """A tensor of heads in any order."""
 
-    _fields_: ClassVar[_Fields] = [("data", c_void_p), *_each(c_int64, "batch row head")]
+    _fields_: ClassVar[Fields] = [("data", c_void_p), *each(c_int64, "batch row head")]
 
 
 class Bias(ctypes.Structure):
     """What is added to scores, or hides keys."""
 
-    _fields_: ClassVar[_Fields] = [
+    _fields_: ClassVar[Fields] = [
         ("data", c_void_p),
-        *_each(c_int64, "batch head row"),
-        *_each(c_int32, "dtype unused"),
+        *each(c_int64, "batch head row"),
+        *each(c_int32, "dtype unused"),
     ]
 
 
 class AttentionCall(ctypes.Structure):
     """Arguments of `slipstream_attention`."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(Strided, "q k v"),
+    _fields_: ClassVar[Fields] = [
+        *each(Strided, "q k v"),
         ("out", c_void_p),
-        *_each(c_int64, "batch queries keys heads kv_heads head_dim"),
-        *_each(c_int32, "dtype causal"),
+        *each(c_int64, "batch queries keys heads kv_heads head_dim"),
+        *each(c_int32, "dtype causal"),
         ("mask", Mask),
         ("bias", Bias),
     ]
@@ -263,131 +277,53 @@ class AttentionCall(ctypes.Structure):
 class StackCall(ctypes.Structure):
     """Arguments of `slipstream_stack`."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "x out"),
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "x out"),
         ("blocks", POINTER(Block)),
         ("num_blocks", c_int64),
         ("caches", POINTER(Cache)),
         ("tables", POINTER(Table)),
         ("num_tables", c_int64),
         ("positions", c_void_p),
-        *_each(c_int32, "dtype cache_dtype"),
+        *each(c_int32, "dtype cache_dtype"),
         ("step", Step),
-        *_each(c_void_p, "turn failed"),
+        *each(c_void_p, "turn failed"),
     ]
 
 
 class Lookup(ctypes.Structure):
     """What a table holds of each token."""
 
-    _fields_: ClassVar[_Fields] = [
+    _fields_: ClassVar[Fields] = [
         ("table", c_void_p),
         ("rows", c_int64),
         ("at", c_void_p),
-        *_each(c_int64, "first period"),
-        *_each(c_int32, "dtype unused"),
+        *each(c_int64, "first period"),
+        *each(c_int32, "dtype unused"),
     ]
 
 
 class TextCall(ctypes.Structure):
     """Arguments of `slipstream_text`."""
 
-    _fields_: ClassVar[_Fields] = [
+    _fields_: ClassVar[Fields] = [
         ("stack", StackCall),
         ("lookups", Lookup * 3),
         ("width", c_int64),
         ("norm", Norm),
-        *_each(Matrix, "project_in pooler"),
-        *_each(c_void_p, "pooled_tokens pooled"),
+        *each(Matrix, "project_in pooler"),
+        *each(c_void_p, "pooled_tokens pooled"),
     ]
 
 
 class PackCall(ctypes.Structure):
     """Arguments of `slipstream_pack`."""
 
-    _fields_: ClassVar[_Fields] = [
+    _fields_: ClassVar[Fields] = [
         ("dense", c_void_p),
         ("stride", c_int64),
-        *_each(c_int32, "dtype unused"),
+        *each(c_int32, "dtype unused"),
         ("packed", Matrix),
-    ]
-
-
-class Draw(ctypes.Structure):
-    """How tokens are drawn."""
-
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "numbers noise generator places seen"),
-        ("rows", c_int64),
-        ("penalty", c_float),
-        ("best", c_int32),
-    ]
-
-
-class DrawCall(ctypes.Structure):
-    """Arguments of `slipstream_draw`."""
-
-    _fields_: ClassVar[_Fields] = [
-        *_each(c_void_p, "scores out"),
-        *_each(c_int64, "rows vocabulary"),
-        *_each(c_int32, "dtype unused"),
-        ("draw", Draw),
-    ]
-
-
-class Frame(ctypes.Structure):
-    """What stands around the blocks of a causal language model."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("pos_embed", c_void_p),
-        *_each(c_int64, "pos_rows pos_offset"),
-        *_each(c_float, "embed_scale logit_scale softcap"),
-        ("pos_dtype", c_int32),
-        *_each(Norm, "embed_norm final_norm"),
-        *_each(Matrix, "embed project_in project_out head"),
-    ]
-
-
-class SketchCall(ctypes.Structure):
-    """Arguments of `slipstream_sketch`."""
-
-    _fields_: ClassVar[_Fields] = [
-        *_each(Matrix, "head sketch"),
-        *_each(c_void_p, "directions weights errors lengths"),
-        *_each(c_int64, "first count"),
-        *_each(c_float, "stretch along"),
-    ]
-
-
-class Screen(ctypes.Structure):
-    """What bounds the scores of all tokens."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("sketch", Matrix),
-        *_each(c_void_p, "directions weights errors"),
-        ("num_directions", c_int64),
-        *_each(c_float, "stretch along norms"),
-        ("unused", c_int32),
-    ]
-
-
-class ModelCall(ctypes.Structure):
-    """Arguments of `slipstream_model`."""
-
-    _fields_: ClassVar[_Fields] = [
-        ("stack", StackCall),
-        ("frame", POINTER(Frame)),
-        *_each(c_void_p, "token_ids positions logit_rows logits best"),
-        ("draw", POINTER(Draw)),
-        *_each(c_int64, "rows steps"),
-        ("ends", c_void_p),
-        ("num_ends", c_int64),
-        *_each(c_void_p, "done told"),
-        ("screen", POINTER(Screen)),
-        ("entered", c_void_p),
-        ("num_entered", c_int64),
-        *_each(c_void_p, "looked suppressed"),
-        ("num_suppressed", c_int64),
     ]
 
 

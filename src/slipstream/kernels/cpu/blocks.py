@@ -18,7 +18,7 @@ from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
 from slipstream.spec import MoE, Norm, Role, Rope
 
-__all__ = ["Prepared", "norm_of", "prepare", "refuse_block"]
+__all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block"]
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _SHARED = {
@@ -54,13 +54,18 @@ _UNKNOWN = (
 """What a spec may say that is not in the library."""
 
 
-def refuse_block(block: BlockLike) -> str | None:
-    """Why the library cannot run a block, or None where it can."""
+def refuse_block(block: BlockLike, *, hears: bool = False) -> str | None:
+    """Why the library cannot run a block, or None where it can.
+
+    Args:
+        block: The block.
+        hears: It is told what an encoder said, and what it adds to scores by distance, before it runs.
+    """
     spec = block.spec
     for one in fields(spec):
         if one.name in _UNKNOWN and getattr(spec, one.name) != one.default:
             return f"{one.name}={getattr(spec, one.name)!r} is not in it"
-    if spec.cross is not None or spec.relative is not None:
+    if not hears and (spec.cross is not None or spec.relative is not None):
         return "attention across, and biases by relative position, are not in it"
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
         return f"the activation {spec.activation!r} is not in it"
@@ -156,6 +161,23 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         for role, name in _QK_NORMS.items():
             setattr(struct, name, norm_of(vectors.get(role), spec.qk_norm.norm))
     return struct
+
+
+def across_of(block: BlockLike, memory: list[Any]) -> abi.Across:
+    """Describe a block's attention to an encoder's states, but for these, to the library.
+
+    Args:
+        block: Accepted by `refuse_block`.
+        memory: Takes what the struct points to beside tensors.
+    """
+    spec, vectors, matrices = block.spec, block.weights.vectors, block.weights.matrices
+    return abi.Across(
+        norm=norm_of(vectors.get(Role.CROSS_NORM), spec.norm),
+        post_norm=norm_of(vectors.get(Role.CROSS_POST_NORM), spec.norm),
+        q=_matrix(matrices[Role.CROSS_Q], memory),
+        out=_matrix(matrices[Role.CROSS_OUT], memory),
+        mask=abi.Mask(scale=spec.scale, softcap=spec.softcap or 0.0),
+    )
 
 
 def _moe(moe: MoE, matrices: Mapping[Role, Weight], memory: list[Any]) -> abi.Moe:

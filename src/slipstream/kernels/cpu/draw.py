@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import RequestError
-from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import DTYPES, DrawCall, address
+from slipstream.kernels.cpu import abi_model
+from slipstream.kernels.cpu.abi import DTYPES, address
+from slipstream.kernels.cpu.abi_model import DrawCall
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse
 from slipstream.ops import draw as op
 from slipstream.ops import sample as sample_op
@@ -93,7 +94,7 @@ class Drawing:
         if rows is None:
             raise AssertionError("neither drawn nor penalised")
         places = None if rows.is_whole else torch.tensor(list(rows.rows), dtype=torch.int64, device="cpu")
-        self.struct = abi.Draw(numbers=address(numbers), places=address(places), rows=rows.batch)
+        self.struct = abi_model.Draw(numbers=address(numbers), places=address(places), rows=rows.batch)
         self.steps, self._kept, self._states = steps, [numbers, places], list[Tensor]()
         self._held: _Held | None = None
         if penalty is not None:
@@ -175,7 +176,7 @@ def _call(
     scores: Tensor, noise: Tensor | None, numbers: Tensor, state: Tensor | None, out: Tensor, library: Library
 ) -> None:
     rows, vocabulary = scores.shape
-    draw = abi.Draw(address(numbers), address(noise), address(state), rows=rows)
+    draw = abi_model.Draw(address(numbers), address(noise), address(state), rows=rows)
     call = DrawCall(address(scores), address(out), rows, vocabulary, DTYPES[scores.dtype], 0, draw)
     library.run("draw", call, 1 if scores.numel() < _LEAST else None)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu import abi
+from slipstream.kernels.cpu import abi, abi_model
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared, norm_of
@@ -49,6 +49,8 @@ class FrameLike(AngleSource, Protocol):
     def embed_factor(self) -> float: ...  # noqa: D102
     @property
     def pos_table(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def logit_bias(self) -> Tensor | None: ...  # noqa: D102
     def matrices(self) -> Mapping[str, Weight]: ...  # noqa: D102
     def norms(self) -> Mapping[str, VectorLike]: ...  # noqa: D102
 
@@ -65,8 +67,13 @@ def refuse_frame(frame: FrameLike) -> str | None:
     embed = matrices["embed"]
     if embed.format == "plain" and not embed.planes[0].is_contiguous():
         return f"embed: a table with strides {embed.planes[0].stride()} is not read"
+    bias, head = frame.logit_bias, matrices["head"]
+    if bias is not None and (
+        head.bias is not None or frame.spec.logit_scale != 1.0 or bias.numel() != head.shape[0]
+    ):
+        return "a bias of the logits beside one of the head, or a multiplier, is not in it"
     tensors = [t for vector in frame.norms().values() for t in (vector.weight, vector.bias)]
-    for tensor in (*tensors, table):
+    for tensor in (*tensors, table, bias):
         if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
             return f"a tensor in {tensor.dtype} with strides {tensor.stride()} is not read"
     return None
@@ -128,13 +135,17 @@ class NativeSession:
         self._frame, self._stack, self._prepared, self._longest = frame, model.stack, prepared, longest
         self._library, self._caches, self._kept_angles = model.stack.library, tuple(caches), model.angles
         described = {name: _matrix(weight) for name, weight in matrices.items()}
-        head = described["head"]
+        head, bias = described["head"], frame.logit_bias
         self._vocabulary = int(head.outputs)
+        if bias is not None:
+            head.bias, head.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
         table = frame.pos_table
-        self._struct = abi.Frame(
+        self._struct = abi_model.Frame(
             pos_embed=address(table),
             pos_rows=0 if table is None else table.shape[0],
             pos_offset=frame.spec.pos_offset,
+            pos_padding=-1 if frame.spec.pos_padding is None else frame.spec.pos_padding,
+            pos_after_norm=int(frame.spec.pos_after_norm),
             embed_scale=frame.embed_factor,
             logit_scale=frame.spec.logit_scale,
             softcap=frame.spec.logit_softcap or 0.0,
@@ -144,7 +155,7 @@ class NativeSession:
         )
         count = len(prepared.weights)
         pointers = (abi.Cache * count)(*(cache_of(k, v) for k, v in caches))
-        self._call = abi.ModelCall(frame=ctypes.pointer(self._struct))
+        self._call = abi_model.ModelCall(frame=ctypes.pointer(self._struct))
         stack = self._call.stack
         stack.blocks = ctypes.cast(prepared.blocks, ctypes.POINTER(abi.Block))
         stack.num_blocks = count
@@ -153,7 +164,7 @@ class NativeSession:
         stack.num_tables = len(prepared.ropes)
         vectors = (t for v in norms.values() for t in (v.weight, v.bias))
         ours = (t for w in matrices.values() for t in (*w.planes, w.bias))
-        tensors = [t for t in (table, *vectors, *ours) if t is not None]
+        tensors = [t for t in (table, bias, *vectors, *ours) if t is not None]
         # Views keep the memory, whatever becomes of the tensors themselves.
         self._kept = [t.detach() for t in (*prepared.tensors, *tensors)]
         self._memory = (pointers, [m.memory for m in described.values()])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu import abi
+from slipstream.kernels.cpu import abi_model
 from slipstream.kernels.cpu.library import Library
 from slipstream.kernels.cpu.sketch import Making, Screen, SketchFormat, learn, share_of, source_of
 from slipstream.ops.linear import Weight
@@ -188,7 +188,7 @@ class Screening:
         self._trusted: Screen | None = None
         self._is_first = True
 
-    def point(self, call: abi.ModelCall, steps: int) -> Tensor | None:
+    def point(self, call: abi_model.ModelCall, steps: int) -> Tensor | None:
         """Let a call use the screen, or else write down what enters the projection.
 
         The first call of a generation, a prompt's, uses none: to look for changes takes as long as a prompt

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from slipstream.devices.huge_pages import in_huge_pages
-from slipstream.kernels.cpu import abi
+from slipstream.kernels.cpu import abi, abi_model
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.library import Library, rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
@@ -125,7 +125,7 @@ class Sketched:
         """Sketch some tokens."""
         lengths = torch.empty(count, dtype=torch.float32, device="cpu")
         basis = self._basis
-        call = abi.SketchCall(
+        call = abi_model.SketchCall(
             head=self._head,
             sketch=self.matrix,
             directions=address(basis.directions),
@@ -262,7 +262,7 @@ class Screen:
         tensors: What the struct points to.
     """
 
-    struct: abi.Screen
+    struct: abi_model.Screen
     source: tuple[int, ...]
     nbytes: int
     tensors: tuple[object, ...]
@@ -301,7 +301,7 @@ class Making:
         basis, made, bias = self._basis, self._sketched, self._head.bias
         matrix = made.matrix
         matrix.bias, matrix.bias_dtype = address(bias), 0 if bias is None else DTYPES[bias.dtype]
-        struct = abi.Screen(
+        struct = abi_model.Screen(
             sketch=matrix,
             directions=address(basis.directions),
             weights=address(basis.weights),

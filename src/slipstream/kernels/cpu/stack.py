@@ -106,6 +106,11 @@ class NativeStack:
         self._prepared: Prepared | None = None
         self.ready()  # the blocks of a copy may be ones that are no longer accepted
 
+    @staticmethod
+    def refuses(block: BlockLike) -> str | None:
+        """As `refuse_block`."""
+        return refuse_block(block)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy describes its own blocks: addresses do not travel."""
         return _restore, (self.blocks, self.library.isa, self._otherwise, self.most_tokens)
@@ -160,7 +165,7 @@ class NativeStack:
             and tuple(map(Tensor.data_ptr, prepared.tensors)) == prepared.addresses
         ):
             return prepared
-        accepted = all(refuse_block(block) is None for block in self.blocks)
+        accepted = all(self.refuses(block) is None for block in self.blocks)
         self._prepared = prepare(self.blocks) if accepted else None
         return self._prepared
 

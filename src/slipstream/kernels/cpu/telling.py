@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from slipstream.kernels.cpu.abi import ModelCall
+from slipstream.kernels.cpu.abi_model import ModelCall
 
 __all__ = ["telling"]
 

@@ -248,7 +248,8 @@ private:
     // scale.
     bool sees_plainly(int64_t row, int64_t count, int64_t key) const {
         const Mask& mask = *a_.mask;
-        if (mask.alibi || a_.bias || a_.k_scales || mask.softcap != 0.0f || !(mask.scale > 0.0f))
+        if (mask.alibi || mask.relative || a_.bias || a_.k_scales || mask.softcap != 0.0f ||
+            !(mask.scale > 0.0f))
             return false;
         if (!mask.window)
             return true;
@@ -327,7 +328,9 @@ private:
                         static_cast<float>(key - item_.position - room_.query[row]),
                         a_.k_scales ? room_.k_scales : nullptr,
                         a_.v_scales ? room_.v_scales : nullptr,
-                        a_.bias ? read_bias(row, key, keys.from, keys.to) : nullptr};
+                        a_.bias         ? read_bias(row, key, keys.from, keys.to)
+                        : mask.relative ? read_relative(row, key, keys.from, keys.to)
+                                        : nullptr};
         const bool plain = is_plain(b, keys);
         const float scale = plain ? b.scale : 1.0f;
         const float highest = plain ? scale * highest_of(scores, keys) : bend(b, scores, keys);
@@ -355,6 +358,14 @@ private:
             const float x = room_.bias[j] * kLog2E;
             room_.bias[j] = room_.bias[j] < -kGreatest ? kNever : x < kHidden ? kHidden : x;
         }
+        return room_.bias;
+    }
+
+    const float* read_relative(int64_t row, int64_t key, int64_t from, int64_t to) {
+        const float* by = a_.mask->relative + head_of(row) * a_.mask->reach;
+        const int64_t last = item_.position + room_.query[row] - key;
+        for (int64_t j = from; j < to; ++j)
+            room_.bias[j] = by[last - j] * kLog2E;
         return room_.bias;
     }
 

@@ -79,6 +79,18 @@ inline Attention within_rows(const Heads& heads, const float* qkv, const Mask& m
     return a;
 }
 
+// Attention to an encoder's states; what is left to say is `q`, `out` and `pairs`.
+inline Attention to_states(const Heads& heads, const Across& across) {
+    Attention a = {};
+    a.heads = heads;
+    a.k = {across.k, across.dtype, heads.kv_heads * across.states * heads.dim, heads.dim,
+           across.states * heads.dim};
+    a.v = a.k;
+    a.v.data = across.v;
+    a.mask = &across.mask;
+    return a;
+}
+
 // Whether products are made in bfloat16: where that is what is stored, or what the caller computes in.
 inline bool multiplies_pairs(int32_t dtype, int32_t cache_dtype) {
     return Vec::kBf16Dot && (cache_dtype == kBfloat16 || (cache_dtype == kInt8Codes && dtype == kBfloat16));

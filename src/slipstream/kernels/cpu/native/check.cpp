@@ -121,6 +121,8 @@ Status block(const Block& b, const StackCall& call) {
         return kUnsupported;
     status = first_of(status, norm(b.q_norm, q, b.qk_norm == kPerHead ? b.head_dim : q));
     status = first_of(status, norm(b.k_norm, kv, b.qk_norm == kPerHead ? b.head_dim : kv));
+    if (b.across)
+        status = first_of(status, across(*b.across, b, call.step.sequences));
     return first_of(status, mask(b.mask));
 }
 
@@ -158,7 +160,7 @@ Status layers(const StackCall& call, int64_t more = 0) {
         const Status cached = call.caches ? cache(call.caches[i], call.cache_dtype, call.step) : kOk;
         status = first_of(cached, block(call.blocks[i], call));
     }
-    return status;
+    return status == kOk ? distances(call, more) : status;
 }
 
 Status embeds(const ModelCall& call, const Frame& f) {
@@ -172,7 +174,8 @@ Status embeds(const ModelCall& call, const Frame& f) {
         return kNull;
     if (!is_aligned(call.token_ids, 8) || !is_aligned(call.positions, 8))
         return kAlignment;
-    if (f.pos_embed && (!is_size(f.pos_rows) || f.pos_offset < -kLargest || f.pos_offset > kLargest))
+    if (f.pos_embed && (!is_size(f.pos_rows) || f.pos_offset < -kLargest || f.pos_offset > kLargest ||
+                        f.pos_padding >= f.pos_rows))
         return kShape;
     for (int64_t t = 0; t < call.stack.step.tokens; ++t) {
         const int64_t position = call.positions[t], last = position + call.steps - 1 + f.pos_offset;
@@ -348,14 +351,14 @@ Status check(const AttentionCall& call) {
             status = first_of(status, tensor(call.bias.data, call.bias.dtype));
         status = first_of(status, strides({call.bias.batch, call.bias.row, call.bias.head}));
     }
-    return first_of(status, mask(call.mask));
+    return first_of(status, absolute_mask(call.mask));
 }
 
 Status check(const PagedAttentionCall& call) {
     Status status = heads(call.heads, call.kv_heads, call.head_dim);
     status = first_of(status, first_of(tensor(call.q, call.dtype), tensor(call.out, call.dtype)));
     status = first_of(status, cache(call.cache, call.cache_dtype, call.step));
-    status = first_of(status, mask(call.mask));
+    status = first_of(status, absolute_mask(call.mask));
     return first_of(status, step(call.step, false));
 }
 

@@ -163,7 +163,16 @@ Status mask(const Mask& m) {
         return kUnsupported;
     if (m.alibi && !is_aligned(m.alibi, 4))
         return kAlignment;
+    if (m.relative && !is_size(m.reach))
+        return kShape;
+    if (!is_aligned(m.relative, 4))
+        return kAlignment;
     return optional(m.sinks, m.sinks_dtype);
+}
+
+// One of a call that has no table of distances.
+Status absolute_mask(const Mask& m) {
+    return m.relative ? kUnsupported : mask(m);
 }
 
 Status heads(int64_t heads, int64_t kv_heads, int64_t dim) {
@@ -230,6 +239,37 @@ Status screen(const ModelCall& call) {
     if (!is_aligned(s.errors, 4) || !is_aligned(s.weights, 4) || !is_aligned(s.directions, 4))
         return kAlignment;
     return exact_matrix(s.sketch, f.head.outputs, f.head.inputs + s.num_directions);
+}
+
+// A block's attention to an encoder's states.
+Status across(const Across& a, const Block& b, int64_t sequences) {
+    const int64_t joined = b.heads * b.head_dim;
+    Status status = first_of(exact_matrix(a.q, joined, b.hidden), exact_matrix(a.out, b.hidden, joined));
+    status =
+        first_of(status, first_of(norm(a.norm, b.hidden, b.hidden), norm(a.post_norm, b.hidden, b.hidden)));
+    status = first_of(status, first_of(tensor(a.k, a.dtype), tensor(a.v, a.dtype)));
+    status = first_of(status, mask(a.mask));
+    if (status != kOk)
+        return status;
+    if (b.parallel || a.mask.alibi || a.mask.sinks || a.mask.relative || a.mask.window)
+        return kUnsupported;
+    if (!is_size(a.states) || !is_size(sequences * a.states * b.kv_heads * b.head_dim))
+        return kShape;
+    if (!is_aligned(a.seen, 4))
+        return kAlignment;
+    for (int64_t n = 0; a.seen && n < sequences; ++n)
+        if (a.seen[n] < 1 || a.seen[n] > a.states)
+            return kRange;
+    return kOk;
+}
+
+// No token has as many before it as the table of a bias by distance reaches.
+Status distances(const StackCall& call, int64_t more) {
+    for (int64_t i = 0; i < call.num_blocks; ++i)
+        for (int64_t n = 0; call.blocks[i].mask.relative && n < call.step.sequences; ++n)
+            if (!call.blocks[i].causal || call.step.kv_lens[n] + more > call.blocks[i].mask.reach)
+                return kRange;
+    return kOk;
 }
 
 // Tokens that are not to be chosen, fewer than all.

@@ -170,10 +170,19 @@ private:
             std::memcpy(row, entering_ + t * hidden_, static_cast<size_t>(hidden_) * sizeof(float));
         else
             embed(t, row);
-        if (frame_.pos_embed)
-            shift_row(row, frame_.pos_embed, frame_.pos_dtype, (positions_[t] + frame_.pos_offset) * hidden_,
-                      hidden_);
+        if (!frame_.pos_after_norm)
+            put_at_place(t, row);
         norm_row(row, row, hidden_, frame_.embed_norm);
+        if (frame_.pos_after_norm)
+            put_at_place(t, row);
+    }
+
+    void put_at_place(int64_t t, float* row) const {
+        if (!frame_.pos_embed)
+            return;
+        const bool is_padding = frame_.pos_padding >= 0 && token_ids_[t] == frame_.pos_padding;
+        const int64_t at = is_padding ? frame_.pos_padding : positions_[t] + frame_.pos_offset;
+        shift_row(row, frame_.pos_embed, frame_.pos_dtype, at * hidden_, hidden_);
     }
 
     void leave(Team& team, int rank, int64_t step) {

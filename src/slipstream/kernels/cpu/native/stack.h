@@ -30,9 +30,12 @@ public:
             qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
             if (replans(i))
                 room_.include(spans(b), heads_of(b), threads);
+            if (b.across)
+                across_room_.include(across_spans(*b.across), heads_of(b), threads);
         }
         Scratch scratch(base);
         room_.reserve(scratch, threads);
+        across_room_.reserve(scratch, threads);
         x_ = scratch.part<float>(tokens_ * hidden);
         normed_ = scratch.part<float>(tokens_ * hidden);
         entry_ = scratch.part<float>(tokens_ * hidden);
@@ -80,6 +83,10 @@ public:
             attention(b, i, team, rank);
             if (!b.parallel)
                 each_one(team, tokens_, [&](int64_t t) { between(b, t); });
+            if (b.across) {
+                across(b, i, team, rank);
+                each_one(team, tokens_, [&](int64_t t) { answered(b, t); });
+            }
             if (rank == 0 && i == 0)
                 meanwhile();
             feed_forward(b, team, rank);
@@ -116,6 +123,30 @@ private:
         const Block &b = call_.blocks[layer], &before = call_.blocks[layer - 1];
         return b.heads != before.heads || b.kv_heads != before.kv_heads || b.head_dim != before.head_dim ||
                b.causal != before.causal;
+    }
+
+    Spans across_spans(const Across& across) const {
+        return {call_.step.sequences,
+                call_.step.query_starts,
+                across.seen,
+                0,
+                across.states,
+                false,
+                false,
+                nullptr};
+    }
+
+    // Whether the plan of the layers before does not fit a layer's attention to states.
+    bool replans_across(int64_t layer) const {
+        const Block& b = call_.blocks[layer];
+        for (int64_t i = layer; i > 0; --i) {
+            const Block& before = call_.blocks[i - 1];
+            if (before.across)
+                return b.heads != before.heads || b.kv_heads != before.kv_heads ||
+                       b.head_dim != before.head_dim || b.across->states != before.across->states ||
+                       b.across->seen != before.across->seen;
+        }
+        return true;
     }
 
     float* own_floats(int rank) const { return own_ + own_floats_ * rank; }
@@ -219,18 +250,68 @@ private:
             write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step, t, k, v);
     }
 
-    // After the attention's sum, where the feed-forward follows it.
+    // Attention to the states of an encoder.
+    void across(const Block& b, int64_t layer, Team& team, int rank) {
+        const Across& c = *b.across;
+        const int64_t joined = b.heads * b.head_dim;
+        if (rank == 0 && replans_across(layer))
+            make_plan(across_spans(c), heads_of(b), team, across_room_);
+        const Rows rows = {normed_, rounds_rows(c.q, many(tokens_, c.q)) ? rounded_ : nullptr, b.hidden,
+                           tokens_};
+        project(rows, c.q, qkv_, team, rank);
+        Bf16* rounded = rounds_rows(c.out, many(tokens_, c.out)) ? rounded_joined_ : nullptr;
+        Attention a = to_states(heads_of(b), c);
+        a.q = {qkv_, kFloat32, 0, joined, b.head_dim};
+        a.out = {joined_, kFloat32, 0, joined, b.head_dim};
+        a.rounded = rounded;
+        a.pairs = multiplies_pairs(call_.dtype, c.dtype);
+        attend(a, team, rank, across_room_);
+        const Rows out = {joined_, rounded, joined, tokens_};
+        project(out, c.out, attended_, team, rank);
+    }
+
+    // After the attention's sum, where another branch follows it.
     void between(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         if (b.post) {
             add(b, x_ + at, x_ + at, attended_ + at);
             norm_row(x_ + at, x_ + at, b.hidden, b.attn_norm);
-            std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
         } else {
             norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at);
-            norm_row(x_ + at, normed_ + at, b.hidden, b.mlp_norm);
         }
+        if (!b.across)
+            return to_feed(b, t);
+        copy_normed(b, b.across->norm, t);
+        if (rounds_rows(b.across->q, many(tokens_, b.across->q)))
+            copy_row(normed_ + at, rounded_ + at, b.hidden);
+    }
+
+    // After the sum of what the states say.
+    void answered(const Block& b, int64_t t) {
+        const int64_t at = t * b.hidden;
+        norm_row(attended_ + at, attended_ + at, b.hidden, b.across->post_norm);
+        for (int64_t j = 0; j < b.hidden; j += Vec::kWidth) {
+            const int64_t n = least(b.hidden - j, Vec::kWidth);
+            (Vec::load(x_ + at + j, n) + Vec::load(attended_ + at + j, n)).store(x_ + at + j, n);
+        }
+        if (b.post)
+            norm_row(x_ + at, x_ + at, b.hidden, b.across->norm);
+        to_feed(b, t);
+    }
+
+    // What enters the next branch: the stream, normed unless sums are.
+    void copy_normed(const Block& b, const Norm& norm, int64_t t) {
+        const int64_t at = t * b.hidden;
+        if (b.post)
+            std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
+        else
+            norm_row(x_ + at, normed_ + at, b.hidden, norm);
+    }
+
+    void to_feed(const Block& b, int64_t t) {
+        const int64_t at = t * b.hidden;
+        copy_normed(b, b.mlp_norm, t);
         const FeedForward feed = feed_of(b);
         if (feed.width && rounds_rows(feed.first, feeds_many(feed, tokens_)))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
@@ -289,7 +370,7 @@ private:
 
     const StackCall& call_;
     const int64_t tokens_;
-    AttentionRoom room_;
+    AttentionRoom room_, across_room_;
     float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *own_;
     char *packed_ = nullptr, *packed_inner_ = nullptr; // rows as products of many take them
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr;
