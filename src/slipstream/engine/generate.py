@@ -174,7 +174,7 @@ class Loop:
         runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
         if listens(runner):
             # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
-            runner = listen(runner, inputs["encoder_outputs"], mask, most)
+            runner = listen(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
         return Batch(runner, ids, mask, max_length=most, token_budget=budget), runner
 
