@@ -88,9 +88,7 @@ def test_pipelines_take_the_engine(name: str, way: str, caplog: pytest.LogCaptur
     finally:
         transformers.utils.logging.disable_propagation()
     assert not caplog.records, caplog.text
-    assert counts.taken == (
-        "engine" if task == "text-generation" and "num_beams" not in options else "compatible"
-    )
+    assert counts.taken == ("engine" if task == "text-generation" else "compatible")
     assert is_near(rounded(got), rounded(expected_pipe(text, **options)))
 
 

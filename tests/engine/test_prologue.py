@@ -63,5 +63,5 @@ def test_transformers_make_no_cache_that_nobody_reads(monkeypatch: pytest.Monkey
         found = both.engine.generate(ids, max_new_tokens=4, past_key_values=None, **settings)
         seen = len(made)
         assert torch.equal(found, both.original.generate(ids, max_new_tokens=4, **settings))
-        assert seen == settings.get("num_beams", 1) - 1, "beams keep a cache of transformers' own"
+        assert not seen
         made.clear()

@@ -70,10 +70,10 @@ _SERVED: dict[str, dict[str, Any]] = {
     "segments": {"return_timestamps": True, "return_segments": True, "language": "en"},
     "a prompt": {"prompt_ids": torch.tensor([170, 20, 21]), "language": "en"},
     "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
+    "beams": {"num_beams": 3, "language": "en"},
     "several of each": {"do_sample": True, "num_return_sequences": 2, "language": "en"},
 }
 _LEFT: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3, "language": "en"},
     "a record": {"return_dict_in_generate": True, "output_scores": True},
     "another temperature where it fails": {
         "temperature": (0.0, 0.4, 1.0),

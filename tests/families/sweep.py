@@ -259,7 +259,7 @@ def _in_room(original: nn.Module, engine: nn.Module, ids: Tensor) -> float:
 def _greedy(
     original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor
 ) -> tuple[str, str]:
-    """Whether greedy tokens of a padded batch are identical, and the caches alike; which road they took."""
+    """Whether greedy tokens and beams of a padded batch are identical, the caches alike; which road it was."""
     if not getattr(original, "can_generate", lambda: False)():
         return "-", "-"
     options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -267,7 +267,10 @@ def _greedy(
     same = torch.equal(*(answer.sequences for answer in answers))
     alike = operator.eq(*(_shapes(answer.get("past_key_values")) for answer in answers))
     road = "compatible" if engine.why_compatible() else "engine"
-    return ("identical" if alike else "OTHER CACHE") if same else "DIFFERENT", road
+    options = {**options, "num_beams": 3, "num_return_sequences": 2}
+    beams = torch.equal(*(model.generate(ids, **options) for model in (original, engine)))
+    faults = {"DIFFERENT": not same, "OTHER CACHE": not alike, "OTHER BEAMS": not beams}
+    return next((fault for fault, is_there in faults.items() if is_there), "identical"), road
 
 
 def _shapes(cache: Any) -> list[tuple[int, ...] | None]:

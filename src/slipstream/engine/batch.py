@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.engine.fork import followed, forked
 from slipstream.engine.runner import Runner, Tell, make_step
 from slipstream.engine.schedule import Chunk, Schedule
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
@@ -28,7 +29,14 @@ class Batch:
     """The tokens of a generation, their schedule and their cache."""
 
     def __init__(
-        self, runner: Runner, input_ids: Tensor, mask: Tensor | None, *, max_length: int, token_budget: int
+        self,
+        runner: Runner,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        *,
+        max_length: int,
+        token_budget: int,
+        forks: int = 1,
     ) -> None:
         """Admit the prompts and reserve their cache.
 
@@ -38,6 +46,7 @@ class Batch:
             mask: `(B, S)`, zero where a prompt is padded; None for no padding.
             max_length: Tokens of a row at the end, padding included.
             token_budget: Most tokens in one step.
+            forks: Rows that each row may become by `fork`.
         """
         rows, length = input_ids.shape
         self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
@@ -50,7 +59,7 @@ class Batch:
         for row, padding in enumerate(self._padding):
             self._schedule.add(row, length - padding)
         needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
-        self._cache: PagedCache = runner.new_cache(sum(needed))
+        self._cache: PagedCache = runner.new_cache(forks * sum(needed))
         self._dtype, self._runner = runner.dtype, runner
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
@@ -257,6 +266,33 @@ class Batch:
                 self._schedule.finish(row)
                 self._cache.release(self._blocks[row])
 
+    def fork(self, times: int) -> None:
+        """Let so many rows go on as each of them did, side by side; every token of them has run."""
+        self._blocks = forked(self._cache, self._blocks, times, self._held())
+        self._tokens = self._tokens.repeat_interleave(times, dim=0)
+        self._padding = [padding for padding in self._padding for _ in range(times)]
+        budget = self._schedule.token_budget
+        self._schedule, self._decode = Schedule(max(budget, len(self._padding))), None
+        for row, held in enumerate(self._held()):
+            self._schedule.add(row, held, done=held)
+
+    def follow(self, sources: Sequence[int]) -> None:
+        """Let each row go on as another did, or as it did itself; every token of them has run.
+
+        Args:
+            sources: A row for each row, with as many tokens as it has.
+        """
+        if list(sources) == list(range(len(sources))):
+            return
+        self._blocks = followed(self._cache, self._blocks, sources, self._held())
+        self._tokens[:, : self._length] = self._tokens[list(sources), : self._length]
+        if self._decode is not None:
+            self._decode.place([self._blocks[row] for row in self._decode.rows])
+
+    def _held(self) -> list[int]:
+        """Tokens of each row in the cache, where all of them have run."""
+        return [self._length - padding for padding in self._padding]
+
     def export(self, model: Any) -> Any:
         """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, padded with zeros.
 
@@ -303,13 +339,11 @@ class _Decode:
             blocks: Cache blocks of each of them, in order.
             device: Where the steps run.
         """
-        count, width = len(rows), max(map(len, blocks))
-        table = [[*ids, *[0] * (width - len(ids))] for ids in blocks]
+        count = len(rows)
         self.rows = rows
         self._source = torch.tensor(rows, device=device)
-        self._table = torch.tensor(table, dtype=torch.int32, device=device)
-        within = torch.arange(BLOCK_SIZE, device=device)
-        self._all_slots = (self._table.long()[:, :, None] * BLOCK_SIZE + within).flatten(1)
+        self._within = torch.arange(BLOCK_SIZE, device=device)
+        self.place(blocks)
         self._positions = torch.tensor(positions, device=device) - 1
         self._lens = self._positions.int() + 1
         self._ids = torch.empty(count, dtype=torch.int64, device=device)
@@ -319,6 +353,13 @@ class _Decode:
         self._starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(count, device=device)
         self._first, self._longest = positions[0] - 1, max(positions)
+
+    def place(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Take the cache blocks of each of the sequences, in order."""
+        width = max(map(len, blocks))
+        table = [[*ids, *[0] * (width - len(ids))] for ids in blocks]
+        self._table = torch.tensor(table, dtype=torch.int32, device=self._source.device)
+        self._all_slots = (self._table.long()[:, :, None] * BLOCK_SIZE + self._within).flatten(1)
 
     def step(self, tokens: Tensor, first: int) -> Step:
         """The next step, which runs `tokens[rows]`; it is overwritten by the one after it.

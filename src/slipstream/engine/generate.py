@@ -1,4 +1,4 @@
-"""The engine road of `generate`: greedy search and sampling over a packed batch, within transformers' own.
+"""The engine road of `generate`: greedy search, sampling and beams over a packed batch, within transformers' own.
 
 transformers prepares everything (generation config, processors, stopping criteria) and hands over through
 `custom_generate`; whatever this loop cannot honour takes transformers' own loops, over the injected layers.
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.engine.batch import Batch
+from slipstream.engine.beams import BEAMS, Searched
 from slipstream.engine.listen import listen, listens
-from slipstream.engine.request import cache_matters
+from slipstream.engine.request import MODES, cache_matters
 from slipstream.engine.runner import Runner
 from slipstream.engine.warp import parted, penalty_of, suppressions_of
 from slipstream.parallel import ALONE, Axis
@@ -56,7 +57,8 @@ class Loop:
             **model_kwargs: Any,
         ) -> Any:
             leaves = listens(self.runner) and self._leaves(generation_config, input_ids, model_kwargs)
-            run = self._original if leaves else self
+            mode = generation_config.get_generation_mode(None).value
+            run = self._original if leaves else self._searched if mode in BEAMS else self
             return run(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
             )
@@ -122,6 +124,26 @@ class Loop:
             self.streamer.end()
         return record.output(model, batch) if config.return_dict_in_generate else batch.ids.clone()
 
+    def _searched(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """Generate by beams; arguments as of `__call__`, with a row for each beam of each prompt."""
+        beams = 1 if listens(self.runner) else int(generation_config.num_beams)
+        inputs = {**model_kwargs}
+        if beams > 1 and inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][::beams]
+        batch, _ = self._admit(input_ids[::beams], int(generation_config.max_length), inputs, beams)
+        search = Searched(model, batch, beams).search
+        tokens = search(input_ids, logits_processor, stopping_criteria, generation_config)
+        agree_on_tokens(tokens, self.ranks)
+        return tokens
+
     def _leaves(self, config: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
         """Whether a call that a model made of `generate` by itself is for transformers' own loop."""
         most = self.runner.frame.max_positions
@@ -133,7 +155,7 @@ class Loop:
             or cache_matters(config, encoded=True)
             or any(getattr(config, name, None) for name in asked)
             or config.use_cache is False
-            or config.get_generation_mode(None).value not in ("greedy_search", "sample")
+            or config.get_generation_mode(None).value not in MODES
             or (most is not None and max(int(config.max_length), ids.shape[1]) > most)
         )
 
@@ -169,14 +191,16 @@ class Loop:
             return lambda _: batch.processed(type(processors)(first), warp)
         return lambda steps: batch.drawn(warp, steps, ends, tell)
 
-    def _admit(self, ids: Tensor, most: int, inputs: Mapping[str, Any]) -> tuple[Batch, Runner]:
-        """The batch, and what runs it."""
+    def _admit(
+        self, ids: Tensor, most: int, inputs: Mapping[str, Any], forks: int = 1
+    ) -> tuple[Batch, Runner]:
+        """The batch, and what runs it; `forks` as of `Batch`."""
         runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
         if listens(runner):
             # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
             runner = listen(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
-        return Batch(runner, ids, mask, max_length=most, token_budget=budget), runner
+        return Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks), runner
 
 
 class _Rows:

@@ -31,7 +31,7 @@ from slipstream.errors import DeviceError
 from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.draw import Warp
 from slipstream.ops.following import Following
-from slipstream.ops.kv_cache import CachePart
+from slipstream.ops.kv_cache import CachePart, tensors_of
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.step import Step
 
@@ -272,9 +272,7 @@ class Graphs:
 
 def _tensors(cache: PagedCache) -> list[Tensor]:
     """The tensors of a cache, each with its blocks first."""
-    parts = [part for pair in cache.layers for part in pair]
-    found = [(part,) if isinstance(part, Tensor) else (part.codes, part.scales) for part in parts]
-    return [tensor for tensors in found for tensor in tensors]
+    return [tensor for pair in cache.layers for part in pair for tensor in tensors_of(part)]
 
 
 class _Session:

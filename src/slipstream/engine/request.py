@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.engine.beams import BEAMS, searches
 from slipstream.engine.runner import Runner
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.intact import is_hooked, listens_everywhere, modules_of
 
 __all__ = [
+    "MODES",
     "Request",
     "by_name",
     "cache_matters",
@@ -32,7 +34,9 @@ __all__ = [
     "why_not_so_long",
 ]
 
-_MODES = ("greedy_search", "sample")
+MODES = ("greedy_search", "sample", *BEAMS)
+"""Transformers' names of what the engine road knows."""
+
 _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
 _OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
 _ARGUMENTS = frozenset(
@@ -224,8 +228,12 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
             return f"{name} is given"
     config, inputs = request.config, request.inputs
     mode = config.get_generation_mode(None)
-    if mode.value not in _MODES:
+    if mode.value not in MODES:
         return f"the mode is {mode.value}"
+    if mode.value in BEAMS and not searches(model):
+        return "the model has a beam search of its own"
+    if mode.value in BEAMS and config.return_dict_in_generate:
+        return "return_dict_in_generate is set beside beams"
     own = _OWN_OF_PAIRS if request.encoded else _OWN
     extra = [
         name for name, value in inputs.items() if name not in own and value is not None and value is not False
@@ -278,7 +286,7 @@ def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, An
     if "generate" in vars(model):
         return "the model has a generate of its own"
     mode = request.config.get_generation_mode(None).value
-    if mode not in (*_MODES, "beam_search", "beam_sample"):
+    if mode not in MODES:
         return f"the mode is {mode}"
     # The last one keeps all arguments of the call, to make it again.
     for name in (

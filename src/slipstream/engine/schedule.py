@@ -42,9 +42,9 @@ class Schedule:
     token_budget: int
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
 
-    def add(self, row: int, tokens: int) -> None:
-        """Admit a sequence of `tokens` known tokens."""
-        self._sequences[row] = _Sequence(tokens)
+    def add(self, row: int, tokens: int, done: int = 0) -> None:
+        """Admit a sequence of `tokens` known tokens, of which so many have run."""
+        self._sequences[row] = _Sequence(tokens, done)
 
     def append(self, rows: Sequence[int], count: int = 1) -> None:
         """Some more tokens of each of these sequences are known; all but the last of them have run."""

@@ -6,12 +6,12 @@ Shapes: P blocks, Z tokens per block, K kv heads, D head dim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from slipstream.errors import DeviceError
-from slipstream.ops.kv_cache import CachePart, Int8Cache
+from slipstream.ops.kv_cache import CachePart, Int8Cache, tensors_of
 from slipstream.spec import BlockSpec
 
 __all__ = ["BLOCK_SIZE", "PagedCache", "bytes_per_token"]
@@ -40,20 +40,32 @@ class PagedCache:
         Raises:
             DeviceError: The device has no room for them.
         """
-        room = (blocks, BLOCK_SIZE)
+        shapes = [shape for spec in specs for shape in spec.cached]
         try:
-            self.layers: list[tuple[CachePart, CachePart]] = [
-                (_part((*room, *first), dtype, device), _part((*room, *second), dtype, device))
-                for first, second in (spec.cached for spec in specs)
-            ]
+            # Parts of one shape lie in one room, so that a block of all layers is copied at once.
+            rooms = {
+                shape: _room(shapes.count(shape), (blocks, BLOCK_SIZE, *shape), dtype, device)
+                for shape in dict.fromkeys(shapes)
+            }
         except RuntimeError as error:
             size = blocks * BLOCK_SIZE * bytes_per_token(specs, dtype) / 2**30
             raise DeviceError(
                 f"no room on {device} for a KV cache of {blocks * BLOCK_SIZE} tokens ({size:.2f} GiB): "
                 f"{error}; ask for fewer new tokens, or fewer sequences at once"
             ) from error
+        parts = {shape: _parts(room) for shape, room in rooms.items()}
+        self.layers: list[tuple[CachePart, CachePart]] = [
+            (next(parts[first]), next(parts[second])) for first, second in (spec.cached for spec in specs)
+        ]
+        self._rooms = [tensor for room in rooms.values() for tensor in tensors_of(room)]
         self.capacity = blocks
         self._free = list(range(blocks - 1, -1, -1))
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks, `(from, to)` each, in every layer and in this order."""
+        for source, target in pairs:
+            for room in self._rooms:
+                room[:, target].copy_(room[:, source])
 
     def lend(self, blocks: int) -> PagedCache:
         """The first blocks of the same memory as a cache of its own, all of them free."""
@@ -90,8 +102,16 @@ def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:
     return sum(heads * (dtype.itemsize * width + scales) for heads, width in kept)
 
 
-def _part(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:
-    values = torch.empty(shape, dtype=dtype, device=device)
+def _room(parts: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:
+    """Keys or values, `(parts, P, Z, K, D)`."""
+    values = torch.empty((parts, *shape), dtype=dtype, device=device)
     if dtype != torch.int8:
         return values
-    return Int8Cache(values, torch.empty(shape[:-1], device=device, dtype=torch.float32))
+    return Int8Cache(values, torch.empty((parts, *shape[:-1]), device=device, dtype=torch.float32))
+
+
+def _parts(room: CachePart) -> Iterator[CachePart]:
+    """Each of the parts of a room."""
+    if isinstance(room, Int8Cache):
+        return iter([Int8Cache(*pair) for pair in zip(room.codes, room.scales, strict=True)])
+    return iter(room)

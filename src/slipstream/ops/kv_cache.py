@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CachePart", "Int8Cache", "read_cache", "write_cache"]
+__all__ = ["CachePart", "Int8Cache", "read_cache", "tensors_of", "write_cache"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Int8Cache:
 
 CachePart = Tensor | Int8Cache
 """Keys, or values, of one layer, `(P, Z, K, D)`."""
+
+
+def tensors_of(cache: CachePart) -> tuple[Tensor, ...]:
+    """The tensors of keys, or of values, each with its blocks first."""
+    return (cache.codes, cache.scales) if isinstance(cache, Int8Cache) else (cache,)
 
 
 def read_cache(cache: CachePart, blocks: Tensor, dtype: torch.dtype) -> Tensor:
