@@ -141,43 +141,60 @@ def test_low_memory_is_refused_as_by_transformers(pairs: dict[str, Pair]) -> Non
             written(model, prompts(7), {"num_beams": 2, "low_memory": True})
 
 
+class Written:
+    """Rows whose tokens stand in every part of a cache."""
+
+    def __init__(self, draw: random.Random, dtype: torch.dtype, room: int, lengths: list[int]) -> None:
+        needed = [-(-(length + room) // BLOCK_SIZE) for length in lengths]
+        self.beams, self.draw = draw.choice([2, 3, 5]), draw
+        blocks = self.beams * sum(needed)
+        self.cache = PagedCache([SPEC, SPEC], blocks, dtype=dtype, device=torch.device("cpu"))
+        self.blocks = [self.cache.allocate(count) for count in needed]
+        self.rows: list[list[int]] = [[] for _ in lengths]
+
+    def write(self, row: int) -> None:
+        place, value = len(self.rows[row]), self.draw.randrange(100)
+        self.rows[row].append(value)
+        for part in self.parts():
+            part[self.blocks[row][place // BLOCK_SIZE], place % BLOCK_SIZE] = value
+
+    def parts(self) -> list[Tensor]:
+        return [tensor for layer in self.cache.layers for part in layer for tensor in tensors_of(part)]
+
+    def held(self) -> list[int]:
+        return [len(row) for row in self.rows]
+
+    def check(self) -> None:
+        for row, own in zip(self.rows, self.blocks, strict=True):
+            places = torch.arange(len(row))
+            for part in self.parts():
+                found = part[torch.tensor(own)[places // BLOCK_SIZE], places % BLOCK_SIZE]
+                assert found.flatten(1)[:, 0].int().tolist() == row
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_rows_find_the_tokens_of_those_they_follow(dtype: torch.dtype) -> None:
     draw = random.Random(3)
     for _ in range(40):
-        prompts, beams = draw.choice([1, 2, 3]), draw.choice([2, 3, 5])
-        lengths = [draw.randrange(1, 70) for _ in range(prompts)]
-        steps, needed = draw.randrange(1, 70), [-(-(n + 70) // BLOCK_SIZE) for n in lengths]
-        cache = PagedCache([SPEC, SPEC], beams * sum(needed), dtype=dtype, device=torch.device("cpu"))
-        blocks = [cache.allocate(count) for count in needed]
-        rows: list[list[int]] = [[] for _ in lengths]
-
-        def write(row: int, value: int) -> None:
-            place = len(rows[row])
-            rows[row].append(value)
-            for pair_of in cache.layers:
-                for values in (v for part in pair_of for v in tensors_of(part)):
-                    values[blocks[row][place // BLOCK_SIZE], place % BLOCK_SIZE] = value
-
+        lengths = [draw.randrange(1, 70) for _ in range(draw.choice([1, 2, 3]))]
+        steps = draw.randrange(1, 70)
+        said = Written(draw, dtype, steps, lengths)
         for row, length in enumerate(lengths):
             for _ in range(length):
-                write(row, draw.randrange(100))
-        blocks = forked(cache, blocks, beams, lengths)
-        rows = [list(row) for row in rows for _ in range(beams)]
+                said.write(row)
+        beams = said.beams
+        said.blocks = forked(said.cache, said.blocks, beams, lengths)
+        said.rows = [list(row) for row in said.rows for _ in range(beams)]
         for _ in range(steps):
-            for row in range(len(rows)):
-                write(row, draw.randrange(100))
+            for row in range(len(said.rows)):
+                said.write(row)
             sources = [
                 row - row % beams + draw.randrange(beams) if draw.random() < 0.8 else row
-                for row in range(len(rows))
+                for row in range(len(said.rows))
             ]
-            blocks = followed(cache, blocks, sources, [len(row) for row in rows])
-            rows = [list(rows[source]) for source in sources]
-        for row, own in zip(rows, blocks, strict=True):
-            places = torch.arange(len(row))
-            for values in (v for pair_of in cache.layers for part in pair_of for v in tensors_of(part)):
-                found = values[torch.tensor(own)[places // BLOCK_SIZE], places % BLOCK_SIZE]
-                assert found.flatten(1)[:, 0].int().tolist() == row
+            said.blocks = followed(said.cache, said.blocks, sources, said.held())
+            said.rows = [list(said.rows[source]) for source in sources]
+        said.check()
 
 
 def test_each_block_that_is_written_belongs_to_one_row() -> None:
@@ -200,7 +217,8 @@ def test_a_family_that_listens_forks_no_prompt() -> None:
     given = {"input_ids": torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(1))}
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     given["attention_mask"][1, 5:] = 0
-    options = {"num_beams": 4, "decoder_input_ids": torch.tensor([[4, 8, 5], [4, 9, 9]]), "max_new_tokens": 40}
+    first = torch.tensor([[4, 8, 5], [4, 9, 9]])
+    options = {"num_beams": 4, "num_return_sequences": 3, "decoder_input_ids": first, "max_new_tokens": 40}
     with roads(engine) as counts:
         found = written(engine, given, options)
     assert torch.equal(found, written(original, given, options))

@@ -91,7 +91,7 @@ _SERVED: dict[str, dict[str, Any]] = {
     "forced tokens": {"do_sample": False, "forced_bos_token_id": 9, "forced_eos_token_id": 11},
     "a prompt": {"do_sample": False, "decoder_input_ids": torch.tensor([[4, 8, 5]] * _ROWS)},
     "rows that end early": {"do_sample": False, "eos_token_id": list(range(3, 70)), "pad_token_id": 0},
-    "beams": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.4},
+    "beams": {"num_beams": 3, "length_penalty": 0.4},
     "beams that end early": {"num_beams": 2, "early_stopping": True, "eos_token_id": [*range(3, 70, 4)]},
     "drawn beams": {"num_beams": 3, "do_sample": True},
     "a penalty": {"do_sample": False, "repetition_penalty": 1.8, "no_repeat_ngram_size": 2},

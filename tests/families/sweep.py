@@ -259,7 +259,7 @@ def _in_room(original: nn.Module, engine: nn.Module, ids: Tensor) -> float:
 def _greedy(
     original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor
 ) -> tuple[str, str]:
-    """Whether greedy tokens and beams of a padded batch are identical, the caches alike; which road it was."""
+    """Whether greedy tokens and beams of a padded batch are identical, the caches alike; which road it is."""
     if not getattr(original, "can_generate", lambda: False)():
         return "-", "-"
     options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}

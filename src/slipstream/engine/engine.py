@@ -21,6 +21,12 @@ from slipstream.engine.build import build
 from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generate import Loop
 from slipstream.engine.ranks import taking_part
+from slipstream.engine.refusals import (
+    why_not_intact,
+    why_not_packed,
+    why_not_repeated,
+    why_not_so_long,
+)
 from slipstream.engine.request import (
     Request,
     by_name,
@@ -28,10 +34,6 @@ from slipstream.engine.request import (
     read_request,
     repeats_generate,
     unread_cache,
-    why_not_intact,
-    why_not_packed,
-    why_not_repeated,
-    why_not_so_long,
 )
 from slipstream.engine.runner import Runner
 from slipstream.engine.save import check_destination, save_described
@@ -175,8 +177,9 @@ class InferenceEngine(Weights):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' `generate` with every option of it.
 
-        Greedy search and sampling run on the engine road (packed batch, paged cache); every other mode, and
-        every option that the engine road cannot honour, runs transformers' own loops over the fused layers.
+        Greedy search, sampling and beams run on the engine road (packed batch, paged cache); every other
+        mode, and every option that the engine road cannot honour, runs transformers' own loops over the fused
+        layers.
 
         Raises:
             RequestError: An input that cannot be run.
@@ -231,7 +234,7 @@ class InferenceEngine(Weights):
         return next(places, self._built.device.torch_device)
 
     def why_compatible(self) -> str | None:
-        """Why greedy search and sampling run transformers' loops, or None where they take the engine road."""
+        """Why no call of `generate` takes the engine road; None where greedy, sampled and beam search do."""
         return None if self._built.runner is not None else self._built.why_compatible
 
     def report(self) -> Report:

@@ -1,7 +1,8 @@
 """Rows of a generation that go on as another did: they share its full cache blocks.
 
-A block that is full is never written again. The one that is being filled is each row's own, and so are those that
-are still empty: of rows that go on as the same row did all but one copy it, into blocks of rows that nobody follows.
+A block that is full is never written again. The one that is being filled is each row's own, and so are those
+that are still empty: of rows that go on as the same row did all but one copy it, into blocks of rows that
+nobody follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine road of `generate`: greedy search, sampling and beams over a packed batch, within transformers' own.
+"""The engine road of `generate`: greedy search, sampling and beams over a packed batch.
 
 transformers prepares everything (generation config, processors, stopping criteria) and hands over through
 `custom_generate`; whatever this loop cannot honour takes transformers' own loops, over the injected layers.
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from slipstream.engine.batch import Batch
 from slipstream.engine.beams import BEAMS, Searched
 from slipstream.engine.listen import listen, listens
-from slipstream.engine.request import MODES, cache_matters
+from slipstream.engine.refusals import MODES
+from slipstream.engine.request import cache_matters
 from slipstream.engine.runner import Runner
 from slipstream.engine.warp import parted, penalty_of, suppressions_of
 from slipstream.parallel import ALONE, Axis
