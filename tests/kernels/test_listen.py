@@ -116,3 +116,13 @@ def test_a_copied_listener_has_its_own_layers() -> None:
     assert all(a is b for a, b in zip(whole.stack.blocks, other._built.runner.blocks, strict=True))
     assert whole.begin([], 4) is None
     assert bind_listener(engine._built.runner.frame, [], run_stack) is None
+
+
+@pytest.mark.parametrize(("kind", "is_whole"), [("bart", True), ("t5", True), ("nllb-moe", False)])
+def test_the_report_says_whether_steps_are_whole(kind: str, is_whole: bool) -> None:
+    engine = inject(peaked_model(FAMILIES[kind].tiny[0]))
+    decoders = [one for one in engine.report().layers if "decoder" in one.name]
+    assert decoders
+    assert {one.kernels["stack"] for one in decoders} == {
+        f"cpu-{engine._built.runner.whole.stack.library.isa}" if is_whole else "reference"
+    }

@@ -64,7 +64,7 @@ class Searched:
             self._batch.fork(self._beams)
             logits = logits.repeat_interleave(self._beams, dim=0)
         self._begins = False
-        return CausalLMOutput(logits=logits[:, None])  # type: ignore[arg-type]
+        return CausalLMOutput(logits=logits[:, None])
 
     def search(self, ids: Tensor, processors: Any, criteria: Any, config: Any) -> Tensor:
         """The tokens that transformers' beam search chooses.

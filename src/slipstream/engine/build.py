@@ -14,6 +14,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings
+from slipstream.engine.listen import may_be_whole
 from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.ranks import agree_on_layers, failing_together, join, place, split_or_pack
 from slipstream.engine.road import prepare_road, together
@@ -138,7 +139,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
     report = summary(device, notes, plan.layers, plan.verdicts, blocks, plan.parts, settings, packed)
-    report = report.with_stack(together(blocks, stack if runner else None, encoder))
+    report = report.with_stack(together(blocks, runner, stack, encoder))
     report = replace(report, outside=around, split=plan.splitting.rows())
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
@@ -297,7 +298,7 @@ def _runner(
     frame.ops = replace(ops, linear=replace(ops.linear, run=joined_linear(ops.linear.run)))
     whole: Whole | None = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
     own = {name: block for name, block in blocks.items() if name.startswith(f"{frame.spec.layers}.")}
-    if whole is None and mesh.is_alone and any(block.spec.cross is not None for block in own.values()):
+    if whole is None and mesh.is_alone and may_be_whole(frame, own.values()):
         whole = bind_listener(device, frame, list(own.values()), run_stack)
     return Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
 

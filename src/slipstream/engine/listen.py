@@ -6,7 +6,7 @@ Shapes: B batch, S queries of a row, T = B * S packed tokens, M states, K kv hea
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,13 +16,14 @@ from torch import Tensor
 from slipstream.engine.runner import Runner, Whole
 from slipstream.model.block import Block, CrossAttend, Mix, RopeTable
 from slipstream.model.cross import Relative, add_bias, own_heads, relative_of
+from slipstream.model.frame import Frame
 from slipstream.model.inject import injected_state, own_feed
 from slipstream.ops.heard import Heard
 from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
 
-__all__ = ["Listening", "listen", "listens"]
+__all__ = ["Hears", "Listening", "listen", "listens", "may_be_whole"]
 
 
 def listens(runner: Runner) -> bool:
@@ -32,9 +33,21 @@ def listens(runner: Runner) -> bool:
 
 @runtime_checkable
 class Hears(Protocol):
-    """What runs whole steps of a generation once it is told what an encoder said."""
+    """What runs whole steps of a generation once it is told what an encoder said.
 
+    Attributes:
+        name: As of `Bound`.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
     def hear(self, heard: Heard) -> Whole | None: ...  # noqa: D102
+
+
+def may_be_whole(frame: Frame, blocks: Iterable[Block]) -> bool:
+    """Whether layers listen to an encoder and are blocks in all they do, so that whole steps may run them."""
+    own_feeds = any(injected_state(layer).feeder is not None for layer in frame.layers)
+    return not own_feeds and any(block.spec.cross is not None for block in blocks)
 
 
 def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> Runner:
@@ -67,8 +80,8 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> R
     heard = copy.copy(runner)
     visible = None if seen is None or bool((seen != 0).all()) else (seen != 0)[:, None, None]
     heard.stack = listening = Listening(memory, visible, relatives, tuple(runner.blocks), feeds)
-    whole, said = runner.whole, listening.heard(longest)
-    heard.whole = whole.hear(said) if isinstance(whole, Hears) and said is not None else None
+    said = listening.heard(longest) if isinstance(runner.whole, Hears) else None
+    heard.whole = runner.whole.hear(said) if isinstance(runner.whole, Hears) and said is not None else None
     return heard
 
 
@@ -102,8 +115,6 @@ class Listening:
             first = torch.arange(self.visible.shape[-1], device=seen.device) < seen[:, None]
             if not torch.equal(first, self.visible[:, 0, 0]) or bool((seen == 0).any()):
                 return None
-        if any(feed is not None for feed in self.feeds.values()):
-            return None
         if any(one is not None and not one.causal for one in self.relatives.values()):
             return None
         pairs = [self.memory[id(block)] for block in self.blocks]

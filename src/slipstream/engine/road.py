@@ -11,7 +11,7 @@ import torch
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
 from slipstream.engine.graph import LADDER, Graphs
-from slipstream.engine.listen import listens
+from slipstream.engine.listen import Hears, listens
 from slipstream.engine.prompt_graph import MOST_TOKENS
 from slipstream.engine.runner import Runner
 from slipstream.model.block import Block
@@ -75,7 +75,11 @@ def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> 
     )
 
 
-def together(blocks: Mapping[str, Block], stack: Bound | None, encoder: Any) -> dict[str, str]:
+def together(
+    blocks: Mapping[str, Block], runner: Runner | None, stack: Bound, encoder: Any
+) -> dict[str, str]:
     """What runs each layer together with those around it: in generation, or where there is no cache."""
-    names = {} if stack is None else dict.fromkeys(blocks, stack.name)
+    names = {} if runner is None else dict.fromkeys(blocks, stack.name)
+    if runner is not None and isinstance(runner.whole, Hears):
+        names |= dict.fromkeys(runner.names, runner.whole.name)
     return names | {name: encoder.name for name, one in blocks.items() if encoder and encoder.has(one)}

@@ -54,6 +54,11 @@ class NativeListener:
     stack: _Stack
     angles: KeptAngles = field(default_factory=KeptAngles, compare=False)
 
+    @property
+    def name(self) -> str:
+        """As of `Bound`."""
+        return self.stack.name
+
     def begin(self, caches: Caches, longest: int) -> None:
         """Nothing: no encoder has said anything."""
 
