@@ -18,7 +18,7 @@ from slipstream.model.cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.kv_cache import tensors_of
 from slipstream.spec import BlockSpec, Norm
 from tests.families.sweep import peaked_model
-from tests.helpers.models import Pair, inject, pair, roads
+from tests.helpers.models import Pair, close, inject, pair, roads
 
 CASES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
@@ -114,20 +114,37 @@ def test_prompts_run_once_however_many_beams_they_have(pairs: dict[str, Pair]) -
     assert tokens == [int(given["attention_mask"].sum()), 12, 12]
 
 
-def test_what_the_road_does_not_know_runs_transformers_loop(pairs: dict[str, Pair]) -> None:
+def test_a_record_of_beams_has_the_scores_and_the_cache_of_the_original(pairs: dict[str, Pair]) -> None:
     two = pairs.setdefault("llama", pairs.get("llama") or pair("llama"))
-    given = prompts(7)
+    given = prompts(BLOCK_SIZE - 2)
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+    options |= dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
     with roads(two.engine) as counts:
-        options = {"num_beams": 3, "return_dict_in_generate": True, "max_new_tokens": 5}
         found = two.engine.generate(**given, **options)
-        assert torch.equal(found.sequences, two.original.generate(**given, **options).sequences)
-    assert counts.taken == "compatible"
+    expected = two.original.generate(**given, **options)
+    assert counts.taken == "engine" and type(found) is type(expected) and found.keys() == expected.keys()
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.beam_indices, expected.beam_indices)
+    close(found.sequences_scores, expected.sequences_scores)
+    for name in ("scores", "logits"):
+        for ours, theirs in zip(found[name], expected[name], strict=True):
+            close(ours, theirs, atol=1e-3)
+    real = given["attention_mask"].repeat_interleave(3, 0).bool()
+    for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        for one, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert one.shape == other.shape
+            seen = torch.cat((real, torch.ones(9, one.shape[2] - real.shape[1], dtype=torch.bool)), 1)
+            close(one.transpose(1, 2)[seen], other.transpose(1, 2)[seen], atol=1e-3)
+
+
+def test_a_search_of_the_models_own_runs_in_transformers_loop(pairs: dict[str, Pair]) -> None:
+    two = pairs.setdefault("llama", pairs.get("llama") or pair("llama"))
 
     class Own(transformers.LlamaForCausalLM):
         def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
             return super()._beam_search(*args, **kwargs)
 
-    model = Own(two.original.config).eval()
+    model, given = Own(two.original.config).eval(), prompts(7)
     engine = inject(copy.deepcopy(model))
     with roads(engine) as counts:
         assert torch.equal(written(engine, given, CASES["beams"]), written(model, given, CASES["beams"]))

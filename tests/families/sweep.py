@@ -268,8 +268,10 @@ def _greedy(
     alike = operator.eq(*(_shapes(answer.get("past_key_values")) for answer in answers))
     road = "compatible" if engine.why_compatible() else "engine"
     options = {**options, "num_beams": 3, "num_return_sequences": 2}
-    beams = torch.equal(*(model.generate(ids, **options) for model in (original, engine)))
-    faults = {"DIFFERENT": not same, "OTHER CACHE": not alike, "OTHER BEAMS": not beams}
+    answers = [model.generate(ids, **options, return_dict_in_generate=True) for model in (original, engine)]
+    beams = torch.equal(*(answer.sequences for answer in answers))
+    alike &= operator.eq(*(_shapes(answer.get("past_key_values")) for answer in answers))
+    faults = {"DIFFERENT": not same, "OTHER BEAMS": not beams, "OTHER CACHE": not alike}
     return next((fault for fault, is_there in faults.items() if is_there), "identical"), road
 
 

@@ -294,14 +294,15 @@ class Batch:
         return [self._length - padding for padding in self._padding]
 
     def export(self, model: Any) -> Any:
-        """The keys and values so far as transformers keeps them: `(B, K, L - 1, D)`, padded with zeros.
+        """The keys and values so far as transformers keeps them: `(B, K, N, D)`, padded with zeros.
 
-        Of families whose own cache has them repeated for every head that shares them, `(B, H, L - 1, D)`.
+        N is L where every token has run, else L - 1. Of families whose own cache has keys and values repeated
+        for every head that shares them, `(B, H, N, D)`.
         """
         from transformers import DynamicCache
 
         cache = DynamicCache(config=model.config)
-        seen = self._length - 1
+        seen = self._length - self._schedule.is_behind
         dtype = self._dtype
         for index, pair in enumerate(self._cache.layers):
             parts = [

@@ -66,8 +66,8 @@ class Searched:
         self._begins = False
         return CausalLMOutput(logits=logits[:, None])
 
-    def search(self, ids: Tensor, processors: Any, criteria: Any, config: Any) -> Tensor:
-        """The tokens that transformers' beam search chooses.
+    def search(self, ids: Tensor, processors: Any, criteria: Any, config: Any) -> Any:
+        """What transformers' beam search returns; in the place of its cache is nothing.
 
         Args:
             ids: `(B * W, S)` int64.
@@ -75,7 +75,7 @@ class Searched:
             criteria: Called on the tokens of all candidates.
             config: Complete.
         """
-        search: Callable[..., Tensor] = self._beam_search
+        search: Callable[..., Any] = self._beam_search
         # There is nothing in the cache's place; that it has a name is what makes the search reorder it.
         kept = {"use_cache": True, "past_key_values": None}
         return search(ids, processors, criteria, config, **kept)

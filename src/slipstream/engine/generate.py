@@ -133,17 +133,23 @@ class Loop:
         stopping_criteria: Any,
         generation_config: Any,
         **model_kwargs: Any,
-    ) -> Tensor:
-        """Generate by beams; arguments as of `__call__`, with a row for each beam of each prompt."""
+    ) -> Any:
+        """Generate by beams; arguments as of `__call__`, with a row for each beam of each prompt.
+
+        Returns:
+            `(B, L)` int64, or transformers' `GenerateBeamDecoderOnlyOutput`.
+        """
         beams = 1 if listens(self.runner) else int(generation_config.num_beams)
         inputs = {**model_kwargs}
         if beams > 1 and inputs.get("attention_mask") is not None:
             inputs["attention_mask"] = inputs["attention_mask"][::beams]
         batch, _ = self._admit(input_ids[::beams], int(generation_config.max_length), inputs, beams)
         search = Searched(model, batch, beams).search
-        tokens = search(input_ids, logits_processor, stopping_criteria, generation_config)
-        agree_on_tokens(tokens, self.ranks)
-        return tokens
+        found = search(input_ids, logits_processor, stopping_criteria, generation_config)
+        if generation_config.return_dict_in_generate:
+            found.past_key_values = batch.export(model)
+        agree_on_tokens(found if isinstance(found, Tensor) else found.sequences, self.ranks)
+        return found
 
     def _leaves(self, config: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
         """Whether a call that a model made of `generate` by itself is for transformers' own loop."""

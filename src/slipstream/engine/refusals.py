@@ -94,9 +94,7 @@ def _why_not_mode(model: nn.Module, config: Any) -> str | None:
         return f"the mode is {mode}"
     if mode not in BEAMS:
         return None
-    if not searches(model):
-        return "the model has a beam search of its own"
-    return "return_dict_in_generate is set beside beams" if config.return_dict_in_generate else None
+    return None if searches(model) else "the model has a beam search of its own"
 
 
 def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:

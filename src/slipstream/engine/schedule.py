@@ -61,6 +61,11 @@ class Schedule:
         """Sequences that are running."""
         return list(self._sequences)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether some sequence has a token that has not run."""
+        return any(s.known > s.done for s in self._sequences.values())
+
     def decode(self) -> list[int]:
         """The next step, where it is one token of every running sequence, as those rows; else nothing."""
         sequences = self._sequences.values()
