@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.errors import DeviceError, RequestError
 from slipstream.kernels.cpu import library as native
-from slipstream.kernels.cpu.abi import Draw, DrawCall
+from slipstream.kernels.cpu.abi_model import Draw, DrawCall
 from slipstream.kernels.cpu.draw import KERNELS, native_draw, noise_is_torchs
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.ops.bind import Kernel

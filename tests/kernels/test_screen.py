@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import slipstream
 from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS
-from slipstream.kernels.cpu import abi
+from slipstream.kernels.cpu import abi_model
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu import screen as screens_module
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
@@ -281,7 +281,7 @@ def test_a_call_without_its_parts_is_refused(change: dict[str, Any]) -> None:
     basis, room = some_basis(dense), torch.zeros(200)
     made = Sketched(plain(dense), basis, SKETCH, library)
     parts = {"directions": basis.directions, "weights": basis.weights, "errors": room, "lengths": room[100:]}
-    call = abi.SketchCall(
+    call = abi_model.SketchCall(
         head=made._head,
         sketch=made.matrix,
         first=0,
