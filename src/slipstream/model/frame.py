@@ -167,20 +167,12 @@ class Frame:
     @property
     def pos_table(self) -> Tensor | None:
         """The position embedding, `(rows, C)`, as the model has it now."""
-        if self.pos_embed is None:
-            return None
-        owner, name = self.pos_embed
-        table: Tensor = getattr(owner, name)
-        return table
+        return _tensor_at(self.pos_embed)
 
     @property
     def logit_bias(self) -> Tensor | None:
         """What is added to the logits, `(1, V)`, as the model has it now."""
-        if self._logit_bias is None:
-            return None
-        owner, name = self._logit_bias
-        bias: Tensor = getattr(owner, name)
-        return bias
+        return _tensor_at(self._logit_bias)
 
     def matrices(self) -> dict[str, Weight]:
         """The matrices by their names in `FrameSpec`, as the model has them now; `embed` has a row per id."""
@@ -285,6 +277,11 @@ def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
         return owner, leaf
     module = owner.get_submodule(leaf)
     return module, "weights" if hasattr(module, "weights") else "weight"
+
+
+def _tensor_at(place: tuple[nn.Module, str] | None) -> Tensor | None:
+    """What stands at an owner's name by now; None for no place."""
+    return None if place is None else getattr(*place)
 
 
 def run_stack(

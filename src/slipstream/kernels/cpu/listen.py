@@ -81,13 +81,8 @@ class _Stack(NativeStack):
         """As `refuse_block` says of a block that is told what it hears."""
         return refuse_block(block, hears=True)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has heard nothing."""
-        _, (blocks, isa, otherwise, most) = super().__reduce__()
-        return _restore, (blocks, isa, otherwise, most)
-
     def hear(self, heard: Heard) -> _Stack:
-        """The same layers, which are told what an encoder said."""
+        """The same layers, which are told what an encoder said; copies of them have heard nothing."""
         told = copy.copy(self)
         told._heard, told._told = heard, None
         return told
@@ -123,12 +118,3 @@ def _told(base: Prepared, blocks: Sequence[BlockLike], heard: Heard) -> Prepared
         addresses=(*base.addresses, *map(Tensor.data_ptr, held)),
         memory=(*base.memory, memory, base.blocks, heard),
     )
-
-
-def _restore(blocks: Sequence[BlockLike], isa: str, otherwise: Run, most_tokens: int) -> _Stack | Run:
-    library = load(isa)
-    if library is None:
-        return otherwise
-    stack = _Stack(blocks, library, otherwise)
-    stack.most_tokens = most_tokens
-    return stack

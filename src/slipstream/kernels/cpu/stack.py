@@ -113,7 +113,7 @@ class NativeStack:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy describes its own blocks: addresses do not travel."""
-        return _restore, (self.blocks, self.library.isa, self._otherwise, self.most_tokens)
+        return _restore, (type(self), self.blocks, self.library.isa, self._otherwise, self.most_tokens)
 
     def __call__(
         self, blocks: Sequence[Any], x: Tensor, step: Step, caches: Caches, tables: Tables
@@ -380,10 +380,12 @@ def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
     )
 
 
-def _restore(blocks: Sequence[BlockLike], isa: str, otherwise: Run, most_tokens: int) -> NativeStack | Run:
+def _restore(
+    kind: type[NativeStack], blocks: Sequence[BlockLike], isa: str, otherwise: Run, most_tokens: int
+) -> NativeStack | Run:
     library = load(isa)
     if library is None:
         return otherwise
-    stack = NativeStack(blocks, library, otherwise)
+    stack = kind(blocks, library, otherwise)
     stack.most_tokens = most_tokens
     return stack
