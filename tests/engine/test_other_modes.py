@@ -117,6 +117,20 @@ def test_beams_with_scores(llama: Pair) -> None:
     torch.testing.assert_close(got.sequences_scores, expected.sequences_scores, atol=1e-3, rtol=1e-3)
 
 
+def test_a_loop_of_the_models_own_runs_and_returns_what_it_likes(llama: Pair) -> None:
+    class Own(transformers.LlamaForCausalLM):
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            return [super()._sample(*args, **kwargs), "and a sound"]
+
+    model = Own(llama.original.config).eval()
+    engine = inject(copy.deepcopy(model))
+    with roads(engine) as counts:
+        found = engine.generate(prompt(), max_new_tokens=5)
+    expected = model.generate(prompt(), max_new_tokens=5)
+    assert counts.taken == "compatible" and found[1] == expected[1]
+    assert torch.equal(found[0], expected[0])
+
+
 def test_a_quantized_cache(llama: Pair) -> None:
     pytest.importorskip("optimum.quanto", reason="the quantized cache needs a backend that is not installed")
     both(llama, input_ids=prompt(1), cache_implementation="quantized")

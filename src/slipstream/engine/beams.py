@@ -14,19 +14,26 @@ from torch import Tensor, nn
 
 from slipstream.engine.batch import Batch
 
-__all__ = ["BEAMS", "Searched", "searches"]
+__all__ = ["BEAMS", "Searched", "samples", "searches"]
 
 BEAMS = ("beam_search", "beam_sample")
 """Transformers' names of the modes."""
 
-_SEARCH = ("_beam_search", "_prefill")
-
 
 def searches(model: nn.Module) -> bool:
     """Whether beam search of this model is transformers' own, which is all that the road knows."""
+    return _is_transformers(model, "_beam_search", "_prefill")
+
+
+def samples(model: nn.Module) -> bool:
+    """Whether greedy search and sampling of this model are transformers' own."""
+    return _is_transformers(model, "_sample")
+
+
+def _is_transformers(model: nn.Module, *methods: str) -> bool:
     from transformers import GenerationMixin
 
-    return all(getattr(type(model), name, None) is getattr(GenerationMixin, name) for name in _SEARCH)
+    return all(getattr(type(model), name, None) is getattr(GenerationMixin, name) for name in methods)
 
 
 class Searched:

@@ -207,7 +207,8 @@ class InferenceEngine(Weights):
         runner = self._built.runner
         if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
             found = generate(**kwargs)
-            agree_on_tokens(_sequences(found), ranks)
+            if ranks.size > 1:  # a loop of the model's own may return something else
+                agree_on_tokens(_sequences(found), ranks)
             return found
         decode = Loop(runner, kwargs.get("streamer"), ranks).method()
         spared = unread_cache(self.module, request)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.engine.beams import BEAMS, searches
+from slipstream.engine.beams import BEAMS, samples, searches
 from slipstream.engine.request import Request, cache_matters
 from slipstream.engine.runner import Runner
 from slipstream.model.inject import injected_state, is_injected, is_untouched
@@ -92,9 +92,9 @@ def _why_not_mode(model: nn.Module, config: Any) -> str | None:
     mode = config.get_generation_mode(None).value
     if mode not in MODES:
         return f"the mode is {mode}"
-    if mode not in BEAMS:
-        return None
-    return None if searches(model) else "the model has a beam search of its own"
+    if mode in BEAMS:
+        return None if searches(model) else "the model has a beam search of its own"
+    return None if samples(model) else "the model has a loop of its own"
 
 
 def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:

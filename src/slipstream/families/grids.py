@@ -32,7 +32,7 @@ def _measure(layer: Any, config: Config) -> BlockSpec:
     return BlockSpec(
         hidden=width,
         heads=heads,
-        kv_heads=heads,
+        kv_heads=int(getattr(layer.attn, "num_key_value_heads", heads)),
         head_dim=width // heads,
         ffn=int(last.weight.shape[1]),
         norm=Norm("layer", norm.eps) if plain else Norm("rms", norm.variance_epsilon),
@@ -84,8 +84,8 @@ _TOKENS = {
 }
 
 
-def _tiny(prefix: str, label: str, vision: Mapping[str, Any]) -> Tiny:
-    options = {"text_config": dict(_TEXT), "vision_config": {**_VISION, **vision}, **_TOKENS}
+def _tiny(prefix: str, label: str, vision: Mapping[str, Any], **text: Any) -> Tiny:
+    options = {"text_config": {**_TEXT, **text}, "vision_config": {**_VISION, **vision}, **_TOKENS}
     return Tiny(f"{prefix}ForConditionalGeneration", f"{prefix}Config", options, label)
 
 
@@ -120,6 +120,19 @@ FAMILY = Family(
                 "window_size": 16,
                 "fullatt_block_indexes": [1],
             },
+        ),
+        _tiny(
+            "Exaone4_5_",
+            "shared heads",
+            {
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 48,
+                "num_key_value_heads": 1,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            model_type="exaone4",
         ),
         _tiny(
             "Qwen3VL",
