@@ -41,6 +41,8 @@ _SILENT = frozenset(
 
 Some are of the head or of the loss, and come down to the layers because models pass on what they do not know.
 """
+_PASSED_ON = frozenset({"mm_token_type_ids"})
+"""The same, but for layers whose own forward names them (which have experts for pictures)."""
 _TABLE_TYPES = (tuple, list)
 
 
@@ -96,7 +98,7 @@ class LayerSignature:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._order = [p.name for p in parameters if p.kind in positional]
         self.hidden = self._order[0] if self._order else ""
-        self._silent = _SILENT | silent
+        self._silent = _SILENT | silent | _PASSED_ON.difference(self._order)
 
     def name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, `args` without `self`."""
