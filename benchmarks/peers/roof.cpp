@@ -46,7 +46,7 @@ using Floats = float __attribute__((vector_size(16)));
 
 constexpr std::size_t kBytes = std::size_t{256} << 20;
 constexpr long kTurns = 1 << 21;
-constexpr int kSums = 10; // independent sums: more than latency times throughput, fewer than registers
+constexpr int kSums = 13; // independent sums: more than latency times throughput, fewer than registers
 
 std::atomic<std::uint64_t> sink{0};
 
@@ -114,15 +114,18 @@ double rate(int threads, double operations, const Work& work) {
 // in memory.
 template <class Sum, class Step>
 void on_registers(const Step& step) {
-    Sum a = {}, b = {}, c = {}, d = {}, e = {}, f = {}, g = {}, h = {}, i = {}, j = {};
+    Sum a = {}, b = {}, c = {}, d = {}, e = {}, f = {}, g = {}, h = {}, i = {}, j = {}, k = {}, l = {},
+        m = {};
     for (long turn = 0; turn < kTurns; ++turn) {
         a = step(a), b = step(b), c = step(c), d = step(d), e = step(e);
         f = step(f), g = step(g), h = step(h), i = step(i), j = step(j);
+        k = step(k), l = step(l), m = step(m);
         // Or the compiler would do it once.
         asm volatile("" : KEEP(a), KEEP(b), KEEP(c), KEEP(d), KEEP(e));
         asm volatile("" : KEEP(f), KEEP(g), KEEP(h), KEEP(i), KEEP(j));
+        asm volatile("" : KEEP(k), KEEP(l), KEEP(m));
     }
-    for (const Sum& each : {a, b, c, d, e, f, g, h, i, j})
+    for (const Sum& each : {a, b, c, d, e, f, g, h, i, j, k, l, m})
         sink += static_cast<std::uint64_t>(each[0]);
 }
 

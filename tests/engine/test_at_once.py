@@ -262,8 +262,9 @@ def test_what_is_done_to_the_model_afterwards_counts(change: str) -> None:
         for model in (models.original, models.engine.module):
             CHANGES[change](model)
     after = same(models, **inputs).pooler_output
-    # Its own code rounds otherwise.
-    assert torch.allclose(before, after, atol=1e-6) is (change == "training")
+    # Its own code rounds otherwise, by 1e-6 and more where processors sum in wider registers; what the other
+    # changes do is of the size of the values.
+    assert torch.allclose(before, after, atol=1e-5) is (change == "training")
 
 
 def test_a_copy_answers_by_its_own_tensors(read: list[str]) -> None:

@@ -14,7 +14,21 @@ import slipstream
 from slipstream.families import FAMILIES
 from slipstream.model.inject import injected_state, is_injected
 from tests.helpers.models import blocks_that_run, roads
-from tests.helpers.pictures import PICTURE, TEXT, grown, idefics, idefics_asked
+from tests.helpers.pictures import (
+    LANGUAGE,
+    PICTURE,
+    QWEN,
+    QWEN_TEXT,
+    SPEAKING,
+    TEXT,
+    grown,
+    idefics,
+    idefics_asked,
+    qwen,
+    qwen_asked,
+    speaking,
+    speaking_asked,
+)
 
 TOLERANCE = 1e-4
 """The promise for float32."""
@@ -74,84 +88,11 @@ def test_a_pooler_of_the_last_position_reads_it_where_it_is_padding() -> None:
     _agree(expected, got)
 
 
-_LANGUAGE: dict[str, Any] = {**TEXT, "num_key_value_heads": 2, "head_dim": 16}
-_PATCHED = 16
-"""Tokens of a picture: four by four patches."""
-
-
-def _llava() -> Any:
-    vision = transformers.CLIPVisionConfig(**PICTURE)
-    text = transformers.LlamaConfig(**_LANGUAGE)
-    return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=100)
-
-
-def _paligemma() -> Any:
-    vision = transformers.SiglipVisionConfig(**PICTURE, projection_dim=64, vision_use_head=False)
-    text = transformers.GemmaConfig(**_LANGUAGE)
-    return transformers.PaliGemmaConfig(
-        vision_config=vision, text_config=text, image_token_index=100, projection_dim=64, hidden_size=64
-    )
-
-
-def _gemma3() -> Any:
-    vision = transformers.SiglipVisionConfig(**PICTURE, vision_use_head=False)
-    text = transformers.Gemma3TextConfig(**_LANGUAGE, sliding_window=6, sliding_window_pattern=2)
-    return transformers.Gemma3Config(
-        text_config=text,
-        vision_config=vision,
-        mm_tokens_per_image=_PATCHED,
-        image_token_index=100,
-        boi_token_index=101,
-        eoi_token_index=102,
-    )
-
-
-def _idefics3() -> Any:
-    vision = transformers.Idefics3VisionConfig(**PICTURE)
-    text = transformers.LlamaConfig(**_LANGUAGE)
-    return transformers.Idefics3Config(
-        vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
-    )
-
-
-def _smolvlm() -> Any:
-    vision = transformers.SmolVLMVisionConfig(**PICTURE)
-    text = transformers.LlamaConfig(**_LANGUAGE)
-    return transformers.SmolVLMConfig(
-        vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
-    )
-
-
-_SPEAKING = {
-    "Llava": _llava,
-    "PaliGemma": _paligemma,
-    "Gemma3": _gemma3,
-    "Idefics3": _idefics3,
-    "SmolVLM": _smolvlm,
-}
-
-
-def _asked(prefix: str) -> dict[str, Tensor]:
-    """One padded question with a picture, beside a longer one."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 90, (2, _PATCHED + 8), generator=generator)
-    ids[:, 4 : 4 + _PATCHED] = 100
-    mask = torch.ones_like(ids)
-    ids[0, :3], mask[0, :3] = 0, 0
-    pixels = torch.randn(2, 3, 32, 32, generator=generator)
-    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
-    if prefix in ("Idefics3", "SmolVLM"):
-        given["pixel_values"] = pixels[:, None]
-    if prefix in ("Gemma3", "PaliGemma"):
-        given["token_type_ids"] = (ids == 100).long()
-    return given
-
-
-@pytest.mark.parametrize("prefix", _SPEAKING)
+@pytest.mark.parametrize("prefix", SPEAKING)
 def test_a_language_model_that_sees_is_fused_whole_and_goes_on_seeing(prefix: str) -> None:
-    original = grown(_SPEAKING[prefix](), f"{prefix}ForConditionalGeneration")
+    original = speaking(prefix)
     engine = _injected(original)
-    given = _asked(prefix)
+    given = speaking_asked(prefix)
     other = {**given, "pixel_values": given["pixel_values"].flip(0)}
     with torch.no_grad():
         expected, got = original(**given).logits, engine(**given).logits
@@ -166,14 +107,14 @@ def test_a_language_model_that_sees_is_fused_whole_and_goes_on_seeing(prefix: st
 
 def test_paligemma_2_is_fused_whole_with_the_windows_and_caps_of_its_language_model() -> None:
     caps = {"sliding_window": 9, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
-    config = _paligemma()
+    config = SPEAKING["PaliGemma"]()
     config.text_config = transformers.Gemma2Config(
-        **_LANGUAGE, **caps, query_pre_attn_scalar=20, use_bidirectional_attention=True
+        **LANGUAGE, **caps, query_pre_attn_scalar=20, use_bidirectional_attention=True
     )
     original = grown(config, "PaliGemmaForConditionalGeneration")
     engine = _injected(original)
     assert engine.report().level == "block", str(engine.report())
-    given = _asked("PaliGemma")
+    given = speaking_asked("PaliGemma")
     with torch.no_grad():
         rows = given["attention_mask"].bool()
         _agree(original(**given).logits[rows], engine(**given).logits[rows])
@@ -186,7 +127,7 @@ def test_t5gemma_2_reads_pictures_in_its_encoder_and_writes_by_fused_layers() ->
     original = grown(getattr(transformers, tiny.config)(**tiny.options, image_token_index=100), tiny.model)
     engine = _injected(original)
     assert engine.report().level == "block", str(engine.report())
-    given = _asked("T5Gemma2")
+    given = speaking_asked("T5Gemma2")
     other = {**given, "pixel_values": given["pixel_values"].flip(0)}
     answer = torch.tensor([[1, 7, 9], [1, 8, 4]])
     with torch.no_grad():
@@ -201,56 +142,11 @@ def test_t5gemma_2_reads_pictures_in_its_encoder_and_writes_by_fused_layers() ->
         assert torch.equal(*written)
 
 
-_QWEN_TEXT: dict[str, Any] = {
-    **_LANGUAGE,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
-}
-_QWEN: dict[str, dict[str, Any]] = {
-    "Qwen2VL": {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4},
-    "Qwen2_5_VL": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "out_hidden_size": 64,
-        "fullatt_block_indexes": [1],
-    },
-    "Qwen3VL": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    },
-}
-_QWEN["Qwen3VLMoe"] = _QWEN["Qwen3VL"]
-_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-
-
-@pytest.mark.parametrize("prefix", _QWEN)
+@pytest.mark.parametrize("prefix", QWEN)
 def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> None:
-    vision = {**_QWEN[prefix], "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    tokens = {"image_token_id": 100, "vision_start_token_id": 101, "vision_end_token_id": 102}
-    config = getattr(transformers, f"{prefix}Config")(
-        text_config=_QWEN_TEXT | (_QWEN_EXPERTS if prefix.endswith("Moe") else {}),
-        vision_config=vision,
-        video_token_id=103,
-        **tokens,
-    )
-    original = grown(config, f"{prefix}ForConditionalGeneration")
+    original = qwen(prefix)
     engine = _injected(original)
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 90, (1, 14), generator=generator)
-    ids[0, 3], ids[0, 4:8], ids[0, 8] = 101, 100, 102
-    given = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(16, 3 * 2 * 8 * 8, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (ids == 100).int(),
-    }
+    given = qwen_asked()
     with torch.no_grad():
         _agree(original(**given).logits, engine(**given).logits)
     of_text = [layer for layer in engine.report().layers if "language_model" in layer.name]
@@ -261,7 +157,7 @@ def test_positions_in_three_dims_reach_a_fused_language_model(prefix: str) -> No
 
 def test_a_window_that_a_config_names_and_the_model_does_not_know_is_none() -> None:
     windows = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
-    config = transformers.Qwen3VLTextConfig(**_QWEN_TEXT, **windows)
+    config = transformers.Qwen3VLTextConfig(**QWEN_TEXT, **windows)
     original = grown(config, "Qwen3VLTextModel")
     engine = _injected(original)
     assert engine.report().level == "block", str(engine.report())
@@ -349,7 +245,7 @@ def test_idefics_looks_at_several_pictures_between_fused_layers(more: dict[str, 
 
 
 def test_towers_that_are_no_models_by_themselves_are_fused_where_they_stand() -> None:
-    text = transformers.MistralConfig(**_LANGUAGE, sliding_window=None)
+    text = transformers.MistralConfig(**LANGUAGE, sliding_window=None)
     perceiver = {
         "hidden_size": 64, "resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 4,
         "resampler_head_dim": 16, "num_key_value_heads": 2,

@@ -67,3 +67,139 @@ def idefics_asked() -> dict[str, Tensor]:
         "pixel_values": torch.randn(2, 2, 3, 32, 32, generator=generator),
         "image_attention_mask": seen,
     }
+
+
+LANGUAGE: dict[str, Any] = {**TEXT, "num_key_value_heads": 2, "head_dim": 16}
+_PATCHED = 16
+"""Tokens of a picture: four by four patches."""
+
+
+def _llava() -> Any:
+    vision = transformers.CLIPVisionConfig(**PICTURE)
+    text = transformers.LlamaConfig(**LANGUAGE)
+    return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=100)
+
+
+def _paligemma() -> Any:
+    vision = transformers.SiglipVisionConfig(**PICTURE, projection_dim=64, vision_use_head=False)
+    text = transformers.GemmaConfig(**LANGUAGE)
+    return transformers.PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=100, projection_dim=64, hidden_size=64
+    )
+
+
+def _gemma3() -> Any:
+    vision = transformers.SiglipVisionConfig(**PICTURE, vision_use_head=False)
+    text = transformers.Gemma3TextConfig(**LANGUAGE, sliding_window=6, sliding_window_pattern=2)
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=_PATCHED,
+        image_token_index=100,
+        boi_token_index=101,
+        eoi_token_index=102,
+    )
+
+
+def _idefics3() -> Any:
+    vision = transformers.Idefics3VisionConfig(**PICTURE)
+    text = transformers.LlamaConfig(**LANGUAGE)
+    return transformers.Idefics3Config(
+        vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
+    )
+
+
+def _smolvlm() -> Any:
+    vision = transformers.SmolVLMVisionConfig(**PICTURE)
+    text = transformers.LlamaConfig(**LANGUAGE)
+    return transformers.SmolVLMConfig(
+        vision_config=vision, text_config=text, image_token_id=100, scale_factor=1, pad_token_id=0
+    )
+
+
+SPEAKING = {
+    "Llava": _llava,
+    "PaliGemma": _paligemma,
+    "Gemma3": _gemma3,
+    "Idefics3": _idefics3,
+    "SmolVLM": _smolvlm,
+}
+
+
+def speaking(prefix: str) -> Any:
+    """One of them."""
+    return grown(SPEAKING[prefix](), f"{prefix}ForConditionalGeneration")
+
+
+def speaking_asked(prefix: str) -> dict[str, Tensor]:
+    """One padded question with a picture, beside a longer one."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (2, _PATCHED + 8), generator=generator)
+    ids[:, 4 : 4 + _PATCHED] = 100
+    mask = torch.ones_like(ids)
+    ids[0, :3], mask[0, :3] = 0, 0
+    pixels = torch.randn(2, 3, 32, 32, generator=generator)
+    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
+    if prefix in ("Idefics3", "SmolVLM"):
+        given["pixel_values"] = pixels[:, None]
+    if prefix in ("Gemma3", "PaliGemma"):
+        given["token_type_ids"] = (ids == 100).long()
+    return given
+
+
+QWEN_TEXT: dict[str, Any] = {
+    **LANGUAGE,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}
+QWEN: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4},
+    "Qwen2_5_VL": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    },
+    "Qwen3VL": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}
+QWEN["Qwen3VLMoe"] = QWEN["Qwen3VL"]
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def qwen(prefix: str) -> Any:
+    """A model whose positions have three dims: time, height and width."""
+    vision = {**QWEN[prefix], "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    tokens = {"image_token_id": 100, "vision_start_token_id": 101, "vision_end_token_id": 102}
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=QWEN_TEXT | (_QWEN_EXPERTS if prefix.endswith("Moe") else {}),
+        vision_config=vision,
+        video_token_id=103,
+        **tokens,
+    )
+    return grown(config, f"{prefix}ForConditionalGeneration")
+
+
+def qwen_asked(rows: int = 1) -> dict[str, Tensor]:
+    """Questions with a picture each, all but the first of them padded."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (rows, 14), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[:, 3], ids[:, 4:8], ids[:, 8] = 101, 100, 102
+    for row in range(1, rows):
+        ids[row, :row], mask[row, :row] = 0, 0
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "pixel_values": torch.randn(16 * rows, 3 * 2 * 8 * 8, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
+        "mm_token_type_ids": (ids == 100).int(),
+    }

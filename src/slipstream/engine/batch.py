@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.engine.decode import Decode
 from slipstream.engine.fork import followed, forked
 from slipstream.engine.runner import Runner, Tell, make_step
 from slipstream.engine.schedule import Chunk, Schedule
-from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.engine.takeover import Begun, last_tokens
+from slipstream.model.cache import BLOCK_SIZE, PagedCache, slots_of
 from slipstream.ops.draw import Warp
-from slipstream.ops.kv_cache import CachePart, read_cache
+from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 from slipstream.ops.noise import Noise
 from slipstream.ops.penalty import Penalty
 from slipstream.ops.step import Step
@@ -63,7 +65,9 @@ class Batch:
         self._dtype, self._runner = runner.dtype, runner
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
-        self._decode: _Decode | None = None
+        self._shifts = [0] * rows
+        self._begun: Tensor | None = None
+        self._decode: Decode | None = None
         self._penalty: Penalty | None = None
         self._suppression: Suppression | None = None
 
@@ -205,6 +209,9 @@ class Batch:
         return None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
 
     def _run(self, run: Callable[[Step, list[int], bool], Tensor]) -> Tensor:
+        if self._begun is not None:
+            rows, self._begun = self._schedule.rows, None
+            return run(self._last_step(rows), rows, False)
         out: Tensor | None = None
         while True:
             rows = self._schedule.decode()
@@ -227,6 +234,12 @@ class Batch:
             raise AssertionError("a step was asked for with nothing left to run")
         return out
 
+    def _last_step(self, rows: Sequence[int]) -> Step:
+        """The last tokens of these rows, which have run."""
+        held = self._held()
+        chunks = [Chunk(row, held[row] - 1, 1, is_last=True) for row in rows]
+        return make_step(chunks, self._ids_of, self._blocks, self._tokens.device)
+
     def _of_all(self, rows: Sequence[int], result: Tensor) -> Tensor:
         """What some rows have, of every row: zeros of the others."""
         if len(rows) == self._tokens.shape[0]:
@@ -241,7 +254,8 @@ class Batch:
         if self._decode is None or self._decode.rows != rows:
             starts = [last - self._padding[row] for row in rows]
             blocks = [self._blocks[row] for row in rows]
-            self._decode = _Decode(rows, starts, blocks, self._tokens.device)
+            shifts = [self._shifts[row] for row in rows]
+            self._decode = Decode(rows, starts, blocks, self._tokens.device, shifts)
         return self._decode.step(self._tokens[:, last], last - self._padding[rows[0]])
 
     def _ids_of(self, chunk: Chunk) -> Tensor:
@@ -266,11 +280,23 @@ class Batch:
                 self._schedule.finish(row)
                 self._cache.release(self._blocks[row])
 
+    def fill(self, begun: Begun) -> None:
+        """Take the prompts as they have run elsewhere; the first step then has the logits of that run."""
+        self._schedule = Schedule(max(self._schedule.token_budget, len(self._padding)))
+        for row, held in enumerate(self._held()):
+            self._schedule.add(row, held, done=held)
+            slots = slots_of(self._blocks[row], held, self._tokens.device)
+            for (k, v), caches in zip(begun.pairs, self._cache.layers, strict=True):
+                write_cache(last_tokens(k[row], held), last_tokens(v[row], held), *caches, slots)
+        self._shifts, self._begun = list(begun.shifts), begun.logits
+        self._session.give(begun.logits)
+
     def fork(self, times: int) -> None:
         """Let so many rows go on as each of them did, side by side; every token of them has run."""
         self._blocks = forked(self._cache, self._blocks, times, self._held())
         self._tokens = self._tokens.repeat_interleave(times, dim=0)
         self._padding = [padding for padding in self._padding for _ in range(times)]
+        self._shifts = [shift for shift in self._shifts for _ in range(times)]
         budget = self._schedule.token_budget
         self._schedule, self._decode = Schedule(max(budget, len(self._padding))), None
         for row, held in enumerate(self._held()):
@@ -320,69 +346,3 @@ class Batch:
         blocks = torch.tensor(self._blocks[row], device=self._tokens.device)
         real = read_cache(part, blocks, dtype).flatten(0, 1)[: seen - padding].transpose(0, 1)
         return torch.nn.functional.pad(real, (0, 0, padding, 0))
-
-
-class _Decode:
-    """Steps of one token per sequence: the same tensors each time, changed in place."""
-
-    def __init__(
-        self,
-        rows: list[int],
-        positions: Sequence[int],
-        blocks: Sequence[Sequence[int]],
-        device: torch.device,
-    ) -> None:
-        """Lay out the first of the steps.
-
-        Args:
-            rows: The sequences.
-            positions: Of the token of each of them that runs first.
-            blocks: Cache blocks of each of them, in order.
-            device: Where the steps run.
-        """
-        count = len(rows)
-        self.rows = rows
-        self._source = torch.tensor(rows, device=device)
-        self._within = torch.arange(BLOCK_SIZE, device=device)
-        self.place(blocks)
-        self._positions = torch.tensor(positions, device=device) - 1
-        self._lens = self._positions.int() + 1
-        self._ids = torch.empty(count, dtype=torch.int64, device=device)
-        self._slots = torch.empty(count, 1, dtype=torch.int64, device=device)
-        self._flat_slots = self._slots.view(-1)
-        self._column = self._positions.view(-1, 1)
-        self._starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-        self._logit_rows = torch.arange(count, device=device)
-        self._first, self._longest = positions[0] - 1, max(positions)
-
-    def place(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Take the cache blocks of each of the sequences, in order."""
-        width = max(map(len, blocks))
-        table = [[*ids, *[0] * (width - len(ids))] for ids in blocks]
-        self._table = torch.tensor(table, dtype=torch.int32, device=self._source.device)
-        self._all_slots = (self._table.long()[:, :, None] * BLOCK_SIZE + self._within).flatten(1)
-
-    def step(self, tokens: Tensor, first: int) -> Step:
-        """The next step, which runs `tokens[rows]`; it is overwritten by the one after it.
-
-        Args:
-            tokens: `(B,)`.
-            first: Position of the first sequence's token.
-        """
-        torch.index_select(tokens, 0, self._source, out=self._ids)
-        further, self._first = first - self._first, first
-        self._positions.add_(further)
-        self._lens.add_(further)
-        torch.gather(self._all_slots, 1, self._column, out=self._slots)
-        self._longest += further
-        return Step(
-            token_ids=self._ids,
-            positions=self._positions,
-            query_starts=self._starts,
-            kv_lens=self._lens,
-            block_table=self._table,
-            slots=self._flat_slots,
-            logit_rows=self._logit_rows,
-            max_query_len=1,
-            max_kv_len=self._longest,
-        )

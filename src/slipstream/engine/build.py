@@ -14,6 +14,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_settings
+from slipstream.engine.frames import find_frame, is_part
 from slipstream.engine.listen import may_be_whole
 from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.ranks import agree_on_layers, failing_together, join, place, split_or_pack
@@ -31,7 +32,7 @@ from slipstream.engine.small import Small
 from slipstream.engine.splitting import Splitting, plan_splitting
 from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_lease
 from slipstream.engine.summary import left_plain, nothing_packed, nothing_replaced, summary
-from slipstream.errors import InjectionError, UnsupportedError
+from slipstream.errors import UnsupportedError
 from slipstream.formats import FORMATS
 from slipstream.kernels import bind_encoder, bind_listener, bind_model, bind_stack, kernels_for, torch_alone
 from slipstream.model.around import swap_around
@@ -40,7 +41,6 @@ from slipstream.model.block import Block
 from slipstream.model.convert import convert
 from slipstream.model.filling import Filling
 from slipstream.model.frame import Frame, run_stack
-from slipstream.model.frame_check import check_frame
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
 from slipstream.model.layers import Found, find_layers
 from slipstream.model.loads import guard_loads
@@ -134,12 +134,12 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         answer_at_once(model, plan.layers, encoder)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
-    runner = _runner(plan.frame, blocks, stack, frame_ops, config, device, mesh)
+    runner, road = _runner(model, plan.frame, blocks, stack, frame_ops, config, device, mesh)
     notes += prepare_road(runner, device, config, mesh)
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
     report = summary(device, notes, plan.layers, plan.verdicts, blocks, plan.parts, settings, packed)
-    report = report.with_stack(together(blocks, runner, stack, encoder))
+    report = report.with_stack(together(blocks, runner, road, encoder))
     report = replace(report, outside=around, split=plan.splitting.rows())
     if runner is not None and stack.refused:
         log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
@@ -191,7 +191,9 @@ def _plan(
         outside, stays = outside_of(model, config, settings, device)
         stays = [*stays, *why_inputs_stay(config, device), *([] if filling is None else filling.apart())]
         ops = _frame_ops(CpuDevice(), settings, outside)
-        frame, why = _frame(model, model_config, layers, verdicts, settings, ops)
+        alone = mesh.is_alone and config.zero.offload_param.device == "none"
+        warns = settings.check == "error"
+        frame, why = find_frame(model, model_config, layers, verdicts, ops, warns=warns, alone=alone)
     agree_on_layers(layers, verdicts, mesh)
     splitting = plan_splitting(model, layers, verdicts, settings, config)
     return _Plan(layers, settings, verdicts, packing, parts, attention, outside, frame, why, stays, splitting)
@@ -284,6 +286,7 @@ def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:
 
 
 def _runner(
+    model: nn.Module,
     frame: Frame | None,
     blocks: Mapping[str, Block],
     stack: Bound,
@@ -291,59 +294,18 @@ def _runner(
     config: InferenceConfig,
     device: Device,
     mesh: Mesh,
-) -> Runner | None:
-    """What runs the engine road, where the model has a frame."""
+) -> tuple[Runner | None, Bound]:
+    """What runs the engine road, where the model has a frame, and the stack of its layers."""
     if frame is None:
-        return None
+        return None, stack
     frame.ops = replace(ops, linear=replace(ops.linear, run=joined_linear(ops.linear.run)))
-    whole: Whole | None = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
     own = {name: block for name, block in blocks.items() if name.startswith(f"{frame.spec.layers}.")}
+    part = is_part(model, frame)
+    if part:
+        stack = _stack(list(own.values()), device, mesh)
+    whole: Whole | None = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
     if whole is None and mesh.is_alone and may_be_whole(frame, own.values()):
         whole = bind_listener(device, frame, list(own.values()), run_stack)
-    return Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
-
-
-def _is_whole(model: nn.Module, root: str) -> bool:
-    """Whether what runs the first layers has the model's own config, or an encoder's of the model's kind."""
-    inner, outer = (type(getattr(m, "config", None)) for m in (model.get_submodule(root), model))
-    return inner is outer or inner is getattr(outer, "sub_configs", {}).get("encoder")
-
-
-def _frame(
-    model: nn.Module,
-    model_config: Any,
-    layers: Sequence[Found],
-    verdicts: Mapping[str, Verdict],
-    settings: Settings,
-    ops: Ops,
-) -> tuple[Frame | None, str]:
-    """The frame of the engine road, or why there is none."""
-    fused = [found for found in layers if verdicts[found.name].returns is not None]
-    can_generate = getattr(model, "can_generate", None)
-    if not fused or can_generate is None or not can_generate():
-        return None, ""
-    family = fused[0].family
-    if family is None or family.frame is None:
-        return None, "the family names no frame"
-    if not _is_whole(model, fused[0].root):
-        return None, f"the language model is a part of {type(model).__name__}"
-    spec = family.frame(model_config)
-    if spec is None:
-        return None, f"{family.name} names no frame for this configuration"
-    if any(found.spec is not None and found.spec.cross is not None for found in layers):
-        fused = [found for found in fused if found.name.startswith(f"{spec.layers}.")]  # the decoder's
-    names = [found.name for found in fused]
-    try:
-        frame = Frame(model, spec, ops, rope_table=family.rope_table)
-    except AttributeError as error:
-        return None, str(error)
-    expected = [f"{spec.layers}.{index}" for index in range(len(frame.layers))]
-    if names != expected:
-        return None, f"{len(names)} of {len(expected)} layers are fused"
-    try:
-        check_frame(model, frame, fused, verdicts)
-    except InjectionError as error:
-        if settings.check == "error":
-            log.warning("%s", error)
-        return None, str(error)
-    return frame, ""
+    runner = Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
+    runner.takes_over = part
+    return runner, stack

@@ -211,7 +211,7 @@ class InferenceEngine(Weights):
                 agree_on_tokens(_sequences(found), ranks)
             return found
         decode = Loop(runner, kwargs.get("streamer"), ranks).method()
-        spared = unread_cache(self.module, request)
+        spared = {} if runner.takes_over else unread_cache(self.module, request)
         return generate(**{**move_stop_strings(kwargs), **spared, "custom_generate": decode})
 
     def _why_not_the_engine_road(
@@ -220,7 +220,7 @@ class InferenceEngine(Weights):
         if repeats_generate(self.module):
             return why_not_repeated(self.module, request, kwargs) or why_not_intact(self.module, runner)
         return (
-            why_not_packed(self.module, request, kwargs)
+            why_not_packed(self.module, request, kwargs, takes_over=runner.takes_over)
             or why_not_so_long(self.module, runner, request)
             or why_not_intact(self.module, runner)
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from slipstream.engine.listen import listen, listens
 from slipstream.engine.refusals import MODES
 from slipstream.engine.request import cache_matters
 from slipstream.engine.runner import Runner
+from slipstream.engine.takeover import Begun, begin
 from slipstream.engine.warp import parted, penalty_of, suppressions_of
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_tokens, any_of
@@ -40,11 +41,13 @@ class Loop:
         runner: The model over packed tokens.
         streamer: The user's, which transformers does not pass on to custom methods.
         ranks: Those that share the model: each chooses the tokens, and they compare them.
+        begun: The prompts, where they have run elsewhere.
     """
 
     runner: Runner
     streamer: Any = None
     ranks: Axis = ALONE.replica
+    begun: Begun | None = None
 
     def method(self) -> Callable[..., Any]:
         """The loop as a function: transformers reads the signature of what it is handed."""
@@ -58,8 +61,12 @@ class Loop:
             **model_kwargs: Any,
         ) -> Any:
             leaves = listens(self.runner) and self._leaves(generation_config, input_ids, model_kwargs)
+            loop = self
+            if self.runner.takes_over:
+                begun = begin(model, self.runner, input_ids, model_kwargs)
+                leaves, loop = begun is None, replace(self, begun=begun)
             mode = generation_config.get_generation_mode(None).value
-            run = self._original if leaves else self._searched if mode in BEAMS else self
+            run = self._original if leaves else self._searched if mode in BEAMS else loop
             return run(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
             )
@@ -84,7 +91,8 @@ class Loop:
             stopping_criteria: Called on the tokens so far.
             generation_config: Complete.
             model_kwargs: What transformers would pass to the model; the attention mask is read, and an
-                encoder's output where the layers listen to one. The rest is empty.
+                encoder's output where the layers listen to one. The rest is empty, but for models whose own
+                forward runs the prompt.
 
         Returns:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
@@ -207,7 +215,10 @@ class Loop:
             # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
             runner = listen(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
-        return Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks), runner
+        batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks)
+        if self.begun is not None:
+            batch.fill(self.begun)
+        return batch, runner
 
 
 class _Rows:

@@ -26,13 +26,16 @@ _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "us
 _OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
 
 
-def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
+def why_not_packed(
+    model: nn.Module, request: Request, kwargs: Mapping[str, Any], *, takes_over: bool = False
+) -> str | None:
     """Why a call of `generate` cannot take the engine road, or None if it can.
 
     Args:
         model: The causal language model.
         request: The call as it was read.
         kwargs: The call.
+        takes_over: The model's own forward runs the prompt, whatever is in it.
     """
     if request.prompt is None and not request.encoded:
         return "there are no token ids"
@@ -54,11 +57,9 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     config, inputs = request.config, request.inputs
     if (mode := _why_not_mode(model, config)) is not None:
         return mode
-    own = _OWN_OF_PAIRS if request.encoded else _OWN
-    extra = [
-        name for name, value in inputs.items() if name not in own and value is not None and value is not False
-    ]
-    if extra:
+    if takes_over and config.get_generation_mode(None).value in BEAMS:
+        return "beams of a model that sees or hears are transformers' own"
+    if not takes_over and (extra := _others(request)):
         return f"the model takes {', '.join(extra)}"
     for name in (
         "output_attentions",
@@ -85,6 +86,13 @@ def why_not_packed(model: nn.Module, request: Request, kwargs: Mapping[str, Any]
     if request.encoded and isinstance(mask, Tensor) and not bool((mask != 0).any(-1).all()):
         return "the attention mask leaves a row nothing to see"  # where masks are added it sees everything
     return None
+
+
+def _others(request: Request) -> list[str]:
+    """Inputs of the model that the road does not know."""
+    own = _OWN_OF_PAIRS if request.encoded else _OWN
+    given = request.inputs.items()
+    return [name for name, value in given if name not in own and value is not None and value is not False]
 
 
 def _why_not_mode(model: nn.Module, config: Any) -> str | None:

@@ -60,6 +60,8 @@ def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> 
         reason = "ranks that share experts may run calls of their own, whose steps nobody knows beforehand"
     if runner is None and not reason:
         return "forwards without a cache are captured as graphs, one for each shape of the inputs"
+    if runner is not None and runner.takes_over:
+        reason = "the model's own forward runs the prompt, and positions may go on from another number"
     if runner is not None and listens(runner):
         reason = "the decoder listens to an encoder, whose states lie elsewhere in every generation"
     if runner is not None and not reason:
@@ -79,7 +81,7 @@ def together(
     blocks: Mapping[str, Block], runner: Runner | None, stack: Bound, encoder: Any
 ) -> dict[str, str]:
     """What runs each layer together with those around it: in generation, or where there is no cache."""
-    names = {} if runner is None else dict.fromkeys(blocks, stack.name)
+    names = {} if runner is None else dict.fromkeys(runner.names if runner.takes_over else blocks, stack.name)
     if runner is not None and isinstance(runner.whole, Hears):
         names |= dict.fromkeys(runner.names, runner.whole.name)
     return names | {name: encoder.name for name, one in blocks.items() if encoder and encoder.has(one)}

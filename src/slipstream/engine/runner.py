@@ -114,6 +114,7 @@ class Runner:
         new_cache: Makes the cache of a generation; captured steps have one that stays.
         cache_dtype: What keys and values are kept in; None for the model's dtype.
         timer: Replaced while the engine is profiled.
+        takes_over: The language model is a part of the model, whose own forward runs the prompts.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Runner:
         self.stack, self.whole, self.cache_dtype = stack, whole, cache_dtype
         self.new_cache: Callable[[int], PagedCache] = self.make_cache
         self.timer: Timer = no_timer
+        self.takes_over = False
 
     def __call__(self, step: Step, cache: PagedCache, angles: Angles | None = None) -> Tensor:
         """Run one step.
@@ -191,9 +193,17 @@ class Session:
         """Begun by `Runner.begin`."""
         self._runner, self._cache, self._whole = runner, cache, whole
         self._suppressed: Tensor | None = None
+        self._given: Tensor | None = None
+
+    def give(self, logits: Tensor) -> None:
+        """Let the next step be one that has run already, and has these logits `(R, V)` float32."""
+        self._given = logits
 
     def logits(self, step: Step) -> Tensor:
         """Run one step; new logits `(R, V)` float32."""
+        given, self._given = self._given, None
+        if given is not None:
+            return given
         whole = self._native()
         logits = None if whole is None else whole.logits(step)
         return self._runner(step, self._cache).float() if logits is None else logits
@@ -308,7 +318,7 @@ class Session:
         return self._native() if self._suppressed is None or isinstance(self._whole, Suppresses) else None
 
     def _native(self) -> WholeSession | None:
-        return self._whole if self._runner.timer is no_timer else None
+        return self._whole if self._runner.timer is no_timer and self._given is None else None
 
 
 def make_step(

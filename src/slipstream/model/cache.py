@@ -14,7 +14,7 @@ from slipstream.errors import DeviceError
 from slipstream.ops.kv_cache import CachePart, Int8Cache, tensors_of
 from slipstream.spec import BlockSpec
 
-__all__ = ["BLOCK_SIZE", "PagedCache", "bytes_per_token"]
+__all__ = ["BLOCK_SIZE", "PagedCache", "bytes_per_token", "slots_of"]
 
 BLOCK_SIZE = 32
 """Tokens per block (Z)."""
@@ -93,6 +93,19 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes reserved in all layers."""
         return sum(part.nbytes for pair in self.layers for part in pair)
+
+
+def slots_of(blocks: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
+    """Where the first tokens of a sequence lie, `(tokens,)` int64.
+
+    Args:
+        blocks: Of the sequence, in order.
+        tokens: How many.
+        device: Of the result.
+    """
+    place = torch.arange(tokens, device=device)
+    own = torch.tensor(blocks, dtype=torch.int64, device=device)
+    return own[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
 
 
 def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:

@@ -32,6 +32,8 @@ class Step:
             has room for: lengths grow within a captured step, and this does not.
         static: Whether the tensors get other values where a captured step is replayed, so that nothing may be
             read back and laid out by it. A step of one token for each sequence never asks for that.
+        beyond: How far a position may lie beyond the tokens of its sequence, where it goes on from another
+            number than theirs (after pictures).
     """
 
     token_ids: Tensor
@@ -44,6 +46,7 @@ class Step:
     max_query_len: int
     max_kv_len: int
     static: bool = False
+    beyond: int = 0
 
 
 @dataclass(frozen=True)

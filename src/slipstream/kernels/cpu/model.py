@@ -367,7 +367,7 @@ class NativeSession:
 
     def _turn(self, step: Step, more: int) -> bool:
         """See to it that the tables hold the angles of the step's positions, and of those that follow."""
-        ropes, last = self._prepared.ropes, step.max_kv_len + more
+        ropes, last = self._prepared.ropes, step.max_kv_len + step.beyond + more
         if not ropes:
             return True
         if self._frame.angles_share_a_length:

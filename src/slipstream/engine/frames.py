@@ -1,0 +1,136 @@
+"""Which parts of a model the engine road knows: the layers of its language model, and what is around them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from slipstream.errors import InjectionError
+from slipstream.model.check import MODEL_ERRORS
+from slipstream.model.frame import Frame
+from slipstream.model.frame_check import check_frame
+from slipstream.model.frame_spec import frame_within
+from slipstream.model.fuse import Verdict
+from slipstream.model.layers import Found
+from slipstream.ops import Ops
+from slipstream.spec import FrameSpec
+
+__all__ = ["find_frame", "is_part"]
+
+log = logging.getLogger(__name__)
+
+
+def find_frame(
+    model: nn.Module,
+    model_config: Any,
+    layers: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    ops: Ops,
+    *,
+    warns: bool,
+    alone: bool,
+) -> tuple[Frame | None, str]:
+    """Find the frame of the engine road.
+
+    Args:
+        model: With its original layers.
+        model_config: Its config; may be None.
+        layers: All that were found, in order.
+        verdicts: Have how each of them answers.
+        ops: For norms and for the head's format.
+        warns: A frame that does not hold is worth a warning.
+        alone: No other rank has a share of the model, and its weights stay in memory.
+
+    Returns:
+        None and the reason where there is none; no reason where there is nothing to generate with.
+    """
+    fused = [found for found in layers if verdicts[found.name].returns is not None]
+    can_generate = getattr(model, "can_generate", None)
+    if not fused or can_generate is None or not can_generate():
+        return None, ""
+    whole = _is_whole(model, fused[0].root)
+    if not whole:
+        kind = type(model).__name__
+        fused = _of_text(model, fused)
+        if not fused or not alone:
+            return None, f"the language model is a part of {kind}{'' if alone else ', shared or streamed'}"
+    family = fused[0].family
+    spec, why = _spec(model, model_config, fused, whole=whole)
+    if spec is None or family is None:
+        return None, why
+    if any(found.spec is not None and found.spec.cross is not None for found in layers):
+        fused = [found for found in fused if found.name.startswith(f"{spec.layers}.")]  # the decoder's
+    try:
+        frame = Frame(model, spec, ops, rope_table=family.rope_table)
+    except AttributeError as error:
+        return None, str(error)
+    expected = [f"{spec.layers}.{index}" for index in range(len(frame.layers))]
+    if [found.name for found in fused] != expected:
+        return None, f"{len(fused)} of {len(expected)} layers are fused"
+    if not whole and frame.angles_share_a_length:
+        return None, "angles depend on the longest sequence"
+    try:
+        check_frame(model, frame, fused, verdicts)
+    except InjectionError as error:
+        if warns and whole:
+            log.warning("%s", error)
+        return None, str(error)
+    except MODEL_ERRORS as error:
+        if whole:
+            raise
+        return None, str(error)  # angles that a larger model makes in a way of its own
+    return frame, ""
+
+
+def _spec(
+    model: nn.Module, model_config: Any, fused: Sequence[Found], *, whole: bool
+) -> tuple[FrameSpec | None, str]:
+    """What the family of these layers says is around them, or why nothing."""
+    family = fused[0].family
+    if family is None or family.frame is None:
+        return None, "the family names no frame"
+    spec = family.frame(model_config if whole else model_config.get_text_config(decoder=True))
+    if spec is None:
+        return None, f"{family.name} names no frame for this configuration"
+    return (spec, "") if whole else _within(model, spec, fused)
+
+
+def is_part(model: nn.Module, frame: Frame) -> bool:
+    """Whether a frame's language model is a part of a model that sees or hears."""
+    return not _is_whole(model, frame.spec.layers.rpartition(".")[0])
+
+
+def _is_whole(model: nn.Module, root: str) -> bool:
+    """Whether what runs the first layers has the model's own config, or an encoder's of the model's kind."""
+    inner, outer = (type(getattr(m, "config", None)) for m in (model.get_submodule(root), model))
+    return inner is outer or inner is getattr(outer, "sub_configs", {}).get("encoder")
+
+
+def _of_text(model: nn.Module, fused: Sequence[Found]) -> list[Found]:
+    """The layers of the part that transformers calls the decoder, if they are a list of their own."""
+    find: Any = getattr(model, "get_decoder", None)
+    decoder = None if find is None else find()
+    path = next((name for name, module in model.named_modules() if module is decoder), "")
+    found = [one for one in fused if path and one.name.startswith(f"{path}.")]
+    return [one for one in found if _list_of(one) == _list_of(found[0])]
+
+
+def _list_of(found: Found) -> str:
+    return found.name.rpartition(".")[0]
+
+
+def _within(model: nn.Module, spec: FrameSpec, fused: Sequence[Found]) -> tuple[FrameSpec | None, str]:
+    """The frame by the names of the whole model, or why its own forward cannot be followed by the road."""
+    from transformers import GenerationMixin
+
+    if type(model).generate is not GenerationMixin.generate:  # type: ignore[attr-defined]
+        return None, f"{type(model).__name__} has a generate of its own"
+    for found in fused:
+        block = found.spec
+        if block is None or block.latent is not None or block.sharing != "own" or block.cross is not None:
+            return None, f"{found.name} keeps other things than its keys and values"
+    moved = frame_within(spec, _list_of(fused[0]))
+    return moved, "" if moved is not None else f"the layers are at {_list_of(fused[0])}"
