@@ -19,7 +19,18 @@ from slipstream.engine.takeover import Begun, last_tokens
 from slipstream.model.frame_spec import frame_within
 from slipstream.spec import FrameSpec, Norm
 from tests.helpers.models import roads
-from tests.helpers.pictures import QWEN, SPEAKING, TEXT, grown, qwen, qwen_asked, speaking, speaking_asked
+from tests.helpers.pictures import (
+    LANGUAGE,
+    PICTURE,
+    QWEN,
+    SPEAKING,
+    TEXT,
+    grown,
+    qwen,
+    qwen_asked,
+    speaking,
+    speaking_asked,
+)
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -187,6 +198,21 @@ def test_windows_that_a_prompt_passes_are_filled_with_what_is_left_of_it() -> No
     assert torch.equal(
         written(engine, given, WAYS["past a page"]), written(original, given, WAYS["past a page"])
     )
+
+
+def test_a_head_that_does_less_than_the_language_models_own_is_found(begun: list[Begun]) -> None:
+    text = transformers.Cohere2Config(**LANGUAGE, logit_scale=0.05, sliding_window=8)
+    tower = transformers.SiglipVisionConfig(**PICTURE, vision_use_head=False)
+    config = transformers.AyaVisionConfig(vision_config=tower, text_config=text, image_token_index=100)
+    original = grown(config, "AyaVisionForConditionalGeneration")
+    engine = inject(original)
+    given = {name: qwen_asked(3)[name] for name in ("input_ids", "attention_mask")}
+    given["input_ids"] = given["input_ids"].clamp(max=89)
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    expected, got = (written(model, given, options) for model in (original, engine))
+    assert len(begun) == 1, engine.why_compatible()
+    for theirs, ours in zip(expected.logits, got.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_names_of_a_part_are_found_below_the_model_that_has_it() -> None:
