@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AMX", "AVX2", "RESULTS", "best_peer", "page", "read", "summary"]
+__all__ = ["AMX", "AVX2", "RESULTS", "ZEN5", "best_peer", "page", "read", "summary"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "peers"
 AVX2 = RESULTS.parent / "avx2" / "peers"
 """Of a machine without AVX-512, as most laptops are."""
 AMX = RESULTS.parent / "amx" / "peers"
+ZEN5 = RESULTS.parent / "zen5" / "peers"
+"""Of a machine that multiplies vectors of 512 bits at once."""
 _ORDER = ("smollm2", "llama-1b", "gpt2", "moe", "minilm")
 _PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 _SHORT = {"smollm2": _PRECISIONS[1:], "llama-1b": _PRECISIONS[1:], "minilm": _PRECISIONS[:2]}
