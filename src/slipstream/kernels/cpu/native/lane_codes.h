@@ -6,9 +6,9 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// How far apart each 64 codes of a row lie for vectors, which take a row to its end: there what is ahead in
-// it is asked for. Tiles take some inputs of sixteen rows, for which that would come too late, and have each
-// 64 of all rows together.
+// How far apart each 64 codes of a row lie for vectors; tiles have each 64 of sixteen rows together. Either
+// takes some inputs of several rows, for which what is ahead in a row would come too late: what is asked for
+// are the rows to come, see lanes_bytes.h and lanes_byte_tiles.h.
 constexpr int64_t kInRows = 64;
 
 // Those of int8, inputs [k, k + n) of a row, each 64 of them `apart` bytes from those before; `k` is a
@@ -35,8 +35,6 @@ struct BytesOfInt4 {
     static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to, int64_t apart) {
         const uint8_t* from = row.codes + k / 2;
         for (int64_t left = ceil_div(n, 32) * 16; left > 0; left -= 64, from += 64, to += 2 * apart) {
-            if (apart == kInRows)
-                prefetch(from + kPackedAhead);
             const Nibbles both(left < 64 ? Codes::load(from, left) : Codes::load(from));
             both.store(to, apart);
         }
@@ -51,10 +49,6 @@ struct BytesOfSixes {
     static constexpr int64_t kCodesOfByte = 2;
     static void bring(const PackedRow& row, int64_t k, int64_t n, uint8_t* to, int64_t apart) {
         for (int64_t b = k; b < k + n; b += 64, to += apart) {
-            if (apart == kInRows && b % 128 == 0)
-                prefetch(row.codes + b / 2 + kPackedAhead);
-            if (apart == kInRows && b % 256 == 0)
-                prefetch(row.crumbs + b / 4 + kPackedAhead / 2);
             Fp6Bytes::of(Sixes::plain(row.codes + b / 2, row.crumbs + b / 4)).store(to);
         }
     }
