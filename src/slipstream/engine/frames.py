@@ -19,7 +19,7 @@ from slipstream.model.layers import Found
 from slipstream.ops import Ops
 from slipstream.spec import FrameSpec
 
-__all__ = ["find_frame", "is_part"]
+__all__ = ["find_frame", "is_part", "text_config"]
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +106,21 @@ def _spec(
     family = fused[0].family
     if family is None or family.frame is None:
         return None, "the family names no frame"
-    spec = family.frame(model_config if whole else model_config.get_text_config(decoder=True))
+    spec = family.frame(model_config if whole else text_config(model, fused[0].root))
     if spec is None:
         return None, f"{family.name} names no frame for this configuration"
     return (spec, "") if whole else _within(model, spec, fused)
+
+
+def text_config(model: nn.Module, root: str) -> Any:
+    """The config of a language model inside of another, whose config may have several of texts.
+
+    Args:
+        model: The whole.
+        root: Path of what runs the language model's layers.
+    """
+    own = getattr(model.get_submodule(root), "config", None)
+    return model.config.get_text_config(decoder=True) if own is None else own  # type: ignore[operator,union-attr]
 
 
 def is_part(model: nn.Module, frame: Frame) -> bool:

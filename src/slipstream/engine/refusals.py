@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.engine.beams import BEAMS, samples, searches
+from slipstream.engine.frames import text_config
 from slipstream.engine.request import Request, cache_matters
 from slipstream.engine.runner import Runner
 from slipstream.model.inject import injected_state, is_injected, is_untouched
@@ -204,7 +205,10 @@ def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
     """
     from transformers import DynamicCache
 
-    config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+    root = runner.frame.spec.layers.rpartition(".")[0]
+    config: Any = (
+        text_config(model, root) if runner.takes_over else model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+    )
     if getattr(config, "sliding_window", None) is None:
         return None
     windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]

@@ -32,9 +32,11 @@ def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig,
         mesh: The ranks that share the model.
 
     Returns:
-        A note for the report on each wish.
+        A note for the report on each wish, and on what runs the prompts where that is not the road.
     """
     notes = []
+    if runner is not None and runner.takes_over:
+        notes.append("generate runs prompts by the model's own forward, and what follows as a packed batch")
     if config.kv_cache_dtype is not None:
         notes.append(_keep_in_int8(runner, config.kv_cache_dtype))
     if config.enable_cuda_graph:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.engine.frames import text_config
 from slipstream.engine.runner import Runner
 
 __all__ = ["Begun", "begin", "last_tokens"]
@@ -55,7 +56,7 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     """
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = DynamicCache(config=text_config(model, runner.frame.spec.layers.rpartition(".")[0]))
     given = {**inputs, "past_key_values": cache}
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
     answer = model(**first, return_dict=True)
