@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import InjectionError
+from slipstream.families.family import Family
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.frame import Frame
 from slipstream.model.frame_check import check_frame
@@ -58,20 +59,21 @@ def find_frame(
         fused = _of_text(model, fused)
         if not fused or not alone:
             return None, f"the language model is a part of {kind}{'' if alone else ', shared or streamed'}"
+    family = fused[0].family
     spec, why = _spec(model, model_config, fused, whole=whole)
-    if spec is None:
+    if spec is None or family is None:
         return None, why
     if any(found.spec is not None and found.spec.cross is not None for found in layers):
         fused = [found for found in fused if found.name.startswith(f"{spec.layers}.")]  # the decoder's
     if whole:
-        frame = _prove(model, spec, fused, verdicts, ops)
+        frame = _prove(model, family, spec, fused, verdicts, ops)
         if isinstance(frame, InjectionError) and warns:
             log.warning("%s", frame)
         return (frame, "") if isinstance(frame, Frame) else (None, str(frame))
     # The larger model may have a head of its own, which leaves out what the language model's does to logits.
     for one in dict.fromkeys((spec, replace(spec, logit_scale=1.0, logit_softcap=None))):
         try:
-            frame = _prove(model, one, fused, verdicts, ops)
+            frame = _prove(model, family, one, fused, verdicts, ops)
         except MODEL_ERRORS as error:  # angles that a larger model makes in a way of its own
             return None, str(error)
         if isinstance(frame, Frame):
@@ -81,12 +83,16 @@ def find_frame(
 
 
 def _prove(
-    model: nn.Module, spec: FrameSpec, fused: Sequence[Found], verdicts: Mapping[str, Verdict], ops: Ops
+    model: nn.Module,
+    family: Family,
+    spec: FrameSpec,
+    fused: Sequence[Found],
+    verdicts: Mapping[str, Verdict],
+    ops: Ops,
 ) -> Frame | InjectionError | str:
     """The frame by these names, or why it does not hold: an error where what it says is not so."""
-    family = fused[0].family
     try:
-        frame = Frame(model, spec, ops, rope_table=None if family is None else family.rope_table)
+        frame = Frame(model, spec, ops, rope_table=family.rope_table)
     except AttributeError as error:
         return str(error)
     expected = [f"{spec.layers}.{index}" for index in range(len(frame.layers))]
