@@ -280,6 +280,11 @@ class FrameSpec:
     logit_softcap: float | None = None
     restart: int | None = None
 
+    @property
+    def root(self) -> str:
+        """Path of what runs the layers."""
+        return self.layers.rpartition(".")[0]
+
 
 @dataclass(frozen=True)
 class EncoderSpec:

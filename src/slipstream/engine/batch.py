@@ -66,7 +66,6 @@ class Batch:
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
         self._shifts = [0] * rows
-        self._begun: Tensor | None = None
         self._decode: Decode | None = None
         self._penalty: Penalty | None = None
         self._suppression: Suppression | None = None
@@ -209,8 +208,8 @@ class Batch:
         return None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
 
     def _run(self, run: Callable[[Step, list[int], bool], Tensor]) -> Tensor:
-        if self._begun is not None:
-            rows, self._begun = self._schedule.rows, None
+        if self._session.has_run:
+            rows = self._schedule.rows
             return run(self._last_step(rows), rows, False)
         out: Tensor | None = None
         while True:
@@ -288,7 +287,7 @@ class Batch:
             slots = slots_of(self._blocks[row], held, self._tokens.device)
             for (k, v), caches in zip(begun.pairs, self._cache.layers, strict=True):
                 write_cache(last_tokens(k[row], held), last_tokens(v[row], held), *caches, slots)
-        self._shifts, self._begun = list(begun.shifts), begun.logits
+        self._shifts = list(begun.shifts)
         self._session.give(begun.logits)
 
     def fork(self, times: int) -> None:

@@ -131,7 +131,7 @@ def text_config(model: nn.Module, root: str) -> Any:
 
 def is_part(model: nn.Module, frame: Frame) -> bool:
     """Whether a frame's language model is a part of a model that sees or hears."""
-    return not _is_whole(model, frame.spec.layers.rpartition(".")[0])
+    return not _is_whole(model, frame.spec.root)
 
 
 def _is_whole(model: nn.Module, root: str) -> bool:

@@ -205,9 +205,10 @@ def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
     """
     from transformers import DynamicCache
 
-    root = runner.frame.spec.layers.rpartition(".")[0]
     config: Any = (
-        text_config(model, root) if runner.takes_over else model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+        text_config(model, runner.frame.spec.root)
+        if runner.takes_over
+        else model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
     )
     if getattr(config, "sliding_window", None) is None:
         return None

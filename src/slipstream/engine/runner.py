@@ -195,6 +195,11 @@ class Session:
         self._suppressed: Tensor | None = None
         self._given: Tensor | None = None
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the next step has run already."""
+        return self._given is not None
+
     def give(self, logits: Tensor) -> None:
         """Let the next step be one that has run already, and has these logits `(R, V)` float32."""
         self._given = logits
@@ -318,7 +323,7 @@ class Session:
         return self._native() if self._suppressed is None or isinstance(self._whole, Suppresses) else None
 
     def _native(self) -> WholeSession | None:
-        return self._whole if self._runner.timer is no_timer and self._given is None else None
+        return self._whole if self._runner.timer is no_timer and not self.has_run else None
 
 
 def make_step(

@@ -56,7 +56,7 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     """
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=text_config(model, runner.frame.spec.layers.rpartition(".")[0]))
+    cache = DynamicCache(config=text_config(model, runner.frame.spec.root))
     given = {**inputs, "past_key_values": cache}
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
     answer = model(**first, return_dict=True)
