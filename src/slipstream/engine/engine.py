@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -64,12 +65,15 @@ class InferenceEngine(Weights):
         inference_config: The engine's configuration.
     """
 
-    def __init__(self, model: nn.Module, config: InferenceConfig | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: InferenceConfig | None = None, *, notes: Sequence[str] = ()
+    ) -> None:
         """Build an engine out of a model; the model is consumed.
 
         Args:
             model: Any module.
             config: The configuration; the defaults where None.
+            notes: What the report is to say of how the model was opened.
 
         Raises:
             SlipstreamError: Any of its kinds; the model is then as it was.
@@ -80,7 +84,7 @@ class InferenceEngine(Weights):
                 "model is an engine already; hand in a model that does not belong to an engine"
             )
         settings = InferenceConfig() if config is None else config
-        with unwrapped(model, settings) as own:
+        with unwrapped(model, settings) as own, _without_autocast():
             model = own.base
             check_destination(model, settings)
             built = build(model, settings)
@@ -88,7 +92,7 @@ class InferenceEngine(Weights):
             in_huge_pages(held_memory(model))
         self.config = built.model_config
         self.inference_config = settings
-        self._built = built
+        self._built = replace(built, report=replace(built.report, notes=(*notes, *built.report.notes)))
         captures = settings.enable_cuda_graph and built.mesh.ep.size == 1
         self._graphs = ForwardGraphs(model, built.device) if captures else None
         self._profile: Profile | None = None
@@ -302,6 +306,16 @@ class InferenceEngine(Weights):
     ) -> None:
         """Destroy the engine."""
         self.destroy()
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Within, layers compute in their own dtype: a caller's autocast rounds what ours is compared with."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _moved(value: Any, place: torch.device) -> Any:

@@ -2,7 +2,8 @@
 
 Writing into a view writes into the block. A parameter that the block holds in another layout (rows grouped
 per head, packed formats) is released: it keeps its shape and dtype, and refuses to be written to, because
-nobody would hear of it. Whoever puts another tensor in a parameter's place is noticed by `Link.holds`.
+nobody would hear of it, and to be computed with, because there is nothing to compute with. Whoever puts
+another tensor in a parameter's place is noticed by `Link.holds`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
+from slipstream.model.values import tensors_in
 from slipstream.spec import Role
 from slipstream.weights.load import BlockWeights, own_views
 from slipstream.weights.recipe import Plan
@@ -22,6 +24,34 @@ from slipstream.weights.recipe import Plan
 __all__ = ["Link", "all_hold", "link", "relink", "restored"]
 
 _HARMLESS = frozenset({"requires_grad_", "share_memory_"})
+_COMPARES = frozenset({"_has_compatible_shallow_copy_type", "is_same_size", "is_set_to"})
+
+
+class _Valueless(Tensor):
+    """What is made of a parameter without values, such as its transpose."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what computes; everything else is torch's."""
+        return _answer(func, args, kwargs or {})
+
+
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What torch says of tensors without values, among themselves.
+
+    Raises:
+        UnsupportedError: One that has values is there too, of which torch's own products make a tensor with
+            whatever its memory held before.
+    """
+    if getattr(func, "__name__", "") not in _COMPARES:
+        others = (t for t in tensors_in((args, kwargs)) if not isinstance(t, _Released | _Valueless))
+        if not all(t.is_meta for t in others):
+            raise _refusal()
+    with torch._C.DisableTorchFunctionSubclass():
+        made = func(*args, **kwargs)
+        return made.as_subclass(_Valueless) if type(made) is Tensor and made.is_meta else made
 
 
 class _Released(nn.Parameter):
@@ -36,12 +66,12 @@ class _Released(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what writes; everything else is torch's."""
+        """Refuse what writes, and what computes; everything else is torch's."""
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if writes and name not in _HARMLESS and isinstance(args[0], cls):
             raise _refusal()
-        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+        return _answer(func, args, kwargs or {})
 
     @property
     def data(self) -> Tensor:
@@ -61,8 +91,9 @@ class _Released(nn.Parameter):
 
 def _refusal() -> UnsupportedError:
     return UnsupportedError(
-        "this parameter's values are in a fused block, in another layout; read them from state_dict(), "
-        "and change them by engine.refresh_weights, or before init_inference"
+        "this parameter's values are in a fused block, in another layout, where the whole layer runs and not "
+        "its parts; read them from the model's state_dict(), and change them by engine.refresh_weights, or "
+        "before init_inference"
     )
 
 
@@ -76,6 +107,7 @@ class Link:
         leaf: Its name there.
         parameter: The view, or the released parameter; a buffer's view.
         address: Where its values are.
+        stride: How they lie there.
     """
 
     name: str
@@ -83,14 +115,15 @@ class Link:
     leaf: str
     parameter: Tensor
     address: int
+    stride: tuple[int, ...]
 
     def holds(self) -> bool:
-        """Whether the parameter is still there, with its values where they were."""
+        """Whether the parameter is still there, with its values where they were and as they lay."""
         return all_hold((self,))
 
 
 def all_hold(links: Sequence[Link]) -> bool:
-    """Whether parameters are still there, with their values where they were."""
+    """Whether parameters are still there, with their values where they were and as they lay."""
     # In one loop without calls: this runs for every layer of every forward.
     for one in links:
         held = one.owner.__dict__
@@ -98,7 +131,9 @@ def all_hold(links: Sequence[Link]) -> bool:
         if now is None:
             now = held["_buffers"].get(one.leaf)
         # A released parameter has no address, and asking it for one takes as long as ten others.
-        if now is not one.parameter or (one.address and now.data_ptr() != one.address):
+        if now is not one.parameter:
+            return False
+        if one.address and (now.data_ptr() != one.address or now.stride() != one.stride):
             return False
     return True
 
@@ -133,14 +168,14 @@ def relink(
 def _put(name: str, owner: nn.Module, leaf: str, view: Tensor | None) -> Link:
     if leaf in owner._buffers and view is not None:
         owner._buffers[leaf] = buffer = view.view(owner.get_buffer(leaf).shape)
-        return Link(name, owner, leaf, buffer, buffer.data_ptr())
+        return Link(name, owner, leaf, buffer, buffer.data_ptr(), buffer.stride())
     shape = owner.get_parameter(leaf).shape
     if view is None:
         parameter: nn.Parameter = _Released(owner.get_parameter(leaf))
     else:
         parameter = nn.Parameter(view.view(shape), requires_grad=False)
     owner._parameters[leaf] = parameter
-    return Link(name, owner, leaf, parameter, parameter.data_ptr())
+    return Link(name, owner, leaf, parameter, parameter.data_ptr(), parameter.stride())
 
 
 def restored(

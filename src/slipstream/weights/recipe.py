@@ -181,7 +181,7 @@ class Stack(Recipe):
         Where only some have a bias, that of the others is zero.
 
         Raises:
-            WeightError: Some of the names are there and others are not.
+            WeightError: Some of the names are there and others are not, or a bias is none of the outputs.
         """
         names = [full for name in self.names for full in _expand(source, name)]
         found = {name: _resolve(source, name) for name in names}
@@ -196,6 +196,12 @@ class Stack(Recipe):
             for w, _ in pairs
         )
         rows = [piece.count for piece in weight]
+        for (_, b), n in zip(pairs, rows, strict=True):
+            if b is not None and source.shape(b)[-1] != n:
+                raise WeightError(
+                    f"{b} has shape {tuple(source.shape(b))} beside {n} outputs: torch repeats it, and a fused "
+                    "block does not; expand it to a number for each output"
+                )
         biases = [Piece(b or "", 0, n, bias=True) for (_, b), n in zip(pairs, rows, strict=True)]
         return Plan(weight, tuple(biases) if any(piece.name for piece in biases) else ())
 

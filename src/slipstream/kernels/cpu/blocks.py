@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
 from slipstream.spec import MoE, Norm, Role, Rope
 
-__all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block"]
+__all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block", "refuse_vector"]
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _SHARED = {
@@ -82,12 +82,30 @@ def refuse_block(block: BlockLike, *, hears: bool = False) -> str | None:
     for role, vector in block.weights.vectors.items():
         if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.LAYER_SCALE, Role.ROUTER_BIAS, Role.ACTIVATION):
             return f"{role}: it is not in it"
-        for tensor in (vector.weight, vector.bias):
-            if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
-                return f"{role}: a vector in {tensor.dtype} is not read"
+        reason = refuse_vector(vector, {spec.hidden} if role not in _QK_NORMS else None)
+        if reason is not None:
+            return f"{role}: {reason}"
     for slopes in (block.mask.alibi, block.mask.sinks):
         if slopes is not None and slopes.numel() != spec.heads:
             return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
+    return None
+
+
+def refuse_vector(vector: VectorLike, widths: Set[int] | None) -> str | None:
+    """Why the library cannot read a norm's weight and bias, or None where it can.
+
+    Args:
+        vector: The two.
+        widths: How many numbers each may have; None: any, as long as both have as many.
+    """
+    tensors = [t for t in (vector.weight, vector.bias) if t is not None]
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES or not tensor.is_contiguous():
+            return f"a vector in {tensor.dtype} with strides {tensor.stride()} is not read"
+    counts = {t.numel() for t in tensors}
+    if len(counts) > 1 or (widths is not None and not counts <= widths):
+        shapes = " and ".join(str(tuple(t.shape)) for t in tensors)
+        return f"a norm's vectors of shape {shapes}, of which torch repeats some, are not read"
     return None
 
 

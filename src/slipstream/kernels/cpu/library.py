@@ -113,7 +113,10 @@ def _find() -> ctypes.CDLL | str:
     # An editable install keeps what it built apart from the sources.
     spec = importlib.util.find_spec(f"{__package__}.{_FILE.removesuffix('.so')}")
     if spec is None or spec.origin is None:
-        return "the native library was not built; install the package where there is a C++ compiler"
+        return (
+            "the native library was not built; install the package where there is a C++ compiler "
+            "(`pip install -v` prints what one refuses)"
+        )
     return _open(Path(spec.origin))
 
 
@@ -152,11 +155,12 @@ def refuse(isa: str) -> str | None:
     handle = _find()
     if isinstance(handle, str):
         return handle
-    if limit is not None and ISAS.index(isa) < ISAS.index(_LIMIT[limit]):
+    unit = "amx" if isa == EMULATED else isa
+    if limit is not None and ISAS.index(unit) < ISAS.index(_LIMIT[limit]):
         return f"SLIPSTREAM_CPU_ISA={limit} asks for less"
     if isa == "baseline" and limit != "baseline":
         return "torch's own kernels are faster; SLIPSTREAM_CPU_ISA=baseline asks for it"
-    return None if _load(isa) is not None else "the processor has no such instructions"
+    return None if _load(isa) is not None else "the processor or the library has no such instructions"
 
 
 LONG = 8e7
@@ -210,15 +214,23 @@ def threads_of_torch() -> int:
     return getattr(_kept, "threads", 0) or torch.get_num_threads()
 
 
+def _openmp_in(maps: str) -> str | None:
+    """The OpenMP runtime among the files that a process has mapped: torch's own, if it brought one."""
+    # A line has five fields before its path, which may have spaces.
+    paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+    runtimes = [path for path in sorted(paths) if re.match(r"lib(gomp|iomp5|omp)[-.]", Path(path).name)]
+    own = Path(torch.__file__).parent
+    return min(runtimes, key=lambda path: not Path(path).is_relative_to(own), default=None)
+
+
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch has loaded, or None where there is none that can pause."""
     try:
-        mapped = Path("/proc/self/maps").read_text()
-    except OSError:
+        path = _openmp_in(Path("/proc/self/maps").read_text())
+        library = None if path is None else ctypes.CDLL(path)
+    except OSError:  # no such table, or the file is there no more
         return None
-    found = re.search(r"/\S*/lib(?:gomp|iomp5|omp)[-.]\S*", mapped)
-    library = None if found is None else ctypes.CDLL(found[0])
     if library is None or not hasattr(library, "omp_pause_resource_all"):
         return None
     # A child of fork waits forever for idle threads that only its parent has.

@@ -53,6 +53,8 @@ def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
         return f"a matrix of {len(shape)} dimensions in {dtype} is not read"
     if bias is not None and (bias.dtype not in DTYPES or not bias.is_contiguous()):
         return f"a bias in {bias.dtype} is not read"
+    if bias is not None and bias.shape != shape[:1]:  # torch repeats a single number
+        return f"a bias of shape {tuple(bias.shape)} beside {shape[0]} outputs is not read"
     matrix = Matrix(
         bias=address(bias),
         outputs=shape[0],

@@ -7,14 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from slipstream.config.environment import cpu_isa
 from slipstream.kernels.cpu.abi import DTYPES
-from slipstream.kernels.cpu.library import load
+from slipstream.kernels.cpu.library import Library, load
 from slipstream.ops.memory import Passes
 
 __all__ = ["PASSES", "copied", "digest", "is_finite"]
-
-_ISA = "baseline"
-"""Any instruction set will do: the memory is what these wait for."""
 
 _LEAST_BYTES = 1 << 20
 """Below this torch's own copy and sum take no longer."""
@@ -27,7 +25,7 @@ def copied(source: Tensor, target: Tensor) -> bool:
         source: Of any kind.
         target: Of the same shape, in the same memory or in such as does not overlap that of `source`.
     """
-    library = load(_ISA)
+    library = _library()
     if library is None or target.nbytes < _LEAST_BYTES or source.dtype != target.dtype:
         return False
     same = source.shape == target.shape and source.stride() == target.stride()
@@ -41,7 +39,7 @@ def copied(source: Tensor, target: Tensor) -> bool:
 
 def is_finite(tensor: Tensor) -> bool | None:
     """Whether a tensor has neither NaN nor infinity; None where torch must look."""
-    library = load(_ISA)
+    library = _library()
     if library is None or tensor.nbytes < _LEAST_BYTES or tensor.dtype not in DTYPES:
         return None
     if not _is_one_run(tensor):
@@ -55,7 +53,7 @@ def is_finite(tensor: Tensor) -> bool | None:
 
 def digest(tensor: Tensor) -> int | None:
     """A number of 64 bits that changes with any byte of a tensor; None where its memory is no single run."""
-    library = load(_ISA)
+    library = _library()
     if library is None or not _is_one_run(tensor):
         return None
     answer = ctypes.c_uint64()
@@ -63,6 +61,11 @@ def digest(tensor: Tensor) -> int | None:
         torch.get_num_threads(), tensor.data_ptr(), tensor.nbytes, ctypes.byref(answer)
     )
     return None if status else answer.value
+
+
+def _library() -> Library | None:
+    """For any instruction set, since the memory is what these wait for; None where no kernel is asked for."""
+    return None if cpu_isa() == "reference" else load("baseline")
 
 
 def _is_one_run(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.kernels.cpu import abi, abi_model
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
-from slipstream.kernels.cpu.blocks import Prepared, norm_of
+from slipstream.kernels.cpu.blocks import Prepared, norm_of, refuse_vector
 from slipstream.kernels.cpu.draw import Drawing, check
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
@@ -72,8 +72,11 @@ def refuse_frame(frame: FrameLike) -> str | None:
         head.bias is not None or frame.spec.logit_scale != 1.0 or bias.numel() != head.shape[0]
     ):
         return "a bias of the logits beside one of the head, or a multiplier, is not in it"
-    tensors = [t for vector in frame.norms().values() for t in (vector.weight, vector.bias)]
-    for tensor in (*tensors, table, bias):
+    widths = {width for weight in matrices.values() for width in weight.shape}
+    for name, vector in frame.norms().items():
+        if (reason := refuse_vector(vector, widths)) is not None:
+            return f"{name}: {reason}"
+    for tensor in (table, bias):
         if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
             return f"a tensor in {tensor.dtype} with strides {tensor.stride()} is not read"
     return None

@@ -39,6 +39,9 @@ def matrix_of(weight: Weight) -> Matrix | str:
         return f"the weight format {weight.format!r} is not read"
     if weight.format == "plain" and (len(weight.planes) > 1 or weight.planes[0].stride(-1) != 1):
         return "its rows lie in several runs, or are not contiguous"
+    bias, outputs = weight.bias, weight.shape[-2]
+    if bias is not None and bias.shape[-1] != outputs:  # torch repeats a single number
+        return f"a bias of shape {tuple(bias.shape)} beside {outputs} outputs is not read"
     return Matrix(list(weight.planes), weight.bias, *known, weight.shape[-2])
 
 

@@ -25,23 +25,23 @@ bool always() {
 
 #ifdef SLIPSTREAM_X86
 // The compiler's own test, which asks the processor and whether the system keeps the wide registers.
-bool has_avx2() {
+[[maybe_unused]] bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 #ifdef SLIPSTREAM_EMULATE_AVX512
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
     return has_avx2();
 }
-bool has_avx512_bf16() {
+[[maybe_unused]] bool has_avx512_bf16() {
     return has_avx2();
 }
 #else
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 // Cooper Lake alone has the products and lacks the permutations of bytes; it runs as plain AVX-512.
-bool has_avx512_bf16() {
+[[maybe_unused]] bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
            __builtin_cpu_supports("avx512vnni");
 }
@@ -55,7 +55,7 @@ bool may_use_tiles() {
     return false;
 #endif
 }
-bool has_amx() {
+[[maybe_unused]] bool has_amx() {
     static const bool here = has_avx512_bf16() && __builtin_cpu_supports("amx-tile") &&
                              __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
                              may_use_tiles();
@@ -65,13 +65,19 @@ bool has_amx() {
 
 constexpr Isa kIsas[] = {
     {"baseline", &kBaseline, always},
-#ifdef SLIPSTREAM_X86
+#ifdef SLIPSTREAM_WITH_AVX2
     {"avx2", &kAvx2, has_avx2},
+#endif
+#ifdef SLIPSTREAM_WITH_AVX512
     {"avx512", &kAvx512, has_avx512},
+#endif
+#ifdef SLIPSTREAM_WITH_AVX512_BF16
     {"avx512bf16", &kAvx512Bf16, has_avx512_bf16},
+#endif
+#ifdef SLIPSTREAM_WITH_AMX
     {"amx", &kAmx, has_amx},
 #endif
-#ifdef SLIPSTREAM_WITH_EMULATED_AMX
+#ifdef SLIPSTREAM_WITH_AMX_EMULATED
     {"amx-emulated", &kAmxEmulated, has_avx512_bf16},
 #endif
 };

@@ -102,8 +102,9 @@ inline void activate_row(int32_t kind, float* x, const float* up, int64_t n) {
         const int64_t count = least(n - j, Vec::kWidth);
         Vec g = Vec::load(x + j, count);
         if (kind == kSwigluOai) {
-            const Vec limit = Vec::set(7.0f), bounded = min(g, limit);
-            const Vec u = max(min(Vec::load(up + j, count), limit), Vec::set(-7.0f));
+            // The number comes second, which is what is left of NaN.
+            const Vec limit = Vec::set(7.0f), bounded = min(limit, g);
+            const Vec u = max(Vec::set(-7.0f), min(limit, Vec::load(up + j, count)));
             g = (u + Vec::set(1.0f)) * (bounded * sigmoid(bounded * Vec::set(1.702f)));
         } else {
             g = activate(kind, g);

@@ -256,8 +256,29 @@ inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
     for (int r = 0; r < 16; ++r)
         v[r].store(out + r * os);
 }
-
 #ifdef SLIPSTREAM_BF16_DOT
+// out[8 * c + r] = in[r * is + c] of eight words of 64 bits by eight; `is` in bytes.
+inline void transpose_eight(const void* in, int64_t is, void* out) {
+    __m512i pairs[8];
+#pragma GCC unroll 4
+    for (int r = 0; r < 8; r += 2) {
+        const char* at = static_cast<const char*>(in) + r * is;
+        const __m512i a = _mm512_loadu_si512(at), b = _mm512_loadu_si512(at + is);
+        pairs[r] = _mm512_unpacklo_epi64(a, b);
+        pairs[r + 1] = _mm512_unpackhi_epi64(a, b);
+    }
+    __m512i* to = static_cast<__m512i*>(out);
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; ++c) {
+        const __m512i a = pairs[c], b = pairs[c + 2], d = pairs[c + 4], e = pairs[c + 6];
+        const __m512i even = _mm512_shuffle_i64x2(a, b, 0x88), next_even = _mm512_shuffle_i64x2(d, e, 0x88);
+        const __m512i odd = _mm512_shuffle_i64x2(a, b, 0xdd), next_odd = _mm512_shuffle_i64x2(d, e, 0xdd);
+        _mm512_storeu_si512(to + c, _mm512_shuffle_i64x2(even, next_even, 0x88));
+        _mm512_storeu_si512(to + c + 2, _mm512_shuffle_i64x2(odd, next_odd, 0x88));
+        _mm512_storeu_si512(to + c + 4, _mm512_shuffle_i64x2(even, next_even, 0xdd));
+        _mm512_storeu_si512(to + c + 6, _mm512_shuffle_i64x2(odd, next_odd, 0xdd));
+    }
+}
 // Sums of products of 32 pairs, in float32.
 struct Bf16Lanes {
     __m512i v;
@@ -271,6 +292,23 @@ struct Bf16Lanes {
         std::memcpy(&pair, p, sizeof(pair));
         return {_mm512_set1_epi32(pair)};
     }
+    // The same of W pairs, which take turns.
+    template <int W>
+    static Bf16Lanes spread(const Bf16* p) {
+        static_assert(W <= 2, "wider ones have instructions of their own");
+        if (W == 1)
+            return spread(p);
+        int64_t pairs;
+        std::memcpy(&pairs, p, sizeof(pairs));
+        return {_mm512_set1_epi64(pairs)};
+    }
+    // The same of a single pair, and zeros after it.
+    template <int W>
+    static Bf16Lanes spread_last(const Bf16* p) {
+        uint32_t pair;
+        std::memcpy(&pair, p, sizeof(pair));
+        return W == 1 ? spread(p) : Bf16Lanes{_mm512_set1_epi64(pair)};
+    }
     static Bf16Lanes pair(Vec even, Vec odd) {
         const Bf16* type = nullptr;
         const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd.narrow(type)), 16);
@@ -281,7 +319,11 @@ struct Bf16Lanes {
 inline Vec dot(Vec sum, Bf16Lanes a, Bf16Lanes b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
-// The same of lanes whose 32 bits hold a pair.
+// Lanes 2i and 2i + 1 of a and of b as one: sums 0 and 1 of a, 0 and 1 of b, 2 and 3 of a, and so on.
+inline Vec fold(Vec a, Vec b) {
+    return {_mm512_add_ps(_mm512_shuffle_ps(a.v, b.v, 0x88), _mm512_shuffle_ps(a.v, b.v, 0xdd))};
+}
+// As `dot`, of lanes whose 32 bits hold a pair.
 inline Vec dot_pairs(Vec sum, Vec a, Vec b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
 }

@@ -34,12 +34,7 @@ struct Kernels {
     void (*model)(const ModelCall&, char* scratch, Team&, int rank);
 };
 
-extern const Kernels kBaseline;
-#ifdef SLIPSTREAM_X86
-extern const Kernels kAvx2, kAvx512, kAvx512Bf16, kAmx;
-#endif
-#ifdef SLIPSTREAM_WITH_EMULATED_AMX
-extern const Kernels kAmxEmulated;
-#endif
+// Those for which there is a unit.
+extern const Kernels kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx, kAmxEmulated;
 
 } // namespace slipstream

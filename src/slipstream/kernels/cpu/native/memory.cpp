@@ -13,14 +13,14 @@ namespace {
 
 constexpr int64_t kPiece = 256 << 10; // bytes that a thread takes at a time
 constexpr int64_t kLine = 64;
-constexpr int64_t kCopyAhead = 2 << 10; // how far ahead of its copy a line is asked for
 
 // `to` is aligned to a line.
 void copy_past_caches(const char* from, char* to, int64_t bytes) {
     int64_t i = 0;
 #ifdef SLIPSTREAM_X86
+    constexpr int64_t kAhead = 2 << 10; // of its copy a line is asked for
     for (; i + kLine <= bytes; i += kLine) {
-        __builtin_prefetch(from + i + kCopyAhead, 0, 0);
+        __builtin_prefetch(from + i + kAhead, 0, 0);
         for (int64_t j = i; j < i + kLine; j += 16)
             _mm_stream_si128(reinterpret_cast<__m128i*>(to + j),
                              _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + j)));

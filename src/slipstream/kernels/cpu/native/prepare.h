@@ -38,7 +38,7 @@ inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     if (rows.rounded && in_lanes && fits_lanes(m, rows.count)) {
         x.in_lanes = in_lanes;
         x.lanes = reinterpret_cast<Bf16*>(scratch);
-        fill_lanes(rows.rounded, rows.stride, in_lanes, m.inputs, reinterpret_cast<Bf16*>(scratch));
+        lay_in_lanes(rows.rounded, rows.stride, in_lanes, m.inputs, reinterpret_cast<Bf16*>(scratch));
     }
     if (!wants_operand(m, rows.count))
         return x;

@@ -203,9 +203,10 @@ private:
                     Panel::bring(m_, begin + half * second_, n, from, deep, panel + half * width_ * pitch_,
                                  pitch_);
                 }
+#ifdef SLIPSTREAM_BF16_DOT
                 if constexpr (U::kRounds && U::kZeros)
-                    this->sum_rows(rows[half], pitches[half], begin + half * second_, n, from, deep,
-                                   sums[half]);
+                    sum_rows(rows[half], pitches[half], begin + half * second_, n, from, deep, sums[half]);
+#endif
             }
             const int64_t words = least(deep_, inputs - from) / U::kItems;
             for (int64_t t = token; t < end; t += kStep) {

@@ -123,10 +123,11 @@ inline void norm_row(const float* x, float* out, int64_t n, const Norm& norm, in
         shift_row(out, norm.bias, norm.bias_dtype, at, n);
 }
 
+// The number comes second, which is what is left of NaN.
 inline void clip_row(float* x, int64_t n, float most) {
     for (int64_t j = 0; j < n; j += Vec::kWidth) {
         const int64_t count = least(n - j, Vec::kWidth);
-        max(min(Vec::load(x + j, count), Vec::set(most)), Vec::set(-most)).store(x + j, count);
+        max(Vec::set(-most), min(Vec::set(most), Vec::load(x + j, count))).store(x + j, count);
     }
 }
 
