@@ -15,7 +15,7 @@ run: ## ask the demo model, beside the unaccelerated original: make run PROMPT="
 	@scripts/install demo
 	@.venv/bin/slipstream generate --model demo --compare "$$PROMPT"
 
-test: install ## every test, with the newest and the oldest supported transformers
+test: install ## every test; families also with the oldest transformers, GPU kernels with two versions of Triton
 	@scripts/test
 
 check: install ## lint, format and types

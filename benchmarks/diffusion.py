@@ -19,7 +19,10 @@ import slipstream
 from benchmarks.request import Request
 from slipstream.engine.pipeline import shared_copy
 
-__all__ = ["measure"]
+__all__ = ["PARTS", "measure"]
+
+PARTS = ("compile",)
+"""What `--only` takes: it adds a row, and leaves out none."""
 
 _REAL = {"block_out_channels": (320, 640, 1280, 1280), "attention_head_dim": 8, "cross_attention_dim": 768}
 _QUICK = {"block_out_channels": (32, 64, 64, 64), "attention_head_dim": 4, "cross_attention_dim": 32}

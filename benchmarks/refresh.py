@@ -19,7 +19,7 @@ import slipstream
 from benchmarks.models import LLAMA_1B, LLAMA_TINY
 from benchmarks.request import Request
 
-__all__ = ["measure"]
+__all__ = ["PARTS", "measure"]
 
 _ROWS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
@@ -27,6 +27,9 @@ _ROWS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "int8": (torch.bfloat16, {"quant": "int8"}),
     "int4": (torch.bfloat16, {"quant": "int4"}),
 }
+PARTS = tuple(_ROWS)
+"""What `--only` takes."""
+
 _REPEAT = 5
 
 

@@ -14,8 +14,8 @@ class Request:
     Attributes:
         quick: Small models and few turns, to see that it runs.
         rounds: Turns of each row; 0 leaves the number to the benchmark.
-        only: Parts of a benchmark that has parts; empty for all of them.
-        without: How the names of rows begin that are left out.
+        only: Parts of a benchmark that has parts, as `run.PARTS` lists them; empty for all of them.
+        without: How the names of rows begin that are left out; of `peers`.
     """
 
     quick: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,12 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
     "refresh": refresh.measure,
     "sampling": sampling.measure,
 }
+PARTS: Mapping[str, Sequence[str]] = {
+    "diffusion": diffusion.PARTS,
+    "linear_cpu": linear_cpu.PARTS,
+    "refresh": refresh.PARTS,
+}
+"""What `--only` takes where it takes anything; `peers` knows its own words."""
 _UNSHOWN = ("version", "notes", "weight_bytes")
 
 
@@ -61,7 +67,9 @@ def main() -> None:
         action="append",
         default=[],
         metavar="PART",
-        help="of peers: MODEL or MODEL/PRECISION; of linear_cpu: a weight format; repeatable",
+        help="of peers: MODEL or MODEL/PRECISION; of linear_cpu: a weight format; of refresh: float32, "
+        "bfloat16, int8 or int4; of diffusion: compile, for a row of torch.compile beside the others; "
+        "repeatable",
     )
     parser.add_argument(
         "--without",
@@ -79,6 +87,11 @@ def main() -> None:
         parser.error(f"--rounds {arguments.rounds}: give 1 or more")
     request = Request(arguments.quick, arguments.rounds, tuple(arguments.only), tuple(arguments.without))
     out = arguments.out or (None if arguments.quick else RESULTS)
+    try:
+        for benchmark in arguments.names or BENCHMARKS:
+            refuse_words(benchmark, request)
+    except ValueError as error:
+        parser.error(str(error))
     for benchmark in arguments.names or BENCHMARKS:
         machine = describe()
         try:
@@ -86,6 +99,24 @@ def main() -> None:
                 publish(name, {"benchmark": benchmark, **machine, **result}, out)
         except ValueError as error:
             parser.error(str(error))
+
+
+def refuse_words(benchmark: str, request: Request) -> None:
+    """Refuse words that a benchmark does not take: it would measure something else than was asked for.
+
+    Raises:
+        ValueError: It says what there is.
+    """
+    if benchmark == "peers":  # which refuses them itself
+        return
+    if request.without:
+        raise ValueError(f"{benchmark} takes no --without; only peers does")
+    known = PARTS.get(benchmark, ())
+    for word in request.only:
+        if not known:
+            raise ValueError(f"{benchmark} takes no --only; only peers, {', '.join(PARTS)} do")
+        if word not in known:
+            raise ValueError(f"{benchmark} --only takes {', '.join(known)}, not {word!r}")
 
 
 def publish(name: str, result: dict[str, Any], out: Path | None) -> None:

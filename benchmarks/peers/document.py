@@ -113,9 +113,10 @@ def _about(name: str, precision: str, result: Result) -> str:
         for key, value in result["limits"].items()
         if value
     )
+    when = result["measured"] + (f", {result['rounds']} rounds" if "rounds" in result else "")
     versions = dict.fromkeys(row["version"] for row in result["rows"] if "version" in row)
     return (
-        f"{result['device']}, {result['threads']} threads, {result['measured']}; measured limits: {limits}.\n"
+        f"{result['device']}, {result['threads']} threads, {when}; measured limits: {limits}.\n"
         f"{'; '.join(versions)}. JSON: [{name}-{precision}.json]({name}-{precision}.json)"
     )
 

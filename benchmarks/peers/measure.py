@@ -126,6 +126,7 @@ def measure_table(name: str, precision: str, request: Request) -> dict[str, Any]
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "threads": threads,
         "new_tokens": model.new_tokens,
+        "rounds": request.rounds or model.rounds,
         "limits": best,
         "rows": [_flat(entry, entries, model, counted, best) for entry in entries],
     }

@@ -53,6 +53,7 @@ class BlockSpec:
         mask: What the mask that transformers passes says. "whole": just what a token sees. "padding": the
             layer itself adds causality and window to it. "hidden": a bool mask is true where a key is not
             seen.
+        scales_mask: What a mask adds is multiplied by `scale` as the scores are: the original adds it before.
         cache_repeated: Keys and values are repeated to `heads` before transformers' cache keeps them.
         causal: A token sees itself and what came before.
         window: A token sees at most this many tokens, itself among them (on each side where not causal:
@@ -109,6 +110,7 @@ class BlockSpec:
     scale: float = 1.0
     softcap: float | None = None
     mask: Literal["whole", "padding", "hidden"] = "whole"
+    scales_mask: bool = False
     cache_repeated: bool = False
     causal: bool = True
     window: int | None = None

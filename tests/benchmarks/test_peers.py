@@ -19,7 +19,7 @@ from benchmarks.peers.conductor import Failed, Worker, last_words
 from benchmarks.peers.measure import Entry
 from benchmarks.peers.rows import PRECISIONS, Row, check_left_out, rows_of, tables
 from benchmarks.peers.worker import Timed, prompts
-from benchmarks.run import main, table
+from benchmarks.run import BENCHMARKS, PARTS, main, table
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = Row("fake", "fake", "", "bfloat16")
@@ -124,6 +124,18 @@ def test_tables_are_chosen_by_name() -> None:
     check_left_out(["OpenVINO", "llama.cpp q4"])
     with pytest.raises(ValueError, match="no row's name begins with 'vLLM'; there are slipstream fp32"):
         check_left_out(["slipstream", "vLLM"])
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"peers"}))
+def test_a_word_that_a_benchmark_does_not_take_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--only", "--without"):
+        monkeypatch.setattr(sys, "argv", ["bench", name, "--quick", option, "nonsense"])
+        with pytest.raises(SystemExit):
+            main()
+        said = capsys.readouterr().err
+        assert f"{name} takes no {option}" in said or (name in PARTS and "not 'nonsense'" in said)
 
 
 def test_a_step_of_a_mixture_reads_the_experts_that_are_chosen() -> None:

@@ -12,7 +12,7 @@ from slipstream.config.notices import warn_once
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*VARIABLES, "MASTER_ADDR", "MASTER_PORT", "XDG_CACHE_HOME"):
+    for name in (*VARIABLES, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     warn_once.cache_clear()
     yield

@@ -91,7 +91,7 @@ def test_every_variable_read_is_documented() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     found = {name for name in read if re.fullmatch("[A-Z][A-Z_]+", name)} - {*environment.__all__}
-    assert found == {*environment.VARIABLES, "XDG_CACHE_HOME", "MASTER_ADDR", "MASTER_PORT"}
+    assert found == {*environment.VARIABLES, "XDG_CACHE_HOME"}
 
 
 def test_no_other_file_of_the_configuration_reads_the_environment() -> None:

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import slipstream
 from slipstream.families import FAMILIES
@@ -115,6 +118,90 @@ def test_a_replaced_layer_counts(models: Pair) -> None:
     for model in (models.original, models.engine.module):
         model.model.layers[1] = copy.deepcopy(other)
     agree(models, "compatible")
+
+
+def _renumber(model: Any) -> None:
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    model.config.num_hidden_layers = len(model.model.layers)
+
+
+def _prune(model: Any) -> None:
+    model.model.layers = nn.ModuleList([layer for i, layer in enumerate(model.model.layers) if i != 1])
+    _renumber(model)
+
+
+def _scale_up(model: Any) -> None:
+    """By copies of the upper layers on top, as SOLAR does."""
+    layers = list(model.model.layers)
+    model.model.layers = nn.ModuleList([*layers[:3], *map(copy.deepcopy, layers[1:])])
+    _renumber(model)
+
+
+def _turn_round(model: Any) -> None:
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    _renumber(model)
+
+
+def _take_away(model: Any) -> None:
+    del model.model.layers[1]
+    _renumber(model)
+
+
+def _append(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    _renumber(model)
+
+
+@pytest.mark.parametrize("surgery", [_prune, _scale_up, _turn_round, _take_away, _append])
+def test_layers_in_other_places_count(surgery: Callable[[Any], None]) -> None:
+    models = pair("llama", num_hidden_layers=4)
+    for model in (models.original, models.engine.module):
+        surgery(model)
+    agree(models, "compatible")
+    for options in ({"num_beams": 2}, {"cache_implementation": "static"}):
+        found = [m.generate(prompt(), max_new_tokens=4, **options) for m in (models.original, models.engine)]
+        close(*found)
+
+
+def test_a_place_in_the_cache_that_is_changed_back_is_the_blocks_again(models: Pair) -> None:
+    attentions = [layer.self_attn for layer in models.engine.module.model.layers]
+    for attention in attentions:
+        attention.layer_idx = 1 - attention.layer_idx
+    agree(models, "compatible")
+    for attention in attentions:
+        attention.layer_idx = 1 - attention.layer_idx
+    agree(models, "engine")
+
+
+def _halved(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    heard, maps = sdpa_attention_forward(*args, **kwargs)
+    return heard * 0.5, maps
+
+
+@pytest.fixture
+def own_attention() -> Iterator[str]:
+    AttentionInterface.register("halved", _halved)
+    AttentionMaskInterface.register("halved", sdpa_mask)
+    yield "halved"
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        del interface._global_mapping["halved"]
+
+
+def test_an_attention_function_that_is_set_later_counts(models: Pair, own_attention: str) -> None:
+    for name, road in ((own_attention, "compatible"), ("eager", "engine"), ("sdpa", "engine")):
+        for model in (models.original, models.engine):
+            model.set_attn_implementation(name)
+        agree(models, road)
+
+
+def test_in_an_encoder_that_answers_at_once_too(own_attention: str) -> None:
+    two = pair("bert", "BertModel")
+    for name in (own_attention, "sdpa"):
+        for model in (two.original, two.engine):
+            model.set_attn_implementation(name)
+        expected = two.original(input_ids=prompt()).last_hidden_state.detach()
+        close(expected, two.engine(input_ids=prompt()).last_hidden_state)
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,19 @@ def test_pickling_is_refused_with_a_way_out(llama: Pair, tmp_path: Path) -> None
     for what in (llama.engine, llama.engine.module):
         with pytest.raises(slipstream.UnsupportedError, match="save_checkpoint"):
             torch.save(what, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("injected", [True, False], ids=["injected", "not injected"])
+def test_packed_modules_refuse_to_be_pickled_and_are_copied(injected: bool) -> None:
+    engine = inject(
+        make("llama"), quant={"head": "int4", "embedding": "int4"}, replace_with_kernel_inject=injected
+    )
+    for what in (engine.module, engine.module.lm_head, engine.module.model.embed_tokens):
+        with pytest.raises(slipstream.UnsupportedError, match=r"state_dict\(\).* save_checkpoint"):
+            pickle.dumps(what)
+    head, rows = engine.module.lm_head, torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    for twin in (copy.copy(head), copy.deepcopy(head)):
+        assert type(twin) is type(head) and torch.equal(twin(rows), head(rows))
 
 
 def test_a_head_can_still_be_loaded(llama: Pair) -> None:

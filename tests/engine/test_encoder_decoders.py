@@ -291,3 +291,12 @@ def test_a_mask_of_another_length_than_the_states_is_the_originals_error(family:
             model(**given, decoder_input_ids=_answer())
         with pytest.raises(RuntimeError, match="size"):
             model.generate(**given, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("family", ["t5gemma", "bart"])
+def test_padding_that_nobody_hides_from_the_decoder_has_its_states(family: str) -> None:
+    two, ids = pair(family), _padded()["input_ids"].clone()
+    ids[1, 6:] = two.original.generation_config.pad_token_id or 0
+    states = [m.get_encoder()(input_ids=ids).last_hidden_state.detach() for m in (two.original, two.engine)]
+    close(*states, atol=1e-3)
+    close(*(m.generate(ids, max_new_tokens=5) for m in (two.original, two.engine)))

@@ -12,7 +12,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from slipstream.families import FAMILIES
 from slipstream.model.block import Block
+from tests.families.sweep import peaked_model
 from tests.helpers.models import (
     VOCABULARY,
     Pair,
@@ -281,6 +283,17 @@ def test_a_boolean_mask_that_eager_attention_adds_is_added(kind: str) -> None:
     original.set_attn_implementation("eager")
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
     both(Pair(original, inject(original)), input_ids=prompt(1, 6), attention_mask=visible)
+
+
+@pytest.mark.parametrize("family", ["codegen", "gptj", "llama", "gpt2"])
+def test_biases_in_a_mask_weigh_as_in_the_original(family: str) -> None:
+    """CodeGen adds them before it scales the scores."""
+    original = peaked_model(FAMILIES[family].tiny[0])
+    far = torch.arange(6)[None] - torch.arange(6)[:, None]
+    biases = (0.3 * far).masked_fill(far > 0, torch.finfo(torch.float32).min)[None, None]
+    _, got = both(Pair(original, inject(original)), input_ids=prompt(1, 6), attention_mask=biases)
+    plain = original(input_ids=prompt(1, 6)).logits.detach()
+    assert not torch.allclose(got.logits, plain, atol=1e-2), "the biases did not matter"
 
 
 @pytest.mark.parametrize("filled", [0, 3])

@@ -19,6 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+import slipstream
 from slipstream.engine import generate
 from slipstream.engine.batch import Batch
 from slipstream.engine.runner import Session
@@ -510,6 +511,14 @@ def test_the_prompt_may_come_in_any_way(llama: Pair, way: str) -> None:
     }
     args, kwargs = calls[way]
     both(llama, *args, **kwargs)
+
+
+def test_beside_embeddings_the_ids_may_be_empty(llama: Pair) -> None:
+    embedded = llama.original.get_input_embeddings()(prompt()).detach()
+    given = {"input_ids": prompt()[:, :0], "inputs_embeds": embedded, "max_new_tokens": 4}
+    close(llama.original.generate(**given), llama.engine.generate(**given))
+    with pytest.raises(slipstream.RequestError, match="the batch is empty"):
+        llama.engine.generate(**{**given, "inputs_embeds": embedded[:0]})
 
 
 def test_a_generation_config_by_name_with_an_override(llama: Pair) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import slipstream
 from slipstream.engine.open import resolve_place
+from tests.cli.conftest import Run, run  # noqa: F401 - a fixture
 from tests.helpers.models import close, make, prompt
 
 
@@ -62,6 +64,45 @@ def test_a_damaged_checkpoint_is_one_error_that_names_it(folder: Path, damage: s
     with pytest.raises(slipstream.SlipstreamError) as refusal:
         slipstream.init_inference(str(folder), dtype=torch.float32)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def change(folder: Path, **tensors: torch.Tensor) -> None:
+    place = folder / "model.safetensors"
+    save_file(load_file(place) | tensors, place, metadata={"format": "pt"})
+
+
+BIAS, MATRIX = "model.layers.0.mlp.down_proj.bias", "model.layers.1.mlp.down_proj.weight"
+
+
+def test_tensors_without_a_place_are_named_by_the_report_and_the_command(
+    folder: Path,
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    change(folder, **{BIAS: torch.ones(32), "model.rotary_emb.inv_freq": torch.ones(4)})
+    engine = slipstream.init_inference(str(folder), dtype=torch.float32)
+    (note,) = engine.report().notes
+    assert str(folder) in note and f"{BIAS} (1 tensor), which LlamaForCausalLM has no place for" in note
+    close(make("llama")(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+    made = run("quantize", folder, tmp_path / "packed")
+    assert made.exit_code == 0 and BIAS in made.output, made.output
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path, run: Run, tmp_path: Path) -> None:  # noqa: F811
+    change(folder, **{MATRIX: torch.ones(32, 65), BIAS: torch.ones(32)})
+    told = rf"model.safetensors: {MATRIX} has the shape \(32, 65\), and the model's {MATRIX} \(32, 48\)"
+    with pytest.raises(slipstream.WeightError, match=told):
+        slipstream.init_inference(str(folder), dtype=torch.float32)
+    refused = run("quantize", folder, tmp_path / "packed")
+    assert refused.exit_code == 1 and MATRIX in refused.output and "(32, 65)" in refused.output
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"a": "gone.safetensors"}}'])
+def test_a_damaged_index_is_named(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(slipstream.WeightError, match=r"model\.safetensors\.index\.json|gone\.safetensors"):
+        slipstream.init_inference(str(folder), dtype=torch.float32)
 
 
 def test_a_tilde_is_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

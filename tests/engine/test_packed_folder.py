@@ -249,6 +249,40 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
         slipstream.init_inference(tmp_path / "packed")
 
 
+def test_plain_weights_are_not_written_beside_packed_ones(tmp_path: Path) -> None:
+    engine = write(tmp_path / "packed", "llama", "int8")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "packed").iterdir()}
+    with pytest.raises(ConfigError, match=r"packed holds packed weights \(slipstream.json\)"):
+        engine.save_checkpoint(tmp_path / "packed")
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "packed").iterdir()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ],
+)
+def test_a_folder_of_packed_and_plain_weights_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "packed", "llama", "int8")
+    (tmp_path / "packed" / name).write_bytes(b"saved later")
+    for opens in (
+        lambda: slipstream.init_inference(tmp_path / "packed"),
+        lambda: slipstream.init_inference(make("llama"), quant="int8", checkpoint=str(tmp_path / "packed")),
+    ):
+        with pytest.raises(WeightError, match=rf"slipstream.json, planes.safetensors.*{name}.*; remove"):
+            opens()
+
+
+def test_a_section_that_says_nothing_asks_for_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "packed", "llama", "int4")
+    engine = slipstream.init_inference(tmp_path / "packed", quant={})
+    assert {layer.format for layer in engine.report().layers} == {"int4"}
+
+
 def test_the_command_packs_and_the_folder_answers(run: Run, checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     made = run("quantize", checkpoint, tmp_path / "packed", "--format", "int8", "--dtype", "float32")
     assert made.exit_code == 0, made.output
@@ -271,6 +305,18 @@ def test_the_command_packs_and_the_folder_answers(run: Run, checkpoint: Path, tm
     again = run("quantize", checkpoint, tmp_path / "packed")
     assert again.exit_code == 2 and "exists already" in again.output
     shutil.rmtree(tmp_path / "packed")
+
+
+def test_the_command_takes_the_formats_that_a_configuration_takes(
+    run: Run,  # noqa: F811
+    checkpoint: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    options = [word for name in ("format", "head", "embedding") for word in (f"--{name}", "fp6-e3m2")]
+    made = run("quantize", checkpoint, tmp_path / "packed", *options)
+    assert made.exit_code == 0, made.output
+    report = slipstream.init_inference(tmp_path / "packed").report()
+    assert {row.format for row in (*report.layers, *report.outside)} == {"fp6-e3m2"}
 
 
 def test_what_does_not_divide_is_refused_before_work(run: Run, checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -133,6 +133,14 @@ def test_groups_are_left_to_torch_and_the_report_says_so() -> None:
     assert {layer.kernels["linear"] for layer in report.layers} == {"reference"}
 
 
+def test_groups_that_do_not_divide_are_refused_before_anything_changes() -> None:
+    model = make("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(slipstream.ConfigError, match=r"activation.q_groups=5 .* 32 inputs .*; use 4 or 1"):
+        inject(model, quant={"activation": {"q_groups": 5}})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["fp6", "fp6-e3m2"])
 def test_weights_of_six_bits_take_no_rounded_rows(name: str) -> None:
     quant = {"weight": {"format": name}, "activation": {"enabled": True}}

@@ -153,6 +153,32 @@ def test_a_packed_pair_can_be_cast_copied_and_saved(injected: bool, tmp_path: An
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@LEVELS
+def test_tying_beside_a_packed_table_keeps_the_answers(kind: str, injected: bool) -> None:
+    model = make(kind, tie_word_embeddings=True)
+    engine = inject(model, replace_with_kernel_inject=injected, quant={"head": "int4", "embedding": "int4"})
+    expected = logits(engine, prompt())
+    engine.module.tie_weights()
+    torch.testing.assert_close(logits(engine, prompt()), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+@LEVELS
+def test_packed_rows_are_not_resized_and_nothing_has_changed(injected: bool, tied: bool) -> None:
+    engine = inject(llama(tied=tied), replace_with_kernel_inject=injected, quant={"embedding": "int4"})
+    expected, rows = logits(engine, prompt()), engine.module.config.vocab_size
+    for count in (rows + 9, rows - 9):
+        with pytest.raises(slipstream.UnsupportedError, match=rf"holds {rows} packed rows.* {count}; resize"):
+            engine.module.resize_token_embeddings(count)
+    assert torch.equal(logits(engine, prompt()), expected) and engine.module.config.vocab_size == rows
+    engine.module.set_input_embeddings(
+        nn.Embedding(rows, engine.module.config.hidden_size)
+    )  # of which there may be any number
+    engine.module.resize_token_embeddings(rows + 9)
+    assert logits(engine, prompt()).shape[-1] == rows + 9
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_a_tied_model_with_a_packed_head_is_saved_as_it_answers(kind: str, tmp_path: Any) -> None:
     original = make(kind, tie_word_embeddings=True)
     engine = inject(original, quant={"weight": {"num_bits": 8}, "head": "int4"})

@@ -64,6 +64,17 @@ def test_a_bad_checkpoint_leaves_the_engine_as_it_was(problem: str, tmp_path: Pa
     assert torch.equal(engine(input_ids=prompt()).logits, before)
 
 
+def test_what_an_engine_is_made_of_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    inject(make("llama"), quant=PACKED, save_mp_checkpoint_path=str(tmp_path / "packed"))
+    (tmp_path / "w.gguf").write_bytes(b"GGUF")
+    engine = inject(make("llama"), quant=PACKED)
+    before = engine(input_ids=prompt()).logits
+    for name, what in (("packed", "holds packed weights"), ("w.gguf", "is a GGUF file")):
+        with pytest.raises(WeightError, match=rf"{name} {what}.*give it to init_inference"):
+            engine.load_checkpoint(tmp_path / name)
+    assert torch.equal(engine(input_ids=prompt()).logits, before)
+
+
 def test_what_is_missing_stays_where_that_is_allowed(tmp_path: Path) -> None:
     own, other = make("llama"), make("llama", seed=1)
     name = "model.layers.0.mlp.down_proj.weight"

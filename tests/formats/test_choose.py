@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.formats import FORMATS, VARIANTS, format_of
+from slipstream.formats import FORMATS, VARIANTS, format_of, rounding_inputs
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS | VARIANTS if name != "plain"])
@@ -61,3 +61,13 @@ def test_bits_groups_and_type_find_a_format(asked: dict[str, Any], expected: str
 def test_what_does_not_exist_is_refused_with_the_way_out(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         format_of(**{"name": None, **asked})
+
+
+def test_rows_are_rounded_in_as_many_groups_as_are_named() -> None:
+    assert rounding_inputs(FORMATS["int8"], groups=48, width=96).name == "int8-a8-g48"
+    assert rounding_inputs(FORMATS["int8"], groups=5).name == "int8-a8-g5"  # no width is known
+    for groups, way_out in ((64, "use 48 or 1"), (10**12, "use 96 or 1"), (5, "use 4 or 1")):
+        with pytest.raises(ConfigError, match=f"q_groups={groups} does not divide rows of 96 .*; {way_out}"):
+            rounding_inputs(FORMATS["int8"], groups=groups, width=96)
+    with pytest.raises(ConfigError, match="rows of 97 .*; leave it at 1"):
+        rounding_inputs(FORMATS["int8"], groups=5, width=97)

@@ -1,4 +1,4 @@
-"""The library is built where it can be, refuses by name, and finds the OpenMP runtime that it works beside."""
+"""The library is built where it can be, refuses by name, and finds the OpenMP runtime beside it."""
 
 from __future__ import annotations
 

@@ -355,6 +355,29 @@ class Holder(nn.Module):
         return self.layers[0](x)  # type: ignore[no-any-return]
 
 
+class EmptyLayer(nn.Module):
+    """Between its linears there is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, 0), nn.Linear(0, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.down(x))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_linear_without_inputs_answers_its_bias() -> None:
+    model = Stack()
+    model.layers = nn.ModuleList([EmptyLayer(), EmptyLayer()])
+    inputs = [hidden(), hidden()[0], hidden()[0, 0], hidden()[:0]]
+    expected = [model.eval()(x) for x in inputs]
+    swap_parts(model, _kernel("linear", 1.0))
+    assert is_swapped(model.layers[0].up)
+    for x, answer in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(model(x), answer)
+
+
 def test_norms_of_one_class_that_are_set_otherwise_are_proven_apart() -> None:
     torch.manual_seed(0)
     holder = Holder().eval()

@@ -27,6 +27,20 @@ def test_no_number_is_off_by_more_than_half_a_step(rounding: Rounding, dtype: to
         assert bool((ours != whole).any())
 
 
+@pytest.mark.parametrize(
+    ("width", "groups", "parts"), [(10, 4, [3, 3, 2, 2]), (96, 64, [2] * 32 + [1] * 32), (3, 7, [1] * 3)]
+)
+def test_a_row_has_as_many_parts_as_it_has_groups(width: int, groups: int, parts: list[int]) -> None:
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, width)
+    expected = torch.cat([round_rows(part, Rounding()) for part in x.split(parts, -1)], -1)
+    assert torch.equal(round_rows(x, Rounding(groups=groups)), expected)
+
+
+@pytest.mark.parametrize("rounding", [Rounding(), Rounding(groups=3), Rounding(codes="fp8")], ids=str)
+def test_rows_without_numbers_have_none_to_round(rounding: Rounding) -> None:
+    assert round_rows(torch.zeros(3, 0), rounding).shape == (3, 0)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_zeros_stay_zeros_and_so_do_rows_too_small_to_be_divided_by(symmetric: bool) -> None:
     x = torch.tensor([[0.0, 0.0], [1e-38, -1e-40], [0.0, 5.0]])

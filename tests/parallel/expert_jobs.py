@@ -107,6 +107,36 @@ def failing(index: int) -> str:
     return f"same: {torch.equal(got, original.generate(ids, max_new_tokens=8, do_sample=False))}"
 
 
+def interrupted(index: int) -> str:
+    """Calls of their own, of which the first rank's is interrupted after a few tokens."""
+    original = peaked_model(VARIANTS[index][1])
+    engine = spreading(copy.deepcopy(original), 1, 2, 2)
+    first = dist.get_rank() == 0
+    ids = torch.arange(5, 20 if first else 15)[None]
+    try:
+        got = engine.generate(
+            ids, max_new_tokens=8, do_sample=False, streamer=_Interrupting() if first else None
+        )
+    except KeyboardInterrupt:
+        return "interrupted"
+    return f"same: {torch.equal(got, original.generate(ids, max_new_tokens=8, do_sample=False))}"
+
+
+class _Interrupting:
+    """A streamer at whose third token the user has seen enough."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += 1
+        if self.tokens > 3:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
 def apart_with_maps(index: int) -> str:
     """Attention maps in calls of their own, which no rank can make alone."""
     model = peaked_model(VARIANTS[index][1])

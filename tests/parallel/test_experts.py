@@ -119,6 +119,13 @@ def test_a_call_that_is_refused_leaves_the_other_ranks_theirs(pool: Pool) -> Non
     assert served == "same: True"
 
 
+def test_a_call_that_is_interrupted_leaves_the_other_ranks_theirs(pool: Pool) -> None:
+    assert results(pool.run(f"{JOBS}:interrupted", named("mixtral"), ranks=2)) == [
+        "interrupted",
+        "same: True",
+    ]
+
+
 def test_what_needs_whole_experts_is_refused_in_calls_of_their_own(pool: Pool) -> None:
     for answer in results(pool.run(f"{JOBS}:apart_with_maps", named("mixtral"), ranks=2)):
         assert "run calls of their own; give all of them this call" in answer

@@ -440,6 +440,26 @@ def test_a_tensor_in_two_files_has_one_value(
         torch.testing.assert_close(logits(made()), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_of_two_generations_in_a_folder_the_one_is_read_that_transformers_reads(
+    tmp_path: Path, llama: Any, expected: Tensor
+) -> None:
+    older = copy.deepcopy(llama)
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.mul_(0.5)
+    older.save_pretrained(tmp_path, max_shard_size="20KB")  # transformers leaves the index behind
+    torch.save(older.state_dict(), tmp_path / "pytorch_model.bin")
+    save_file(state_of(llama), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    same = type(llama).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert torch.equal(same(input_ids=prompt()).logits, llama(input_ids=prompt()).logits)
+    for opened in (
+        slipstream.init_inference(str(tmp_path), dtype=torch.float32),
+        slipstream.init_inference(hollow(llama), dtype=torch.float32, checkpoint=str(tmp_path)),
+    ):
+        torch.testing.assert_close(opened(input_ids=prompt()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_two_files_of_one_rank_are_refused(tmp_path: Path, llama: Any) -> None:
     for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", "mp_rank_1_model_states.pt"):
         torch.save({"module": state_of(llama)}, tmp_path / name)

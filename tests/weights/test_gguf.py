@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -315,6 +316,47 @@ def test_scaled_rotary_frequencies_are_refused_not_dropped(
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), edit=edit)
     with pytest.raises(UnsupportedError, match="scales its rotary frequencies"):
+        gguf_to_checkpoint(path, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("quant", [{}, {"quant": "int8"}], ids=["converted", "packed"])
+def test_a_number_that_is_none_is_refused_under_the_files_name(
+    quant: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    model = tiny_llama()
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
+    path = write_gguf(tmp_path / "bad.gguf", model)
+    for _ in range(2):
+        with pytest.raises(WeightError, match=r"/bad\.gguf: .* holds NaN or infinity"):
+            slipstream.init_inference(path, dtype=torch.float32, **quant)
+    assert not list(tmp_path.glob("cache/gguf/*"))
+
+
+@pytest.mark.parametrize("quant", [{}, {"quant": "int8"}], ids=["converted", "packed"])
+def test_a_suffix_in_capitals_is_one(
+    quant: dict[str, str], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    shutil.copyfile(tiny, tmp_path / "TINY.GGUF")
+    engine = slipstream.init_inference(tmp_path / "TINY.GGUF", dtype=torch.float32, **quant)
+    same = slipstream.init_inference(tiny, dtype=torch.float32, **quant)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(engine(input_ids=ids).logits, same(input_ids=ids).logits)
+    if quant:
+        filled = slipstream.init_inference(
+            tiny_llama(), dtype=torch.float32, checkpoint=str(tmp_path / "TINY.GGUF"), **quant
+        )
+        assert torch.equal(filled(input_ids=ids).logits, same(input_ids=ids).logits)
+
+
+def test_merges_of_tokens_that_are_not_there_are_a_weight_error(tmp_path: Path) -> None:
+    def spoil(writer: gguf.GGUFWriter) -> None:
+        merges = writer.kv_data[0]["tokenizer.ggml.merges"]
+        merges.value = ["zz qq", *merges.value[1:]]
+
+    path = write_gguf(tmp_path / "odd.gguf", tiny_llama(), edit=spoil)
+    with pytest.raises(WeightError, match="odd.gguf cannot be read as a GGUF model: .*vocabulary"):
         gguf_to_checkpoint(path, tmp_path / "checkpoint")
 
 

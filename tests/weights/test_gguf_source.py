@@ -9,13 +9,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import slipstream
 from slipstream.errors import WeightError
 from slipstream.formats import FORMATS
 from slipstream.weights.gguf import gguf_to_checkpoint
 from slipstream.weights.gguf_source import GgufSource, _q4, _q4_k
+from tests.cli.conftest import Run, run  # noqa: F401 - a fixture
 from tests.helpers.models import close
 from tests.weights.test_gguf import tiny_llama, write_gguf
 
@@ -51,11 +52,8 @@ def test_planes_unpack_to_what_ggml_unpacks(kind: str) -> None:
         assert torch.equal(dense, expected)
 
 
-@pytest.mark.parametrize("inject", [True, False], ids=["injected", "plain"])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_an_engine_answers_as_the_files_own_numbers(
-    kind: str, inject: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def write_blocks(path: Path, model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of blocks of one kind; the model gets their numbers."""
     import tests.weights.test_gguf as writing
 
     class Kinds:
@@ -65,10 +63,18 @@ def test_an_engine_answers_as_the_files_own_numbers(
         GGUFWriter, quantize, dequantize = gguf.GGUFWriter, gguf.quantize, gguf.dequantize
         GGMLQuantizationType = Kinds
 
-    monkeypatch.setattr(writing, "gguf", Package)
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "gguf", Package)
+        return write_gguf(path, model, quantized=True)
+
+
+@pytest.mark.parametrize("inject", [True, False], ids=["injected", "plain"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_an_engine_answers_as_the_files_own_numbers(
+    kind: str, inject: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_llama()
-    path = write_gguf(tmp_path / "tiny.gguf", model, quantized=True)
-    monkeypatch.undo()
+    path = write_blocks(tmp_path / "tiny.gguf", model, kind, monkeypatch)
     settings: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": inject}
     quant = {"weight": {"format": "int8" if kind == "Q8_0" else "int4"}, "head": "none"}
     engine = slipstream.init_inference(path, quant=quant, **settings)
@@ -88,6 +94,35 @@ def test_an_engine_answers_as_the_files_own_numbers(
             torch.equal(own[name], got[name]) and torch.equal(own[name], rounded[name]) for name in own
         )
         close(model(input_ids=ids).logits.detach(), engine(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("name", ["tiny.gguf", "TINY.GGUF"])
+def test_the_command_takes_blocks_over_and_converts_nothing(
+    name: str,
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    model = tiny_llama()
+    path = write_blocks(tmp_path / name, model, "Q4_1", monkeypatch)
+    made = run("quantize", path, tmp_path / "packed", "--head", "int4", "--embedding", "int4")
+    assert made.exit_code == 0, made.output
+    assert not (tmp_path / "cache").exists()
+    engine = slipstream.init_inference(tmp_path / "packed", dtype=torch.float32)
+    own, got = model.state_dict(), engine.state_dict()
+    assert all(torch.equal(own[name], got[name]) for name in own if own[name].dim() == 2)
+    folder = gguf_to_checkpoint(path, tmp_path / "dense")
+    for word in ("hello", "he's <|im_end|>"):
+        ids = [
+            AutoTokenizer.from_pretrained(place)(word).input_ids for place in (folder, tmp_path / "packed")
+        ]
+        assert ids[0] == ids[1]
+    for read in (GenerationConfig, AutoConfig):
+        ends = [read.from_pretrained(place).eos_token_id for place in (folder, tmp_path / "packed")]
+        assert ends == [2, 2]
+    answer = run("generate", "--model", tmp_path / "packed", "-n", 3, "hello")
+    assert answer.exit_code == 0, answer.output
 
 
 def test_what_a_file_has_too_much_or_too_little_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +14,9 @@ import slipstream
 from slipstream.cli.options import Precision, Verbose
 from slipstream.cli.terminal import busy, hushed, note, set_up
 from slipstream.engine.new_folder import free_place
-from slipstream.engine.open import resolve_place
+from slipstream.engine.open import gguf_file, resolve_place
 from slipstream.engine.save import save_packed
+from slipstream.weights.gguf import read_tokenizer
 
 __all__ = ["PackedFormat", "quantize"]
 
@@ -26,6 +28,7 @@ class PackedFormat(Enum):
     INT4 = "int4"
     FP8 = "fp8"
     FP6 = "fp6"
+    FP6_E3M2 = "fp6-e3m2"
     BF13 = "bf13"
 
 
@@ -36,6 +39,7 @@ class OutsideFormat(Enum):
     INT4 = "int4"
     FP8 = "fp8"
     FP6 = "fp6"
+    FP6_E3M2 = "fp6-e3m2"
     BF13 = "bf13"
     NONE = "none"
 
@@ -97,16 +101,24 @@ def quantize(
     """Pack a model's weights and save them.
 
     The folder opens like any other (`--model DST`), in seconds: the planes are mapped, and used as they lie.
+    Blocks of a GGUF file that are int4's own numbers are taken over as they are.
     """
     set_up(verbose)
     free_place(destination)
-    with busy("finding the model; a GGUF file is converted once"), hushed(verbose):
-        folder = resolve_place(source)
-    with busy("packing"):
-        engine = slipstream.init_inference(
-            folder, dtype=packing.dtype.dtype, quant=packing.section(), replace_with_kernel_inject=True
-        )
-        own = Path(folder) if Path(folder).is_dir() else None
+    file = gguf_file(source)
+    with busy("finding the model"), hushed(verbose):
+        place = resolve_place(source) if file is None else str(file)
+    with busy("packing"), TemporaryDirectory() as made:
+        own = Path(place) if Path(place).is_dir() else None
+        with hushed(verbose or file is None):
+            engine = slipstream.init_inference(
+                place, dtype=packing.dtype.dtype, quant=packing.section(), replace_with_kernel_inject=True
+            )
+            if file is not None:
+                own = Path(made)
+                read_tokenizer(file).save_pretrained(own)
         save_packed(engine.module, engine.inference_config, destination, tokenizer_from=own)
+    for text in engine.report().notes:
+        note(f"note: {text}")
     size = sum(file.stat().st_size for file in destination.iterdir())
     note(f"{destination}: {size / 1e6:.1f} MB, {packing.packed.value}")

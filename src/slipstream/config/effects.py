@@ -184,7 +184,8 @@ _QUANT = {
     "quant.activation.num_bits": _acts("8; the widths 4 and 6 are refused, for no matmul takes them."),
     "quant.activation.q_type": _acts("Symmetric: codes -127 to 127; asymmetric: 0 to 255 with a zero point."),
     "quant.activation.q_groups": _acts(
-        "Groups of an input row with a scale of their own; more than one runs in plain torch, which is slow."
+        "Groups of an input row with a scale of their own, a divisor of the hidden width; more than one runs "
+        "in plain torch, which is slow."
     ),
     "quant.weight": _acts(
         "Chooses the format that the linears of the layers are packed into, with and without injection; "
@@ -212,8 +213,8 @@ _QUANT = {
     "quant.head": _acts(
         "Packs the vocabulary projection, which every new token reads whole: to int8 whatever the format of "
         "the layers, or to bf13 beside that; none or False leaves it plain. A projection that is tied to "
-        "the embedding gets planes of its own, and the embedding keeps the tensor. Beside weights that are "
-        "switched off it acts when set."
+        "the embedding gets planes of its own, and the embedding keeps the tensor. With "
+        "`quant.weight.enabled=False` it still applies if it is set explicitly."
     ),
     "quant.embedding": _acts(
         "Packs the token embedding, whose rows are unpacked as they are looked up. A projection that is tied "

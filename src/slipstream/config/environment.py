@@ -20,6 +20,9 @@ VARIABLES = {
     "RANK": "this process among all, set by torchrun; without it 0",
     "LOCAL_RANK": "this process among those on this machine, set by torchrun; without it 0",
     "WORLD_SIZE": "number of processes, set by torchrun; without it 1",
+    "MASTER_ADDR": "address where the processes meet, set by torchrun; they are joined where this, "
+    "`MASTER_PORT`, `RANK` and `WORLD_SIZE` are all set",
+    "MASTER_PORT": "port of that address, set by torchrun",
 }
 
 

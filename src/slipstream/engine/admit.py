@@ -341,8 +341,8 @@ def check_request(
         check_ids_type(ids)
     if request.prompt is not None:
         check_inputs(model, (), {**kwargs, "input_ids": request.prompt})
-    elif ids is None:
-        check_inputs(model, (), kwargs)
+    elif ids is None or kwargs.get("inputs_embeds") is not None:
+        check_inputs(model, (), {**kwargs, "input_ids": None})
     if request.encoded:
         check_length(request.length, 0, config)
         check_length(1, request.new_tokens, config)

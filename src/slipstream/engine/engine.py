@@ -6,7 +6,7 @@ import copy
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -45,12 +45,13 @@ from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.held import held_memory
 from slipstream.model.report import Report
+from slipstream.model.values import wants_operations
 from slipstream.model.whole import answers_at_once, at_once
 from slipstream.parallel import Axis
 from slipstream.parallel.agree import agree_on_tokens, share_random_state
 from slipstream.profile.times import Profile
 
-__all__ = ["InferenceEngine"]
+__all__ = ["InferenceEngine", "remark"]
 
 
 class InferenceEngine(Weights):
@@ -65,15 +66,12 @@ class InferenceEngine(Weights):
         inference_config: The engine's configuration.
     """
 
-    def __init__(
-        self, model: nn.Module, config: InferenceConfig | None = None, *, notes: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, config: InferenceConfig | None = None) -> None:
         """Build an engine out of a model; the model is consumed.
 
         Args:
             model: Any module.
             config: The configuration; the defaults where None.
-            notes: What the report is to say of how the model was opened.
 
         Raises:
             SlipstreamError: Any of its kinds; the model is then as it was.
@@ -92,7 +90,7 @@ class InferenceEngine(Weights):
             in_huge_pages(held_memory(model))
         self.config = built.model_config
         self.inference_config = settings
-        self._built = replace(built, report=replace(built.report, notes=(*notes, *built.report.notes)))
+        self._built = built
         captures = settings.enable_cuda_graph and built.mesh.ep.size == 1
         self._graphs = ForwardGraphs(model, built.device) if captures else None
         self._profile: Profile | None = None
@@ -162,10 +160,12 @@ class InferenceEngine(Weights):
             return answer
         args, kwargs = self._here((args, kwargs))
         given = {**{f"{place}": value for place, value in enumerate(args)}, **kwargs}
-        small = self._built.small.scope(given)
+        seen = wants_operations()  # the values that are looked at here would be a part of the program
+        small = nullcontext() if seen else self._built.small.scope(given)
         with torch.no_grad(), small, taking_part(self._built.mesh, self.module, "forward", given):
-            check_inputs(self.module, args, kwargs)
-            if self._graphs is None or self._profile is not None:
+            if not seen:
+                check_inputs(self.module, args, kwargs)
+            if seen or self._graphs is None or self._profile is not None:
                 output = self.module(*args, **kwargs)
             else:
                 output = self._graphs(args, kwargs)
@@ -306,6 +306,12 @@ class InferenceEngine(Weights):
     ) -> None:
         """Destroy the engine."""
         self.destroy()
+
+
+def remark(engine: InferenceEngine, notes: Sequence[str]) -> None:
+    """Let an engine's report begin with notes on how its model was opened."""
+    report = engine._built.report
+    engine._built = replace(engine._built, report=replace(report, notes=(*notes, *report.notes)))
 
 
 @contextmanager

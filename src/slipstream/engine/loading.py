@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from slipstream.model.slots import wholes_of
 from slipstream.spec import Role
 from slipstream.weights.checkpoint import Slices, open_checkpoint
 from slipstream.weights.converted import converted
+from slipstream.weights.gguf_header import is_gguf
 from slipstream.weights.gguf_source import GgufSource
 from slipstream.weights.load import plan_block
 from slipstream.weights.match import Renamed, match, under_names_of
@@ -76,11 +78,13 @@ def open_filling(model: nn.Module, config: InferenceConfig) -> Filling | None:
 
 def _slices(model: nn.Module, config: InferenceConfig) -> Slices:
     place = config.checkpoint
-    if isinstance(place, str) and place.endswith(".gguf"):
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        return Slices((GgufSource(Path(place), getattr(model, "config", None), shapes),), None, place)
-    if isinstance(place, str) and is_packed_folder(Path(place).expanduser()):
-        return Slices((PackedFolder(Path(place).expanduser()),), None, place)
+    if isinstance(place, str):
+        path = Path(os.path.expanduser(place))
+        if is_gguf(path):
+            shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+            return Slices((GgufSource(path, getattr(model, "config", None), shapes),), None, place)
+        if is_packed_folder(path):
+            return Slices((PackedFolder(path),), None, place)
     if place is None:
         raise AssertionError("asked for a checkpoint where none is named")
     return open_checkpoint(place, config.base_dir, degree=config.training_mp_size)

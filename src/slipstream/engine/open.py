@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.config import InferenceConfig, resolve
-from slipstream.engine.engine import InferenceEngine
+from slipstream.engine.engine import InferenceEngine, remark
 from slipstream.engine.loading import matched
 from slipstream.engine.pipeline import PipelineEngine, is_pipeline
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, WeightError
@@ -22,6 +23,8 @@ from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.hollow import hollow
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.converted import Converted
+from slipstream.weights.gguf_header import is_gguf
+from slipstream.weights.match import is_harmless
 from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
 from slipstream.weights.source import TwiceError
 
@@ -59,40 +62,47 @@ def init_inference(
         UnsupportedError: A setting that this version or this machine cannot honour.
     """
     settings = resolve(config, kwargs)
+    notes: list[str] = []
     if isinstance(model, str | os.PathLike):
-        model, settings = _from_place(model, settings)
+        model, settings, notes = _from_place(model, settings)
     if is_pipeline(model):
         pipeline: Any = PipelineEngine(model, settings)
         engine: InferenceEngine = pipeline  # which is used as one
         return engine
-    return InferenceEngine(model, settings)
+    engine = InferenceEngine(model, settings)
+    remark(engine, notes)
+    return engine
 
 
 def _from_place(
     place: str | os.PathLike[str], settings: InferenceConfig
-) -> tuple[nn.Module, InferenceConfig]:
-    """A model by its place, without values where they can be streamed, and the settings that stream them."""
+) -> tuple[nn.Module, InferenceConfig, list[str]]:
+    """A model by its place, without values where they can be streamed, and the settings that stream them.
+
+    Notes for the report come with it.
+    """
     file = gguf_file(place)
     if file is not None and settings.weight_format is not None and settings.checkpoint is None:
         with suppress(UnsupportedError):
-            return hollow_gguf(file), settings.model_copy(update={"checkpoint": str(file)})
+            return hollow_gguf(file), settings.model_copy(update={"checkpoint": str(file)}), []
     folder = Path(resolve_place(place))
     if is_packed_folder(folder):
         model = hollow_model(folder, None)
-        return model, _of_packed(PackedFolder(folder), settings, folder)
+        return model, _of_packed(PackedFolder(folder), settings, folder), []
     if settings.checkpoint is not None:
-        return hollow_model(folder, None), settings
+        return hollow_model(folder, None), settings, []
     if os.path.isdir(folder):
         # What transformers would rename, merge or unpack on the way, it loads itself.
         try:
             model = hollow_model(folder, None)
             if not isinstance(matched(model, open_checkpoint(folder), settings).source, Converted):
-                return model, settings.model_copy(update={"checkpoint": str(folder)})
+                return model, settings.model_copy(update={"checkpoint": str(folder)}), []
         except TwiceError:  # of which transformers takes whichever comes last
             raise
         except SlipstreamError as error:
             log.debug("%s is left to transformers: %s", folder, error)
-    return open_model(str(folder), "auto" if settings.dtype is torch.int8 else settings.dtype), settings
+    model, notes = _by_transformers(str(folder), "auto" if settings.dtype is torch.int8 else settings.dtype)
+    return model, settings, notes
 
 
 def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) -> InferenceConfig:
@@ -102,7 +112,7 @@ def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) ->
         ConfigError: The caller asks for other formats than the folder's.
     """
     given = settings.explicit()
-    asked = given.get("quant")
+    asked = given.get("quant") or None  # an empty section asks for nothing
     if asked is not None and _quant(asked) != _quant(packed.quant):
         raise ConfigError(
             f"quant={asked!r} contradicts {folder}, which was packed with {packed.quant!r}; leave quant out, "
@@ -187,9 +197,16 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
         dtype: To load the weights in; "auto" for the checkpoint's own.
 
     Raises:
-        WeightError: There is no readable checkpoint in that place.
+        WeightError: There is no readable checkpoint in that place, or it is another model's.
         ConfigError: The config names no architecture that transformers has.
     """
+    return _by_transformers(place, dtype)[0]
+
+
+def _by_transformers(
+    place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"]
+) -> tuple[nn.Module, list[str]]:
+    """The same, and what the report is to say of it."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -208,15 +225,42 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
     except ConfigError:
         raise
     except (*MODEL_ERRORS, OSError, SafetensorError, StrictDataclassError, UnpicklingError) as error:
-        raise WeightError(f"no model could be loaded from {str(place)!r}: {_first_line(error)}") from error
+        why = (_misfit(Path(folder)) if os.path.isdir(folder) else None) or _first_line(error)
+        raise WeightError(f"no model could be loaded from {str(place)!r}: {why}") from error
     if loaded["missing_keys"]:
-        missing = sorted(loaded["missing_keys"])
         raise WeightError(
-            f"{place}: the checkpoint lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''} "
-            f"({len(missing)} tensors), and {build.__name__} would run on random values in place; fetch "
-            "the whole checkpoint, or load the model yourself"
+            f"{place}: the checkpoint lacks {_some(loaded['missing_keys'])}, and {build.__name__} would run "
+            "on random values in place; fetch the whole checkpoint, or load the model yourself"
         )
-    return model
+    over = [name for name in loaded["unexpected_keys"] if not is_harmless(name)]
+    notes = [
+        f"{folder} has {_some(over)}, which {build.__name__} has no place for: left out, as transformers "
+        "does; where they matter, load the model by a class that has them"
+    ] * bool(over)
+    for note in notes:
+        log.info("%s", note)
+    return model, notes
+
+
+def _misfit(folder: Path) -> str | None:
+    """Which file or tensor of a folder is wrong, where that is to be seen: transformers names none."""
+    try:
+        model = hollow_model(folder, None)
+    except SlipstreamError as error:
+        log.debug("%s could not be looked into: %s", folder, error)
+        return None
+    try:
+        matched(model, open_checkpoint(folder), strict=False)
+    except WeightError as error:
+        return str(error)
+    return None
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of names, and how many there are."""
+    first = sorted(map(str, names))
+    count = f"{len(first)} tensor{'s' if len(first) > 1 else ''}"
+    return f"{', '.join(first[:4])}{' ...' if len(first) > 4 else ''} ({count})"
 
 
 def gguf_file(place: str | os.PathLike[str]) -> Path | None:
@@ -227,7 +271,7 @@ def gguf_file(place: str | os.PathLike[str]) -> Path | None:
         from slipstream.weights.gguf import demo_model
 
         return demo_model()
-    return path if path.suffix == ".gguf" and os.path.isfile(path) else None
+    return path if is_gguf(path) and os.path.isfile(path) else None
 
 
 def hollow_gguf(file: Path) -> nn.Module:
@@ -267,7 +311,7 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
     if text == "demo":
         return str(cached_checkpoint(demo_model()))
     path = Path(os.path.expanduser(text))
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         if not path.is_file():
             raise WeightError(f"{text}: there is no such file")
         return str(cached_checkpoint(path))

@@ -17,6 +17,8 @@ from slipstream.engine.request import Request, cache_matters
 from slipstream.engine.runner import Runner
 from slipstream.model.inject import injected_state, is_injected, is_untouched
 from slipstream.model.intact import is_hooked, listens_everywhere, modules_of
+from slipstream.model.values import wants_operations
+from slipstream.model.watch import attends_otherwise
 
 __all__ = ["MODES", "why_not_intact", "why_not_packed", "why_not_repeated", "why_not_so_long"]
 
@@ -144,19 +146,26 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     """
     if model.training:
         return "the model is in training mode"
+    if wants_operations():
+        return "somebody traces, counts or transforms torch's operations"
     # Within the layers `is_untouched` looks, at every one of the modules that were there.
-    if listens_everywhere() or any(map(is_hooked, modules_of(model, runner.frame.layers))):
+    around = modules_of(model, runner.frame.layers)
+    if listens_everywhere() or any(map(is_hooked, around)):
         return "someone listens to the model's parts by hooks"
+    if any(map(attends_otherwise, around)):
+        return "another attention function was set"
     changed = runner.frame.replaced(model)
     if changed is not None:
         return f"{changed or 'the model'} was replaced, or its forward was"
     if not runner.frame.keeps_scale:
         return "the multiplier of the token embedding was changed"
+    if len(runner.frame.layers) != len(runner.blocks):
+        return f"of {len(runner.blocks)} layers there are {len(runner.frame.layers)}"
     for layer, block in zip(runner.frame.layers, runner.blocks, strict=True):
         if not is_injected(layer) or injected_state(layer).block is not block:
             return "a layer was replaced"
         if "forward" in vars(layer) or not is_untouched(layer):
-            return "a part of a layer, its code or a tensor was replaced"
+            return "a part of a layer, its code or a tensor was replaced, or the layer has another place"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,10 @@ from slipstream.model.split import is_split
 from slipstream.ops.linear import Weight
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_values
-from slipstream.weights.checkpoint import open_checkpoint
+from slipstream.weights.checkpoint import Slices, open_checkpoint
 from slipstream.weights.finite import check_finite_tensor
 from slipstream.weights.match import Renamed
+from slipstream.weights.packed_folder import MANIFEST, is_packed_folder
 from slipstream.weights.recipe import Piece, gather
 from slipstream.weights.source import Source
 
@@ -52,13 +54,13 @@ def reload(
         axis: The ranks that have a part of the model each; all of them come here.
 
     Raises:
-        WeightError: The checkpoint cannot be read, or is not this model's.
+        WeightError: The checkpoint cannot be read, is not this model's, or is one that an engine is made of.
         UnsupportedError: A layer's parts were replaced since it was fused.
     """
     if axis.size > 1:
         _on_ranks(model, place, tag=tag, strict=strict, axis=axis)
         return
-    source = matched(model, open_checkpoint(place, tag=tag), strict=strict, ties=_may_be_one(model))
+    source = matched(model, _opened(place, tag), strict=strict, ties=_may_be_one(model))
     _check_ties(model, source)
     for name in source.names():
         tensor = source.read(name)
@@ -82,6 +84,17 @@ def reload(
                     buffer.copy_(source.read(name))
 
 
+def _opened(place: str | os.PathLike[str], tag: str | None) -> Slices:
+    """A checkpoint of dense tensors: planes are used as they lie, by an engine that is made of them."""
+    folder = Path(os.path.expanduser(place))
+    if is_packed_folder(folder):
+        raise WeightError(
+            f"{folder} holds packed weights ({MANIFEST}), which an engine is made of; give it to "
+            "init_inference in the place of the model, or as `checkpoint` beside it"
+        )
+    return open_checkpoint(place, tag=tag)
+
+
 def _on_ranks(
     model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, strict: bool, axis: Axis
 ) -> None:
@@ -89,7 +102,7 @@ def _on_ranks(
     wholes = wholes_of(model)
 
     def read() -> dict[str, Tensor]:
-        slices = open_checkpoint(place, tag=tag)
+        slices = _opened(place, tag)
         if len(slices.ranks) > 1 and any(map(is_split, model.modules())):
             raise UnsupportedError(
                 f"{slices.what} has slices of {len(slices.ranks)} ranks, and layers that run their own code "

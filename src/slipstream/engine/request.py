@@ -102,6 +102,8 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
     first = kwargs.get("inputs")
     ids = kwargs.get("input_ids") if first is None else first
     embeds = kwargs.get("inputs_embeds")
+    if embeds is not None and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 0:
+        ids = None  # where new tokens are put, behind what is embedded
     prompt = ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
     # Samples of sound, or spectra, are no tokens, though they may come as `inputs`.
     told = None if isinstance(ids, Tensor) and ids.is_floating_point() else ids

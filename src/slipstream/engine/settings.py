@@ -41,7 +41,12 @@ _PROJECTIONS = frozenset({Role.QKV, Role.CROSS_Q, Role.CROSS_KV})
 
 
 def overridden(model_config: Any, config: InferenceConfig) -> Any:
-    """The model's config, or a copy with entries replaced."""
+    """The model's config, or a copy with entries replaced.
+
+    Raises:
+        ConfigError: The config has no such entry.
+        UnsupportedError: The model has no config.
+    """
     entries = config.config
     if not entries:
         return model_config
@@ -89,16 +94,18 @@ def weight_format(
         return FORMATS["plain"]
     weight = config.quant.weight
     hidden = next((found.spec.hidden for found in layers if found.spec is not None), None)
+    width = getattr(model_config, "hidden_size", None) if hidden is None else hidden
     found = format_of(
         name,
         weight.num_bits,
         weight.q_groups,
         weight.q_type if "q_type" in weight.model_fields_set else None,
-        width=getattr(model_config, "hidden_size", None) if hidden is None else hidden,
+        width=width,
     )
     if config.activation_quantized and not why_inputs_stay(config, device):
         inputs = config.quant.activation
-        found = rounding_inputs(found, symmetric=inputs.q_type == "symmetric", groups=inputs.q_groups)
+        symmetric = inputs.q_type == "symmetric"
+        found = rounding_inputs(found, symmetric=symmetric, groups=inputs.q_groups, width=width)
     return _packing_fast(found)
 
 

@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.refresh import refresh
 from slipstream.weights.lora import read_adapter
+from slipstream.weights.packed_folder import MANIFEST, is_packed_folder
 
 __all__ = ["Weights"]
 
@@ -178,12 +179,14 @@ class Weights(nn.Module):
 
         Raises:
             UnsupportedError: The model has no `save_pretrained`.
+            ConfigError: The folder holds packed weights; nothing was written.
         """
         if not hasattr(self.module, "save_pretrained"):
             raise UnsupportedError(
                 f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() "
                 "instead"
             )
+        first_writes(self._built.mesh.replica, lambda: _refuse_packed(Path(path)))
         state = self.module.state_dict()
         save: Any = self.module.save_pretrained
         first_writes(self._built.mesh.replica, lambda: save(path, state_dict=state))
@@ -194,7 +197,8 @@ class Weights(nn.Module):
         On several ranks every one of them has to call it, and reads whole tensors before it takes its parts.
 
         Args:
-            path: A folder, a file, a folder with tags, or a JSON description, as `checkpoint` takes them.
+            path: A folder, a file, a folder with tags, or a JSON description, as `checkpoint` takes them; but
+                neither packed weights nor a GGUF file, of which an engine is made.
             tag: Which of a folder's tags; None takes what `latest` says.
             strict: False lets tensors be missing, which stay as they are, or left over.
 
@@ -204,6 +208,15 @@ class Weights(nn.Module):
         """
         with self._without_adapters():
             reload(self.module, path, tag=tag, strict=strict, axis=self._built.mesh.replica)
+
+
+def _refuse_packed(folder: Path) -> None:
+    """Keep plain weights out of a folder of packed ones, which would be opened by these again."""
+    if is_packed_folder(folder):
+        raise ConfigError(
+            f"{folder} holds packed weights ({MANIFEST}), and would have two kinds of them; name another "
+            "folder, or remove this one"
+        )
 
 
 def _names(name: str | Sequence[str] | None) -> tuple[str, ...]:

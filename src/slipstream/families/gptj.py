@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slipstream.families.common import gpt_frame, gpt_like
@@ -13,6 +14,10 @@ from slipstream.weights.recipe import Interleaved, Recipe, Stack, Take
 def _spec(config: Config, index: int) -> BlockSpec:
     rope = Rope(config.rotary_dim or config.n_embd, interleaved=True, table="half", source="buffer")
     return gpt_like(config, index, parallel=True, rope=rope)
+
+
+def _codegen(config: Config, index: int) -> BlockSpec:
+    return replace(_spec(config, index), scales_mask=True)
 
 
 def _frame(config: Config) -> FrameSpec:
@@ -61,11 +66,14 @@ FAMILIES = (
         ("whole head rotated, own width", {"rotary_dim": 16, "n_inner": 80}),
     ),
     # The rows come from four accelerators, each with its share of queries, then values, then keys.
-    _family(
-        "codegen",
-        "CodeGen",
-        Interleaved("attn.qkv_proj", groups=4, order="qvk"),
-        ("", {"n_head": 8, "rotary_dim": 4}),
-        ("one head a group, own width", {"n_inner": 80}),
+    replace(
+        _family(
+            "codegen",
+            "CodeGen",
+            Interleaved("attn.qkv_proj", groups=4, order="qvk"),
+            ("", {"n_head": 8, "rotary_dim": 4}),
+            ("one head a group, own width", {"n_inner": 80}),
+        ),
+        spec=_codegen,
     ),
 )

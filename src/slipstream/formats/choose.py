@@ -17,10 +17,10 @@ from slipstream.ops.linear import Rounding
 __all__ = ["FORMATS", "VARIANTS", "format_of", "rounding_inputs"]
 
 FORMATS: dict[str, Format] = {f.name: f for f in (PLAIN, INT8, INT4, FP8, FP6, BF13)}
-"""The formats that a configuration names, by name."""
+"""Plain weights, and each kind of packed ones in its usual form, by name."""
 
 VARIANTS: dict[str, Format] = {f.name: f for f in (*INT4_VARIANTS, FP6_E3M2)}
-"""The others: further group sizes and kinds, by name."""
+"""Other forms of these, by name: int4 with other groups or without a minimum, fp6 with other bits."""
 
 FP8_ABOVE = 128
 """Products of more rows are bound by arithmetic, of which fp8 has twice; fewer would lose precision alone."""
@@ -76,14 +76,26 @@ def format_of(
     return known[wanted.name]
 
 
-def rounding_inputs(packed: Format, *, symmetric: bool = True, groups: int = 1) -> Format:
+def rounding_inputs(
+    packed: Format, *, symmetric: bool = True, groups: int = 1, width: int | None = None
+) -> Format:
     """The same format for matrices whose input rows are rounded to 8 bits.
 
     Args:
         packed: `int8`, an `int4` or `fp8`, or what packs it faster.
         symmetric: Without a zero point.
         groups: Of a row, with a scale of their own.
+        width: The model's hidden width, where it is known.
+
+    Raises:
+        ConfigError: Rows of the hidden width do not divide into so many groups.
     """
+    if groups > 1 and width is not None and width % groups:
+        less = next(n for n in range(min(groups, width), 0, -1) if width % n == 0)
+        raise ConfigError(
+            f"activation.q_groups={groups} does not divide rows of {width} inputs (the config's hidden "
+            f"width); {f'use {less} or 1' if less > 1 else 'leave it at 1'}"
+        )
     in_fp8 = packed.name == "fp8"
     rounding = Rounding(codes="fp8", above=FP8_ABOVE) if in_fp8 else Rounding(symmetric, groups)
     return replace(packed, name=packed.name + rounding.suffix, rounding=rounding)

@@ -11,10 +11,11 @@ plane 1   scale of group 0, 1, ...                                       float16
 plane 2   minimum of group 0, 1, ... (asymmetric only)                   float16 `(..., O, P / group)`
 last      row[0] row[1] ...                                              float32 `(..., O)`
 
-Within a group of 32 this is ggml's Q4_1 (asymmetric) and Q4_0 (symmetric), so such tensors are taken over bit
-by bit with `row = 1`. The row's multiplier is 1 where its largest magnitude lies in [2^-10, 2^14), as that of
-trained weights does, and else the power of 2^24 that brings it there: it keeps huge and tiny weights within
-the range of float16.
+With groups of 32 the asymmetric form holds ggml's Q4_1 bit by bit, with `row = 1`, and the same numbers as
+its Q4_0, whose scale d makes a minimum of -8 d: such tensors are taken over. To any other form, the symmetric
+one too, they are packed anew. The row's multiplier is 1 where its largest magnitude lies in [2^-10, 2^14), as
+that of trained weights does, and else the power of 2^24 that brings it there: it keeps huge and tiny weights
+within the range of float16.
 
 The scale and the minimum are searched for: from a few ranges, codes; from these, the least squares fit; from
 the best fit once more. Against the plain range the squared error falls by an eighth. No weight is off by more

@@ -23,11 +23,12 @@ _WIDER = 0.9
 """A second start: a range of 0.9 steps more, so that its ends are clipped by nearly half a step. Starts at
 -0.9, -0.45 and 0.45 lower the root mean square of the error by another 1 % and double the time."""
 _EDGE = 0.499
-"""An end of the range rounds to the end of the codes; less than a half, so that rounding cannot change it."""
+"""Steps that an end of the range may be away from the last code: below a half, so that it rounds to it."""
 _NOISE = 4e-6
-"""Errors are compared through sums, exact to about this share of the sum of squares."""
+"""Errors are compared by sums that are exact to about this share of the sum of squares."""
 _ONE_NUMBER = 1 / 32
-"""Groups with a range below this share of their minimum: its own rounding would be a good part of a step."""
+"""Groups whose range is below this share of their minimum are one number: rounding the minimum alone would
+be off by a good part of a step."""
 
 
 def fit_range(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,11 @@ __all__ = ["unpack_into"]
 
 
 def unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> None:
-    """Let the original code run on what was packed, so that the check stays as strict as without a format."""
+    """Let the original code run on what was packed, so that the check stays as strict as without a format.
+
+    Raises:
+        InjectionError: A weight is off by more than its format allows.
+    """
     own = {path: p.detach() for path, p in twin.named_parameters()}
     restore_layer(twin, state)
     for path, parameter in twin.named_parameters():

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from slipstream.model.namesake import namesake
 from slipstream.model.proof import disagreement
 from slipstream.model.scores import Pending, Scores, letters_of, real, visible_of
+from slipstream.model.values import wants_operations
 from slipstream.ops.attention import scores_to_output
 
 __all__ = ["Attending", "Attends", "is_attending", "let_attend"]
@@ -336,6 +337,6 @@ def _is_worth_it(attends: Attends, args: Sequence[Any], kwargs: Mapping[str, Any
         return False
     if not attends.always and x.numel() < _ENTRIES[x.dtype][x.dim() == 3 and x.shape[1] == 1]:
         return False
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or wants_operations():
         return False
-    return not torch.is_autocast_enabled("cpu") and torch._C._functorch.maybe_current_level() is None
+    return not torch.is_autocast_enabled("cpu")

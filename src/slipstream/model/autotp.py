@@ -99,7 +99,7 @@ def plan_layer(
     draft = _Draft()
     paths = [path for path in flow.reads if any(f".{path}".endswith(f".{n.lstrip('.')}") for n in named)]
     reasons = _branches(first, stage, flow, draft, sizes, (paths, patterns))
-    _refuse_unproved(first, named, paths, draft, reasons, strict=strict)
+    _refuse_unproved(first, paths, draft, reasons, strict=strict)
     sizes = sizes.beside(stage.layer, draft.of_heads())
     _experts(stage, draft, sizes, reasons)
     proved, error = _with_rest(stage, flow, draft, sizes, reasons)
@@ -225,7 +225,6 @@ def _siblings(
 
 def _refuse_unproved(
     found: Found,
-    named: Sequence[str],
     paths: Sequence[str],
     draft: _Draft,
     reasons: Mapping[str, str],

@@ -76,7 +76,7 @@ def attach(model: nn.Module, pairs: Mapping[str, Sequence[LowRank]]) -> None:
     made: dict[str, Beside] = {}
     for path, each in pairs.items():
         weight = weight_of(model.get_submodule(path))
-        made[path] = _joined(path, each, _dtype_of(model, path, weight), _device_of(model, path, weight))
+        made[path] = _joined(path, each, _dtype_of(weight), _device_of(model, path, weight))
     touched = [layer for _, layer in _layers(model) if is_untouched(layer)]
     for path, beside in made.items():
         module = model.get_submodule(path)
@@ -186,7 +186,7 @@ def _held_by(model: nn.Module, path: str) -> Weight | None:
     return None
 
 
-def _dtype_of(model: nn.Module, path: str, weight: Weight) -> torch.dtype:
+def _dtype_of(weight: Weight) -> torch.dtype:
     return weight.planes[0].dtype if weight.dtype is None else weight.dtype
 
 

@@ -26,6 +26,7 @@ from slipstream.model.block import Block
 from slipstream.model.chain import Chain, Encoder
 from slipstream.model.kept import Kept
 from slipstream.model.layer_call import LayerCall
+from slipstream.model.values import wants_operations
 
 __all__ = [
     "Pending",
@@ -209,9 +210,8 @@ def is_plain_run(x: Tensor) -> bool:
         and x.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
+        and not wants_operations()
     )
 
 

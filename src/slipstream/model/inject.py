@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from slipstream.model.links import Link, all_hold, link, relink, restored
 from slipstream.model.namesake import namesake
 from slipstream.model.own import run_own
 from slipstream.model.rounded_inputs import round_inputs
-from slipstream.model.values import tensors_in
+from slipstream.model.values import tensors_in, unseen, wants_derivatives, wants_operations
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
 from slipstream.weights.load import restore_block
@@ -158,7 +159,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = injected_state(self)
         call = None
-        own = self.training or wants_original() or _records(self, args, kwargs)
+        own = self.training or wants_original() or wants_operations() or _records(self, args, kwargs)
         if not own and is_untouched(self):
             if state.attention is not None:
                 return _run_own(self, state, state.attention, signature, args, kwargs)
@@ -319,8 +320,9 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     state = injected_state(layer)
     state.declined += 1
-    twin = _twin(layer)
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))):
+    with unseen() if wants_operations() else nullcontext():
+        twin = _twin(layer)
+    if not wants_derivatives((args, kwargs)):
         round_inputs(twin, state)
     return state.original.forward(twin, *args, **kwargs)
 
@@ -354,6 +356,14 @@ def _twin(layer: nn.Module) -> nn.Module:
     del twin.__dict__[_STATE]
     twin.__class__ = state.original
     _assign(twin, restored(layer, state.links, lambda: _tensors(layer, state)))
+    here = state.block.weights.device
+    for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+        if tensor.is_meta and here.type != "meta":  # as adapters are that were made where such a parameter is
+            raise UnsupportedError(
+                f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
+                "parameters are whose values lie in a fused block; attach adapters by engine.load_adapter, "
+                "or before init_inference"
+            )
     return twin
 
 

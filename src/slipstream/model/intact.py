@@ -55,10 +55,13 @@ class Parts:
     Attributes:
         children: The layer's own modules.
         inside: All modules inside of it, at any depth.
+        places: Those that know the layer's place among its like, itself among them, and that place: by it a
+            cache is asked.
     """
 
     children: Children = ()
     inside: tuple[PartState, ...] = ()
+    places: tuple[tuple[nn.Module, Any], ...] = ()
 
 
 def modules_of(module: nn.Module, closed: Iterable[nn.Module] = ()) -> list[nn.Module]:
@@ -82,15 +85,16 @@ def modules_of(module: nn.Module, closed: Iterable[nn.Module] = ()) -> list[nn.M
 
 def parts_of(module: nn.Module) -> Parts:
     """The modules inside of a module, as they are now."""
-    inside = modules_of(module)[1:]
+    inside = modules_of(module)
     states = (
-        PartState(part, vars(part).get("forward"), type(part).forward, _children(part)) for part in inside
+        PartState(part, vars(part).get("forward"), type(part).forward, _children(part)) for part in inside[1:]
     )
-    return Parts(_children(module), tuple(states))
+    places = ((part, vars(part)["layer_idx"]) for part in inside if "layer_idx" in vars(part))
+    return Parts(_children(module), tuple(states), tuple(places))
 
 
 def is_intact(module: nn.Module, parts: Parts) -> bool:
-    """Whether a module still has the parts that it had, with their code, and nobody listens inside of it.
+    """Whether a module still has its parts, their code and its place, and nobody listens inside of it.
 
     Args:
         module: Hooks on itself are left aside, for whoever calls it runs them.
@@ -98,6 +102,9 @@ def is_intact(module: nn.Module, parts: Parts) -> bool:
     """
     if _children(module) != parts.children or listens_everywhere():
         return False
+    for one, place in parts.places:
+        if one.__dict__.get("layer_idx") != place:
+            return False
     # In one loop without calls: this runs for every layer of every forward.
     for part in parts.inside:
         inner, hooks, pre_hooks = _STATE_OF(values := part.module.__dict__)

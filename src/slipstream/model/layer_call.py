@@ -375,6 +375,8 @@ def _full_mask(
 ) -> Tensor | None:
     """The model's mask with what the layer itself hides: bool (true: visible) or additive, or None."""
     mask = None if mask is None else mask[..., :keys]
+    if spec.scales_mask and mask is not None and mask.dtype != torch.bool:
+        mask = mask * spec.scale
     if spec.mask == "hidden" and mask is not None and mask.dtype == torch.bool:
         return ~mask
     # Flash attention is handed no mask either, and applies causality and windows itself.

@@ -59,7 +59,7 @@ class _Released(nn.Parameter):
 
     def __new__(cls, like: Tensor) -> _Released:
         """With the shape and dtype of `like`."""
-        empty = torch.empty_like(like, device="meta")
+        empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
         return super().__new__(cls, empty, requires_grad=False)
 
     @classmethod

@@ -167,14 +167,14 @@ def _error(
 
 def _formula_of(exact: nn.Module, given: list[Tensor], answer: Tensor) -> _Formula | None:
     """The formula that answers as a module in float32 does."""
-    for formula in _formulas(exact, given, answer):
+    for formula in _formulas(exact, given):
         got = _Normed(norm.norm, formula)(exact, *given)
         if disagreement(answer, got) is not None:
             return formula
     return None
 
 
-def _formulas(exact: nn.Module, given: list[Tensor], answer: Tensor) -> Iterator[_Formula]:
+def _formulas(exact: nn.Module, given: list[Tensor]) -> Iterator[_Formula]:
     names = [name for name, p in exact._parameters.items() if p is not None]
     orders: list[tuple[str, str | None]] = [(names[0], None)]
     if len(names) == 2:

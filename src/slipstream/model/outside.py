@@ -22,6 +22,7 @@ from slipstream.model.check import TOLERANCE
 from slipstream.model.filling import Filling
 from slipstream.model.packed import looks_up_rows, pack
 from slipstream.model.report import OutsideReport
+from slipstream.model.seen import Seen
 from slipstream.ops.bind import Bound
 from slipstream.ops.linear import Weight
 from slipstream.weights.mapped import MappedFiles
@@ -207,7 +208,7 @@ def pack_outside(
         for name in plan.names:
             module = model.get_submodule(name)
             bias = module._parameters.get("bias")
-            run = None if plan.linear is None else plan.linear.run
+            run = None if plan.linear is None else Seen(plan.linear.run)
             pack(module, "weight", replace(weight, bias=bias), run=run)
         mapped.drop(stored)
         if filling is not None:

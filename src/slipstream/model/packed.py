@@ -224,7 +224,11 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
         return self
 
     own: dict[str, Any] = {"forward": forward, "_apply": _apply, _ORIGINAL: original}
-    own |= {name: property(functools.partial(_dense, name=name)) for name in names}
+    own |= {"__copy__": _copy, "__deepcopy__": _deepcopy, "__reduce_ex__": _refuse_pickle}
+    read = _dense_parameter if embeds else _dense
+    own |= {name: property(functools.partial(read, name=name)) for name in names}
+    if embeds:
+        own["num_embeddings"] = property(lambda self: vars(self)["num_embeddings"], _refuse_resize)
     made: Any = namesake(original, own, bases=bases)
     kind: type[nn.Module] = made
     return kind
@@ -260,11 +264,51 @@ def _dense(module: nn.Module, name: str) -> Tensor:
     return dense.mT if name in state.transposed else dense
 
 
+def _dense_parameter(module: nn.Module, name: str) -> Tensor:
+    """The same as a parameter: transformers ties others to it, which then have dense rows of their own."""
+    dense = _dense(module, name)
+    return dense if isinstance(dense, nn.Parameter) else nn.Parameter(dense, requires_grad=False)
+
+
+def _refuse_resize(module: nn.Module, rows: int) -> None:
+    """What sets `num_embeddings`: transformers does once it has made the rows, and before it puts them in.
+
+    Raises:
+        UnsupportedError: It would be another number than that of the packed rows.
+    """
+    if _held(module, "weight") is None and rows != vars(module)["num_embeddings"]:
+        raise UnsupportedError(
+            f"{type(module).__name__} holds {vars(module)['num_embeddings']} packed rows, and cannot have "
+            f"{rows}; resize the model before init_inference, or leave quant.embedding out"
+        )
+    vars(module)["num_embeddings"] = rows
+
+
 def _fill_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """State-dict hook: put the unpacked matrices in under their names."""
     for name in vars(module)[_STATE].weights:
         if prefix + name in state_dict:
             state_dict[prefix + name] = _dense(module, name).contiguous()
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """What `copy` would make by way of pickling."""
+    twin = type(module).__new__(type(module))
+    twin.__dict__.update(vars(module))
+    return twin
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    memo[id(module)] = twin = type(module).__new__(type(module))
+    twin.__dict__.update(copy.deepcopy(vars(module), memo))
+    return twin
+
+
+def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
+    raise UnsupportedError(
+        f"{type(self).__name__} holds packed weights, which cannot be pickled; pickle its state_dict(), or "
+        "use save_checkpoint"
+    )
 
 
 def refuse_load(module: nn.Module, *args: Any) -> None:

@@ -18,6 +18,7 @@ from slipstream.model.inject import injected_state, is_injected
 from slipstream.model.intact import parts_of
 from slipstream.model.layers import Found
 from slipstream.model.packed import holds, pack
+from slipstream.model.seen import Seen
 from slipstream.ops.linear import Weight
 from slipstream.parallel.plan import take
 from slipstream.parallel.shard import Slice
@@ -169,7 +170,7 @@ def pack_layers(
             full = f"{found.name}.{plan.path}.{plan.name}"
             dense = mapped.holding(module.parameters(recurse=False))
             weight = _packed(full, module, plan, settings, (parts or {}).get(full))
-            run = bound.run if plan.linear else None
+            run = Seen(bound.run) if plan.linear else None
             pack(module, plan.name, replace(weight, bias=bias), transposed=plan.transposed, run=run)
             mapped.drop(dense)
         if found.name in plans and is_injected(found.layer):

@@ -42,7 +42,7 @@ from slipstream.model.proof import Heard, Proven, disagreement
 from slipstream.model.values import is_plain
 from slipstream.ops import Ops
 from slipstream.ops.bind import Bound
-from slipstream.ops.linear import Weight
+from slipstream.ops.linear import Weight, rows_of
 
 __all__ = ["Part", "fuse_parts", "is_swapped", "judge_parts", "swap"]
 
@@ -296,11 +296,11 @@ class _Linear:
         if self.most_rows is not None and x.numel() > self.most_rows * x.shape[-1]:
             return F.linear(x, weight, bias)
         packed = FORMATS["plain"].weight(weight, bias)
-        return self.run(x.reshape(-1, x.shape[-1]), packed).view(*x.shape[:-1], weight.shape[0])
+        return self.run(rows_of(x), packed).view(*x.shape[:-1], weight.shape[0])
 
     def of(self, module: nn.Module, x: Tensor) -> Tensor:
         """The same of any linear, packed or not."""
         if not is_packed(module):
             return self(module, x)
         weight = weight_of(module)
-        return self.run(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
+        return self.run(rows_of(x), weight).view(*x.shape[:-1], weight.shape[0])

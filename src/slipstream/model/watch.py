@@ -1,8 +1,9 @@
 """Watches a model's forwards: what each of them asks for decides how its layers run.
 
 transformers collects attention maps and router logits with hooks on the submodules of a layer, and does not
-tell the layer: a forward that asks for them runs the original code, on restored weights. Layers of a forward
-that asks for none of their states may wait for each other (`defer.py`).
+tell the layer: a forward that asks for them runs the original code, on restored weights. So does one of a
+model that was told to attend by somebody's own function. Layers of a forward that asks for none of their
+states may wait for each other (`defer.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,12 +20,65 @@ from torch import nn
 from slipstream.model import defer
 from slipstream.model.chain import Encoder
 
-__all__ = ["asks_for_internals", "asks_for_states", "named", "reads_padding", "wants_original", "watch"]
+__all__ = [
+    "asks_for_internals",
+    "asks_for_states",
+    "attends_otherwise",
+    "named",
+    "reads_padding",
+    "wants_original",
+    "watch",
+]
 
 _ASKED = ("output_attentions", "output_router_logits")
 _STATES = ("output_hidden_states",)
 _TARGETS = frozenset({"next_sentence_label", "start_positions", "end_positions"})
+_STATE = "_slipstream_watched"
+_ATTENTIONS = frozenset(
+    {
+        None,
+        "eager",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+        "flex_attention",
+        "paged|eager",
+        "sdpa",
+    }
+)
+"""Transformers' own names of functions, all of which compute the same."""
 _depth: ContextVar[int] = ContextVar("slipstream_original_depth", default=0)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What is remembered of a module that is watched.
+
+    Attributes:
+        attention: Name of the function that its layers were told to attend by.
+        heard: It is a part of a model whose decoder hears what an encoder says.
+    """
+
+    attention: Any
+    heard: bool
+
+
+def attends_otherwise(module: nn.Module) -> bool:
+    """Whether a module was told, since it is watched, to attend by a function that is not transformers'."""
+    known: _Watched | None = module.__dict__.get(_STATE)
+    if known is None:
+        return False
+    name = _attention(module)
+    return name not in _ATTENTIONS and name != known.attention
+
+
+def _attention(module: nn.Module) -> Any:
+    """The name in a module's config, without its properties, which take 1.5 us; None where there is none."""
+    try:
+        values = object.__getattribute__(module.config, "__dict__")
+    except AttributeError:  # of a class that is not transformers'
+        return None
+    return values.get("_attn_implementation_internal")
 
 
 def wants_original() -> bool:
@@ -64,7 +119,8 @@ def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 
 def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether what leaves padded positions counts: in a loss, in frames of sound, in keys for a decoder."""
-    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+    known: _Watched | None = module.__dict__.get(_STATE)
+    if known is not None and known.heard:
         return True
     targets = (value for name, value in given.items() if name in _TARGETS or name.endswith("labels"))
     return any(v is not None for v in targets) or getattr(module, "main_input_name", "") != "input_ids"
@@ -72,14 +128,15 @@ def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
 
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     config, given = getattr(module, "config", None), named(module, args, kwargs)
-    if asks_for_internals(kwargs, config):
+    if asks_for_internals(kwargs, config) or attends_otherwise(module):
         _depth.set(_depth.get() + 1)
     states = encoder is not None and asks_for_states(given, config)
     defer.enter(None if states else encoder, drops=not reads_padding(module, given))
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if wants_original() and asks_for_internals(kwargs, getattr(module, "config", None)):
+    config = getattr(module, "config", None)
+    if wants_original() and (asks_for_internals(kwargs, config) or attends_otherwise(module)):
         _depth.set(_depth.get() - 1)
     defer.leave(failed=output is None)
 
@@ -92,7 +149,15 @@ def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
         encoder: Runs those of a forward in one go, where anything does.
     """
     enter = functools.partial(_enter, encoder)
-    for module in () if model is None else model.modules():
+    modules = [] if model is None else list(model.modules())
+    # The config of such a model's encoder may not say what it is a part of, and `generate` calls it alone.
+    heard = {id(part) for module in modules if _has_both(module) for part in module.modules()}
+    for module in modules:
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+            module.__dict__[_STATE] = _Watched(_attention(module), id(module) in heard)
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+
+def _has_both(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))

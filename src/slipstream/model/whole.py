@@ -35,6 +35,7 @@ from slipstream.model.untouched import left_as_it_was
 from slipstream.model.watch import (
     asks_for_internals,
     asks_for_states,
+    attends_otherwise,
     named,
     reads_padding,
     wants_original,
@@ -190,16 +191,17 @@ def _answer(
     ids = given.get("input_ids")
     if (
         type(ids) is not Tensor
+        or not is_plain_run(ids)
         or ids.dim() != 2
         or ids.dtype not in (torch.int64, torch.int32)
         or not 0 < ids.numel() <= whole.encoder.most_tokens
-        or not is_plain_run(ids)
         or (scope is not None and scope.encoder is not whole.encoder)
         or wants_original()
         or (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
         or any(v is not None and _IDLE.get(k) is not v for k, v in given.items() if k not in _READ)
         or asks_for_internals(given, config)
         or asks_for_states(given, config)
+        or attends_otherwise(base)
         or getattr(config, "return_dict", True) is not True
         or getattr(config, "is_decoder", False)
     ):

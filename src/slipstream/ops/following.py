@@ -1,4 +1,4 @@
-"""The step after a decode step: what was chosen goes where that one reads it, without a word from the host.
+"""The step after a decode step: chosen tokens are put where the next step reads them, without the host.
 
 Shapes: N sequences, A steps ahead, W blocks of a sequence.
 """

@@ -5,6 +5,7 @@ Shapes: T packed tokens, I input width, O output width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["OP", "Beside", "Rounding", "Weight", "among_all", "linear", "round_rows", "times"]
+__all__ = ["OP", "Beside", "Rounding", "Weight", "among_all", "linear", "round_rows", "rows_of", "times"]
 
 _LEAST = 2.0**-100
 """Rows that span less count as zeros: the reciprocal of their step would overflow."""
@@ -39,7 +40,8 @@ class Rounding:
 
     Attributes:
         symmetric: Without a zero point.
-        groups: Parts of a row, as equal as can be, that have a scale each; the last may be shorter.
+        groups: Parts of a row that have a scale each: the first ones have one number more where the row does
+            not divide, and a row of fewer numbers has a part for each.
         codes: "int8" or "fp8", which is symmetric and has no groups.
         above: Products of so many rows or fewer take them as they are.
     """
@@ -58,12 +60,14 @@ class Rounding:
 def round_rows(x: Tensor, rounding: Rounding) -> Tensor:
     """Return rows `(..., I)` rounded, in float32; `x` may have any floating dtype and is not changed."""
     x = x.float()
+    if x.shape[-1] == 0:
+        return x
     if rounding.codes == "fp8":
         return _in_fp8(x)
     if rounding.groups > 1:
-        width = -(-x.shape[-1] // rounding.groups)
+        parts = x.tensor_split(min(rounding.groups, x.shape[-1]), dim=-1)
         whole = Rounding(rounding.symmetric)
-        return torch.cat([round_rows(part, whole) for part in x.split(width, dim=-1)], dim=-1)
+        return torch.cat([round_rows(part, whole) for part in parts], dim=-1)
     odd = (x * 0).sum(-1, keepdim=True)
     if rounding.symmetric:
         span, steps = x.abs().amax(-1, keepdim=True), 127.0
@@ -233,6 +237,11 @@ def times(run: Callable[[Tensor, Weight], Tensor], x: Tensor, weight: Weight) ->
     """Return the product by an implementation of the op, with what adapters add to it."""
     product = run(among_all(x, weight), weight)
     return product if weight.beside is None else product + weight.beside.of(x)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`(..., I)` as `(T, I)`, also where I is 0: -1 would be any number then."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def among_all(x: Tensor, weight: Weight) -> Tensor:

@@ -68,7 +68,7 @@ def agree_on_weights(model: nn.Module, stored: Iterable[tuple[str, Sequence[Tens
 
 
 def agree_on_values(check: Callable[[], dict[str, Tensor]], axis: Axis) -> dict[str, Tensor]:
-    """What a check says of new weights, once it said so on all ranks, and of the same weights.
+    """What a check returns for new weights, once it passed on all ranks, and for the same weights.
 
     Args:
         check: Gives the weights by name.
@@ -143,7 +143,7 @@ def agree_on_tokens(tokens: Tensor, axis: Axis) -> None:
 
 
 def any_of(flags: list[bool], axis: Axis, *, known: bool) -> list[bool]:
-    """Which of some flags are up on any rank: what a clock decides is decided once, unless all `known` it."""
+    """Flags that are up on any rank, so that one clock decides for all; as given if all `known` them."""
     if axis.size == 1 or known:
         return flags
     up = torch.tensor(flags, dtype=torch.int32, device="cpu")

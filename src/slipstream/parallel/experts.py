@@ -116,7 +116,7 @@ class Meeting:
         try:
             with together(self._axis, "met in a layer with experts"):
                 dist.all_gather(lines, mine, group=self._axis.group)
-        except DeviceError:
+        except BaseException:  # interrupted within an exchange, too: it cannot be told how far it came
             self._lost = True
             raise
         found: list[list[int]] = torch.stack(lines).tolist()
@@ -143,7 +143,7 @@ class Meeting:
             local = torch.where(mine, chosen - own.start, _OVER)
             said = host.compute(x, (weights, local)) if len(x) else x
             return exchange(said, axis, receive, send)
-        except DeviceError:
+        except BaseException:
             self._lost = True
             raise
 
@@ -183,13 +183,13 @@ _meeting: ContextVar[Meeting | None] = ContextVar("slipstream_meeting", default=
 def apart(axis: Axis, hosts: Sequence[tuple[object, Host]]) -> Iterator[None]:
     """Within, this rank runs a call of its own; at the end it serves the others until theirs are over.
 
-    A call that fails leaves the others theirs: its error is raised once they are over.
+    A call that fails, or is interrupted, leaves the others theirs: its error is raised once they are over.
     """
     meeting = Meeting(axis, hosts)
     token = _meeting.set(meeting)
     try:
         yield
-    except Exception:
+    except BaseException:  # of an interrupt, too: the others would wait for this rank until their time is out
         meeting.serve()
         raise
     else:

@@ -95,6 +95,11 @@ class _Rehearsed(Peers):
         self.table, self.rank, self.size = table, rank, size
 
     def sum(self, x: Tensor) -> Tensor:
+        """See `Peers.sum`.
+
+        Raises:
+            ValueError: Ranks have tensors of different shapes.
+        """
         laid = self.table.lay(self.rank, x)
         if any(other.shape != x.shape for other in laid):
             raise ValueError(f"ranks would add up {[tuple(other.shape) for other in laid]}")
@@ -104,6 +109,11 @@ class _Rehearsed(Peers):
         return total
 
     def parts(self, x: Tensor, widths: list[int]) -> list[Tensor]:
+        """See `Peers.parts`.
+
+        Raises:
+            ValueError: A rank's part has another width than the plan says.
+        """
         laid = self.table.lay(self.rank, x)
         for other, width in zip(laid, widths, strict=True):
             if other.shape[-1] != width:

@@ -41,7 +41,7 @@ WHOLE = Slice()
 """All of a role."""
 
 _EVEN = 1.05
-"""Shares of the largest rank up to which a layer's ranks have as much as each other."""
+"""A layer counts as evenly cut while its largest rank has at most so many times the mean share."""
 
 
 def spread(total: int, parts: int, unit: int = 1) -> list[range]:
@@ -64,7 +64,7 @@ def levelled(total: int, held: Sequence[float], unit: int = 1) -> list[range]:
     if max(held) - min(held) < 1e-6 * total:
         return spread(total, parts, unit)
     units, counts, free = -(-total // unit), [1.0] * parts, set(range(parts))
-    while True:  # what holds more than the level has its one unit, which lowers the level for the others
+    while True:  # a part that holds more than the level gets one unit only: then the others' level is lower
         level = (units - parts + len(free) + sum(held[part] / unit for part in free)) / len(free)
         full = {part for part in free if level - held[part] / unit < 1 - 1e-9}
         if not full or full == free:
@@ -311,9 +311,9 @@ def _around_experts(spec: BlockSpec, mesh: Mesh, group: int) -> Mesh:
 
 
 def loads_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> tuple[list[int], list[int]]:
-    """How many numbers of a block's matrices each rank that splits it has without a turn; of these, by heads.
+    """Numbers that each splitting rank has of a block's matrices, before turns; of these, those by heads.
 
-    Nothing of a block whose experts are spread as well: who has more of it is not decided by heads.
+    All zero for a block whose experts are spread as well: there heads do not decide who has more.
     """
     size, mesh = mesh.tp.size, _around_experts(spec, mesh, group)
     if size == 1 or mesh.replica.size != size or mesh.expert_places > 1:

@@ -1,6 +1,7 @@
 """Opens a checkpoint of any form that inference scripts use: one lazy source, or one for each rank.
 
-    a folder             model.safetensors, *.safetensors.index.json, pytorch_model.bin, *.bin.index.json
+    a folder             model.safetensors, *.safetensors.index.json, pytorch_model.bin, *.bin.index.json:
+                         the first of them that is there, as transformers takes it
     a folder with tags   `latest` names a folder of mp_rank_XX_model_states.pt, one per rank
     a JSON description   {"type", "version", "checkpoints", "parallelization", "mp_size", "base_dir"}
     a file               *.safetensors, or a state dict of torch, plain or under "module" or "model"
@@ -8,7 +9,8 @@
 Torch's files are read with `weights_only=True`: a pickle that would run code is refused. No file is opened
 that a description names outside of its folder.
 
-Source: DeepSpeed, `runtime/state_dict_factory.py` (the description's keys) and `inference/engine.py` (tags).
+Source: DeepSpeed, `runtime/state_dict_factory.py` (the description's keys) and `inference/engine.py` (tags);
+transformers, `modeling_utils.py` (`_get_resolved_checkpoint_files`), for the order of a folder's files.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import WeightError
+from slipstream.weights.gguf_header import is_gguf
 from slipstream.weights.joined import joined
 from slipstream.weights.safe_file import SafeFile, SafeSource
 from slipstream.weights.source import Source
 
-__all__ = ["Slices", "TorchSource", "open_checkpoint"]
+__all__ = ["Slices", "TorchSource", "open_checkpoint", "weights_file"]
 
 _TORCH_ERRORS = (
     UnpicklingError,
@@ -43,6 +46,7 @@ _TORCH_ERRORS = (
     EOFError,
     IndexError,
 )
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TYPES = ("megatron", "bloom", "ds_model")
 _WRAPPERS = ("module", "model", "state_dict", "model_state_dict")
 _KEYS = frozenset(
@@ -106,15 +110,18 @@ def open_checkpoint(
     return Slices((source,), version, str(path))
 
 
+def weights_file(folder: Path) -> Path | None:
+    """The file by which transformers opens a folder's weights, an index or the weights themselves, if any."""
+    places = (folder / f"{name}{end}" for name in _WEIGHTS for end in ("", ".index.json"))
+    return next((place for place in places if place.is_file()), None)
+
+
 def _folder(path: Path, tag: str | None) -> Slices:
     """A folder of transformers, or one with tags."""
     if tag is None and not (path / "latest").is_file():
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            if (path / f"{name}.index.json").is_file():
-                index = path / f"{name}.index.json"
-                return Slices((_indexed(index, _json(index)),), None, str(path))
-            if (path / name).is_file():
-                return Slices((_file(path / name)[0],), None, str(path))
+        if (file := weights_file(path)) is not None:
+            source = _indexed(file, _json(file)) if file.suffix == ".json" else _file(file)[0]
+            return Slices((source,), None, str(path))
         if not _rank_files(path):
             raise WeightError(
                 f"{path} has no model.safetensors, pytorch_model.bin, index of either, or `latest`; give the "
@@ -248,6 +255,11 @@ def _file(path: Path) -> tuple[Source, float | None]:
     """A file of weights, and the Megatron version that it bears, if any."""
     if not path.is_file():
         raise WeightError(f"{path}: there is no such file")
+    if is_gguf(path):
+        raise WeightError(
+            f"{path} is a GGUF file, which an engine is made of; give it to init_inference in the place of "
+            "the model, or as `checkpoint` beside it"
+        )
     if path.suffix == ".safetensors":
         return SafeSource([SafeFile(path)]), None
     return _torch_file(path)

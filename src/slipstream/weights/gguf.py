@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.errors import ConfigError, UnsupportedError, WeightError
+from slipstream.weights.finite import check_finite_tensor
 from slipstream.weights.gguf_header import GgufHeader, read_header
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "READ_ERRORS",
     "cached_checkpoint",
     "check_kept",
     "check_packages",
@@ -37,10 +39,23 @@ __all__ = [
     "gguf_to_checkpoint",
     "names_in_files",
     "open_gguf",
+    "read_tokenizer",
     "unpack_blocks",
 ]
 
 logger = logging.getLogger(__name__)
+
+READ_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    ArithmeticError,
+    ImportError,
+)
+"""What readers of a damaged file raise; the last one where a package is older than transformers asks for."""
 
 # Part of the cache key: raised when the conversion writes something else for the same file.
 _CONVERSION = 2
@@ -65,7 +80,8 @@ def gguf_to_checkpoint(path: Path, destination: Path, *, dtype: torch.dtype = to
     Raises:
         ConfigError: `destination` holds something already.
         UnsupportedError: The package `gguf` is missing, or the file has a feature that would be lost.
-        WeightError: The file cannot be read, lacks tensors, or the folder cannot be written.
+        WeightError: The file cannot be read, lacks tensors, holds NaN or infinity, or the folder cannot be
+            written.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination} exists already; remove it or name another folder")
@@ -173,7 +189,7 @@ def open_gguf(path: Path) -> GGUFReader:
     read_header(path)
     try:
         return GGUFReader(path)
-    except Exception as error:
+    except READ_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
@@ -198,6 +214,7 @@ def _check_fits(path: Path) -> None:
 
     Of the types that are read directly every tensor is held against the model; of others the width alone.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from slipstream.weights.gguf_source import GgufSource, is_direct
@@ -205,7 +222,7 @@ def _check_fits(path: Path) -> None:
     header = read_header(path)
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:
+    except (*READ_ERRORS, StrictDataclassError) as error:
         raise _unreadable(path, error) from error
     check_kept(path, header, config)
     width, table = getattr(config, "hidden_size", None), header.tensors.get("token_embd.weight")
@@ -220,7 +237,7 @@ def _check_fits(path: Path) -> None:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM.from_config
             model = build(config)
-    except Exception as error:
+    except READ_ERRORS as error:
         raise _unreadable(path, error) from error
     GgufSource(path, config, {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)})
 
@@ -228,8 +245,8 @@ def _check_fits(path: Path) -> None:
 def _load(
     path: Path, reader: GGUFReader, *, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Reads model and tokenizer, and proves that every weight of the model was in the file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Reads model and tokenizer, and proves that every weight of the model was in the file, and is finite."""
+    from transformers import AutoModelForCausalLM
 
     try:
         # Any: the annotation of from_pretrained does not know that output_loading_info makes it a pair.
@@ -237,10 +254,9 @@ def _load(
             path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
         )
         model, loading = loaded
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        _restore_special_tokens(tokenizer, reader)
-    except Exception as error:
+    except READ_ERRORS as error:
         raise _unreadable(path, error) from error
+    tokenizer = read_tokenizer(path, reader)
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if names := sorted(map(str, loading[problem])):
             some = ", ".join(names[:3])
@@ -248,7 +264,35 @@ def _load(
                 f"{path}: {len(names)} {problem.replace('_keys', ' weights')} ({some}); the file is"
                 f" incomplete or not a {type(model).__name__}"
             )
+    for name, parameter in model.named_parameters():  # the copy would stay, and be refused under its own name
+        check_finite_tensor(f"{path}: {name}", parameter.detach())
     return model, tokenizer
+
+
+def read_tokenizer(path: Path, reader: GGUFReader | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a file, with its chat template.
+
+    Args:
+        path: The file.
+        reader: Of it, where it is open.
+
+    Raises:
+        UnsupportedError: A package is missing.
+        WeightError: The file has no tokenizer that can be read.
+    """
+    from transformers import AutoTokenizer
+
+    reader = open_gguf(path) if reader is None else reader
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        _restore_special_tokens(tokenizer, reader)
+    except READ_ERRORS as error:
+        raise _unreadable(path, error) from error
+    except Exception as error:
+        if type(error) is not Exception:  # the package tokenizers raises nothing narrower
+            raise
+        raise _unreadable(path, error) from error
+    return tokenizer
 
 
 def _restore_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: GGUFReader) -> None:

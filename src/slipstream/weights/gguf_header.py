@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from slipstream.errors import WeightError
 
-__all__ = ["TYPES", "GgufHeader", "GgufTensor", "read_header"]
+__all__ = ["TYPES", "GgufHeader", "GgufTensor", "is_gguf", "read_header"]
 
 TYPES = {
     0: ("F32", 1, 4),
@@ -60,6 +61,11 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_DIMS, _MOST_DEPTH, _LONGEST_NAME = 4, 2, 1 << 16
+
+
+def is_gguf(place: str | os.PathLike[str]) -> bool:
+    """Whether a place is a GGUF file's by its name."""
+    return os.fspath(place).lower().endswith(".gguf")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.ops.linear import Weight
-from slipstream.weights.gguf import names_in_files, unpack_blocks
+from slipstream.weights.gguf import READ_ERRORS, names_in_files, unpack_blocks
 from slipstream.weights.gguf_header import GgufTensor, read_header
 from slipstream.weights.recipe import Piece
 from slipstream.weights.source import Source
@@ -38,7 +38,6 @@ _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Model types whose tensors are the file's, but for the order of rows in q and k of llamas."""
 _BLOCK = 32
 _DIRECT = ("Q4_0", "Q4_1", "Q4_K")
-_READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError)
 
 
 def is_direct(model_config: Any) -> bool:
@@ -69,7 +68,7 @@ class GgufSource(Source):
         self._memory = np.memmap(path, dtype=np.uint8, mode="r")
         try:
             names = names_in_files(kind, model_config.num_hidden_layers)
-        except _READ_ERRORS as error:
+        except READ_ERRORS as error:
             raise WeightError(f"{path} cannot be read as a GGUF model: {str(error)[:120]}") from error
         self._tensors: dict[str, GgufTensor] = {}
         self._own: dict[str, str] = {}
@@ -105,7 +104,7 @@ class GgufSource(Source):
             try:
                 rows = blocks.view(tensor.shape[0], -1).numpy()
                 dense = torch.from_numpy(unpack_blocks(rows, tensor.kind))
-            except _READ_ERRORS as error:
+            except READ_ERRORS as error:
                 raise WeightError(f"{self.place(name)} cannot be unpacked: {str(error)[:120]}") from error
         return self._ordered(name, dense.view(self._shapes[name]))
 

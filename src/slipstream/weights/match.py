@@ -13,7 +13,7 @@ from slipstream.formats import Format
 from slipstream.ops.linear import Weight
 from slipstream.weights.source import Source
 
-__all__ = ["Renamed", "match", "under_names_of"]
+__all__ = ["Renamed", "is_harmless", "match", "under_names_of"]
 
 _HARMLESS = re.compile(
     r"(\.|^)(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|rotary_emb\.(cos|sin)_cached)$"
@@ -56,7 +56,7 @@ def match(
     groups = {name: tuple(group) for group in ties for name in group}
     there = set(source.names())
     found = under_names_of(there, shapes, prefix)
-    over = [name for new, name in found.items() if new not in shapes and not _is_harmless(new, ignored)]
+    over = [name for new, name in found.items() if new not in shapes and not is_harmless(new, ignored)]
     missing, places = [], {}
     for name in shapes:
         own = next((found[other] for other in (name, *groups.get(name, ())) if other in found), None)
@@ -126,7 +126,8 @@ def _modern(found: re.Match[str]) -> str:
     return "LayerNorm.weight" if found[1] == "gamma" else "LayerNorm.bias"
 
 
-def _is_harmless(name: str, ignored: Sequence[str]) -> bool:
+def is_harmless(name: str, ignored: Sequence[str] = ()) -> bool:
+    """Whether a tensor that a model has no place for may be left out without a word."""
     return bool(_HARMLESS.search(name)) or any(re.search(pattern, name) for pattern in ignored)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from slipstream.errors import WeightError
 from slipstream.formats import FORMATS, VARIANTS, Format
 from slipstream.ops.linear import Weight
+from slipstream.weights.checkpoint import weights_file
 from slipstream.weights.recipe import Piece, scatter
 from slipstream.weights.safe_file import SafeFile, write_safe
 from slipstream.weights.source import Source
@@ -127,9 +128,14 @@ class PackedFolder(Source):
         """Open a folder; every plane is compared with its format's layout before any is used.
 
         Raises:
-            WeightError: Naming the file and what does not fit.
+            WeightError: Naming the file and what does not fit, or weights beside the packed ones.
         """
         self._path = folder / MANIFEST
+        if (other := weights_file(folder)) is not None:
+            raise WeightError(
+                f"{folder} has packed weights ({MANIFEST}, {_PLANES}) and others beside them ({other.name}), "
+                "and either may be the older; remove those that are not meant"
+            )
         table = _manifest(self._path)
         self._file = SafeFile(folder / _PLANES)
         self.dtype = _DTYPES[table["dtype"]]

@@ -2,7 +2,8 @@
 
 Every greedy step reads all of it, a tenth to a half of a model, to find one row. Here a step reads a sketch
 in its place, which bounds every score (see `kernels.cpu.sketch`), and computes the rows that may be the best
-as ever: the token is the same, whatever the sketch is like.
+as ever: the token is the same, whatever the sketch is like. A *sketch* is the projection in fewer bits, a
+*screen* is a sketch with its bounds, a `Screening` is one generation's use of a screen.
 
 What it takes is learned from rows of prompts and of greedy steps, and made after calls. A trial on a sample
 of the vocabulary says beforehand whether it is worth it, and what spares too little later is dropped: where a

@@ -1,5 +1,5 @@
-// Attention by tiles of AMX: sixteen rows at a time. Fewer pass as many tiles, beside rows that mean nothing:
-// vectors would take as long for two of them.
+// Attention by tiles of AMX: sixteen rows at a time. Fewer rows are filled up with rows that nobody reads:
+// vectors would take as long for two rows alone.
 #pragma once
 
 namespace slipstream {
@@ -30,7 +30,7 @@ struct TileSlots : PairSlots {
 private:
     static constexpr int64_t kFloat = sizeof(float);
 
-    // Rows that mean nothing are read, and written where sums begin with zeros; what others have is kept.
+    // Filling rows are read, and overwritten where sums begin with zeros; where sums are added to, they stay.
     template <bool kAdd, int C>
     static void some(const float* a, int64_t as, int64_t rows, const float* b, int64_t bs, int64_t depth,
                      float* out, int64_t os) {

@@ -37,9 +37,9 @@ inline void paged_attention(const PagedAttentionCall& call, char* base, Team& te
     attend(a, team, rank, scratch.room);
 }
 
-// Heads of a call whose every query meets all keys, an image's say: tiles as large as leave each thread some,
-// for the layout of keys that they pay for is most of the work at small head dims. Measured with 4096 queries
-// and keys of 8 heads of 40: 184 ms by tiles of 64, 104 by 512.
+// Heads of a call in which every query sees all keys, as of an image: its tiles are as large as leaves some
+// for each thread, for laying out the keys of a tile is most of the work at small head dims. Measured with
+// 4096 queries and keys of 8 heads of 40: 184 ms by tiles of 64, 104 by 512.
 inline Heads heads_of(const AttentionCall& call, int threads) {
     constexpr int64_t kLargestTile = 512, kTiles = 4, kFloats = 1 << 16;
     Heads heads = {call.heads, call.kv_heads, call.head_dim};

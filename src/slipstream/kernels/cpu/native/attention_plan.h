@@ -91,8 +91,8 @@ private:
             const int64_t own = spans_.packed ? end - begin : spans_.keys;
             const int64_t keys = spans_.kv_lens ? spans_.kv_lens[n] : own;
             for (int64_t t = begin; t < end; t += size) {
-                // Packed sequences are complete, and may end with tokens that are no keys; others are the
-                // last of theirs.
+                // Packed sequences are complete, and may end with tokens that are no keys; other queries are
+                // the last tokens of their sequence.
                 const int64_t count = least(size, end - t);
                 const int64_t position = spans_.packed ? t - begin : keys - (end - t);
                 const int64_t last = spans_.causal ? least(position + count, keys) : keys;

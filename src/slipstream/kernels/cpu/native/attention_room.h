@@ -59,12 +59,12 @@ struct AttentionRoom {
     int64_t num_items = 0, num_partial = 0, own_floats = 0;
     Plan* plan = nullptr;
     Item* items = nullptr;
-    int32_t* done = nullptr; // parts of an item that are, by its `join`; zeros between calls
+    int32_t* done = nullptr; // finished parts of each item, by its `join`; zeros between calls
     float *partial = nullptr, *own = nullptr;
 };
 
-// Shares a call out; by one thread, before a meeting. What it decides holds for all calls of the same spans
-// and heads.
+// Shares a call out. One thread does it, before the team meets; the plan holds for all calls of the same
+// spans and heads.
 inline void make_plan(const Spans& spans, const Heads& heads, const Team& team, const AttentionRoom& room) {
     *room.plan = Planner(spans, heads, team.size(), room.items).plan();
     std::memset(room.done, 0, static_cast<size_t>(room.plan->count) * sizeof(int32_t));

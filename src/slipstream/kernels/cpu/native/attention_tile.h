@@ -41,10 +41,6 @@ struct PairSum {
 };
 #endif
 
-inline int64_t whole_vectors(int64_t n) {
-    return ceil_div(n, Vec::kWidth) * Vec::kWidth;
-}
-
 // Keys in rows `rows[0, n)` of `dim` elements each, turned: slot s of key j to `to[s * kTileKeys + j]`. Keys
 // up to the next whole vector become zeros.
 template <class P, class T>

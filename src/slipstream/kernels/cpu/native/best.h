@@ -20,7 +20,7 @@ inline bool is_better(Best a, Best b) {
     return a.value > b.value || ((a_nan || a.value == b.value) && a.index < b.index);
 }
 
-// Rising tokens that are not to be chosen.
+// Tokens that are not to be chosen, in rising order.
 struct Suppressed {
     const int64_t* ids;
     int64_t count;
@@ -31,8 +31,8 @@ struct Suppressed {
             x[ids[i] - begin] = kNever;
     }
 
-    // How many are below a token. Not by the standard library, whose function all instruction sets would
-    // share.
+    // How many are below a token. Not std::lower_bound: the linker would keep one copy of it, compiled for
+    // any of the instruction sets.
     int64_t below(int64_t token) const {
         int64_t low = 0, high = count;
         while (low < high) {

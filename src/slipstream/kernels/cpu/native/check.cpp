@@ -60,7 +60,7 @@ Status packed_step(const Step& s) {
     return kOk;
 }
 
-bool bends(int32_t activation, int32_t gated) {
+bool is_activation(int32_t activation, int32_t gated) {
     return activation >= 0 && activation < kActivations && (activation != kSwigluOai || gated);
 }
 
@@ -96,7 +96,7 @@ Status block(const Block& b, const StackCall& call) {
         return status;
     if (!is_size(b.hidden) || !is_size(b.ffn) || b.hidden != call.blocks[0].hidden)
         return kShape;
-    if (!bends(b.activation, b.gated))
+    if (!is_activation(b.activation, b.gated))
         return kUnsupported;
     if (b.qk_norm < kNoQkNorm || b.qk_norm > kWhole)
         return kUnsupported;
@@ -309,7 +309,7 @@ Status check(const FeedCall& call) {
         return kShape;
     if (call.gated < 0 || call.gated > 1 || call.gate_last < 0 || call.gate_last > call.gated)
         return kUnsupported;
-    if (!bends(call.activation, call.gated))
+    if (!is_activation(call.activation, call.gated))
         return kUnsupported;
     Status status = exact_matrix(first, call.gated ? 2 * last.inputs : last.inputs, first.inputs);
     status = first_of(status, exact_matrix(last, last.outputs, last.inputs));

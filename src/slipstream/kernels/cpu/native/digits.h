@@ -8,8 +8,8 @@ inline bool is_int4(const Matrix& m) {
     return m.format == kInt4 || m.format == kInt4Symmetric;
 }
 
-// Digits that hold what the dtype of a matrix does: 15 bits and a sign beside the row's largest, or 23; of
-// rows that are rounded what they are rounded to.
+// Digits that hold what the dtype of a matrix does: 15 bits and a sign, scaled to the row's largest, or 23
+// and a sign in float32; for rows rounded on input, the width they were rounded to.
 inline int digits_of(const Matrix& m) {
     if (m.input_bits)
         return m.input_zero ? 2 : 1;
@@ -79,7 +79,7 @@ inline float split_digits(const float* x, const Matrix& m, uint8_t* digits, int6
     return places.unit;
 }
 
-// What sums begin with, 16 lanes for each place, so that what was added to the codes does not count.
+// Start values of the sums, 16 lanes for each digit: they cancel what was added to the codes.
 inline void start_digits(const uint8_t* digits, int64_t stride, int count, int32_t* starts) {
     for (int i = 0; i < count; ++i, digits += stride, starts += 16) {
         CodeSums sums = CodeSums::of(Vec::set(0));
@@ -109,16 +109,16 @@ inline void start_sixes(const uint8_t* digits, int64_t stride, int count, const 
     }
 }
 
-// Inputs of a packed matrix that rows in lanes meet at a time: the two highest digits of as many, times codes
-// of int8, together fit in int32.
+// Inputs that rows in lanes are multiplied with at a time: the products of their two highest digits with int8
+// codes, added up, fit in int32.
 constexpr int64_t kBytesDeep = 512;
 
-// Of them those whose sums are multiplied by one scale, or by none.
+// How many of those share a scale: a group, or all of them where the format has no groups.
 inline int64_t lane_span(const Matrix& m) {
     return m.format == kInt8 ? kBytesDeep : m.group;
 }
 
-// Whether the codes that rows in lanes meet are tiles', which have products of signed numbers.
+// Whether rows in lanes are multiplied by the tiles of AMX, which take signed codes.
 constexpr bool kByTiles =
 #ifdef SLIPSTREAM_AMX
     true;
@@ -126,21 +126,21 @@ constexpr bool kByTiles =
     false;
 #endif
 
-// What is added to those codes. Beside tiles int8 needs nothing, nor does int4 with minima, which are of code
-// 0.
+// What is added to the codes, which vectors take without a sign. Tiles take int8 as it is, and int4 with
+// minima begins at code 0.
 inline int added_in_lanes(const Matrix& m) {
     if (kByTiles && (m.format == kInt8 || m.format == kInt4))
         return 0;
     return m.format == kInt8 ? Int8Bytes::kAdded : is_int4(m) ? 8 : Fp6Bytes::kAdded;
 }
 
-// What one group of rows in lanes takes, in items of each. A row has one lane of sixteen, or where no more
-// than eight are left two, which have fours of inputs in turns; of two digits that meet tiles one each.
+// Room for one group of rows in lanes, in items. A row has one of sixteen lanes; where no more than eight
+// rows are left, each has two, which take turns at fours of inputs, or with tiles one for each of two digits.
 //
 // digits   [fours of inputs][row in group][input]
 //          zeros beyond the rows and the inputs; those of all groups together
 // starts   [span][digit][lane]
-//          what sums begin with, so that what was added to the codes does not count
+//          start values of the sums, which cancel what was added to the codes
 // sums     [span][lane]
 //          of the rows, in their units
 struct ByteRoom {
@@ -188,8 +188,8 @@ inline void fill_digits(const Rows& x, int lanes, bool pairs, const Matrix& m, u
     }
 }
 
-// What sums over them begin with, so that what was added to the codes does not count, and where `sums` is not
-// null their sums.
+// Start values of sums over the lanes, which cancel what was added to the codes; and, unless `sums` is null,
+// the sums of the lanes themselves.
 inline void start_lanes(const uint8_t* digits, int64_t apart, int lanes, int count, const Matrix& m,
                         int32_t* starts, float* sums) {
     const int64_t span = lane_span(m);

@@ -60,8 +60,8 @@ inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& s
                  [&](int64_t begin, int64_t end) { finish(inner, begin, end); });
 }
 
-// The product of packed rows with the first matrix, bent, and packed for the second one; where that packs
-// whole rows, they are left in float32.
+// The product of packed rows with the first matrix, through the activation, and packed for the second one;
+// where that packs whole rows, they are left in float32.
 inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens, char* inner, Team& team,
                        char* own) {
     float* whole = reinterpret_cast<float*>(inner);

@@ -81,8 +81,8 @@ template <class F, int R, int C, int N>
     store_sums(sums, out, os);
 }
 
-// Rows of the matrix that are multiplied by some inputs before the next inputs are, and how many inputs that
-// is where the rows of x, of kFewestPassed numbers or more, would not stay in the first cache of 32 KB.
+// The matrix is multiplied block by block, kPassColumns of its rows by kPassInputs of their inputs, where the
+// rows of x have kFewestPassed numbers or more: all of them would not stay in a first cache of 32 KB.
 // Measured on a Zen 5: int8 of 5632 inputs takes 0.70 of the time of all inputs at once, fp6 0.69. On a Zen 4
 // eight rows of 2048 take 0.8 beside fp8, 0.95 beside bf13; fewer inputs lose by it, and so do four rows.
 constexpr int64_t kPassColumns = 8, kPassInputs = 1024, kFewestPassed = 8 * 2048;

@@ -150,10 +150,10 @@ template <int R, int N>
     }
 }
 
-// Rows of the matrix that are multiplied by some inputs before the next inputs are.
+// Rows of the matrix in one block, see turned_deep.
 constexpr int64_t kTurnedColumns = 8;
 
-// How many inputs at a time: rows of x stay in the first cache while they meet rows of the matrix. Measured
+// Inputs of one block: rows of x stay in the first cache while they meet rows of the matrix. Measured
 // on a Zen 5 with int4: 8 rows of 5632 inputs take 0.41 of the time of all inputs at once, of 2048 0.78 where
 // the matrix comes from memory; where all fit, sums that are put away in between cost 5 %. With fp6, whose
 // codes take more operations, 8 rows of 5632 take 0.8 and of 2048 1.05.

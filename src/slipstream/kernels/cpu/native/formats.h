@@ -28,7 +28,7 @@ struct PackedRow {
     const Half *scales, *minima;   // null where the format has none, as are the upper bits
 };
 
-// Where rows lie: what takes divisions to know is found out once, for they would take longer than a block.
+// Where rows lie. The divisions for it are done once: they take longer than a block of a row.
 class PackedRows {
 public:
     explicit PackedRows(const Matrix& m)

@@ -233,7 +233,7 @@ private:
             take_best(best, team.size(), step);
     }
 
-    // Tells what enters the projection, of tokens as well that nobody asks for.
+    // Reports what enters the projection, also for tokens whose logits nobody asks for.
     void write_down(const Input& input, Team& team, int rank, int64_t step) {
         const int64_t count = call_.num_entered, width = frame_.head.inputs;
         if (count == 1) {
@@ -248,7 +248,7 @@ private:
         });
     }
 
-    // The best token of a single row, of those that may be it.
+    // The best token of a single row, computed only for tokens that may be the best.
     void screened(const Operand& x, Team& team, int rank, int64_t step) {
         const Matrix& m = frame_.head;
         Best& best = best_[rank];

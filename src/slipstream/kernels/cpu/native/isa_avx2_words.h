@@ -20,8 +20,8 @@ struct Words {
         low.v = _mm256_and_si256(both, _mm256_set1_epi16(15));
         high.v = _mm256_srli_epi16(both, 4);
     }
-    // 64 codes of fp6 with three bits of mantissa: their values are whole numbers of eighths, up to 60 of
-    // them. Of four lower bits alone a value is their own, beside the fifth it is looked up.
+    // 64 codes of fp6 with three bits of mantissa: their values are whole numbers of eighths, up to 60. Below
+    // 16 a code is its own value; the others are looked up.
     static void eighths(const uint8_t* codes, const uint8_t* crumbs, Words (&to)[4]) {
         const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
         const __m256i two =
@@ -114,8 +114,8 @@ struct PairSums {
     Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
-    // In one piece, or gcc makes all products of a block before it adds them, and keeps them on the stack;
-    // and where it is told the order alone, it copies each sum once in every step.
+    // One piece of assembly: else gcc makes all products of a block before it adds them, and keeps them on
+    // the stack; with the order alone prescribed it copies each sum once in every step.
     __m256i products;
     __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.v), "=&x"(products) : "xm"(a.v), "x"(b.v));
     return sum;

@@ -6,9 +6,9 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// How far apart each 64 codes of a row lie for vectors; tiles have each 64 of sixteen rows together. Either
-// takes some inputs of several rows, for which what is ahead in a row would come too late: what is asked for
-// are the rows to come, see lanes_bytes.h and lanes_byte_tiles.h.
+// Distance between every 64 codes of a row, for vectors; tiles have those of sixteen rows together. Both read
+// some inputs of several rows, so prefetching along a row would come too late: the next rows are asked for
+// instead, see lanes_bytes.h and lanes_byte_tiles.h.
 constexpr int64_t kInRows = 64;
 
 // Those of int8, inputs [k, k + n) of a row, each 64 of them `apart` bytes from those before; `k` is a

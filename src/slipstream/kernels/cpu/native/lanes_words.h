@@ -211,7 +211,7 @@ template <class P, int R, int S, int W>
     const auto* numbers = reinterpret_cast<const float*>(w + p.inputs * 2 / P::kInputs);
     const int64_t spans = ceil_div(p.inputs, p.span);
     float* c = p.c + row * p.stride;
-    // Beside each other, for there are no registers to find them by.
+    // An array on the stack: registers cannot be indexed at run time.
     alignas(64) float totals[R][S][kWordGroup];
     const auto each_total = [&](auto f) {
 #pragma GCC unroll 16

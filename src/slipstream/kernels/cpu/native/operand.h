@@ -20,8 +20,8 @@ struct Operand {
     // The first `in_lanes` rows, see lanes.h; the others are as above, counted from there.
     const Bf16* lanes = nullptr;
     int64_t in_lanes = 0, lanes_apart = 0;
-    // The same of a matrix whose codes are whole numbers, see lanes_bytes.h; the last of them may have two
-    // lanes each. Of each lane the unit.
+    // The same of a matrix whose codes are whole numbers, see lanes_bytes.h; the last `in_narrow` of these
+    // rows have two lanes each. `units[l]` is what the integers of lane l are multiples of.
     const uint8_t* byte_lanes = nullptr;
     int64_t in_narrow = 0;
     const float *units = nullptr, *lane_sums = nullptr;
@@ -37,13 +37,14 @@ struct Operand {
     const int16_t* words = nullptr;
     bool by_rows = false;
     const float* floats = nullptr; // rows beside small floats, `stride` apart, see few_floats.h
-    // Of rows that are rounded: their codes, or null where the rows are whole numbers, and what those are of.
+    // Of rows that are rounded: their codes, null where the rows themselves hold whole numbers, and each
+    // row's grid.
     const uint8_t* codes = nullptr;
     const Grid* grids = nullptr;
 };
 
-// From so many rows on a panel's way through the scratch pays. Measured with cold weights, 2048 x 2048 in
-// bfloat16: at 16 rows `dots` takes 3/4 of the time, at 64 9/10, at 512 6/5.
+// From this many rows on, copying a panel of the matrix into scratch pays. Measured with cold weights, 2048 x
+// 2048 in bfloat16: at 16 rows `dots` takes 3/4 of the time, at 64 9/10, at 512 6/5.
 constexpr int64_t kManyRows = 48;
 // Rows that a packed matrix takes while it is read once; more are worth unpacking it for.
 constexpr int64_t kFewRows = kManyRows - 1;
@@ -57,7 +58,7 @@ struct RowBlock {
     static RowBlock at(int64_t first, int64_t count) { return {first, least(8, count - first)}; }
 };
 
-// So many rows that are left behind whole sixteens always go in lanes of bytes; see Fewest.
+// This many rows left over after whole groups of sixteen always go in lanes of bytes; see Fewest.
 constexpr int64_t kFewestNarrow = 7;
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
@@ -69,19 +70,25 @@ inline int operand_terms(const Matrix& m) {
     return m.input_bits || m.dtype == kBfloat16 ? 1 : (m.dtype == kFloat16 ? 2 : kMostTerms);
 }
 
-// From so many rows on, which are left behind whole sixteens, eight of them go in lanes of bytes with two
-// each, or all of them with one. Measured on a Zen 4; rows of several terms gain earlier, and so do those of
-// one digit.
+// Rows left over after whole groups of sixteen: from `narrow` of them on, up to eight go in lanes of bytes,
+// two lanes each; from `wide` on all do, with one lane each. Measured on a Zen 4; rows of several terms gain
+// earlier, and so do those of one digit.
 struct Fewest {
     int64_t narrow, wide;
     static Fewest of([[maybe_unused]] const Matrix& m) {
 #ifdef SLIPSTREAM_AMX
-        // Tiles take all of a group in the time of one. Measured on an Emerald Rapids, two threads, 5632 x
-        // 2048 out of memory, us of 1, 2, 4, 8, 16 and 32 rows: int8 487, 593, 562, 502, 568, 769 (by vectors
-        // 488, 616, 848, 609, 797, 1444); int4 302, 762, 784, 756, 1249, 1737 (292, 515, 791, 720, 1245,
-        // 2349), for each group of 32 inputs has sums of its own to store. So two or three rows of it stay
-        // with those. Where rows are rounded, 568, 998, 770, 1092 and 1839 by vectors, and 890, 1051, 1053,
-        // 1060, 1555.
+        // A tile takes a whole group of rows in the time of one. Measured on an Emerald Rapids, two threads,
+        // 5632 x 2048 out of memory, in us:
+        //
+        // rows                    1     2     4     8    16    32
+        // int8, tiles           487   593   562   502   568   769
+        // int8, vectors         488   616   848   609   797  1444
+        // int4, tiles           302   762   784   756  1249  1737
+        // int4, vectors         292   515   791   720  1245  2349
+        // int4 rounded, tiles         890  1051  1053  1060  1555
+        // int4 rounded, vectors       568   998   770  1092  1839
+        //
+        // int4 stores sums of each group of 32 inputs, so two or three rows of it stay with vectors.
         if (m.format == kInt8)
             return digits_of(m) == 2 ? Fewest{1, 9} : Fewest{kLaneGroup, 1};
         return {digits_of(m) == 1 ? 5 : 4, 9};
@@ -110,14 +117,14 @@ struct Nibbled {
         turned = turns ? inputs / kTurned * kTurned : 0;
         whole = turns && inputs % kOperandStep <= kWide ? inputs / kOperandStep * kOperandStep : inputs;
     }
-    int64_t inputs, turned, whole; // in whole groups; the first of them; all but those that are wide
+    int64_t inputs, turned, whole; // whole groups; the first inputs of them; all but the wide ones
 };
 
 inline int64_t operand_sums(int64_t inputs) {
     return ceil_div(inputs, 32 * 16) * 16; // of the smallest groups, in whole vectors
 }
 
-// What rounded rows take that are whole numbers.
+// Bytes of rounded rows that are kept as whole numbers.
 inline int64_t whole_bytes(int64_t stride, int64_t rows) {
     return rows * (stride * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(Grid)));
 }
@@ -137,7 +144,7 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
     const int64_t terms = kMostTerms * static_cast<int64_t>(sizeof(Bf16));
     const int64_t room = ceil_div(rows, kLaneGroup) * kLaneGroup;
     const int64_t stride = operand_stride(inputs), sums = operand_sums(inputs) * 4;
-    // Beside whole numbers two digits of each, or a term, and what goes with them.
+    // The whole numbers, and behind them two digits of each, or a term, with their sums.
     const int64_t whole = whole_bytes(stride, rows) + 64 + room * (stride * 3 + sums);
     return most(most(rounded, room * (stride * terms + sums)), whole);
 }

@@ -1,6 +1,7 @@
 // The best token of a single row, from a part of the vocabulary projection. A sketch of the projection in
 // fewer bits gives every score up to a bound; what may be the best then is computed from the projection
-// itself, and compared as if all had been.
+// itself, and compared as if all had been. The sketch is that packed matrix, a screen is a sketch with its
+// bounds, a Screening is one generation's use of a screen.
 //
 // A row x is a part along some directions, those that the rows of a model lie along anyway, and a rest r. Of
 // a token's weights w the sketch has s and, for each direction, what w - s lacks along it, so that

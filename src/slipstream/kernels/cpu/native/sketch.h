@@ -16,7 +16,7 @@ inline void unpack_row(const Matrix& m, int64_t o, float* out) {
         (Vec::load(out + j) * factor).store(out + j);
 }
 
-// Some numbers of each of a tile's rows, packed apart from what stands beside them in the sketch.
+// A part of the columns of some rows, packed by itself before it is put beside the other part in the sketch.
 struct SketchedPart {
     Matrix packed = {};
 

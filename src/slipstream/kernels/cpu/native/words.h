@@ -80,8 +80,8 @@ inline bool in_words(const Matrix& m) {
     return takes_words(m) && words_of(m) == 1;
 }
 
-// From so many rows on; two or three beside int8 alone are multiplied in float32 as its codes are widened.
-// Measured on a Zen 3, 576 x 1536 out of memory: two rows take 0.88 of the time so, four 1.12.
+// From this many rows on they do; two or three rows beside int8 are multiplied in float32 as its codes are
+// widened. Measured on a Zen 3, 576 x 1536 out of memory: two rows take 0.88 of the time so, four 1.12.
 inline int64_t fewest_in_words(const Matrix& m) {
     constexpr int64_t kNever = INT64_MAX;
     return !in_words(m) ? kNever : (m.format == kInt8 && !m.input_bits ? 4 : 2);
@@ -108,8 +108,8 @@ inline bool in_fours(const Matrix& m) {
 }
 constexpr int64_t kFourSpan = 32; // inputs whose products are summed in sixteen bits
 
-// Whether a few rows stay as they lie, see few_words.h. Where vectors have 64 bytes nobody has measured it:
-// as many as the baseline gains by, for there are twice as many lanes.
+// Whether a few rows stay as they lie, see few_words.h. Not measured where vectors have 64 bytes: there as
+// many rows as in the baseline.
 inline bool in_words_by_rows(const Matrix& m, int64_t rows) {
     if (rows < 2 || !takes_words(m) || in_fours(m))
         return false;
