@@ -8,7 +8,6 @@ where one is a run of the other's rows, and are released (moved to the meta devi
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -29,7 +28,7 @@ from slipstream.model.follow import follow, tell
 from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
 from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
 from slipstream.model.links import Link, all_hold, link, relink, restored
-from slipstream.model.namesake import namesake
+from slipstream.model.namesake import deep_twin, namesake
 from slipstream.model.own import run_own
 from slipstream.model.rounded_inputs import round_inputs
 from slipstream.model.values import tensors_in, unseen, wants_derivatives, wants_operations
@@ -201,7 +200,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         held = [one.holds() for one in links]
         linked = {id(one.parameter): one.parameter for one, holds in zip(links, held, strict=True) if holds}
         memo |= linked
-        twin = _copy(self, memo)
+        twin = deep_twin(self, memo)  # whose parameters are not linked to its block yet
         for key in linked:
             del memo[key]
         state = injected_state(twin)
@@ -304,14 +303,6 @@ def _run_course(
     return state.returns(*run_course(state.block, call, state.index, **own, given=given))
 
 
-def _copy(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of an injected layer whose parameters are not linked to its block yet."""
-    twin = layer.__class__.__new__(layer.__class__)
-    memo[id(layer)] = twin
-    twin.__dict__.update(copy.deepcopy(layer.__dict__, memo))
-    return twin
-
-
 def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run an injected layer's original code on its original weights, restored for this call only.
 
@@ -352,7 +343,7 @@ def _twin(layer: nn.Module) -> nn.Module:
     if state.mixer is not None:
         part = layer.get_submodule(state.mixer.part)  # which may keep its state in itself
         shared[id(part)] = part
-    twin = _copy(layer, shared)
+    twin = deep_twin(layer, shared)
     del twin.__dict__[_STATE]
     twin.__class__ = state.original
     _assign(twin, restored(layer, state.links, lambda: _tensors(layer, state)))

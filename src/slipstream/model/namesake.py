@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-__all__ = ["become", "namesake"]
+__all__ = ["become", "deep_twin", "namesake"]
 
 
 def namesake(
@@ -26,6 +27,13 @@ def namesake(
     made: type[nn.Module] = type(original.__name__, bases or (original,), namespace)
     made.__qualname__ = original.__qualname__
     return made
+
+
+def deep_twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What `copy.deepcopy` makes of a module by way of pickling, which such a subclass refuses."""
+    memo[id(module)] = twin = type(module).__new__(type(module))
+    twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return twin
 
 
 def become(

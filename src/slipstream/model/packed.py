@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
 from slipstream.model.check import MODEL_ERRORS
-from slipstream.model.namesake import namesake
+from slipstream.model.namesake import deep_twin, namesake
 from slipstream.ops.linear import Weight, among_all
 
 __all__ = [
@@ -224,7 +224,7 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
         return self
 
     own: dict[str, Any] = {"forward": forward, "_apply": _apply, _ORIGINAL: original}
-    own |= {"__copy__": _copy, "__deepcopy__": _deepcopy, "__reduce_ex__": _refuse_pickle}
+    own |= {"__copy__": _copy, "__deepcopy__": deep_twin, "__reduce_ex__": _refuse_pickle}
     read = _dense_parameter if embeds else _dense
     own |= {name: property(functools.partial(read, name=name)) for name in names}
     if embeds:
@@ -295,12 +295,6 @@ def _copy(module: nn.Module) -> nn.Module:
     """What `copy` would make by way of pickling."""
     twin = type(module).__new__(type(module))
     twin.__dict__.update(vars(module))
-    return twin
-
-
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    memo[id(module)] = twin = type(module).__new__(type(module))
-    twin.__dict__.update(copy.deepcopy(vars(module), memo))
     return twin
 
 

@@ -156,9 +156,7 @@ inline void turn_bytes(const uint8_t* square, int lanes, uint8_t* to) {
     if (lanes == 1)
         return transpose(reinterpret_cast<const float*>(square), kLaneGroup, reinterpret_cast<float*>(to),
                          kLaneGroup);
-    for (int64_t i = 0; i < 64; i += 8)
-        for (int64_t r = 0; r < kLaneGroup / 2; ++r, to += 8)
-            std::memcpy(to, square + r * 64 + i, 8);
+    transpose_eight(square, 64, to);
 }
 
 // A group of rows with so many lanes each; the digits of each place are `apart` from those of the next.

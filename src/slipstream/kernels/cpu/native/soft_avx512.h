@@ -22,6 +22,7 @@
 #undef _mm512_roundscale_ps
 #undef _mm512_shuffle_f32x4
 #undef _mm512_shuffle_i64x2
+#undef _mm512_shuffle_ps
 #undef _mm512_slli_epi16
 #undef _mm512_slli_epi32
 #undef _mm512_srai_epi32

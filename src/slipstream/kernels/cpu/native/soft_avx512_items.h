@@ -50,6 +50,13 @@ inline __m512 _mm512_permute_ps(__m512 a, int order) {
         all.at[i] = from.at[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
     return all.whole();
 }
+inline __m512 _mm512_shuffle_ps(__m512 a, __m512 b, int order) {
+    const SoftFloats first(a), second(b);
+    SoftFloats all;
+    for (int i = 0; i < all.kCount; ++i)
+        all.at[i] = (i % 4 < 2 ? first : second).at[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+    return all.whole();
+}
 inline __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int order) {
     const SoftInts<int64_t> first(a), second(b);
     SoftInts<int64_t> all;
