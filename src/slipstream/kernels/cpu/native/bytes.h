@@ -126,6 +126,14 @@ inline void multiply_codes(const Operand& x, const Matrix& m, int64_t begin, int
     if (x.rows.count == 1)
         return multiply_codes_in_order(x, w, m.inputs, end - begin, out);
     int64_t o = begin;
+#ifndef SLIPSTREAM_AMX
+    if (x.byte_lanes) {
+        const int64_t done = multiply_lanes<BytesInLanes>(x.byte_lanes, x.rows.count, w, m.inputs, m.inputs,
+                                                          end - begin, out, os, x.starts);
+        scale_rows(out, x.grids, x.rows.count, done, os);
+        o += done, out += done, w += done * m.inputs;
+    }
+#endif
     for (; o + 4 <= end; o += 4, out += 4, w += 4 * m.inputs)
         codes_rows<4>(x, w, m.inputs, out, os);
     for (; o < end; ++o, ++out, w += m.inputs)

@@ -53,6 +53,12 @@ inline CodeSums operator+(CodeSums a, CodeSums b) {
 inline Vec as_floats(CodeSums sum) {
     return {_mm512_cvtepi32_ps((__m512i)sum.v)};
 }
+// Lanes 2i and 2i + 1 of a and of b as one, in the order of `fold` of floats.
+inline CodeSums fold(CodeSums a, CodeSums b) {
+    const __m512 x = a.bits().v, y = b.bits().v;
+    const __m512i first = _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88));
+    return {(CodeSums::Lanes)_mm512_add_epi32(first, _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)))};
+}
 // Bytes between -128 and 127 as those between 0 and 255.
 inline Codes less_least(Codes x) {
     return {_mm512_xor_si512(x.v, _mm512_set1_epi8(-128))};

@@ -50,22 +50,43 @@ inline bool fits_lanes(const Matrix& m, int64_t rows) {
     return m.format == kPlain && m.inputs % 2 == 0 && !m.runs[0].transposed && rows <= kMostInLanes;
 }
 
+// What lanes hold, and sums of their products.
+struct Bf16InLanes {
+    using Item = Bf16;
+    using Sum = Vec;
+    static constexpr int64_t kInputs = 2, kTurn = 2 * kInputs; // of a lane, and of a turn of the loop
+    static Sum start(const int32_t*, int) { return Vec::set(0); }
+    static Bf16Lanes row(const Bf16* p) { return Bf16Lanes::load(p); }
+    static Bf16Lanes row(const Bf16* p, int64_t n) { return Bf16Lanes::load(p, n); }
+    static Bf16Lanes lanes(const Bf16* p) { return Bf16Lanes::load(p); }
+    template <int W>
+    static Bf16Lanes weights(const Bf16* p) {
+        return Bf16Lanes::spread<W>(p);
+    }
+    static Sum add(Sum sum, Bf16Lanes lanes, Bf16Lanes weights) { return dot(sum, lanes, weights); }
+    static Vec whole(Sum sum) { return sum; }
+};
+
 // Of one group.
+template <class P = Bf16InLanes>
 inline int64_t lane_items(int64_t inputs) {
-    return ceil_div(inputs, kLaneLine) * kLaneLine * kLaneGroup;
+    constexpr int64_t kLine = kLaneGroup * P::kInputs;
+    return ceil_div(inputs, kLine) * kLine * kLaneGroup;
 }
 
-inline void fill_lanes(const Bf16* x, int64_t stride, int64_t rows, int64_t inputs, Bf16* lanes) {
-    alignas(64) Bf16 square[kLaneGroup * kLaneLine];
+template <class P>
+inline void fill_lanes(const typename P::Item* x, int64_t stride, int64_t rows, int64_t inputs,
+                       typename P::Item* lanes) {
+    constexpr int64_t kLine = kLaneGroup * P::kInputs;
+    alignas(64) typename P::Item square[kLaneGroup * kLine];
     for (int64_t first = 0; first < rows; first += kLaneGroup) {
         const int64_t count = least(kLaneGroup, rows - first);
         std::memset(static_cast<void*>(square), 0, sizeof(square));
-        for (int64_t i = 0; i < inputs; i += kLaneLine, lanes += kLaneGroup * kLaneLine) {
-            const int64_t n = least(kLaneLine, inputs - i);
+        for (int64_t i = 0; i < inputs; i += kLine, lanes += kLaneGroup * kLine) {
+            const int64_t n = least(kLine, inputs - i);
             for (int64_t r = 0; r < count; ++r) {
-                const Bf16* from = x + (first + r) * stride + i;
-                (n == kLaneLine ? Bf16Lanes::load(from) : Bf16Lanes::load(from, n))
-                    .store(square + r * kLaneLine);
+                const auto* from = x + (first + r) * stride + i;
+                (n == kLine ? P::row(from) : P::row(from, n)).store(square + r * kLine);
             }
             transpose(reinterpret_cast<const float*>(square), kLaneGroup, reinterpret_cast<float*>(lanes),
                       kLaneGroup);
@@ -99,98 +120,107 @@ inline bool in_halves(int64_t rows) {
 }
 
 // Eight of the rows: every other two, so that `fold` has all of them in order.
-inline void fill_half(const Bf16* x, int64_t stride, int64_t rows, int64_t inputs, Bf16* half) {
-    constexpr int64_t kRows = kLaneGroup / 2;
-    alignas(64) Bf16 square[kRows * kLaneLine];
+template <class P>
+inline void fill_half(const typename P::Item* x, int64_t stride, int64_t rows, int64_t inputs,
+                      typename P::Item* half) {
+    constexpr int64_t kRows = kLaneGroup / 2, kLine = kLaneGroup * P::kInputs;
+    alignas(64) typename P::Item square[kRows * kLine];
     std::memset(static_cast<void*>(square), 0, sizeof(square));
-    for (int64_t i = 0; i < inputs; i += kLaneLine, half += kRows * kLaneLine) {
-        const int64_t n = least(kLaneLine, inputs - i);
+    for (int64_t i = 0; i < inputs; i += kLine, half += kRows * kLine) {
+        const int64_t n = least(kLine, inputs - i);
         for (int64_t j = 0; j < kRows && j / 2 * 4 + j % 2 < rows; ++j) {
-            const Bf16* from = x + (j / 2 * 4 + j % 2) * stride + i;
-            (n == kLaneLine ? Bf16Lanes::load(from) : Bf16Lanes::load(from, n)).store(square + j * kLaneLine);
+            const auto* from = x + (j / 2 * 4 + j % 2) * stride + i;
+            (n == kLine ? P::row(from) : P::row(from, n)).store(square + j * kLine);
         }
-        transpose_eight(square, sizeof(Bf16) * kLaneLine, half);
+        transpose_eight(square, 64, half);
     }
 }
 
-inline void lay_in_lanes(const Bf16* x, int64_t stride, int64_t rows, int64_t inputs, Bf16* lanes) {
+template <class P = Bf16InLanes>
+inline void lay_in_lanes(const typename P::Item* x, int64_t stride, int64_t rows, int64_t inputs,
+                         typename P::Item* lanes) {
     if (!in_halves(rows))
-        return fill_lanes(x, stride, rows, inputs, lanes);
-    fill_half(x, stride, rows, inputs, lanes);
-    fill_half(x + 2 * stride, stride, rows - 2, inputs, lanes + lane_items(inputs) / 2);
+        return fill_lanes<P>(x, stride, rows, inputs, lanes);
+    fill_half<P>(x, stride, rows, inputs, lanes);
+    fill_half<P>(x + 2 * stride, stride, rows - 2, inputs, lanes + lane_items<P>(inputs) / 2);
 }
 
 // out[r][s] = kLaneRows rows of w times S groups of rows of x, `group` apart; of two halves, W = 2, what they
-// fold to.
-template <int S, int W>
-[[gnu::noinline]] void lanes_block(const Bf16* x, int64_t group, const Bf16* w, int64_t ws, int64_t inputs,
-                                   float* out) {
-    constexpr int64_t kStep = 2 * W, kTurn = 4; // inputs of a product, and of a turn of the loop
-    Vec sums[kLaneRows][S];
+// fold to. `starts`: what the sums of each lane begin with, where they are of whole numbers.
+template <class P, int S, int W>
+[[gnu::noinline]] void lanes_block(const typename P::Item* x, int64_t group, const typename P::Item* w,
+                                   int64_t ws, int64_t inputs, float* out, const int32_t* starts) {
+    constexpr int64_t kStep = P::kInputs * W, kTurn = P::kTurn;
+    typename P::Sum sums[kLaneRows][S];
 #pragma GCC unroll 16
     for (auto& row : sums)
 #pragma GCC unroll 16
-        for (auto& sum : row)
-            sum = Vec::set(0);
+        for (int s = 0; s < S; ++s)
+            row[s] = P::start(starts, s);
     // The block after the next is asked for line by line, as they lie in memory.
     const char* next = reinterpret_cast<const char*>(w + 2 * kLaneRows * ws);
     const auto add = [&](int64_t i, auto weights) {
-        Bf16Lanes lanes[S];
+        decltype(P::lanes(x)) lanes[S];
 #pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
-            lanes[s] = Bf16Lanes::load(x + s * group + i * (kLaneGroup / W));
+            lanes[s] = P::lanes(x + s * group + i * (kLaneGroup / W));
 #pragma GCC unroll 8
         for (int r = 0; r < kLaneRows; ++r) {
-            const Bf16Lanes some = weights(w + r * ws + i);
+            const auto some = weights(w + r * ws + i);
 #pragma GCC unroll 16
             for (int s = 0; s < S; ++s)
-                sums[r][s] = dot(sums[r][s], lanes[s], some);
+                sums[r][s] = P::add(sums[r][s], lanes[s], some);
         }
     };
     int64_t i = 0;
-    for (; i + kTurn <= inputs; i += kTurn, next += kTurn * kLaneRows * sizeof(Bf16)) {
+    for (; i + kTurn <= inputs; i += kTurn, next += 64) {
         prefetch(next);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < kTurn; j += kStep)
-            add(i + j, Bf16Lanes::spread<W>);
+            add(i + j, P::template weights<W>);
     }
-    if (i < inputs)
-        add(i, Bf16Lanes::spread_last<W>);
+    if constexpr (P::kInputs == 2)
+        if (i < inputs)
+            add(i, Bf16Lanes::spread_last<W>);
 #pragma GCC unroll 16
     for (int r = 0; r < kLaneRows; ++r)
 #pragma GCC unroll 16
         for (int s = 0; s < S / W; ++s, out += kLaneGroup)
-            (W == 2 ? fold(sums[r][s], sums[r][W - 1]) : sums[r][s]).store(out);
+            P::whole(W == 2 ? fold(sums[r][s], sums[r][W - 1]) : sums[r][s]).store(out);
 }
 
 // out[r * os + j] = x row r . w row j, for as many of the `columns` rows of w as are returned: all but those
 // that do not fill a block.
-template <int S, int W>
-inline int64_t multiply_lanes(const Bf16* x, int64_t rows, const Bf16* w, int64_t ws, int64_t inputs,
-                              int64_t columns, float* out, int64_t os) {
+template <class P, int S, int W>
+inline int64_t multiply_lanes(const typename P::Item* x, int64_t rows, const typename P::Item* w, int64_t ws,
+                              int64_t inputs, int64_t columns, float* out, int64_t os,
+                              const int32_t* starts = nullptr) {
     constexpr int kOut = S / W; // vectors of a row
     alignas(64) float block[2 * kLaneRows * kOut * kLaneGroup] = {};
-    const int64_t whole = columns / kLaneRows * kLaneRows, group = lane_items(inputs) / W;
+    const int64_t whole = columns / kLaneRows * kLaneRows, group = lane_items<P>(inputs) / W;
     for (int64_t c = 0; c < whole; c += 2 * kLaneRows) {
         const int64_t n = least(2 * kLaneRows, whole - c);
         for (int64_t half = 0; half < n; half += kLaneRows)
-            lanes_block<S, W>(x, group, w + (c + half) * ws, ws, inputs, block + half * kOut * kLaneGroup);
+            lanes_block<P, S, W>(x, group, w + (c + half) * ws, ws, inputs, block + half * kOut * kLaneGroup,
+                                 starts);
         turn_lanes<kOut>(block, rows, n, out + c, os);
     }
     return whole;
 }
 
-inline int64_t multiply_lanes(const Bf16* x, int64_t rows, const Bf16* w, int64_t ws, int64_t inputs,
-                              int64_t columns, float* out, int64_t os) {
+template <class P = Bf16InLanes>
+inline int64_t multiply_lanes(const typename P::Item* x, int64_t rows, const typename P::Item* w, int64_t ws,
+                              int64_t inputs, int64_t columns, float* out, int64_t os,
+                              const int32_t* starts = nullptr) {
     if (in_halves(rows))
-        return multiply_lanes<2, 2>(x, rows, w, ws, inputs, columns, out, os);
+        return multiply_lanes<P, 2, 2>(x, rows, w, ws, inputs, columns, out, os, starts);
     if (rows <= 2 * kLaneGroup)
-        return multiply_lanes<2, 1>(x, rows, w, ws, inputs, columns, out, os);
-    return multiply_lanes<3, 1>(x, rows, w, ws, inputs, columns, out, os);
+        return multiply_lanes<P, 2, 1>(x, rows, w, ws, inputs, columns, out, os, starts);
+    return multiply_lanes<P, 3, 1>(x, rows, w, ws, inputs, columns, out, os, starts);
 }
 #else
 inline void lay_in_lanes(const Bf16* x, int64_t stride, int64_t rows, int64_t inputs, Bf16* lanes) {
-    fill_lanes(x, stride, rows, inputs, lanes);
+    fill_lanes<Bf16InLanes>(x, stride, rows, inputs, lanes);
 }
 #endif
 

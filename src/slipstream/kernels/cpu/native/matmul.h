@@ -287,17 +287,6 @@ inline void scale_columns(float* x, int64_t rows, int64_t columns, int64_t strid
     }
 }
 
-// Rows that are whole numbers become what those are multiples of.
-inline void scale_rows(float* x, const Grid* grids, int64_t rows, int64_t columns, int64_t stride) {
-    for (int64_t r = 0; r < rows; ++r) {
-        const Vec scale = Vec::set(grids[r].scale);
-        for (int64_t j = 0; j < columns; j += Vec::kWidth) {
-            const int64_t n = least(columns - j, Vec::kWidth);
-            (Vec::load(x + r * stride + j, n) * scale).store(x + r * stride + j, n);
-        }
-    }
-}
-
 // out[r * os + o - begin] = x row r . matrix row o + bias, for outputs [begin, end).
 inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int64_t end, float* out,
                      int64_t os) {

@@ -21,7 +21,8 @@ struct Operand {
     const Bf16* lanes = nullptr;
     int64_t in_lanes = 0, lanes_apart = 0;
     // The same of a matrix whose codes are whole numbers, see lanes_bytes.h; the last `in_narrow` of these
-    // rows have two lanes each. `units[l]` is what the integers of lane l are multiples of.
+    // rows have two lanes each. `units[l]` is what the integers of lane l are multiples of. Or all rows'
+    // codes, see lanes_rounded.h.
     const uint8_t* byte_lanes = nullptr;
     int64_t in_narrow = 0;
     const float *units = nullptr, *lane_sums = nullptr;
@@ -60,6 +61,17 @@ struct RowBlock {
 
 // This many rows left over after whole groups of sixteen always go in lanes of bytes; see Fewest.
 constexpr int64_t kFewestNarrow = 7;
+
+#if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX)
+// Fewer leave too many lanes empty: 2048 x 2048 out of memory takes as long at eight rows either way.
+constexpr int64_t kFewestCodesInLanes = 9;
+
+// A zero point of the rows' own makes numbers of them that no byte with a sign holds.
+inline bool in_code_lanes(const Matrix& m, int64_t rows) {
+    return in_codes(m) && !m.input_zero && m.inputs % BytesInLanes::kTurn == 0 &&
+           rows >= kFewestCodesInLanes && rows <= kFewRows;
+}
+#endif
 
 inline bool wants_operand(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.format != kPlain && !in_codes(m) && rows <= kFewRows;
@@ -149,6 +161,11 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
     return most(most(rounded, room * (stride * terms + sums)), whole);
 }
 
+// Where lanes lie behind the codes and grids of rounded rows.
+inline int64_t code_lanes_at(int64_t stride, int64_t rows) {
+    return ceil_div(rows * (stride + static_cast<int64_t>(sizeof(Grid))), 64) * 64;
+}
+
 // Rows rounded to eight bits: as codes, or where the unit has no product of bytes as floats on their grids.
 inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch) {
     Operand x = {rows};
@@ -168,6 +185,15 @@ inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch)
         x.rows = {reinterpret_cast<float*>(scratch), nullptr, x.stride, rows.count};
 #endif
     }
+#if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX)
+    if (in_code_lanes(m, rows.count)) {
+        const CodeLanes room(m.inputs, rows.count);
+        auto* lanes = reinterpret_cast<uint8_t*>(scratch) + code_lanes_at(x.stride, rows.count);
+        room.fill(x.codes, x.stride, rows.count, m.inputs, lanes);
+        x.byte_lanes = lanes;
+        x.starts = room.starts(lanes);
+    }
+#endif
     return x;
 }
 

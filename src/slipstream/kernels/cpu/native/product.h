@@ -46,7 +46,8 @@ constexpr int64_t kManyRowsInTiles = kManyRows;
 constexpr int64_t kManyRowsInTerms = Vec::kBf16Dot ? 25 : kManyRows;
 #endif
 
-// The same of rows that are rounded to bytes, but for those that leave much of a group of tokens empty.
+// The same of rows that are rounded to bytes and do not go in lanes (lanes_rounded.h), but for those that
+// leave much of a group of tokens empty.
 // Measured with 2048 x 2048 out of memory and 576 x 576 in the cache: 16 rows take 1.02 and 0.59 of the time
 // by panels, 17 rows 1.31 and 0.94, 28 rows 0.88 and 0.58.
 constexpr int64_t kManyRowsInBytes = Vec::kBf16Dot ? least(24, kManyRowsInTiles) : kManyRowsInTiles;
@@ -60,6 +61,10 @@ inline bool many(int64_t rows, const Matrix& m) {
         return rows >= kManyRowsInTerms;
     if (in_grouped_codes(m))
         return rows >= kManyRowsInGroups;
+#if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX)
+    if (in_code_lanes(m, rows))
+        return false;
+#endif
     if (in_codes(m))
         return rows >= kManyRowsInBytes || (rows >= kFewestInGroup && rows <= kGroup);
     if (m.dtype != kBfloat16 || m.format != kPlain)

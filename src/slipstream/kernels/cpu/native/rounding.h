@@ -72,5 +72,16 @@ inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
     }
 }
 
+// Rows that are whole numbers become what those are multiples of.
+inline void scale_rows(float* x, const Grid* grids, int64_t rows, int64_t columns, int64_t stride) {
+    for (int64_t r = 0; r < rows; ++r) {
+        const Vec scale = Vec::set(grids[r].scale);
+        for (int64_t j = 0; j < columns; j += Vec::kWidth) {
+            const int64_t n = least(columns - j, Vec::kWidth);
+            (Vec::load(x + r * stride + j, n) * scale).store(x + r * stride + j, n);
+        }
+    }
+}
+
 } // namespace
 } // namespace slipstream

@@ -17,6 +17,7 @@
 #include "lanes_tiles.h"
 #endif
 #include "digits.h"
+#include "lanes_rounded.h"
 #include "words.h"
 #include "few_floats.h"
 #include "operand.h"
