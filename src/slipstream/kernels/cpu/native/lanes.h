@@ -55,6 +55,8 @@ struct Bf16InLanes {
     using Item = Bf16;
     using Sum = Vec;
     static constexpr int64_t kInputs = 2, kTurn = 2 * kInputs; // of a lane, and of a turn of the loop
+    template <int S, int W>
+    static constexpr int kVectors = S / W; // that become of the sums of a row of the matrix
     static Sum start(const int32_t*, int) { return Vec::set(0); }
     static Bf16Lanes row(const Bf16* p) { return Bf16Lanes::load(p); }
     static Bf16Lanes row(const Bf16* p, int64_t n) { return Bf16Lanes::load(p, n); }
@@ -64,7 +66,11 @@ struct Bf16InLanes {
         return Bf16Lanes::spread<W>(p);
     }
     static Sum add(Sum sum, Bf16Lanes lanes, Bf16Lanes weights) { return dot(sum, lanes, weights); }
-    static Vec whole(Sum sum) { return sum; }
+    template <int S, int W>
+    static void store(const Sum (&sums)[S], float* out) {
+        for (int s = 0; s < S / W; ++s)
+            (W == 2 ? fold(sums[s], sums[W - 1]) : sums[s]).store(out + s * kLaneGroup);
+    }
 };
 
 // Of one group.
@@ -146,10 +152,12 @@ inline void lay_in_lanes(const typename P::Item* x, int64_t stride, int64_t rows
 }
 
 // out[r][s] = kLaneRows rows of w times S groups of rows of x, `group` apart; of two halves, W = 2, what they
-// fold to. `starts`: what the sums of each lane begin with, where they are of whole numbers.
+// fold to. `starts`: what the sums of each lane begin with, where they are of whole numbers. Memory from
+// `next` on is asked for line by line.
 template <class P, int S, int W>
 [[gnu::noinline]] void lanes_block(const typename P::Item* x, int64_t group, const typename P::Item* w,
-                                   int64_t ws, int64_t inputs, float* out, const int32_t* starts) {
+                                   int64_t ws, int64_t inputs, float* out, const int32_t* starts,
+                                   const void* next) {
     constexpr int64_t kStep = P::kInputs * W, kTurn = P::kTurn;
     typename P::Sum sums[kLaneRows][S];
 #pragma GCC unroll 16
@@ -157,8 +165,7 @@ template <class P, int S, int W>
 #pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
             row[s] = P::start(starts, s);
-    // The block after the next is asked for line by line, as they lie in memory.
-    const char* next = reinterpret_cast<const char*>(w + 2 * kLaneRows * ws);
+    const char* line = static_cast<const char*>(next);
     const auto add = [&](int64_t i, auto weights) {
         decltype(P::lanes(x)) lanes[S];
 #pragma GCC unroll 16
@@ -173,8 +180,8 @@ template <class P, int S, int W>
         }
     };
     int64_t i = 0;
-    for (; i + kTurn <= inputs; i += kTurn, next += 64) {
-        prefetch(next);
+    for (; i + kTurn <= inputs; i += kTurn, line += 64) {
+        prefetch(line);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < kTurn; j += kStep)
             add(i + j, P::template weights<W>);
@@ -184,9 +191,7 @@ template <class P, int S, int W>
             add(i, Bf16Lanes::spread_last<W>);
 #pragma GCC unroll 16
     for (int r = 0; r < kLaneRows; ++r)
-#pragma GCC unroll 16
-        for (int s = 0; s < S / W; ++s, out += kLaneGroup)
-            P::whole(W == 2 ? fold(sums[r][s], sums[r][W - 1]) : sums[r][s]).store(out);
+        P::template store<S, W>(sums[r], out + r * P::template kVectors<S, W> * kLaneGroup);
 }
 
 // out[r * os + j] = x row r . w row j, for as many of the `columns` rows of w as are returned: all but those
@@ -200,9 +205,12 @@ inline int64_t multiply_lanes(const typename P::Item* x, int64_t rows, const typ
     const int64_t whole = columns / kLaneRows * kLaneRows, group = lane_items<P>(inputs) / W;
     for (int64_t c = 0; c < whole; c += 2 * kLaneRows) {
         const int64_t n = least(2 * kLaneRows, whole - c);
-        for (int64_t half = 0; half < n; half += kLaneRows)
-            lanes_block<P, S, W>(x, group, w + (c + half) * ws, ws, inputs, block + half * kOut * kLaneGroup,
-                                 starts);
+        for (int64_t half = 0; half < n; half += kLaneRows) {
+            const typename P::Item* rows = w + (c + half) * ws;
+            // Of the block after the next.
+            lanes_block<P, S, W>(x, group, rows, ws, inputs, block + half * kOut * kLaneGroup, starts,
+                                 rows + 2 * kLaneRows * ws);
+        }
         turn_lanes<kOut>(block, rows, n, out + c, os);
     }
     return whole;

@@ -171,10 +171,76 @@ inline void bytes_rows(const Operand& x, const Matrix& m, int64_t g, int64_t row
 }
 
 #ifndef SLIPSTREAM_AMX // which has tiles, see lanes_byte_tiles.h
+// Digits of one group of rows beside int8, which is read where it lies: what they add up to is added.
+struct DigitsInLanes : BytesInLanes {
+    template <int N, int W>
+    static constexpr int kVectors = 1;
+    template <int N, int W>
+    static void store(const Sum (&digits)[N], float* out) {
+        Vec all = as_floats(raise(digits[0]) + digits[1]);
+        if (N == 3)
+            all = fma(all, Vec::set(256), as_floats(digits[N - 1]));
+        (Vec::load(out) + all).store(out);
+    }
+};
+
+// As multiply_byte_lanes, for as many columns as are returned: whole blocks of them.
+template <int N>
+inline int64_t multiply_digit_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
+                                    int64_t os) {
+    if (m.inputs % DigitsInLanes::kTurn)
+        return 0;
+    const int64_t wide = x.in_lanes - x.in_narrow, groups = ceil_div(wide, kLaneGroup);
+    const int64_t whole = (end - begin) / kLaneRows * kLaneRows;
+    const ByteRoom room(m, N);
+    const auto* codes = static_cast<const uint8_t*>(m.planes[kCodes]) + begin * m.inputs;
+    alignas(64) float blocks[ceil_div(kFewRows, kLaneGroup) + 1][2 * kLaneRows][kLaneGroup];
+    const auto add = [&](auto lanes, int64_t g, const uint8_t* w, const uint8_t* next, int64_t k, int64_t n,
+                         float* block) {
+        constexpr int W = decltype(lanes)::value;
+        lanes_block<DigitsInLanes, N, W>(x.byte_lanes + g * room.digits + k * (kLaneGroup / W), x.lanes_apart,
+                                         w + k, m.inputs, n, block,
+                                         x.starts + g * room.starts + k / kBytesDeep * N * kLaneGroup, next);
+    };
+    for (int64_t c = 0; c < whole; c += 2 * kLaneRows, out += 2 * kLaneRows) {
+        const int64_t columns = least(2 * kLaneRows, whole - c);
+        std::memset(blocks, 0, sizeof(blocks));
+        for (int64_t half = 0; half < columns; half += kLaneRows) {
+            const uint8_t* w = codes + (c + half) * m.inputs;
+            for (int64_t k = 0; k < m.inputs; k += kBytesDeep) {
+                const int64_t n = least(kBytesDeep, m.inputs - k);
+                const uint8_t* next =
+                    w + 2 * kLaneRows * m.inputs + k * kLaneRows; // of the block after the next
+                for (int64_t g = 0; g < groups; ++g)
+                    add(std::integral_constant<int, 1>(), g, w, next, k, n, blocks[g][half]);
+                if (x.in_narrow)
+                    add(std::integral_constant<int, 2>(), groups, w, next, k, n, blocks[groups][half]);
+            }
+        }
+        for (int64_t g = 0; g < groups + (x.in_narrow > 0); ++g) {
+            const Vec units = Vec::load(x.units + g * kLaneGroup) * Vec::set(BytesOfInt8::kUnit);
+            for (auto& column : blocks[g])
+                (Vec::load(column) * units).store(column);
+            if (g < groups)
+                turn_lanes<1, 1>(blocks[g][0], least(kLaneGroup, wide - g * kLaneGroup), columns,
+                                 out + g * kLaneGroup * os, os);
+            else
+                turn_lanes<1, 2>(blocks[g][0], x.in_narrow, columns, out + wide * os, os);
+        }
+    }
+    return whole;
+}
+
 // The same of all rows in lanes.
 template <class F, int N, bool kMinima>
 inline void multiply_byte_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                                 int64_t os) {
+    if constexpr (std::is_same<F, BytesOfInt8>::value) {
+        const int64_t done = multiply_digit_lanes<N>(x, m, begin, end, out, os);
+        begin += done, out += done;
+        if (begin == end)
+            return;
+    }
     const int64_t wide = x.in_lanes - x.in_narrow;
     int64_t r = 0, g = 0;
     for (; N <= 2 && wide - r > kLaneGroup; r += 2 * kLaneGroup, g += 2)

@@ -18,6 +18,8 @@ struct BytesInLanes {
     using Item = uint8_t;
     using Sum = CodeSums;
     static constexpr int64_t kInputs = 4, kTurn = 2 * kInputs;
+    template <int S, int W>
+    static constexpr int kVectors = S / W;
     static Sum start(const int32_t* starts, int s) {
         Sum sum;
         std::memcpy(&sum, starts + s * kLaneGroup, sizeof(sum));
@@ -32,7 +34,11 @@ struct BytesInLanes {
         return less_least(Codes::spread<W>(p));
     }
     static Sum add(Sum sum, Codes lanes, Codes weights) { return dot(sum, weights, lanes); }
-    static Vec whole(Sum sum) { return as_floats(sum); }
+    template <int S, int W>
+    static void store(const Sum (&sums)[S], float* out) {
+        for (int s = 0; s < S / W; ++s)
+            as_floats(W == 2 ? fold(sums[s], sums[W - 1]) : sums[s]).store(out + s * kLaneGroup);
+    }
 };
 
 // Rows' codes in lanes, and what the sums of each lane begin with: that cancels what was added to weights.
