@@ -53,7 +53,7 @@ struct Bf16Word : InRegisters {
     static constexpr int32_t kStored = kBfloat16;
     static constexpr int64_t kItems = 2;
     static Bf16Lanes lanes(const Item* p) { return Bf16Lanes::load(p); }
-    static Bf16Lanes spread(const Item* p) { return Bf16Lanes::spread(p); }
+    static Bf16Lanes spread(const Item* p) { return Bf16Lanes::spread<1>(p); }
     static Vec add(Vec sum, Bf16Lanes x, Bf16Lanes w) { return dot(sum, x, w); }
     static void pack(const float* rows, int64_t stride, int64_t count, Item* out) {
         Bf16Lanes::pair(Vec::load(rows), count > 1 ? Vec::load(rows + stride) : Vec::set(0)).store(out);
@@ -67,7 +67,7 @@ struct ByteWord : InRegisters {
     static constexpr int32_t kStored = -1;
     static constexpr int64_t kItems = 4;
     static Codes lanes(const Item* p) { return Codes::load(p); }
-    static Codes spread(const Item* p) { return Codes::spread(p); }
+    static Codes spread(const Item* p) { return Codes::spread<1>(p); }
     static CodeSums sum_of(Vec stored) { return CodeSums::of(stored); }
     static Vec stored(CodeSums sum) { return sum.bits(); }
     static CodeSums add(CodeSums sum, Codes x, Codes w) { return dot(sum, x, w); }

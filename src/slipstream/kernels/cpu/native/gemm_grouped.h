@@ -154,7 +154,7 @@ private:
                     lanes[s] = Codes::load(x + s * group);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
-                    const Codes some = Codes::spread(w + r * pitch);
+                    const Codes some = Codes::spread<1>(w + r * pitch);
 #pragma GCC unroll 16
                     for (int s = 0; s < S; ++s)
                         parts[r][s] = dot(parts[r][s], some, lanes[s]);

@@ -279,6 +279,17 @@ inline void transpose_eight(const void* in, int64_t is, void* out) {
         _mm512_storeu_si512(to + c + 6, _mm512_shuffle_i64x2(odd, next_odd, 0xdd));
     }
 }
+// Four bytes again and again, or eight; of fewer, with zeros behind them.
+template <int N>
+inline __m512i spread_bytes(const void* p, int64_t bytes = N) {
+    typename std::conditional<N == 4, int32_t, int64_t>::type all = 0;
+    static_assert(sizeof(all) == N, "others have instructions of their own");
+    std::memcpy(&all, p, static_cast<size_t>(bytes));
+    if constexpr (N == 4)
+        return _mm512_set1_epi32(all);
+    else
+        return _mm512_set1_epi64(all);
+}
 // Sums of products of 32 pairs, in float32.
 struct Bf16Lanes {
     __m512i v;
@@ -286,28 +297,10 @@ struct Bf16Lanes {
     static Bf16Lanes load(const Bf16* p, int64_t n) {
         return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p)};
     }
-    // The pair at `p` in all lanes.
-    static Bf16Lanes spread(const Bf16* p) {
-        int32_t pair;
-        std::memcpy(&pair, p, sizeof(pair));
-        return {_mm512_set1_epi32(pair)};
-    }
-    // The same of W pairs, which take turns.
+    // W pairs from `p` on in all lanes, which take turns; the last of a row may be n numbers.
     template <int W>
-    static Bf16Lanes spread(const Bf16* p) {
-        static_assert(W <= 2, "wider ones have instructions of their own");
-        if (W == 1)
-            return spread(p);
-        int64_t pairs;
-        std::memcpy(&pairs, p, sizeof(pairs));
-        return {_mm512_set1_epi64(pairs)};
-    }
-    // The same of a single pair, and zeros after it.
-    template <int W>
-    static Bf16Lanes spread_last(const Bf16* p) {
-        uint32_t pair;
-        std::memcpy(&pair, p, sizeof(pair));
-        return W == 1 ? spread(p) : Bf16Lanes{_mm512_set1_epi64(pair)};
+    static Bf16Lanes spread(const Bf16* p, int64_t n = 2 * W) {
+        return {spread_bytes<4 * W>(p, 2 * n)};
     }
     static Bf16Lanes pair(Vec even, Vec odd) {
         const Bf16* type = nullptr;

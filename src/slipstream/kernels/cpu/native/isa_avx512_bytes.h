@@ -13,21 +13,10 @@ struct Codes {
         return {_mm512_maskz_loadu_epi8(n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}, p)};
     }
     void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
-    // The four at `p` in all lanes.
-    static Codes spread(const uint8_t* p) {
-        int32_t four;
-        std::memcpy(&four, p, sizeof(four));
-        return {_mm512_set1_epi32(four)};
-    }
-    // The same of W fours, which take turns.
+    // W fours from `p` on in all lanes, which take turns; the last of a row may be n numbers.
     template <int W>
-    static Codes spread(const uint8_t* p) {
-        static_assert(W <= 2, "wider ones have instructions of their own");
-        if (W == 1)
-            return spread(p);
-        int64_t eight;
-        std::memcpy(&eight, p, sizeof(eight));
-        return {_mm512_set1_epi64(eight)};
+    static Codes spread(const uint8_t* p, int64_t n = 4 * W) {
+        return {spread_bytes<4 * W>(p, n)};
     }
 };
 inline Vec dot(Vec sum, Codes x, Codes w) {
@@ -62,6 +51,10 @@ inline CodeSums fold(CodeSums a, CodeSums b) {
 // Bytes between -128 and 127 as those between 0 and 255.
 inline Codes less_least(Codes x) {
     return {_mm512_xor_si512(x.v, _mm512_set1_epi8(-128))};
+}
+// The same of the first n, and zeros.
+inline Codes less_least(Codes x, int64_t n) {
+    return {_mm512_maskz_mov_epi8((uint64_t{1} << n) - 1, less_least(x).v)};
 }
 // The sums of each four lanes.
 inline void store_fours(CodeSums sum, float* out) {

@@ -21,7 +21,9 @@ constexpr int64_t kLaneGroup = 16, kLaneLine = 2 * kLaneGroup;
 #ifdef SLIPSTREAM_AMX
 constexpr int64_t kFewestInLanes = 4, kMostInLanes = 2 * kLaneGroup; // see lanes_tiles.h
 #else
-constexpr int64_t kFewestInLanes = 12; // fewer leave too many lanes empty
+// With fewer many lanes are empty: eight rows of 1536 x 384 in the cache take 32 us, `dots` 25; out of
+// memory, by two threads, both wait for it.
+constexpr int64_t kFewestInLanes = 12;
 constexpr int64_t kMostInLanes = 3 * kLaneGroup;
 #endif
 constexpr int kLaneRows = 8; // of the matrix at once; more at a power of two apart share a place in the cache
@@ -54,22 +56,22 @@ inline bool fits_lanes(const Matrix& m, int64_t rows) {
 struct Bf16InLanes {
     using Item = Bf16;
     using Sum = Vec;
-    static constexpr int64_t kInputs = 2, kTurn = 2 * kInputs; // of a lane, and of a turn of the loop
+    static constexpr int64_t kInputs = 2; // of a lane
     template <int S, int W>
-    static constexpr int kVectors = S / W; // that become of the sums of a row of the matrix
+    static constexpr int kVectors = S == 1 ? 1 : S / W; // that become of the sums of a row of the matrix
     static Sum start(const int32_t*, int) { return Vec::set(0); }
     static Bf16Lanes row(const Bf16* p) { return Bf16Lanes::load(p); }
     static Bf16Lanes row(const Bf16* p, int64_t n) { return Bf16Lanes::load(p, n); }
     static Bf16Lanes lanes(const Bf16* p) { return Bf16Lanes::load(p); }
-    template <int W>
-    static Bf16Lanes weights(const Bf16* p) {
-        return Bf16Lanes::spread<W>(p);
+    template <int W, class... N>
+    static Bf16Lanes weights(const Bf16* p, N... n) {
+        return Bf16Lanes::spread<W>(p, n...);
     }
     static Sum add(Sum sum, Bf16Lanes lanes, Bf16Lanes weights) { return dot(sum, lanes, weights); }
     template <int S, int W>
     static void store(const Sum (&sums)[S], float* out) {
-        for (int s = 0; s < S / W; ++s)
-            (W == 2 ? fold(sums[s], sums[W - 1]) : sums[s]).store(out + s * kLaneGroup);
+        for (int s = 0; s < kVectors<S, W>; ++s)
+            (S == 2 && W == 2 ? fold(sums[s], sums[S - 1]) : sums[s]).store(out + s * kLaneGroup);
     }
 };
 
@@ -120,35 +122,55 @@ inline void turn_lanes(const float* block, int64_t rows, int64_t columns, float*
 }
 
 #ifndef SLIPSTREAM_AMX // which has tiles
-// Whether rows in lanes are two halves, in which a row has two lanes: see the top.
-inline bool in_halves(int64_t rows) {
-    return rows <= kLaneGroup;
+// How so many rows lie in lanes: S groups of them, in which a row has W lanes that take turns. Two lanes each
+// in two groups are halves of sixteen rows: see the top.
+template <class F>
+inline void with_lanes_of(int64_t rows, F f) {
+    using One = std::integral_constant<int, 1>;
+    using Two = std::integral_constant<int, 2>;
+    if (rows <= kLaneGroup / 2)
+        f(One(), Two());
+    else if (rows <= kLaneGroup)
+        f(Two(), Two());
+    else if (rows <= 2 * kLaneGroup)
+        f(Two(), One());
+    else
+        f(std::integral_constant<int, 3>(), One());
 }
 
-// Eight of the rows: every other two, so that `fold` has all of them in order.
-template <class P>
-inline void fill_half(const typename P::Item* x, int64_t stride, int64_t rows, int64_t inputs,
-                      typename P::Item* half) {
+// Up to eight rows with two lanes each; for halves every other two, so that `fold` has all of them in order.
+template <class P, bool kHalf>
+inline void fill_eight(const typename P::Item* x, int64_t stride, int64_t rows, int64_t inputs,
+                       typename P::Item* lanes) {
     constexpr int64_t kRows = kLaneGroup / 2, kLine = kLaneGroup * P::kInputs;
     alignas(64) typename P::Item square[kRows * kLine];
     std::memset(static_cast<void*>(square), 0, sizeof(square));
-    for (int64_t i = 0; i < inputs; i += kLine, half += kRows * kLine) {
+    for (int64_t i = 0; i < inputs; i += kLine, lanes += kRows * kLine) {
         const int64_t n = least(kLine, inputs - i);
-        for (int64_t j = 0; j < kRows && j / 2 * 4 + j % 2 < rows; ++j) {
-            const auto* from = x + (j / 2 * 4 + j % 2) * stride + i;
-            (n == kLine ? P::row(from) : P::row(from, n)).store(square + j * kLine);
+        for (int64_t j = 0; j < kRows; ++j) {
+            const int64_t r = kHalf ? j / 2 * 4 + j % 2 : j;
+            const auto* from = x + r * stride + i;
+            if (r < rows)
+                (n == kLine ? P::row(from) : P::row(from, n)).store(square + j * kLine);
         }
-        transpose_eight(square, 64, half);
+        transpose_eight(square, 64, lanes);
     }
 }
 
 template <class P = Bf16InLanes>
 inline void lay_in_lanes(const typename P::Item* x, int64_t stride, int64_t rows, int64_t inputs,
                          typename P::Item* lanes) {
-    if (!in_halves(rows))
-        return fill_lanes<P>(x, stride, rows, inputs, lanes);
-    fill_half<P>(x, stride, rows, inputs, lanes);
-    fill_half<P>(x + 2 * stride, stride, rows - 2, inputs, lanes + lane_items<P>(inputs) / 2);
+    with_lanes_of(rows, [&](auto groups, auto shared) {
+        constexpr int S = decltype(groups)::value, W = decltype(shared)::value;
+        if constexpr (W == 1) {
+            fill_lanes<P>(x, stride, rows, inputs, lanes);
+        } else {
+            fill_eight<P, S == 2>(x, stride, rows, inputs, lanes);
+            if constexpr (S == 2)
+                fill_eight<P, true>(x + 2 * stride, stride, rows - 2, inputs,
+                                    lanes + lane_items<P>(inputs) / W);
+        }
+    });
 }
 
 // out[r][s] = kLaneRows rows of w times S groups of rows of x, `group` apart; of two halves, W = 2, what they
@@ -158,7 +180,7 @@ template <class P, int S, int W>
 [[gnu::noinline]] void lanes_block(const typename P::Item* x, int64_t group, const typename P::Item* w,
                                    int64_t ws, int64_t inputs, float* out, const int32_t* starts,
                                    const void* next) {
-    constexpr int64_t kStep = P::kInputs * W, kTurn = P::kTurn;
+    constexpr int64_t kStep = W * P::kInputs, kTurn = 2 * P::kInputs; // of a product, and a turn of the loop
     typename P::Sum sums[kLaneRows][S];
 #pragma GCC unroll 16
     for (auto& row : sums)
@@ -166,14 +188,14 @@ template <class P, int S, int W>
         for (int s = 0; s < S; ++s)
             row[s] = P::start(starts, s);
     const char* line = static_cast<const char*>(next);
-    const auto add = [&](int64_t i, auto weights) {
+    const auto add = [&](int64_t i, auto... left) {
         decltype(P::lanes(x)) lanes[S];
 #pragma GCC unroll 16
         for (int s = 0; s < S; ++s)
             lanes[s] = P::lanes(x + s * group + i * (kLaneGroup / W));
 #pragma GCC unroll 8
         for (int r = 0; r < kLaneRows; ++r) {
-            const auto some = weights(w + r * ws + i);
+            const auto some = P::template weights<W>(w + r * ws + i, left...);
 #pragma GCC unroll 16
             for (int s = 0; s < S; ++s)
                 sums[r][s] = P::add(sums[r][s], lanes[s], some);
@@ -184,11 +206,12 @@ template <class P, int S, int W>
         prefetch(line);
 #pragma GCC unroll 2
         for (int64_t j = 0; j < kTurn; j += kStep)
-            add(i + j, P::template weights<W>);
+            add(i + j);
     }
-    if constexpr (P::kInputs == 2)
-        if (i < inputs)
-            add(i, Bf16Lanes::spread_last<W>);
+    for (; i + kStep < inputs; i += kStep)
+        add(i);
+    if (i < inputs)
+        add(i, inputs - i);
 #pragma GCC unroll 16
     for (int r = 0; r < kLaneRows; ++r)
         P::template store<S, W>(sums[r], out + r * P::template kVectors<S, W> * kLaneGroup);
@@ -200,18 +223,17 @@ template <class P, int S, int W>
 inline int64_t multiply_lanes(const typename P::Item* x, int64_t rows, const typename P::Item* w, int64_t ws,
                               int64_t inputs, int64_t columns, float* out, int64_t os,
                               const int32_t* starts = nullptr) {
-    constexpr int kOut = S / W; // vectors of a row
+    constexpr int kOut = P::template kVectors<S, W>;
     alignas(64) float block[2 * kLaneRows * kOut * kLaneGroup] = {};
     const int64_t whole = columns / kLaneRows * kLaneRows, group = lane_items<P>(inputs) / W;
     for (int64_t c = 0; c < whole; c += 2 * kLaneRows) {
         const int64_t n = least(2 * kLaneRows, whole - c);
         for (int64_t half = 0; half < n; half += kLaneRows) {
-            const typename P::Item* rows = w + (c + half) * ws;
-            // Of the block after the next.
-            lanes_block<P, S, W>(x, group, rows, ws, inputs, block + half * kOut * kLaneGroup, starts,
-                                 rows + 2 * kLaneRows * ws);
+            const typename P::Item *at = w + (c + half) * ws, *after_the_next = at + 2 * kLaneRows * ws;
+            lanes_block<P, S, W>(x, group, at, ws, inputs, block + half * kOut * kLaneGroup, starts,
+                                 after_the_next);
         }
-        turn_lanes<kOut>(block, rows, n, out + c, os);
+        turn_lanes<kOut, S == 1 ? W : 1>(block, rows, n, out + c, os);
     }
     return whole;
 }
@@ -220,11 +242,12 @@ template <class P = Bf16InLanes>
 inline int64_t multiply_lanes(const typename P::Item* x, int64_t rows, const typename P::Item* w, int64_t ws,
                               int64_t inputs, int64_t columns, float* out, int64_t os,
                               const int32_t* starts = nullptr) {
-    if (in_halves(rows))
-        return multiply_lanes<P, 2, 2>(x, rows, w, ws, inputs, columns, out, os, starts);
-    if (rows <= 2 * kLaneGroup)
-        return multiply_lanes<P, 2, 1>(x, rows, w, ws, inputs, columns, out, os, starts);
-    return multiply_lanes<P, 3, 1>(x, rows, w, ws, inputs, columns, out, os, starts);
+    int64_t done = 0;
+    with_lanes_of(rows, [&](auto groups, auto shared) {
+        constexpr int S = decltype(groups)::value, W = decltype(shared)::value;
+        done = multiply_lanes<P, S, W>(x, rows, w, ws, inputs, columns, out, os, starts);
+    });
+    return done;
 }
 #else
 inline void lay_in_lanes(const Bf16* x, int64_t stride, int64_t rows, int64_t inputs, Bf16* lanes) {

@@ -4,9 +4,9 @@
 //
 // Measured on a Zen 5, in us, 1536 x 384 in the cache by one thread and 2048 x 2048 out of memory by two:
 //
-// rows                9    12    16    17    24    32    47  |    9    12    16    20    24    32    47
-// lanes              23    25    26    44    46    48    70  |   92    94   101   163   165   172   243
-// panels, or rows    31    41    37    56    56    55    79  |  113   173   257   202   309   310   388
+// rows                5    8    9   12   16   17   24   32   47  |    5    8    9   12   16   24   32   47
+// lanes              17   18   23   25   26   44   46   48   70  |  114  114  112   94  101  165  172  243
+// panels, or rows    22   29   31   41   37   56   56   55   79  |  111  109  113  173  257  309  310  388
 #pragma once
 
 namespace slipstream {
@@ -17,50 +17,53 @@ namespace {
 struct BytesInLanes {
     using Item = uint8_t;
     using Sum = CodeSums;
-    static constexpr int64_t kInputs = 4, kTurn = 2 * kInputs;
+    static constexpr int64_t kInputs = 4;
     template <int S, int W>
-    static constexpr int kVectors = S / W;
+    static constexpr int kVectors = Bf16InLanes::kVectors<S, W>;
     static Sum start(const int32_t* starts, int s) {
         Sum sum;
         std::memcpy(&sum, starts + s * kLaneGroup, sizeof(sum));
         return sum;
     }
+    static Sum none() { return CodeSums::of(Vec::set(0)); }
     // Codes around 128 as numbers with a sign; of weights it is the other way round.
     static Codes row(const uint8_t* p) { return less_least(Codes::load(p)); }
-    static Codes row(const uint8_t* p, int64_t n) { return less_least(Codes::load(p, n)); }
+    static Codes row(const uint8_t* p, int64_t n) { return less_least(Codes::load(p, n), n); }
     static Codes lanes(const uint8_t* p) { return Codes::load(p); }
-    template <int W>
-    static Codes weights(const uint8_t* p) {
-        return less_least(Codes::spread<W>(p));
+    template <int W, class... N>
+    static Codes weights(const uint8_t* p, N... n) {
+        return less_least(Codes::spread<W>(p, n...));
     }
     static Sum add(Sum sum, Codes lanes, Codes weights) { return dot(sum, weights, lanes); }
     template <int S, int W>
     static void store(const Sum (&sums)[S], float* out) {
-        for (int s = 0; s < S / W; ++s)
-            as_floats(W == 2 ? fold(sums[s], sums[W - 1]) : sums[s]).store(out + s * kLaneGroup);
+        for (int s = 0; s < kVectors<S, W>; ++s)
+            as_floats(S == 2 && W == 2 ? fold(sums[s], sums[S - 1]) : sums[s]).store(out + s * kLaneGroup);
     }
 };
 
 // Rows' codes in lanes, and what the sums of each lane begin with: that cancels what was added to weights.
 struct CodeLanes {
-    CodeLanes(int64_t inputs, int64_t rows)
-        : parts(in_halves(rows) ? 2 : ceil_div(rows, kLaneGroup)),
-          items(lane_items<BytesInLanes>(inputs) / (in_halves(rows) ? 2 : 1)) {}
+    CodeLanes(int64_t inputs, int64_t rows) {
+        with_lanes_of(rows, [&](auto groups, auto shared) {
+            parts = decltype(groups)::value;
+            items = lane_items<BytesInLanes>(inputs) / decltype(shared)::value;
+        });
+    }
     int32_t* starts(uint8_t* lanes) const { return reinterpret_cast<int32_t*>(lanes + parts * items); }
 
     void fill(const uint8_t* codes, int64_t stride, int64_t rows, int64_t inputs, uint8_t* lanes) const {
         lay_in_lanes<BytesInLanes>(codes, stride, rows, inputs, lanes);
-        const int64_t used = inputs * kLaneGroup / (in_halves(rows) ? 2 : 1); // zeros or not, behind them
         for (int64_t part = 0; part < parts; ++part) {
             CodeSums sum = CodeSums::of(Vec::set(0));
-            for (int64_t i = 0; i < used; i += 64)
+            for (int64_t i = 0; i < items; i += 64)
                 sum = dot(sum, Codes::set(Int8Bytes::kAdded), Codes::load(lanes + part * items + i));
             const CodeSums::Lanes less = -sum.v;
             std::memcpy(starts(lanes) + part * kLaneGroup, &less, sizeof(less));
         }
     }
 
-    int64_t parts, items;
+    int64_t parts = 0, items = 0;
 };
 
 #endif

@@ -63,13 +63,11 @@ struct RowBlock {
 constexpr int64_t kFewestNarrow = 7;
 
 #if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX)
-// Fewer leave too many lanes empty: 2048 x 2048 out of memory takes as long at eight rows either way.
-constexpr int64_t kFewestCodesInLanes = 9;
+constexpr int64_t kFewestCodesInLanes = 5;
 
 // A zero point of the rows' own makes numbers of them that no byte with a sign holds.
 inline bool in_code_lanes(const Matrix& m, int64_t rows) {
-    return in_codes(m) && !m.input_zero && m.inputs % BytesInLanes::kTurn == 0 &&
-           rows >= kFewestCodesInLanes && rows <= kFewRows;
+    return in_codes(m) && !m.input_zero && rows >= kFewestCodesInLanes && rows <= kFewRows;
 }
 #endif
 
