@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,9 +70,11 @@ HIDDEN = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
         lambda layer: HIDDEN @ layer.self_attn.q_proj.weight.t(),
         lambda layer: torch.cat([HIDDEN, layer.self_attn.q_proj.weight]),
         lambda layer: torch.addmm(HIDDEN, HIDDEN, layer.self_attn.q_proj.weight.T[:32]),
+        lambda layer: layer.mlp.state_dict(),
+        lambda layer: layer.self_attn.q_proj.state_dict(),
     ],
 )
-def test_a_part_whose_values_are_in_the_block_is_refused(use: Callable[[nn.Module], Tensor]) -> None:
+def test_a_part_whose_values_are_in_the_block_is_refused(use: Callable[[nn.Module], Any]) -> None:
     engine = slipstream.init_inference(make("llama"), dtype=torch.int8, replace_with_kernel_inject=True)
     expected = engine(input_ids=prompt()).logits
     with pytest.raises(UnsupportedError, match="the whole layer runs and not its parts"):

@@ -44,7 +44,9 @@ from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.adapters import Adapters
 from slipstream.model.held import held_memory
+from slipstream.model.inject import is_injected
 from slipstream.model.report import Report
+from slipstream.model.uncompiled import as_it_is
 from slipstream.model.values import wants_operations
 from slipstream.model.whole import answers_at_once, at_once
 from slipstream.parallel import Axis
@@ -94,6 +96,7 @@ class InferenceEngine(Weights):
         captures = settings.enable_cuda_graph and built.mesh.ep.size == 1
         self._graphs = ForwardGraphs(model, built.device) if captures else None
         self._profile: Profile | None = None
+        self._fused = any(map(is_injected, model.modules()))
         self._adapters = Adapters(format_named, built.mesh.replica.size)
         self.training = False
         self.module = model
@@ -156,6 +159,8 @@ class InferenceEngine(Weights):
         Raises:
             RequestError: An input that cannot be run.
         """
+        if torch.compiler.is_dynamo_compiling() and self._fused:
+            return as_it_is(type(self).forward, self, *args, **kwargs)
         if (answer := self._at_once(args, kwargs)) is not None:
             return answer
         args, kwargs = self._here((args, kwargs))

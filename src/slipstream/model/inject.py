@@ -27,10 +27,11 @@ from slipstream.model.defer import defer
 from slipstream.model.follow import follow, tell
 from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
 from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
-from slipstream.model.links import Link, all_hold, link, relink, restored
+from slipstream.model.links import Link, all_hold, link, refuse_alone, relink, restored
 from slipstream.model.namesake import deep_twin, namesake
 from slipstream.model.own import run_own
 from slipstream.model.rounded_inputs import round_inputs
+from slipstream.model.uncompiled import layer_as_it_is, prepare
 from slipstream.model.values import tensors_in, unseen, wants_derivatives, wants_operations
 from slipstream.model.watch import wants_original
 from slipstream.spec import Role
@@ -144,9 +145,12 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
     layer.__dict__.pop("forward", None)
     layer.__dict__[_STATE] = state
     state.parts = parts_of(layer)
+    prepare()
     layer.__class__ = _injected_class(state.original, state.reads)  # type: ignore[arg-type]
     layer.register_state_dict_post_hook(_fill_state_dict)
     layer.register_load_state_dict_pre_hook(refuse_load)
+    for part in list(layer.modules())[1:]:
+        part.register_state_dict_post_hook(refuse_alone)
     state.links = link(layer, state.block.weights, state.plans)
 
 
@@ -156,6 +160,8 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
     signature = LayerSignature(original, silent)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return layer_as_it_is(forward, self, *args, **kwargs)
         state = injected_state(self)
         call = None
         own = self.training or wants_original() or wants_operations() or _records(self, args, kwargs)

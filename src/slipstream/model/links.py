@@ -21,7 +21,7 @@ from slipstream.spec import Role
 from slipstream.weights.load import BlockWeights, own_views
 from slipstream.weights.recipe import Plan
 
-__all__ = ["Link", "all_hold", "link", "relink", "restored"]
+__all__ = ["Link", "all_hold", "link", "refuse_alone", "relink", "restored"]
 
 _HARMLESS = frozenset({"requires_grad_", "share_memory_"})
 _COMPARES = frozenset({"_has_compatible_shallow_copy_type", "is_same_size", "is_set_to"})
@@ -95,6 +95,16 @@ def _refusal() -> UnsupportedError:
         "its parts; read them from the model's state_dict(), and change them by engine.refresh_weights, or "
         "before init_inference"
     )
+
+
+def refuse_alone(part: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any) -> None:
+    """State-dict hook of a part of a layer: asked by itself, it has no values for its released parameters.
+
+    Raises:
+        UnsupportedError: It is asked by itself, and holds some.
+    """
+    if not prefix and any(isinstance(t, _Released | _Valueless) for t in state_dict.values()):
+        raise _refusal()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from slipstream.errors import UnsupportedError
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.namesake import deep_twin, namesake
+from slipstream.model.uncompiled import as_it_is, prepare
 from slipstream.ops.linear import Weight, among_all
 
 __all__ = [
@@ -83,6 +84,7 @@ def pack(
         original: Any = type(module)
     else:
         original = vars(type(module))[_ORIGINAL]
+    prepare()
     state.weights[name] = weight
     state.transposed |= {name} if transposed else frozenset()
     module.__class__ = _packed_class(original, tuple(state.weights))
@@ -197,6 +199,8 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
     bases = (original,) if not embeds else (_Rows,) if original is nn.Embedding else (original, _Rows)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return as_it_is(forward, self, *args, **kwargs)
         state = vars(self)[_STATE]
         whole = all(_held(self, name) is None for name in names)
         own = self.training or kwargs or len(args) != 1 or _records(self, args[0])

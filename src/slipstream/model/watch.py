@@ -15,10 +15,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from slipstream.model import defer
 from slipstream.model.chain import Encoder
+from slipstream.model.uncompiled import as_it_is, prepare
 
 __all__ = [
     "asks_for_internals",
@@ -127,6 +129,9 @@ def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        as_it_is(_enter, encoder, module, args, kwargs)
+        return
     config, given = getattr(module, "config", None), named(module, args, kwargs)
     if asks_for_internals(kwargs, config) or attends_otherwise(module):
         _depth.set(_depth.get() + 1)
@@ -135,6 +140,9 @@ def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kw
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        as_it_is(_leave, module, args, kwargs, output)
+        return
     config = getattr(module, "config", None)
     if wants_original() and (asks_for_internals(kwargs, config) or attends_otherwise(module)):
         _depth.set(_depth.get() - 1)
@@ -148,6 +156,7 @@ def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
         model: Has fused layers; None where no layer is.
         encoder: Runs those of a forward in one go, where anything does.
     """
+    prepare()
     enter = functools.partial(_enter, encoder)
     modules = [] if model is None else list(model.modules())
     # The config of such a model's encoder may not say what it is a part of, and `generate` calls it alone.

@@ -368,6 +368,9 @@ __m512i blend(uint64_t mask, __m512i no, __m512i yes) {
             all.at[i] = other.at[i];
     return all.whole();
 }
+inline __m512i _mm512_maskz_mov_epi8(__mmask64 mask, __m512i v) {
+    return blend<uint8_t>(mask, __m512i{}, v);
+}
 inline __m512i _mm512_mask_mov_epi32(__m512i no, __mmask16 mask, __m512i yes) {
     return blend<uint32_t>(mask, no, yes);
 }

@@ -1,0 +1,45 @@
+"""`torch.compile` upon an engine, and upon a model with fused layers: both go on as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from slipstream.model.defer import current
+from tests.helpers.models import close, pair, prompt
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_an_engine_is_left_alone(kind: str) -> None:
+    both, counter = pair(kind), CompileCounter()
+    compiled = torch.compile(both.engine, backend=counter)
+    for _ in range(2):
+        close(both.original(input_ids=prompt())[0].detach(), compiled(input_ids=prompt())[0])
+    assert counter.frame_count == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "mixtral"])
+def test_fused_layers_are_left_alone(kind: str) -> None:
+    both = pair(kind)
+    expected = both.original(input_ids=prompt())[0].detach()
+    compiled = torch.compile(both.engine.module, backend="eager")
+    for _ in range(2):
+        close(expected, compiled(input_ids=prompt())[0].detach())
+        with torch.no_grad():  # where layers wait for each other, if nobody compiles
+            close(expected, compiled(input_ids=prompt())[0])
+    assert current() is None
+    close(expected, both.engine(input_ids=prompt())[0])
+
+
+def test_packed_layers_are_left_alone() -> None:
+    both = pair("llama", settings={"quant": "int8"})
+    expected = both.engine(input_ids=prompt()).logits
+    compiled = torch.compile(both.engine.module, backend="eager")
+    with torch.no_grad():
+        close(expected, compiled(input_ids=prompt()).logits)
