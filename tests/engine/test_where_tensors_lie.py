@@ -103,6 +103,12 @@ def test_an_adapter_that_was_made_on_meta_is_refused() -> None:
         engine(input_ids=prompt())
 
 
+def test_an_export_of_packed_layers_is_refused_in_words() -> None:
+    engine = inject(make("llama"), quant="int8")
+    with pytest.raises(UnsupportedError, match=r"self_attn\.q_proj\.weight .* before init_inference"):
+        torch.export.export(engine.module, (), {"input_ids": prompt(), "use_cache": False})
+
+
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"])
 def test_a_bias_that_torch_repeats_is_refused_before_work_starts(place: str) -> None:
     model = make("llama")

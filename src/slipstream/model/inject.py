@@ -353,15 +353,24 @@ def _twin(layer: nn.Module) -> nn.Module:
     del twin.__dict__[_STATE]
     twin.__class__ = state.original
     _assign(twin, restored(layer, state.links, lambda: _tensors(layer, state)))
-    here = state.block.weights.device
-    for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
-        if tensor.is_meta and here.type != "meta":  # as adapters are that were made where such a parameter is
-            raise UnsupportedError(
-                f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
-                "parameters are whose values lie in a fused block; attach adapters by engine.load_adapter, "
-                "or before init_inference"
-            )
+    if state.block.weights.device.type != "meta":
+        for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+            if tensor.is_meta:
+                raise _without_values(name, layer, state)
     return twin
+
+
+def _without_values(name: str, layer: nn.Module, state: Injected) -> UnsupportedError:
+    if name in (one.name for one in state.links):  # as torch.export leaves it
+        return UnsupportedError(
+            f"{name} of {type(layer).__name__} was replaced by one without values, and its own lie in a fused "
+            "block, in another layout; export or transform the model before init_inference"
+        )
+    return UnsupportedError(  # as adapters are that were made where such a parameter is
+        f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
+        "parameters are whose values lie in a fused block; attach adapters by engine.load_adapter, "
+        "or before init_inference"
+    )
 
 
 def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
