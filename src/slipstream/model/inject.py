@@ -363,8 +363,8 @@ def _twin(layer: nn.Module) -> nn.Module:
 def _without_values(name: str, layer: nn.Module, state: Injected) -> UnsupportedError:
     if name in (one.name for one in state.links):  # as torch.export leaves it
         return UnsupportedError(
-            f"{name} of {type(layer).__name__} was replaced by one without values, and its own lie in a fused "
-            "block, in another layout; export or transform the model before init_inference"
+            f"{name} of {type(layer).__name__} was replaced by one without values, and its own lie in a "
+            "fused block, in another layout; export or transform the model before init_inference"
         )
     return UnsupportedError(  # as adapters are that were made where such a parameter is
         f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
