@@ -53,10 +53,13 @@ def test_a_folder_opens_as_the_engine_that_wrote_it(kind: str, quant: Any, tmp_p
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_rows_that_are_rounded_are_no_part_of_the_planes(name: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_rows_that_are_rounded_are_no_part_of_the_planes(
+    fused: bool, name: str, kind: str, tmp_path: Path
+) -> None:
     """A folder opens with the rounding of the engine that wrote it, without, and with another one."""
     quant = {"weight": {"format": name}, "activation": {"enabled": True}}
-    engine = write(tmp_path / "packed", kind, quant)
+    engine = write(tmp_path / "packed", kind, quant, fused=fused)
     opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
     torch.testing.assert_close(opened(prompt()).logits, engine(prompt()).logits, rtol=1e-5, atol=1e-5)
     zero = {"weight": {"format": name}, "activation": {"q_type": "asymmetric"}}

@@ -15,7 +15,7 @@ from slipstream.errors import WeightError
 from slipstream.formats import FORMATS
 from slipstream.model.packed import is_packed
 from tests.architectures.tiny import tiny_model
-from tests.helpers.models import Pair, inject, left_padded, make, prompt, roads
+from tests.helpers.models import Pair, close, inject, left_padded, make, prompt, roads
 
 PACKED = [name for name in FORMATS if name != "plain"]
 MODELS = ("llama", "gpt2", "mixtral", "bert", "bloom")
@@ -257,6 +257,13 @@ def test_a_layer_whose_own_code_must_run_runs_on_the_unpacked_weights(kind: str)
         expected, found = exact(**inputs), engine(**inputs)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.attentions[-1], expected.attentions[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_so_does_one_that_keeps_a_packed_part_of_its_own() -> None:
+    engine = inject(tiny_model("qwen3_next", "causal"), quant="int8")
+    assert any(map(is_packed, engine.module.model.layers[0].modules()))
+    expected = engine(input_ids=prompt(vocabulary=90)).logits
+    close(expected, engine(input_ids=prompt(vocabulary=90), output_attentions=True).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("injected", [True, False], ids=["injected", "not injected"])

@@ -44,7 +44,7 @@ def test_generation_goes_on_with_the_new_weights(tmp_path: Path) -> None:
     assert torch.equal(engine.generate(prompt(1), **options), other.generate(prompt(1), **options))
 
 
-@pytest.mark.parametrize("problem", ["missing", "left over", "shape", "nan"])
+@pytest.mark.parametrize("problem", ["missing", "left over", "shape", "nan", "codes", "float8"])
 def test_a_bad_checkpoint_leaves_the_engine_as_it_was(problem: str, tmp_path: Path) -> None:
     state = make("llama", seed=1).state_dict()
     name = "model.layers.1.mlp.down_proj.weight"
@@ -54,12 +54,27 @@ def test_a_bad_checkpoint_leaves_the_engine_as_it_was(problem: str, tmp_path: Pa
         state["extra"] = state[name]
     elif problem == "shape":
         state[name] = state[name][:5]
+    elif problem == "codes":
+        state[name] = (state[name] * 100).to(torch.int8)
+    elif problem == "float8":
+        state[name] = state[name].to(torch.float8_e4m3fn)
     else:
         state[name] = state[name] * torch.nan
     torch.save(state, tmp_path / "w.bin")
     engine = inject(make("llama"), quant=PACKED)
     before = engine(input_ids=prompt()).logits
     with pytest.raises(WeightError, match=r"w\.bin"):
+        engine.load_checkpoint(tmp_path / "w.bin")
+    assert torch.equal(engine(input_ids=prompt()).logits, before)
+
+
+def test_a_number_that_the_engine_s_dtype_has_not_is_refused(tmp_path: Path) -> None:
+    state = make("llama", seed=1).state_dict()
+    state["model.layers.1.mlp.down_proj.weight"][0] = 1e6
+    torch.save(state, tmp_path / "w.bin")
+    engine = inject(make("llama"), dtype=torch.float16)
+    before = engine(input_ids=prompt()).logits
+    with pytest.raises(WeightError, match="float16 ends at 65504"):
         engine.load_checkpoint(tmp_path / "w.bin")
     assert torch.equal(engine(input_ids=prompt()).logits, before)
 

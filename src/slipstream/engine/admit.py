@@ -40,6 +40,7 @@ __all__ = [
     "check_model",
     "check_request",
     "check_settings",
+    "check_value",
     "compute_dtype",
 ]
 
@@ -123,18 +124,36 @@ def _check_values(source: Source, parameters: Mapping[str, Tensor], dtype: torch
     for name in source.names():
         if (tensor := source.stored(name)) is None:
             continue
-        wants_floats = name in parameters and not is_quantized(parameters[name])
-        if wants_floats and is_quantized(tensor):
-            raise WeightError(
-                f"{source.place(name)} is {tensor.dtype}, and the model's {name} is a wider float; load a "
-                "checkpoint that is not quantized"
-            )
-        if tensor.is_floating_point():
-            check_finite_tensor(source.place(name), tensor)
-            if not source.is_packed(name):
-                _check_range({source.place(name): tensor}, dtype)
+        check_value(source, name, tensor, parameters.get(name), dtype)
         del tensor
         source.release([name])
+
+
+def check_value(
+    source: Source, name: str, tensor: Tensor, parameter: Tensor | None, dtype: torch.dtype
+) -> None:
+    """Refuse a tensor of a checkpoint that is no weight, or none in the engine's dtype.
+
+    Args:
+        source: The checkpoint.
+        name: Of the tensor.
+        tensor: As it is stored.
+        parameter: The model's of that name; None where that is a buffer.
+        dtype: What the values are to become.
+
+    Raises:
+        WeightError: Codes where the model has numbers; NaN, infinity, or a number that would be infinite.
+    """
+    place = source.place(name)
+    if parameter is not None and not is_quantized(parameter) and is_quantized(tensor):
+        raise WeightError(
+            f"{place} is {tensor.dtype}, and the model's {name} is a wider float; load a checkpoint that is "
+            "not quantized"
+        )
+    if tensor.is_floating_point():
+        check_finite_tensor(place, tensor)
+        if not source.is_packed(name):
+            _check_range({place: tensor}, dtype)
 
 
 def _refuse_adapters(model: nn.Module) -> None:

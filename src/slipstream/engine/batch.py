@@ -75,6 +75,14 @@ class Batch:
         """`(B, L)`, padding included; contiguous, as processors and criteria know it from transformers."""
         return self._tokens[:, : self._length].contiguous()
 
+    def shown(self, look: Callable[[Tensor], Tensor]) -> Tensor:
+        """What somebody's code says of `ids`, in which it may change tokens: the model goes on from those."""
+        ids = self.ids
+        said = look(ids)
+        if ids.data_ptr() != self._tokens.data_ptr():
+            self._tokens[:, : self._length] = ids
+        return said
+
     @property
     def length(self) -> int:
         """Tokens of a row so far, padding included (L)."""
@@ -172,7 +180,8 @@ class Batch:
             processors: Called on `(B, L)` tokens and `(B, V)` float32 logits; returns scores.
             warp: What may be drawn of them.
         """
-        scores = processors(self.ids, self.logits())
+        logits = self.logits()
+        scores = self.shown(lambda ids: processors(ids, logits))
         numbers = warp.numbers(scores.shape[1], scores.device)
         drawn: Tensor = self._runner.frame.ops.draw.run(scores, None, numbers)
         return drawn[:, None]

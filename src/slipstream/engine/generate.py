@@ -8,6 +8,7 @@ Shapes: B batch, S prompt (padded), L tokens so far, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from slipstream.engine.batch import Batch
 from slipstream.engine.beams import BEAMS, Searched
 from slipstream.engine.listen import listen, listens
 from slipstream.engine.refusals import MODES
-from slipstream.engine.request import cache_matters
+from slipstream.engine.request import cache_matters, longest
 from slipstream.engine.runner import Runner
 from slipstream.engine.takeover import Begun, begin
 from slipstream.engine.warp import parted, penalty_of, suppressions_of
@@ -98,7 +99,8 @@ class Loop:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
         """
         config, hears = generation_config, listens(self.runner)
-        batch, runner = self._admit(input_ids, int(config.max_length), model_kwargs)
+        most = longest(stopping_criteria)
+        batch, runner = self._admit(input_ids, int(config.max_length) if most is None else most, model_kwargs)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
         keep_finished = (
@@ -115,7 +117,7 @@ class Loop:
                 tokens = pace.tokens(choose, alone=keep_finished and not all(rows.alive))
             else:
                 logits = batch.logits()
-                scores = logits_processor(batch.ids, logits)
+                scores = batch.shown(functools.partial(_processed, logits_processor, logits))
                 record.add(scores, logits)
                 tokens = self.runner.frame.ops.sample.run(scores, greedy=not config.do_sample)[:, None]
             tokens = rows.settle(tokens)
@@ -191,7 +193,7 @@ class Loop:
         """What runs some steps and chooses their tokens, nobody seeing logits; None where that is apart."""
         tell = None if stream is None else stream.put
         first, warp = parted(processors) if config.do_sample else (processors, None)
-        others = batch.suppress(first, *suppressions_of(first))
+        others = batch.suppress(first, *suppressions_of(first, self.runner.vocabulary))
         if warp is None and not others:
             return lambda steps: batch.best(steps, ends, tell)
         # Ranks compare tokens, and each draws from a generator of its own.
@@ -303,11 +305,16 @@ class _Stop:
     def __call__(self, batch: Batch, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
         """Which rows are done, now that `tokens` `(B,)` are the last of the batch."""
         if not self.is_known:
-            done: list[bool] = self._criteria(batch.ids, scores).tolist()
+            done: list[bool] = batch.shown(lambda ids: self._criteria(ids, scores)).tolist()
             return done
         if self._most is not None and batch.length >= self._most:
             return [True] * tokens.shape[0]
         return [token in self.ends for token in tokens.tolist()] if self.ends else [False] * len(tokens)
+
+
+def _processed(processors: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    scores: Tensor = processors(ids, logits)
+    return scores
 
 
 def _reminds(criterion: Any) -> bool:

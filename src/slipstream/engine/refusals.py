@@ -60,7 +60,10 @@ def why_not_packed(
     config, inputs = request.config, request.inputs
     if (mode := _why_not_mode(model, config)) is not None:
         return mode
-    if takes_over and config.get_generation_mode(None).value in BEAMS:
+    beams = config.get_generation_mode(None).value in BEAMS
+    if beams and kwargs.get("streamer") is not None:
+        return "a streamer is given, and beams are no stream"  # which transformers says as well
+    if takes_over and beams:
         return "beams of a model that sees or hears are transformers' own"
     if not takes_over and (extra := _others(request)):
         return f"the model takes {', '.join(extra)}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from slipstream.engine.admit import check_value
 from slipstream.engine.loading import matched
 from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import UnsupportedError, WeightError
@@ -27,7 +28,6 @@ from slipstream.ops.linear import Weight
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_values
 from slipstream.weights.checkpoint import Slices, open_checkpoint
-from slipstream.weights.finite import check_finite_tensor
 from slipstream.weights.match import Renamed
 from slipstream.weights.packed_folder import MANIFEST, is_packed_folder
 from slipstream.weights.recipe import Piece, gather
@@ -62,10 +62,12 @@ def reload(
         return
     source = matched(model, _opened(place, tag), strict=strict, ties=_may_be_one(model))
     _check_ties(model, source)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in source.names():
-        tensor = source.read(name)
-        if tensor.is_floating_point():
-            check_finite_tensor(source.place(name), tensor)
+        tensor, own = source.read(name), parameters.get(name)
+        into = own if own is not None else buffers.get(name, tensor)
+        check_value(source, name, tensor, own, into.dtype if into.is_floating_point() else tensor.dtype)
         source.release([name])
     for path, module in model.named_modules():
         if is_injected(module) and not is_untouched(module):

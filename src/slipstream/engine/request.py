@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from slipstream.engine.beams import BEAMS
+
 __all__ = [
     "Request",
     "by_name",
     "cache_matters",
+    "longest",
     "move_stop_strings",
     "read_request",
     "repeats_generate",
@@ -114,9 +117,18 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
         owner is None or owner.max_length is None for owner in owners
     )
     encoded = bool(getattr(model.config, "is_encoder_decoder", False))
-    return Request(
-        prompt, length, _new_tokens(model, config, length, is_default, encoded), encoded, config, inputs
-    )
+    new_tokens = _new_tokens(model, config, length, is_default, encoded)
+    most = longest(kwargs.get("stopping_criteria") or ())
+    if most is not None and config.get_generation_mode(None).value not in BEAMS:  # which go by the config
+        new_tokens = max(most - (1 if encoded else length), 1)
+    return Request(prompt, length, new_tokens, encoded, config, inputs)
+
+
+def longest(criteria: Iterable[Any]) -> int | None:
+    """Where stopping criteria end any generation, the prompt included; a caller's takes the config's place."""
+    from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+    return min((int(one.max_length) for one in criteria if type(one) is MaxLengthCriteria), default=None)
 
 
 def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, encoded: bool) -> int:

@@ -72,11 +72,12 @@ def penalty_of(processors: Sequence[Any]) -> float | None:
     return None if own.get("prompt_ignore_length") is not None else float(own["penalty"])
 
 
-def suppressions_of(processors: Sequence[Any]) -> tuple[list[Any], list[Rule]]:
+def suppressions_of(processors: Sequence[Any], vocabulary: int) -> tuple[list[Any], list[Rule]]:
     """Part a list of processors into those that only say which tokens may not be chosen, and the others.
 
     Args:
         processors: Of a generation, without those at its end that only warp.
+        vocabulary: Tokens that there are; transformers' own code says what it thinks of others.
 
     Returns:
         The others, and what the former say, both in order. A penalty among the others may come before or
@@ -84,7 +85,7 @@ def suppressions_of(processors: Sequence[Any]) -> tuple[list[Any], list[Rule]]:
     """
     others, rules = list[Any](), list[Rule]()
     for processor in processors:
-        rule = _rule_of(processor)
+        rule = _rule_of(processor, vocabulary)
         if rule is None:
             others.append(processor)
         else:
@@ -92,7 +93,7 @@ def suppressions_of(processors: Sequence[Any]) -> tuple[list[Any], list[Rule]]:
     return others, rules
 
 
-def _rule_of(processor: Any) -> Rule | None:
+def _rule_of(processor: Any, vocabulary: int) -> Rule | None:
     """What a processor says, or None where it does anything else."""
     from transformers.generation import logits_process as known
 
@@ -115,7 +116,8 @@ def _rule_of(processor: Any) -> Rule | None:
     elif kind is known.NoBadWordsLogitsProcessor:
         words = own["sequence_bias"]
         # Longer ones depend on what was said.
-        rule = Rule(tuple(ids[0] for ids in words)) if all(len(ids) == 1 for ids in words) else None
+        known_ones = all(len(ids) == 1 and ids[0] < vocabulary for ids in words)
+        rule = Rule(tuple(ids[0] for ids in words)) if known_ones else None
     return rule
 
 

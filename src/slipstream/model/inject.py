@@ -27,7 +27,7 @@ from slipstream.model.defer import defer
 from slipstream.model.follow import follow, tell
 from slipstream.model.intact import Parts, is_heard, is_intact, parts_of
 from slipstream.model.layer_call import LayerCall, LayerSignature, run_block
-from slipstream.model.links import Link, all_hold, link, refuse_alone, relink, restored
+from slipstream.model.links import Link, all_hold, link, packed_names, refuse_alone, relink, restored
 from slipstream.model.namesake import deep_twin, namesake
 from slipstream.model.own import run_own
 from slipstream.model.rounded_inputs import round_inputs
@@ -354,18 +354,18 @@ def _twin(layer: nn.Module) -> nn.Module:
     twin.__class__ = state.original
     _assign(twin, restored(layer, state.links, lambda: _tensors(layer, state)))
     if state.block.weights.device.type != "meta":
-        for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
-            if tensor.is_meta:
-                raise _without_values(name, layer, state)
+        for path, part in twin.named_modules():
+            planes = packed_names(part)  # which stand for parameters that have no values of their own
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and tensor.is_meta and name not in planes:
+                    raise _without_values(f"{path}.{name}", layer, state)
     return twin
 
 
 def _without_values(name: str, layer: nn.Module, state: Injected) -> UnsupportedError:
     if name in (one.name for one in state.links):  # as torch.export leaves it
-        return UnsupportedError(
-            f"{name} of {type(layer).__name__} was replaced by one without values, and its own lie in a "
-            "fused block, in another layout; export or transform the model before init_inference"
-        )
+        said = "was replaced by one without values, and its own lie in a fused block; export or transform the"
+        return UnsupportedError(f"{name} of {type(layer).__name__} {said} model before init_inference")
     return UnsupportedError(  # as adapters are that were made where such a parameter is
         f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
         "parameters are whose values lie in a fused block; attach adapters by engine.load_adapter, "

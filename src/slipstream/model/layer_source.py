@@ -99,7 +99,16 @@ class LayerSource(Source):
             for place, run in enumerate(zip(*runs, strict=True))
         )
         shape = (*planes[last].shape, some.shape[-1])
-        return Weight(wanted.name, shape, planes, wanted.unpack, None, self._dtype_of(full))
+        flat = len(shape) == 2  # what enters a stack of experts is not rounded
+        return Weight(
+            wanted.name if flat else wanted.packed_as,
+            shape,
+            planes,
+            wanted.unpack,
+            None,
+            self._dtype_of(full),
+            wanted.rounding if flat else None,
+        )
 
     def _dtype_of(self, pieces: Iterable[Piece]) -> torch.dtype:
         """What a role's matrix unpacks to: float32 where one of its pieces is kept in that."""

@@ -8,7 +8,7 @@ another tensor in a parameter's place is noticed by `Link.holds`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ from slipstream.spec import Role
 from slipstream.weights.load import BlockWeights, own_views
 from slipstream.weights.recipe import Plan
 
-__all__ = ["Link", "all_hold", "link", "refuse_alone", "relink", "restored"]
+__all__ = ["PACKED", "Link", "all_hold", "link", "packed_names", "refuse_alone", "relink", "restored"]
+
+PACKED = "_slipstream_packed"
+"""What a packed module carries (`packed.py`): in `weights`, its matrices by the names of their parameters."""
 
 _HARMLESS = frozenset({"requires_grad_", "share_memory_"})
 _COMPARES = frozenset({"_has_compatible_shallow_copy_type", "is_same_size", "is_set_to"})
@@ -155,6 +158,12 @@ def link(layer: nn.Module, weights: BlockWeights, plans: Mapping[Role, Plan]) ->
         path, _, leaf = name.rpartition(".")
         links.append(_put(name, layer.get_submodule(path), leaf, view))
     return tuple(links)
+
+
+def packed_names(module: nn.Module) -> Collection[str]:
+    """The parameters of a module that planes stand for: they have no values of their own either."""
+    state: Any = vars(module).get(PACKED)
+    return () if state is None else state.weights
 
 
 def relink(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
 from slipstream.model.check import MODEL_ERRORS
+from slipstream.model.links import PACKED
 from slipstream.model.namesake import deep_twin, namesake
 from slipstream.model.uncompiled import as_it_is, prepare
 from slipstream.ops.linear import Weight, among_all
@@ -40,7 +41,7 @@ __all__ = [
     "weight_of",
 ]
 
-_STATE = "_slipstream_packed"
+_STATE = PACKED
 BESIDE = "_slipstream_beside"
 """What a module carries whose product adapters add to: a `Beside`."""
 

@@ -1,0 +1,96 @@
+"""Code of the caller's that takes part in `generate`: limits, criteria, processors and streamers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
+
+from tests.helpers.models import Pair, pair, prompt, roads
+
+DRAWN = {"do_sample": True, "repetition_penalty": 1.3}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Pair:
+    return pair("llama")
+
+
+def agree(models: Pair, road: str = "engine", **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    expected: Tensor = models.original.generate(**copy.deepcopy(options))  # whose prompt may be rewritten
+    torch.manual_seed(0)
+    with roads(models.engine) as counts:
+        got = models.engine.generate(**options)
+    assert counts.taken == road
+    assert torch.equal(got, expected)
+    return got
+
+
+@pytest.mark.parametrize("options", [{}, DRAWN], ids=["best", "drawn"])
+@pytest.mark.parametrize("asked", [2, 30, None])
+@pytest.mark.parametrize("most", [4, 12, 40])
+def test_a_caller_s_length_takes_the_place_of_the_config_s(
+    llama: Pair, most: int, asked: int | None, options: dict[str, Any]
+) -> None:
+    limits = [MaxLengthCriteria(most), MaxLengthCriteria(50)]
+    length = {} if asked is None else {"max_new_tokens": asked}
+    got = agree(llama, input_ids=prompt(2), stopping_criteria=limits, pad_token_id=0, **length, **options)
+    assert got.shape[1] <= max(most, 10)
+
+
+class Rewritten(StoppingCriteria):
+    """Puts a token in the place of each last one."""
+
+    def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Nobody is done."""
+        ids[:, -1] = 9
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+class RewrittenBefore(LogitsProcessor):
+    """The same, before the next one is chosen."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores as they are."""
+        ids[:, -1] = 11
+        return scores
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["best", "drawn"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "code", [{"stopping_criteria": [Rewritten()]}, {"logits_processor": [RewrittenBefore()]}]
+)
+def test_tokens_that_a_caller_s_code_rewrites_count(
+    llama: Pair, code: dict[str, Any], rows: int, options: dict[str, Any]
+) -> None:
+    got = agree(llama, input_ids=prompt(rows), max_new_tokens=6, pad_token_id=0, **code, **options)
+    assert (got[:, 9:-1] == (9 if "stopping_criteria" in code else 11)).all()
+
+
+class Heard:
+    """A streamer."""
+
+    def put(self, value: Tensor) -> None:
+        """Forget it."""
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_beams": 2, "streamer": Heard()}, "cannot be used with beam search"),
+        ({"bad_words_ids": [[100_000]]}, "vocabulary size"),
+    ],
+)
+def test_what_transformers_refuses_is_refused(llama: Pair, options: dict[str, Any], said: str) -> None:
+    for model in (llama.original, llama.engine):
+        with pytest.raises(ValueError, match=said):
+            model.generate(prompt(1), max_new_tokens=3, **options)
