@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 import slipstream
 from slipstream.families import FAMILIES
+from tests.architectures.tiny import tiny_model
 from tests.families.sweep import peaked_model
 from tests.helpers.models import Pair, close, inject, make, pair, prompt, roads
 
@@ -353,3 +354,48 @@ def test_an_adapter_around_what_the_block_holds_in_another_layout_counts() -> No
     agree(models, "compatible")
     close(models.original.state_dict(), models.engine.state_dict())
     agree(Pair(models.original, copy.deepcopy(models.engine)), "compatible")
+
+
+WINDOWED = {"sliding_window": 4}
+NUMBERS: dict[str, tuple[str, dict[str, Any], Callable[[Any], None]]] = {
+    "a norm's": ("llama", {}, lambda m: setattr(m.model.norm, "variance_epsilon", 0.5)),
+    "a layer's norm's": ("llama", {}, lambda m: setattr(_last(m).input_layernorm, "variance_epsilon", 0.5)),
+    "a layer's": ("granite", {}, lambda m: setattr(_last(m), "residual_multiplier", 0.5)),
+    "an attention's": ("llama", {}, lambda m: setattr(_last(m).self_attn, "scaling", 0.5)),
+    "an embedding's": ("granite", {}, lambda m: setattr(m.model, "embedding_multiplier", 2.5)),
+    "the logits'": ("cohere", {}, lambda m: setattr(m, "logit_scale", 0.3)),
+    "the config's": ("granite", {}, lambda m: setattr(m.config, "logits_scaling", 2.5)),
+    "experts": ("mixtral", {}, lambda m: setattr(_last(m).mlp.gate, "top_k", 1)),
+    "no window": ("mistral", WINDOWED, lambda m: setattr(m.config, "sliding_window", None)),
+    "a wider window": ("mistral", WINDOWED, lambda m: setattr(m.config, "sliding_window", 6)),
+    "a narrower window": ("mistral", WINDOWED, lambda m: setattr(m.config, "sliding_window", 3)),
+}
+
+
+def _last(model: Any) -> Any:
+    return model.model.layers[-1]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_set_later_count(name: str) -> None:
+    kind, options, change = NUMBERS[name]
+    original = tiny_model(kind, "causal") if kind in ("granite", "cohere") else make(kind, **options)
+    models = Pair(original, inject(original))
+    ids = prompt(vocabulary=90)
+    before = original(input_ids=ids).logits.detach()
+    for model in (original, models.engine.module):
+        change(model)
+    expected = original(input_ids=ids).logits.detach()
+    assert not torch.allclose(before, expected, atol=1e-3)
+    close(expected, models.engine(input_ids=ids).logits)
+    with roads(models.engine) as counts:
+        got = models.engine.generate(input_ids=ids, max_new_tokens=6)
+    assert counts.taken == "compatible"
+    close(original.generate(input_ids=ids, max_new_tokens=6), got)
+
+
+def test_a_number_of_an_encoder_counts() -> None:
+    models = pair("bert", "BertModel")
+    for model in (models.original, models.engine.module):
+        model.encoder.layer[1].output.LayerNorm.eps = 0.5
+    close(models.original(input_ids=prompt())[0].detach(), models.engine(input_ids=prompt())[0])

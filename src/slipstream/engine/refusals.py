@@ -156,10 +156,12 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     if listens_everywhere() or any(map(is_hooked, around)):
         return "someone listens to the model's parts by hooks"
     if any(map(attends_otherwise, around)):
-        return "another attention function was set"
+        return "another attention function was set, or the config was changed"
     changed = runner.frame.replaced(model)
     if changed is not None:
         return f"{changed or 'the model'} was replaced, or its forward was"
+    if not runner.frame.keeps_numbers:
+        return "a number of a part around the layers was changed"
     if not runner.frame.keeps_scale:
         return "the multiplier of the token embedding was changed"
     if len(runner.frame.layers) != len(runner.blocks):

@@ -125,7 +125,7 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
 
 
 def longest(criteria: Iterable[Any]) -> int | None:
-    """Where stopping criteria end any generation, the prompt included; a caller's takes the config's place."""
+    """Where stopping criteria end a generation, prompt included; a caller's come in place of the config's."""
     from transformers.generation.stopping_criteria import MaxLengthCriteria
 
     return min((int(one.max_length) for one in criteria if type(one) is MaxLengthCriteria), default=None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.model.block import Block, RopeTable
 from slipstream.model.gate import Turning
+from slipstream.model.intact import modules_of, numbers_of
 from slipstream.model.latent import attend_paged
 from slipstream.model.packed import weight_of
 from slipstream.ops import Ops
@@ -71,6 +72,9 @@ class Frame:
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )
         self._has_scale = self._own_scale == self._scale
+        # Some rotary modules count how far they have come.
+        apart = {*self.layers, *(() if self.rotary is None else self.rotary.modules())}
+        self._numbers = numbers_of(part for part in modules_of(model, self.layers) if part not in apart)
 
     def replaced(self, model: nn.Module) -> str | None:
         """Name of a part that is no longer the one in the model, or was given another forward, or None.
@@ -80,6 +84,11 @@ class Frame:
         other = (name for name, part in self._parts.items() if _at(model, name) is not part)
         patched = (name for name, own in self._forwards.items() if _own_forward(model, name) is not own)
         return next(itertools.chain(other, patched), None)
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether nobody has set another number of a part, or of what is around the parts."""
+        return self._numbers.hold()
 
     @property
     def keeps_scale(self) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 __all__ = [
+    "Numbers",
     "PartState",
     "Parts",
     "is_heard",
@@ -18,12 +19,18 @@ __all__ = [
     "is_intact",
     "listens_everywhere",
     "modules_of",
+    "numbers_of",
     "parts_of",
 ]
 
 _KNOWN = frozenset({"slipstream", "transformers"})
 """Packages whose hooks are accounted for: our own, and those that record outputs, which `watch` sees to."""
 
+_IDLE = frozenset({"gradient_checkpointing", "hidden_size", "intermediate_size", "training", "vocab_size"})
+"""Numbers that a forward does not compute by, or whose change another sign tells of."""
+
+_OWN = operator.attrgetter("__dict__")
+_GET: Callable[[Any, Any], Any] = dict.get
 _STATE_OF = operator.itemgetter("_modules", "_forward_hooks", "_forward_pre_hooks")
 
 Children = tuple[nn.Module | None, ...]
@@ -49,6 +56,29 @@ class PartState:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """Plain numbers that modules compute by, such as a scale, a count of experts, what a norm adds.
+
+    Attributes:
+        modules: Whose attribute each is.
+        names: Of the attributes.
+        values: Theirs.
+    """
+
+    modules: tuple[nn.Module, ...] = ()
+    names: tuple[str, ...] = ()
+    values: tuple[Any, ...] = ()
+
+    def hold(self) -> bool:
+        """Whether nobody has set another one since."""
+        now = tuple(map(_GET, map(_OWN, self.modules), self.names))
+        try:
+            return now == self.values
+        except RuntimeError:  # a tensor of several numbers by now
+            return False
+
+
+@dataclass(frozen=True)
 class Parts:
     """What is inside of a layer.
 
@@ -57,11 +87,13 @@ class Parts:
         inside: All modules inside of it, at any depth.
         places: Those that know the layer's place among its like, itself among them, and that place: by it a
             cache is asked.
+        numbers: Of the layer and all inside of it.
     """
 
     children: Children = ()
     inside: tuple[PartState, ...] = ()
     places: tuple[tuple[nn.Module, Any], ...] = ()
+    numbers: Numbers = Numbers()
 
 
 def modules_of(module: nn.Module, closed: Iterable[nn.Module] = ()) -> list[nn.Module]:
@@ -90,7 +122,25 @@ def parts_of(module: nn.Module) -> Parts:
         PartState(part, vars(part).get("forward"), type(part).forward, _children(part)) for part in inside[1:]
     )
     places = ((part, vars(part)["layer_idx"]) for part in inside if "layer_idx" in vars(part))
-    return Parts(_children(module), tuple(states), tuple(places))
+    return Parts(_children(module), tuple(states), tuple(places), numbers_of(inside))
+
+
+def numbers_of(modules: Iterable[nn.Module]) -> Numbers:
+    """The numbers of some modules, as they are now."""
+    found = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if type(value) in _kinds(module) and not (name in _IDLE or name == "layer_idx" or "drop" in name)
+    ]
+    return Numbers(*zip(*found, strict=True)) if found else Numbers()
+
+
+def _kinds(module: nn.Module) -> tuple[type, ...]:
+    """Of numbers that a module computes by; torch's own have shapes as well, and what training leaves out."""
+    if not type(module).__module__.startswith("torch.nn."):
+        return (bool, int, float)
+    return () if isinstance(module, nn.modules.dropout._DropoutNd) else (float,)
 
 
 def is_intact(module: nn.Module, parts: Parts) -> bool:
@@ -100,7 +150,7 @@ def is_intact(module: nn.Module, parts: Parts) -> bool:
         module: Hooks on itself are left aside, for whoever calls it runs them.
         parts: From `parts_of`, of before.
     """
-    if _children(module) != parts.children or listens_everywhere():
+    if _children(module) != parts.children or listens_everywhere() or not parts.numbers.hold():
         return False
     for one, place in parts.places:
         if one.__dict__.get("layer_idx") != place:

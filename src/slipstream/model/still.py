@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.model.inject import Injected, injected_state
-from slipstream.model.intact import is_heard, listens_everywhere, modules_of
+from slipstream.model.intact import is_heard, listens_everywhere, modules_of, numbers_of
 from slipstream.model.links import Link
 
 __all__ = ["Still"]
@@ -35,6 +35,7 @@ class Still:
         self._children = [dict(module._modules) for module in self._outer]
         self._forwards = [each.get("forward") for each in own]
         self._hooks = list(_BEFORE(own[0])), list(_AFTER(own[0]))
+        self._numbers = numbers_of(self._modules)
 
     def holds(self) -> bool:
         """Whether nobody has changed a part, its code or a layer's tensors, or listens to any."""
@@ -48,6 +49,7 @@ class Still:
             and (list(_BEFORE(own[0])), list(_AFTER(own[0]))) == self._hooks
             and not ((_any(_BEFORE, own) or _any(_AFTER, own)) and any(map(is_heard, self._modules[1:])))
             and not listens_everywhere()
+            and self._numbers.hold()
             and all(map(_Held.holds, self._held, map(injected_state, self._layers)))
         )
 

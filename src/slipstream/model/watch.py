@@ -8,6 +8,7 @@ states may wait for each other (`defer.py`).
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Mapping
@@ -49,6 +50,16 @@ _ATTENTIONS = frozenset(
     }
 )
 """Transformers' own names of functions, all of which compute the same."""
+_ATTENTION = "_attn_implementation_internal"
+_SETTINGS = (
+    "attention_chunk_size",
+    "final_logit_softcapping",
+    "layer_types",
+    "logits_scaling",
+    "sliding_window",
+    "use_sliding_window",
+)
+"""What models read of their configs in every call."""
 _depth: ContextVar[int] = ContextVar("slipstream_original_depth", default=0)
 
 
@@ -58,29 +69,38 @@ class _Watched:
 
     Attributes:
         attention: Name of the function that its layers were told to attend by.
+        settings: What its config said of how it attends, and of logits.
         heard: It is a part of a model whose decoder hears what an encoder says.
     """
 
     attention: Any
+    settings: tuple[Any, ...]
     heard: bool
 
 
 def attends_otherwise(module: nn.Module) -> bool:
-    """Whether a module was told, since it is watched, to attend by a function that is not transformers'."""
+    """Whether a module was told, since it is watched, to attend otherwise.
+
+    That is by a function that is not transformers', or by other windows, which a model asks its config for in
+    every call.
+    """
     known: _Watched | None = module.__dict__.get(_STATE)
     if known is None:
         return False
-    name = _attention(module)
-    return name not in _ATTENTIONS and name != known.attention
+    values = _values(module)
+    name = values.get(_ATTENTION)
+    if name not in _ATTENTIONS and name != known.attention:
+        return True
+    return tuple(map(values.get, _SETTINGS)) != known.settings
 
 
-def _attention(module: nn.Module) -> Any:
-    """The name in a module's config, without its properties, which take 1.5 us; None where there is none."""
+def _values(module: nn.Module) -> Mapping[str, Any]:
+    """What a module's config holds, without its properties, which take 1.5 us each; {} where it has none."""
     try:
-        values = object.__getattribute__(module.config, "__dict__")
+        values: Mapping[str, Any] = object.__getattribute__(module.config, "__dict__")
     except AttributeError:  # of a class that is not transformers'
-        return None
-    return values.get("_attn_implementation_internal")
+        return {}
+    return values
 
 
 def wants_original() -> bool:
@@ -163,9 +183,15 @@ def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
     heard = {id(part) for module in modules if _has_both(module) for part in module.modules()}
     for module in modules:
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            module.__dict__[_STATE] = _Watched(_attention(module), id(module) in heard)
+            module.__dict__[_STATE] = _watched(module, heard=id(module) in heard)
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+
+def _watched(module: nn.Module, *, heard: bool) -> _Watched:
+    values = _values(module)
+    settings = copy.deepcopy(tuple(map(values.get, _SETTINGS)))  # lists are changed in place
+    return _Watched(values.get(_ATTENTION), settings, heard)
 
 
 def _has_both(module: nn.Module) -> bool:
