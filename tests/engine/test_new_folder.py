@@ -60,6 +60,12 @@ def test_elsewhere_it_is_refused(
     assert names(tmp_path) == before and names(tmp_path / "full") == ["file"]
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no file system that refuses its owner")
+def test_where_nothing_can_be_made_it_is_refused_before_work() -> None:
+    with pytest.raises(ConfigError, match="cannot be made: /proc is no folder that may be written to"):
+        free_place(Path("/proc/new"))
+
+
 def test_the_second_of_two_is_refused_and_the_first_stays(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match="exists already"),

@@ -42,8 +42,13 @@ def free_place(folder: Path, what: str | None = None) -> Path:
     if is_current:
         raise ConfigError(f"{what} is the folder that this process works in; name one that is to be made")
     above = next(path for path in place.parents if os.path.lexists(path))
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} cannot be made: {above} is no folder that may be written to; name another")
+    trial = above / f".{place.name[:64]}.{uuid.uuid4().hex[:8]}"
+    try:  # what is allowed does not say what can be done: there are file systems that nobody can write to
+        trial.mkdir()
+        trial.rmdir()
+    except OSError as error:
+        said = f"{above} is no folder that may be written to ({error.strerror})"
+        raise ConfigError(f"{what} cannot be made: {said}; name another") from error
     return place
 
 

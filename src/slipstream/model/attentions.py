@@ -35,6 +35,7 @@ from slipstream.model.check import (
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
 from slipstream.model.layers import Found
+from slipstream.model.namesake import trial_copy
 from slipstream.model.probe import guessed_runs
 from slipstream.model.proof import Proven
 from slipstream.model.scores import Pending, Scores
@@ -142,7 +143,10 @@ def find_attention(
     hint = _hint(found.layer)
     if not calls:
         return {}, {} if hint is None else {hint: "its layer cannot be called on random input to prove it"}
-    twin = copy.deepcopy(found.layer)
+    try:
+        twin = trial_copy(found.layer)
+    except InjectionError as failure:
+        return {}, {} if hint is None else {hint: str(failure)}
     convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
     like = torch.empty(0, dtype=settings.dtype, device="cpu")
     heard = _Heard()
@@ -161,7 +165,7 @@ def find_attention(
         let_attend(twin.get_submodule(path), attends[path])
     exact = partial(_in_float32, found.layer) if settings.dtype.itemsize == 2 else None
     try:
-        plain = copy.deepcopy(found.layer)
+        plain = trial_copy(found.layer)
         convert(plain, settings.dtype, keep=settings.keep, prefix=found.name)
         worst = compare(found.name, calls, plain.forward, twin.forward, like, exact=exact)
     except InjectionError as failure:
@@ -232,6 +236,6 @@ def _leave(heard: _Heard, path: str, module: nn.Module, args: Any, output: Any) 
 
 
 def _in_float32(layer: nn.Module) -> Any:
-    wide = copy.deepcopy(layer)
+    wide = trial_copy(layer)
     convert(wide, torch.float32)
     return wide.forward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from slipstream.model.declines import declines, in_several, unsplit
 from slipstream.model.filling import Filling
 from slipstream.model.inject import Injected, inject_layer
 from slipstream.model.layers import Found
+from slipstream.model.namesake import trial_copy
 from slipstream.model.offload import offload_block
 from slipstream.model.probe import runs_of
 from slipstream.model.returns import returns_of
@@ -234,11 +234,14 @@ def _check(
     tensors = list(found.layer.parameters())
     here = all(t.device == like.device for t in tensors)
     shared = [t for t in tensors if here and t.dtype == like.dtype]
-    twin = copy.deepcopy(found.layer, {id(t): t for t in shared})
-    convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
-    if not shared:
-        twin.to(like.device)
-    fused = copy.deepcopy(twin, {id(t): t for t in (*twin.parameters(), *twin.buffers())})
+    try:
+        twin = trial_copy(found.layer, {id(t): t for t in shared})
+        convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
+        if not shared:
+            twin.to(like.device)
+        fused = trial_copy(twin, {id(t): t for t in (*twin.parameters(), *twin.buffers())})
+    except InjectionError as failure:
+        return Verdict(None, reason=str(failure))
     verdict = Verdict(returns, bool_masks=_has_bool_mask(calls))
     state = make_block(found, fused, settings, verdict)
     inject_layer(fused, state)
@@ -266,7 +269,7 @@ def _check(
 
 def _in_float32(layer: nn.Module) -> Callable[..., Any]:
     """The layer's own code on the same weights, without rounding in between."""
-    wide = copy.deepcopy(layer)
+    wide = trial_copy(layer)
     convert(wide, torch.float32)
     forward: Callable[..., Any] = wide.forward
     return forward

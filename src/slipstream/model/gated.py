@@ -12,7 +12,6 @@ Shapes: T rows, C hidden, F feed-forward width.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from slipstream.formats import FORMATS
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
 from slipstream.model.intact import Parts, is_intact, parts_of
+from slipstream.model.namesake import trial_copy
 from slipstream.model.packed import is_packed
 from slipstream.model.proof import Heard, Proven, disagreement, is_as_near
 from slipstream.ops import Ops
@@ -160,7 +160,8 @@ def _linears(module: nn.Module) -> dict[str, nn.Module] | None:
     """The linears of a module that has nothing else with tensors, two or three; or None."""
     found: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
-        if type(part).forward is nn.Linear.forward and "forward" not in vars(part) and path:
+        plain = type(part).forward is nn.Linear.forward and "forward" not in vars(part)
+        if plain and part._parameters.get("weight") is not None and path:  # not made in every call
             found[path] = part
         elif any(t is not None for t in (*part._parameters.values(), *part._buffers.values())):
             return None
@@ -198,7 +199,7 @@ def prove_gated(
         heard: What it is called with, where that is known.
     """
     like = next(module.parameters())
-    exact = module if like.dtype == torch.float32 else copy.deepcopy(module).float()
+    exact = module if like.dtype == torch.float32 else trial_copy(module).float()
     rows, orders = _rows_for(exact, like), list(_orders(_linears(module) or {}))
     rows = rows.view(*(1,) * (1 if heard is None else heard[0].dim() - 2), *rows.shape)
     answer = exact.forward(rows)
@@ -211,7 +212,7 @@ def prove_gated(
         return "no gated feed-forward answers as it does"
     own = module
     if like.dtype != settings.dtype or like.device != settings.device:
-        own = copy.deepcopy(module)
+        own = trial_copy(module)
         convert(own, settings.dtype, keep=settings.keep, prefix=name)
         own.to(settings.device)
     bound, feed = ops.linear, None if ops.feed_forward.name == "reference" else ops.feed_forward.run

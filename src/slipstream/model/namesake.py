@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["become", "deep_twin", "namesake"]
+from slipstream.errors import InjectionError
+
+__all__ = ["become", "deep_twin", "namesake", "trial_copy"]
 
 
 def namesake(
@@ -34,6 +36,25 @@ def deep_twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo[id(module)] = twin = type(module).__new__(type(module))
     twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return twin
+
+
+def trial_copy(module: nn.Module, memo: Mapping[int, Any] | None = None) -> Any:
+    """A copy of a module to try things on.
+
+    Args:
+        module: What a forward with gradients left in its attributes is shared: torch copies no such tensor.
+        memo: What else is shared, by its id.
+
+    Raises:
+        InjectionError: Something in it cannot be copied.
+    """
+    held = (value for part in module.modules() for value in vars(part).values())
+    left = {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}
+    try:
+        return copy.deepcopy(module, {**left, **(memo or {})})
+    except Exception as error:  # of whatever code its parts have for it
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise InjectionError(f"{type(module).__name__} cannot be copied to be checked; {said}") from error
 
 
 def become(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
+from slipstream.model.namesake import trial_copy
 from slipstream.model.proof import Heard, Proven, disagreement, is_as_near
 from slipstream.ops import norm
 from slipstream.ops.activation import ACTIVATIONS
@@ -116,7 +117,7 @@ def prove_norm(
         name: The module's full name.
         heard: What it is called with, where that is known.
     """
-    exact = copy.deepcopy(module).float()
+    exact = trial_copy(module).float()
     generator = torch.Generator().manual_seed(0)
     for parameter in exact.parameters():
         parameter.copy_(_random(parameter.shape, generator))
