@@ -1,4 +1,4 @@
-"""Layers with something in them that cannot be copied are fused where that does not matter, or say why not."""
+"""Layers with something in them that cannot be copied are fused where that does not matter, or say why."""
 
 from __future__ import annotations
 
