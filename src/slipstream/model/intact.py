@@ -26,7 +26,17 @@ __all__ = [
 _KNOWN = frozenset({"slipstream", "transformers"})
 """Packages whose hooks are accounted for: our own, and those that record outputs, which `watch` sees to."""
 
-_IDLE = frozenset({"gradient_checkpointing", "hidden_size", "intermediate_size", "training", "vocab_size"})
+_IDLE = frozenset(
+    {
+        "_is_hf_initialized",
+        "gradient_checkpointing",
+        "hidden_size",
+        "intermediate_size",
+        "layer_idx",
+        "training",
+        "vocab_size",
+    }
+)
 """Numbers that a forward does not compute by, or whose change another sign tells of."""
 
 _OWN = operator.attrgetter("__dict__")
@@ -131,7 +141,7 @@ def numbers_of(modules: Iterable[nn.Module]) -> Numbers:
         (module, name, value)
         for module in modules
         for name, value in vars(module).items()
-        if type(value) in _kinds(module) and not (name in _IDLE or name == "layer_idx" or "drop" in name)
+        if type(value) in _kinds(module) and not (name in _IDLE or "drop" in name)
     ]
     return Numbers(*zip(*found, strict=True)) if found else Numbers()
 
