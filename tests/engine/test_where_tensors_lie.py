@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.errors import UnsupportedError, WeightError
+from slipstream.model.defer import current
+from slipstream.model.watch import wants_original
 from tests.helpers.models import close, inject, make, pair, prompt
 
 
@@ -107,6 +109,7 @@ def test_an_export_of_packed_layers_is_refused_in_words() -> None:
     engine = inject(make("llama"), quant="int8")
     with pytest.raises(UnsupportedError, match=r"self_attn\.q_proj\.weight .* before init_inference"):
         torch.export.export(engine.module, (), {"input_ids": prompt(), "use_cache": False})
+    assert current() is None and not wants_original()
 
 
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"])

@@ -149,8 +149,9 @@ def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        as_it_is(_enter, encoder, module, args, kwargs)
+    if torch.compiler.is_compiling():  # torch.export sees the original, and would not leave after an error
+        if torch.compiler.is_dynamo_compiling():
+            as_it_is(_enter, encoder, module, args, kwargs)
         return
     config, given = getattr(module, "config", None), named(module, args, kwargs)
     if asks_for_internals(kwargs, config) or attends_otherwise(module):
@@ -160,8 +161,9 @@ def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kw
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        as_it_is(_leave, module, args, kwargs, output)
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            as_it_is(_leave, module, args, kwargs, output)
         return
     config = getattr(module, "config", None)
     if wants_original() and (asks_for_internals(kwargs, config) or attends_otherwise(module)):
