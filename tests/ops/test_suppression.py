@@ -41,7 +41,7 @@ LISTS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", LISTS)
 def test_tokens_are_hidden_as_by_transformers(name: str) -> None:
-    others, rules = suppressions_of(LISTS[name])
+    others, rules = suppressions_of(LISTS[name], VOCABULARY)
     assert not others and len(rules) == len(LISTS[name])
     suppression = Suppression(rules, VOCABULARY, CPU)
     assert not suppression.is_total
@@ -72,7 +72,7 @@ def test_tokens_are_hidden_as_by_transformers(name: str) -> None:
 )
 def test_what_does_anything_else_is_left_to_transformers(processor: Any) -> None:
     suppressed = known.SuppressTokensLogitsProcessor([3])
-    assert suppressions_of([processor, suppressed]) == ([processor], [Rule((3,))])
+    assert suppressions_of([processor, suppressed], VOCABULARY) == ([processor], [Rule((3,))])
 
 
 def test_rules_that_leave_nothing_say_so() -> None:

@@ -58,12 +58,9 @@ def why_not_packed(
         if kwargs.get(name) is not None and kwargs[name] is not False:
             return f"{name} is given"
     config, inputs = request.config, request.inputs
-    if (mode := _why_not_mode(model, config)) is not None:
+    if (mode := _why_not_mode(model, config, kwargs.get("streamer"))) is not None:
         return mode
-    beams = config.get_generation_mode(None).value in BEAMS
-    if beams and kwargs.get("streamer") is not None:
-        return "a streamer is given, and beams are no stream"  # which transformers says as well
-    if takes_over and beams:
+    if takes_over and config.get_generation_mode(None).value in BEAMS:
         return "beams of a model that sees or hears are transformers' own"
     if not takes_over and (extra := _others(request)):
         return f"the model takes {', '.join(extra)}"
@@ -101,11 +98,13 @@ def _others(request: Request) -> list[str]:
     return [name for name, value in given if name not in own and value is not None and value is not False]
 
 
-def _why_not_mode(model: nn.Module, config: Any) -> str | None:
+def _why_not_mode(model: nn.Module, config: Any, streamer: Any) -> str | None:
     """Why the road does not know how a call chooses its tokens, or None if it does."""
     mode = config.get_generation_mode(None).value
     if mode not in MODES:
         return f"the mode is {mode}"
+    if mode in BEAMS and streamer is not None:
+        return "a streamer is given, and beams are no stream"  # which transformers says as well
     if mode in BEAMS:
         return None if searches(model) else "the model has a beam search of its own"
     return None if samples(model) else "the model has a loop of its own"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -137,13 +140,23 @@ def parts_of(module: nn.Module) -> Parts:
 
 def numbers_of(modules: Iterable[nn.Module]) -> Numbers:
     """The numbers of some modules, as they are now."""
-    found = [
-        (module, name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if type(value) in _kinds(module) and not (name in _IDLE or "drop" in name)
-    ]
+    found = list[tuple[nn.Module, str, Any]]()
+    for module in modules:
+        kind: Any = type(module)
+        idle, kinds = _IDLE | _written(kind), _kinds(module)
+        numbers = ((name, value) for name, value in vars(module).items() if type(value) in kinds)
+        found += [(module, name, value) for name, value in numbers if name not in idle and "drop" not in name]
     return Numbers(*zip(*found, strict=True)) if found else Numbers()
+
+
+@functools.cache
+def _written(kind: type[nn.Module]) -> frozenset[str]:
+    """Attributes that a class's own code sets after it was made, as routers do that count their tokens."""
+    own: tuple[Any, ...] = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    methods = (value for one in own for name, value in vars(one).items() if name != "__init__")
+    code = (getattr(inspect.unwrap(method), "__code__", None) for method in methods if callable(method))
+    steps = (step for one in code if one is not None for step in dis.get_instructions(one))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:
