@@ -60,6 +60,17 @@ def test_callers_at_once_get_their_own_answers(library: Library) -> None:
     assert not wrong
 
 
+def test_calls_that_were_announced_get_the_same_answers(library: Library) -> None:
+    x, own = torch.randn(3, 300), weight(1)
+    expected = native_linear(x, own, library)
+    parked = threading.Event()
+    for turn in range(300):
+        library.rouse()
+        if turn % 3 == 0:
+            parked.wait(0.0005)  # nobody waits that long
+        assert torch.equal(native_linear(x, own, library), expected)
+
+
 def test_more_threads_than_processors_are_no_more(library: Library) -> None:
     torch.set_num_threads(64)
     x, own = torch.randn(2, 300), weight(1)
@@ -70,6 +81,7 @@ def test_nobody_works_while_nothing_is_asked(library: Library) -> None:
     x, own = torch.randn(1, 300), weight(1)
     for _ in range(50):
         native_linear(x, own, library)
+    library.rouse()  # no call comes
     time.sleep(0.05)
     before = time.process_time()
     time.sleep(0.5)

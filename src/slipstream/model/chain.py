@@ -49,6 +49,7 @@ class Encoder(Protocol):
         older: Sequence[Older],
         past: int | None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None: ...
+    def expect(self) -> None: ...  # noqa: D102
     def text(self, frame: TextFrame) -> TextRun | None: ...  # noqa: D102
 
 

@@ -175,7 +175,10 @@ def answers_at_once(model: nn.Module) -> bool:
 def at_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
     """What an encoder that answers at once says to these arguments; None where its own code has to run."""
     whole: _Whole | None = model.__dict__.get(_STATE)
-    if whole is None or torch.compiler.is_compiling() or not whole.still.holds():
+    if whole is None or torch.compiler.is_compiling():
+        return None
+    whole.encoder.expect()
+    if not whole.still.holds():
         return None
     try:
         return _answer(model, whole, args, kwargs)

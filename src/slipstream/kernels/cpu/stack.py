@@ -322,6 +322,10 @@ class NativeStack:
         self.run_layers(prepared, call, blocks, out, packed, tables)
         return out
 
+    def expect(self) -> None:
+        """A call is about to come."""
+        self.library.rouse()
+
     def text(self, frame: TextFrame) -> NativeText | None:
         """What runs layers together with what stands around them in an encoder of text, or None."""
         return NativeText(self, frame) if refuse_text(frame) is None else None

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 20;
+constexpr int32_t kAbi = 21;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -304,6 +304,8 @@ SLIPSTREAM_API int32_t slipstream_abi();
 // Index of an instruction set for the calls below, or -1: unknown, not built, or not in this processor.
 SLIPSTREAM_API int32_t slipstream_isa(const char* name);
 SLIPSTREAM_API const char* slipstream_error(int32_t status);
+// Announces a call: threads that are parked get up meanwhile, and wait for it a moment.
+SLIPSTREAM_API void slipstream_rouse();
 SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
 SLIPSTREAM_API int32_t slipstream_feed(int32_t isa, int32_t threads, const slipstream::FeedCall* call);
 SLIPSTREAM_API int32_t slipstream_draw(int32_t isa, int32_t threads, const slipstream::DrawCall* call);

@@ -185,6 +185,10 @@ const char* slipstream_error(int32_t status) {
     return status >= 0 && status <= kUnsupported ? kSentences[status] : "the status is unknown";
 }
 
+void slipstream_rouse() {
+    rouse();
+}
+
 int32_t slipstream_linear(int32_t isa, int32_t threads, const LinearCall* call) {
     return start(isa, threads, call, &Kernels::linear_bytes, &Kernels::linear);
 }

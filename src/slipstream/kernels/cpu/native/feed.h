@@ -68,35 +68,37 @@ inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens,
     const bool codes = packs_whole(f.last);
     // Rounding to codes has its own scales: only what becomes bfloat16 is rounded for sure.
     const bool rounds = Vec::kBf16Dot && f.last.dtype == kBfloat16 && !codes;
+    const auto finish = [&](Piece piece) {
+        if (f.gate_last)
+            std::swap(piece.c, piece.up);
+        for (int64_t j = 0; j < piece.outputs; ++j)
+            (rounds ? activate_rounded_row : activate_row)(f.activation, piece.c + j * piece.stride,
+                                                           f.gated ? piece.up + j * piece.stride : nullptr,
+                                                           ceil_div(piece.tokens, kGroup) * kGroup);
+        with_word(f.last, [&](auto next) {
+            using N = decltype(next);
+            if constexpr (!N::kRounds)
+                if (!codes)
+                    return pack_piece<N>(piece, f.width, inner);
+            each_row(piece, [&](int64_t t, const float* values) {
+                std::memcpy(whole + t * f.width + piece.begin, values,
+                            static_cast<size_t>(piece.outputs) * sizeof(float));
+            });
+        });
+    };
     with_word(f.first, [&](auto unit) {
         using U = decltype(unit);
         const Product<U> product(f.first, f.width, f.gated ? f.width : 0, tokens, team.size());
-        product.run(packed, team, own, [&](Piece piece) {
-            if (f.gate_last)
-                std::swap(piece.c, piece.up);
-            for (int64_t j = 0; j < piece.outputs; ++j)
-                (rounds ? activate_rounded_row : activate_row)(
-                    f.activation, piece.c + j * piece.stride, f.gated ? piece.up + j * piece.stride : nullptr,
-                    ceil_div(piece.tokens, kGroup) * kGroup);
-            with_word(f.last, [&](auto next) {
-                using N = decltype(next);
-                if constexpr (!N::kRounds)
-                    if (!codes)
-                        return pack_piece<N>(piece, f.width, inner);
-                each_row(piece, [&](int64_t t, const float* values) {
-                    std::memcpy(whole + t * f.width + piece.begin, values,
-                                static_cast<size_t>(piece.outputs) * sizeof(float));
-                });
-            });
-        });
+        product.run(packed, team, own, finish, following(f.last, f.last.outputs, 0, tokens, team.size()));
     });
 }
 
 // Many rows `(rows, C)`: calls `finish(piece)` for all that the second matrix answers. `packed`
-// has room for what enters the first matrix, and where the second packs whole rows for those as well.
+// has room for what enters the first matrix, and where the second packs whole rows for those as well. `next`
+// is what has its turn after both.
 template <class T, class F>
 inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* packed, char* inner, Team& team,
-                      char* own, F finish) {
+                      char* own, F finish, const Following& next = {}) {
     with_word(f.first,
               [&](auto unit) { pack_rows<decltype(unit)>(x, dtype_of(x), rows, f.first, packed, team); });
     feed_inner(f, packed, rows, inner, team, own);
@@ -106,7 +108,7 @@ inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* pack
         if (whole)
             pack_rows<U>(inner, kFloat32, rows, f.last, packed, team);
         const Product<U> product(f.last, f.last.outputs, 0, rows, team.size());
-        product.run(whole ? packed : inner, team, own, finish);
+        product.run(whole ? packed : inner, team, own, finish, next);
     });
 }
 

@@ -20,6 +20,7 @@ constexpr int64_t kTokensAtOnce = 528; // what is packed of so many tokens stays
 struct InRegisters {
     static constexpr int64_t kPanelRows = 64;             // in two halves where gate and up go together
     static constexpr int64_t kPanelBytes = 768 << 10;     // deeper panels are summed in several passes
+    static constexpr int64_t kDeepRows = kPanelRows;      // that a panel of any depth has room for
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
     static constexpr int64_t kBlock = 0;                  // rows that panels want a multiple of, 0: any
     // Items that lie between each `kSpan` inputs: of a packed token, and of a row of a panel.

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -16,6 +17,8 @@ namespace {
 constexpr int kIdleSpins = 500;
 // Within a job the others are at work; after this the processor is offered to whoever keeps them from it.
 constexpr int kMeetSpins = 4000;
+// For a job that was announced: some times of what an interpreter does between the two.
+constexpr std::chrono::microseconds kExpected(300);
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -69,6 +72,12 @@ public:
         return true;
     }
 
+    // Whoever misses this comes with the job itself.
+    void rouse() {
+        announced_.fetch_add(1, std::memory_order_release);
+        wake_.notify_all();
+    }
+
 private:
     // Workers are never joined: they are parked when the process ends, and the pool outlives every static
     // object.
@@ -84,14 +93,22 @@ private:
     }
 
     void work(int rank, unsigned seen) {
-        for (;;) {
-            for (int i = 0; i < kIdleSpins && ticket_.load(std::memory_order_acquire) == seen; ++i)
-                pause();
+        for (unsigned heard = announced_.load();;) {
+            spin(seen, kIdleSpins);
             Job job;
             int wanted;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return ticket_.load(std::memory_order_relaxed) != seen; });
+                wake_.wait(lock, [&] {
+                    return ticket_.load(std::memory_order_relaxed) != seen ||
+                           announced_.load(std::memory_order_relaxed) != heard;
+                });
+                heard = announced_.load(std::memory_order_relaxed);
+                if (ticket_.load(std::memory_order_relaxed) == seen) {
+                    lock.unlock();
+                    expect(seen);
+                    continue;
+                }
                 seen = ticket_.load(std::memory_order_relaxed);
                 job = job_;
                 wanted = wanted_;
@@ -103,11 +120,27 @@ private:
         }
     }
 
+    // Until there is another job than `seen`, or so many times.
+    bool spin(unsigned seen, int times) const {
+        for (int i = 0; i < times; ++i) {
+            if (ticket_.load(std::memory_order_acquire) != seen)
+                return true;
+            pause();
+        }
+        return false;
+    }
+
+    void expect(unsigned seen) const {
+        const auto end = std::chrono::steady_clock::now() + kExpected;
+        while (!spin(seen, 64) && std::chrono::steady_clock::now() < end)
+            continue;
+    }
+
     std::mutex mutex_;
     std::condition_variable wake_;
     Job job_;
     int wanted_ = 0, workers_ = 0;
-    std::atomic<unsigned> ticket_{0};
+    std::atomic<unsigned> ticket_{0}, announced_{0};
     std::atomic<int> running_{0};
     // No mutex, which its owner may not try again: a job may call code that asks for another job.
     std::atomic<bool> busy_{false};
@@ -190,6 +223,10 @@ void Team::meet() {
 int team_size(int wish) {
     const int most = allowed_processors();
     return wish < 1 ? 1 : (wish > most ? most : wish);
+}
+
+void rouse() {
+    instance().rouse();
 }
 
 void run(Body body, void* context, int threads) {

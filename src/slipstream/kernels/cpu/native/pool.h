@@ -45,6 +45,10 @@ using Body = void (*)(void* context, Team& team, int rank);
 // How many threads `run` would use at most for this wish: no more than this process may run at once.
 int team_size(int wish);
 
+// Announces a job: workers that are parked get up, which takes tens of microseconds, and wait for it a
+// moment.
+void rouse();
+
 // Runs `body` on `threads` threads (from team_size), this one among them, and returns when all are done.
 // While another thread's job holds the workers, the job runs on the calling thread alone: `body` sees a team
 // of one.

@@ -110,25 +110,6 @@ inline bool packs_whole(const Matrix& m) {
 #endif
 }
 
-// Rows [begin, begin + rows) of a matrix in `times` calls of `some`; nothing where they do not lie together.
-inline Ahead rows_ahead(const Matrix& m, int64_t begin, int64_t rows, int64_t times) {
-    if (m.format != kPlain) {
-        const int64_t bytes = m.plane_bytes[kCodes] / m.outputs;
-        const char* at = static_cast<const char*>(m.planes[kCodes]) + begin * bytes;
-        return {at, at + most(rows, 0) * bytes, rows * bytes / 64 / times + 1};
-    }
-    int64_t first = 0, i = 0;
-    while (i + 1 < m.num_runs && begin >= first + m.runs[i].rows)
-        first += m.runs[i++].rows;
-    const Run& run = m.runs[i];
-    const int64_t n = least(rows, first + run.rows - begin), size = m.dtype == kFloat32 ? 4 : 2;
-    if (n <= 0 || run.transposed)
-        return {};
-    const char* at = static_cast<const char*>(run.data) + (begin - first) * run.stride * size;
-    const int64_t bytes = ((n - 1) * run.stride + m.inputs) * size;
-    return {at, at + bytes, bytes / 64 / times + 1};
-}
-
 // What a thread has computed: outputs [begin, begin + outputs) of `tokens` tokens from `token` on. Output j
 // of token t is c[j * stride + t], and up[j * stride + t] of the other half where a product has two; both may
 // be overwritten. Rows and tokens up to the next multiple of kGroup are there as well.
@@ -151,38 +132,42 @@ public:
         const int64_t inputs = padded<U>(m.inputs);
         const int64_t groups = ceil_div(tokens, kGroup), most_groups = kTokensAtOnce / kStep * U::kGroups;
         int64_t chunks = ceil_div(groups, most_groups);
+        const int64_t passes = ceil_div(inputs, kDeepest);
+        deep_ = ceil_div(ceil_div(inputs, passes), kDecoded) * kDecoded;
+        pitch_ = Panel::pitch(deep_);
         width_ = U::kBlock && groups >= 2 * U::kGroups ? blocked(chunks, threads) : evened(chunks, threads);
         // A thread with one task more than the others keeps them waiting: shorter chunks even that out.
         if (threads > 1 && ceil_div(outputs, width_) * chunks % threads && groups >= 8 * U::kGroups)
             chunks *= 2;
-        const int64_t passes = ceil_div(inputs, kDeepest);
-        deep_ = ceil_div(ceil_div(inputs, passes), kDecoded) * kDecoded;
-        pitch_ = Panel::pitch(deep_);
         chunk_ = ceil_div(ceil_div(groups, chunks), U::kGroups) * kStep;
         stride_ = deep_ < inputs ? chunk_ : kStep;
         panels_ = ceil_div(outputs, width_);
         tasks_ = panels_ * ceil_div(tokens, chunk_);
     }
 
-    // Calls `finish(piece)` for all outputs of all tokens.
+    // Calls `finish(piece)` for all outputs of all tokens. The first panels of the matrix that follows are
+    // asked for with this one's last ones: it lies in memory, and nobody else would.
     template <class F>
-    void run(const void* packed, Team& team, char* own, F finish) const {
+    void run(const void* packed, Team& team, char* own, F finish, const Following& next = {}) const {
         [[maybe_unused]] typename Panel::Session session;
         each(team, tasks_, 1, [&](int64_t task, int64_t) {
-            work(static_cast<const Item*>(packed), task, own, team.size(), finish);
+            work(static_cast<const Item*>(packed), task, own, team.size(), finish, next);
         });
     }
+
+    Following as_following() const { return {&m_, outputs_, second_, width_}; }
 
 private:
     using Panel = typename PanelFor<U>::Type;
     static constexpr int64_t kDecoded = most(line_items<U>(), kPackedBlock); // passes begin where blocks do
-    static constexpr int64_t kRowItems = U::kPanelBytes / U::kPanelRows / static_cast<int64_t>(sizeof(Item));
+    static constexpr int64_t kRowItems = U::kPanelBytes / U::kDeepRows / static_cast<int64_t>(sizeof(Item));
     static constexpr int64_t kDeepest =
         (kRowItems - line_items<U>()) * U::kSpan / (U::kSpan + U::kBetweenRow) / kDecoded * kDecoded;
     static constexpr int64_t kStep = U::kGroups * kGroup; // tokens that pass a panel together
 
     template <class F>
-    void work(const Item* packed, int64_t task, char* own, int ahead_by, F& finish) const {
+    void work(const Item* packed, int64_t task, char* own, int ahead_by, F& finish,
+              const Following& next) const {
         auto* panel = reinterpret_cast<Item*>(own);
         auto* c = reinterpret_cast<float*>(own + U::kPanelBytes);
         [[maybe_unused]]
@@ -191,8 +176,7 @@ private:
         const int64_t begin = task % panels_ * width_, n = least(width_, outputs_ - begin);
         const int64_t token = task / panels_ * chunk_, end = least(tokens_, token + chunk_);
         const int64_t inputs = padded<U>(m_.inputs), items = packed_items<U>(inputs);
-        Ahead ahead[2];
-        look_ahead((task + ahead_by) % panels_ * width_, ceil_div(end - token, kStep), ahead);
+        Ahead ahead = look_ahead(task + ahead_by, ceil_div(end - token, kStep), next);
         alignas(64) float starts[2][U::kPanelRows] = {};
         const bool settled = Panel::kStarts && !U::kRounds && !row_factors(m_); // by what sums start with
         for (int64_t half = 0; settled && m_.bias && half < halves_; ++half)
@@ -221,7 +205,7 @@ private:
                     float* part = at + half * width_ * stride_;
                     Panel::multiply({rows[half], pitches[half], n,
                                      packed + t * items + packed_items<U>(from) * kGroup, items * kGroup,
-                                     groups, words, from == 0, starts[half], part, stride_, ahead + half});
+                                     groups, words, from == 0, starts[half], part, stride_, &ahead});
                     if (from + deep_ < inputs || settled)
                         continue;
                     if constexpr (U::kRounds)
@@ -240,7 +224,7 @@ private:
 
     // Rows of a panel, so that every thread has a dozen tasks.
     int64_t evened(int64_t chunks, int64_t threads) const {
-        int64_t width = U::kPanelRows / halves_;
+        int64_t width = U::kDeepRows / halves_;
         while (width > kGroup && ceil_div(outputs_, width) * chunks < 12 * threads)
             width /= 2;
         return width;
@@ -249,9 +233,10 @@ private:
     // The same of whole blocks, so that the longest share of a thread is the shortest. For each panel the
     // tokens come from the second cache, about twice as slowly as blocks take them: as if it had more rows.
     int64_t blocked(int64_t chunks, int64_t threads) const {
-        constexpr int64_t kTokensAsRows = 16;
+        constexpr int64_t kTokensAsRows = 16, kBlock = most(U::kBlock, 1);
+        const int64_t room = U::kPanelBytes / (pitch_ * static_cast<int64_t>(sizeof(Item)));
         int64_t width = 0, best = 0;
-        for (int64_t w = U::kPanelRows / halves_; w > 0; w -= most(U::kBlock, 1)) {
+        for (int64_t w = least(U::kPanelRows, room) / halves_ / kBlock * kBlock; w > 0; w -= kBlock) {
             const int64_t panels = ceil_div(outputs_, w), tasks = panels * chunks;
             const int64_t missing = (tasks - 1) % threads ? 0 : panels * w - outputs_; // of the last, alone
             const int64_t share = ceil_div(tasks, threads) * (w + kTokensAsRows) - missing;
@@ -261,13 +246,24 @@ private:
         return width;
     }
 
-    // What this thread will probably work on next.
-    void look_ahead(int64_t begin, int64_t steps, Ahead* ahead) const {
-        const int64_t n = least(width_, outputs_ - begin);
+    // What this thread will probably work on next: a task of this product, or one of the next. All of it is
+    // asked for by the time that this task is done.
+    Ahead look_ahead(int64_t task, int64_t steps, const Following& next) const {
+        const Following from = task < tasks_ ? as_following() : next;
+        const int64_t begin = task < tasks_ ? task % panels_ * width_ : (task - tasks_) * next.width;
+        const int64_t n = least(from.width, from.outputs - begin);
+        if (n <= 0)
+            return {};
+        Ahead ahead = rows_ahead(*from.m, begin, n);
+        if (from.second) {
+            const Ahead second = rows_ahead(*from.m, begin + from.second, n);
+            ahead.then = second.at;
+            ahead.then_end = second.end;
+        }
         const int64_t passes = ceil_div(padded<U>(m_.inputs), deep_);
-        const int64_t times = passes * steps * Panel::blocks(width_, deep_ / U::kItems);
-        for (int64_t half = 0; half < halves_; ++half)
-            ahead[half] = rows_ahead(m_, begin + half * second_, n, times);
+        const int64_t times = passes * steps * halves_ * Panel::blocks(width_, deep_ / U::kItems);
+        ahead.lines = (ahead.end - ahead.at + ahead.then_end - ahead.then) / 64 / times + 1;
+        return ahead;
     }
 
     float bias(int64_t row) const {
@@ -323,6 +319,16 @@ private:
     const int64_t outputs_, second_, tokens_, halves_;
     int64_t width_, deep_, pitch_, chunk_, stride_, panels_, tasks_;
 };
+
+// What follows a product that has `tokens` rows, if they pass this matrix by panels, too.
+inline Following following(const Matrix& m, int64_t outputs, int64_t second, int64_t tokens, int threads) {
+    Following next;
+    if (many(tokens, m))
+        with_word(m, [&](auto unit) {
+            next = Product<decltype(unit)>(m, outputs, second, tokens, threads).as_following();
+        });
+    return next;
+}
 
 // Finishes a piece in the order of x: calls `row(token, values)`, the piece's outputs of one token.
 template <class F>

@@ -89,7 +89,7 @@ public:
             }
             if (rank == 0 && i == 0)
                 meanwhile();
-            feed_forward(b, team, rank);
+            feed_forward(b, i, team, rank);
             each_one(team, tokens_, [&](int64_t t) {
                 leave(b, t);
                 if (i + 1 < call_.num_blocks)
@@ -176,7 +176,7 @@ private:
         const int64_t width = (b.heads + 2 * b.kv_heads) * b.head_dim, joined = b.heads * b.head_dim;
         const Rows rows = {normed_, rounds_rows(b.qkv, many(tokens_, b.qkv)) ? rounded_ : nullptr, b.hidden,
                            tokens_};
-        project(rows, b.qkv, qkv_, team, rank);
+        project(rows, b.qkv, qkv_, team, rank, follows(b.attn_out, team));
         if (rank == 0 && replans(layer))
             make_plan(spans(b), heads_of(b), team, room_);
         // What is copied is the longer work, and begins first.
@@ -200,30 +200,38 @@ private:
         a.pairs = multiplies_pairs(call_.dtype, call_.caches ? call_.cache_dtype : call_.dtype);
         attend(a, team, rank, room_);
         const Rows out = {joined_, rounded, joined, tokens_};
-        project(out, b.attn_out, attended_, team, rank);
+        project(out, b.attn_out, attended_, team, rank,
+                b.across ? follows(b.across->q, team) : feed_follows(b, team));
     }
 
-    // out = x times a matrix.
-    void project(const Rows& x, const Matrix& m, float* out, Team& team, int rank) {
+    // What comes after a product: a matrix, and the first of a feed-forward's.
+    Following follows(const Matrix& m, const Team& team) const {
+        return following(m, m.outputs, 0, tokens_, team.size());
+    }
+    Following feed_follows(const Block& b, const Team& team) const {
+        const FeedForward feed = feed_of(b);
+        if (!feed.width || !feeds_many(feed, tokens_))
+            return {};
+        return following(feed.first, feed.width, feed.gated ? feed.width : 0, tokens_, team.size());
+    }
+
+    // out = x times a matrix; `next` has its turn after it.
+    void project(const Rows& x, const Matrix& m, float* out, Team& team, int rank, const Following& next) {
         if (many(tokens_, m)) {
             with_word(m, [&](auto unit) {
-                pack_rows<decltype(unit)>(x.full, kFloat32, tokens_, m, packed_, team);
+                using U = decltype(unit);
+                pack_rows<U>(x.full, kFloat32, tokens_, m, packed_, team);
+                const Product<U> product(m, m.outputs, 0, tokens_, team.size());
+                product.run(
+                    packed_, team, reinterpret_cast<char*>(own_floats(rank)),
+                    [&](const Piece& piece) { turn_piece(piece, out, m.outputs); }, next);
             });
-            project_packed(packed_, m, out, team, own_floats(rank));
             return;
         }
         const Operand in = operand(x, m, rank);
         each_in_runs(
             team, rank, m.outputs, grain(m, m.outputs, team.size()),
             [&](int64_t begin, int64_t end) { multiply(in, m, begin, end, out + begin, m.outputs); });
-    }
-
-    void project_packed(const char* packed, const Matrix& m, float* out, Team& team, float* own) {
-        with_word(m, [&](auto unit) {
-            const Product<decltype(unit)> product(m, m.outputs, 0, tokens_, team.size());
-            product.run(packed, team, reinterpret_cast<char*>(own),
-                        [&](const Piece& piece) { turn_piece(piece, out, m.outputs); });
-        });
     }
 
     // Queries and keys of one token are normed and turned; key and value go into the cache, if there is one.
@@ -258,7 +266,7 @@ private:
             make_plan(across_spans(c), heads_of(b), team, across_room_);
         const Rows rows = {normed_, rounds_rows(c.q, many(tokens_, c.q)) ? rounded_ : nullptr, b.hidden,
                            tokens_};
-        project(rows, c.q, qkv_, team, rank);
+        project(rows, c.q, qkv_, team, rank, follows(c.out, team));
         Bf16* rounded = rounds_rows(c.out, many(tokens_, c.out)) ? rounded_joined_ : nullptr;
         Attention a = to_states(heads_of(b), c);
         a.q = {qkv_, kFloat32, 0, joined, b.head_dim};
@@ -267,7 +275,7 @@ private:
         a.pairs = multiplies_pairs(call_.dtype, c.dtype);
         attend(a, team, rank, across_room_);
         const Rows out = {joined_, rounded, joined, tokens_};
-        project(out, c.out, attended_, team, rank);
+        project(out, c.out, attended_, team, rank, feed_follows(b, team));
     }
 
     // After the attention's sum, where another branch follows it.
@@ -317,21 +325,25 @@ private:
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
-    void feed_forward(const Block& b, Team& team, int rank) {
+    void feed_forward(const Block& b, int64_t layer, Team& team, int rank) {
         const FeedForward feed = feed_of(b);
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         const float* x = apart ? entry_ : normed_;
+        // Of matrices that come from elsewhere nobody knows yet where they lie.
+        const bool last = call_.turn || layer + 1 == call_.num_blocks;
         if (feed.width)
-            feed_all(b, feed, x, team, rank);
+            feed_all(b, feed, x, team, rank, last ? Following() : follows(call_.blocks[layer + 1].qkv, team));
         if (b.moe)
             experts_.run(b, x, fed_, feed.width > 0, reinterpret_cast<char*>(own_floats(rank)), team, rank);
     }
 
-    void feed_all(const Block& b, const FeedForward& feed, const float* x, Team& team, int rank) {
+    void feed_all(const Block& b, const FeedForward& feed, const float* x, Team& team, int rank,
+                  const Following& next) {
         float* own = own_floats(rank);
         if (feeds_many(feed, tokens_)) {
-            feed_many(feed, x, tokens_, packed_, packed_inner_, team, reinterpret_cast<char*>(own),
-                      [&](const Piece& piece) { turn_piece(piece, fed_, b.hidden); });
+            feed_many(
+                feed, x, tokens_, packed_, packed_inner_, team, reinterpret_cast<char*>(own),
+                [&](const Piece& piece) { turn_piece(piece, fed_, b.hidden); }, next);
             return;
         }
         const bool rounded = rounds(feed.first, tokens_);

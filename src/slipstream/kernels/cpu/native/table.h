@@ -48,6 +48,7 @@
 #ifdef SLIPSTREAM_AMX
 #include "gemm_amx.h"
 #endif
+#include "ahead.h"
 #include "product.h"
 #include "attention_tile.h"
 #include "rounded_functions.h"

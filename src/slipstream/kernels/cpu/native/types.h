@@ -86,14 +86,20 @@ inline void prefetch(const void* p) {
     __builtin_prefetch(p, 0, 2);
 }
 
-// Asks for a piece of memory before it is needed, a little at a time.
+// Asks for a piece of memory before it is needed, and then for another one, a little at a time.
 struct Ahead {
     const char *at = nullptr, *end = nullptr;
     int64_t lines = 0;
+    const char *then = nullptr, *then_end = nullptr;
 
     void some() {
         for (int64_t i = 0; i < lines && at < end; ++i, at += 64)
             prefetch(at);
+        if (at >= end && then != then_end) {
+            at = then;
+            end = then_end;
+            then = then_end;
+        }
     }
 };
 
