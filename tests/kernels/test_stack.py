@@ -176,16 +176,18 @@ def test_many_tokens_of_experts(name: str, isa: str, quant: str, dtype: torch.dt
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 @pytest.mark.parametrize("q_type", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "gpt_neox"]
 )  # experts would turn a step into another choice
-def test_inputs_rounded_to_int8(name: str, q_type: str, isa: str) -> None:
+def test_inputs_rounded_to_int8(name: str, bits: int, q_type: str, isa: str) -> None:
     variant = next(v for v in VARIANTS if v[0].name == name)
-    rounds = Rounds(accepted(variant, torch.float32, {"activation": {"q_type": q_type}}), isa)
+    quant = {"weight": {"num_bits": bits}, "activation": {"q_type": q_type}}
+    rounds = Rounds(accepted(variant, torch.float32, quant), isa)
     # Numbers that are equal to 1e-6 may be rounded one step apart, 1/127 of their row's largest, and what
     # comes after them in their sequence hears of it: of several prompts, half of one has none of that.
     assert min(rounds.error(PREFILL, 0.5) for _ in range(4)) <= 1e-4
-    for spans in (PREFILL, CHUNK, DECODE, SINGLE):
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
         assert rounds.error(spans) <= 3e-2
 
 

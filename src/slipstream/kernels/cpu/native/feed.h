@@ -61,7 +61,7 @@ inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& s
 }
 
 // The product of packed rows with the first matrix, through the activation, and packed for the second one;
-// where that packs whole rows, they are left in float32.
+// where that packs whole rows, they are left in float32, by tokens or as kept.h has them.
 inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens, char* inner, Team& team,
                        char* own) {
     float* whole = reinterpret_cast<float*>(inner);
@@ -77,6 +77,8 @@ inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens,
                                                            ceil_div(piece.tokens, kGroup) * kGroup);
         with_word(f.last, [&](auto next) {
             using N = decltype(next);
+            if constexpr (kKeeps<N>)
+                return keep_piece(piece, f.width, whole);
             if constexpr (!N::kRounds)
                 if (!codes)
                     return pack_piece<N>(piece, f.width, inner);
@@ -105,7 +107,9 @@ inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* pack
     with_word(f.last, [&](auto unit) {
         using U = decltype(unit);
         const bool whole = packs_whole(f.last);
-        if (whole)
+        if constexpr (kKeeps<U>)
+            pack_kept<U>(reinterpret_cast<const float*>(inner), rows, f.last, packed, team);
+        else if (whole)
             pack_rows<U>(inner, kFloat32, rows, f.last, packed, team);
         const Product<U> product(f.last, f.last.outputs, 0, rows, team.size());
         product.run(whole ? packed : inner, team, own, finish, next);

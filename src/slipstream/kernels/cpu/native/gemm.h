@@ -73,6 +73,8 @@ struct ByteWord : InRegisters {
     static Vec stored(CodeSums sum) { return sum.bits(); }
     static CodeSums add(CodeSums sum, Codes x, Codes w) { return dot(sum, x, w); }
     static Vec less_zeros(Vec sums, Vec zeros, Sum row) { return less_product(sums, zeros, integers(row)); }
+    // A word of each lane's row.
+    static Codes word(Vec a, Vec b, Vec c, Vec d) { return four_of(a, b, c, d); }
 };
 #else
 using Bf16Word = FloatWord;
@@ -161,21 +163,33 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
     }
 }
 
+// The grids of a group of tokens, from token t on, to their places beside what is packed.
+template <class U>
+inline void store_grids(const Grid* grids, int64_t t, int64_t tokens, int64_t inputs,
+                        typename U::Item* packed) {
+    float* scales = packed_grids<U>(packed, tokens, inputs) + t;
+    float* zeros = scales + ceil_div(tokens, kGroup) * kGroup;
+    for (int64_t i = 0; i < kGroup; ++i) {
+        const auto zero = static_cast<int32_t>(grids[i].zero);
+        scales[i] = grids[i].scale;
+        std::memcpy(zeros + i, &zero, sizeof(zero));
+    }
+}
+
 // The same for a row-major x of any dtype, the whole team, as `m` takes its inputs.
 template <class U>
 inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, const Matrix& m, void* packed,
                       Team& team) {
     const int64_t inputs = m.inputs;
     auto* out = static_cast<typename U::Item*>(packed);
-    [[maybe_unused]] float* scales = packed_grids<U>(out, tokens, inputs);
-    [[maybe_unused]] float* zeros = scales + ceil_div(tokens, kGroup) * kGroup;
     each(team, ceil_div(tokens, kGroup), 1, [&](int64_t group, int64_t) {
         const int64_t t = group * kGroup;
         with_dtype(dtype, [&](auto* type) {
             const auto* from = static_cast<decltype(type)>(const_cast<void*>(x)) + t * inputs;
             const int64_t count = least(kGroup, tokens - t);
             if constexpr (U::kPacksRows) {
-                U::pack(m, from, count, out + t * packed_items<U>(padded<U>(inputs)), scales + t);
+                U::pack(m, from, count, out + t * packed_items<U>(padded<U>(inputs)),
+                        packed_grids<U>(out, tokens, inputs) + t);
                 return;
             } else {
                 Grid grids[kGroup] = {};
@@ -184,11 +198,7 @@ inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, const Matrix
                 pack_group<U>(from, inputs, count, inputs, m.input_bits ? grids : nullptr,
                               out + t * packed_items<U>(padded<U>(inputs)));
                 if constexpr (U::kRounds)
-                    for (int64_t i = 0; i < kGroup; ++i) {
-                        const auto zero = static_cast<int32_t>(grids[i].zero);
-                        scales[t + i] = grids[i].scale;
-                        std::memcpy(zeros + t + i, &zero, sizeof(zero));
-                    }
+                    store_grids<U>(grids, t, tokens, inputs, out);
             }
         });
     });

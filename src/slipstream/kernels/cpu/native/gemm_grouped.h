@@ -32,6 +32,7 @@ struct GroupedWord : InRegisters {
         return fma(as_floats(CodeSums::of(zeros)) - Vec::set(kPadding), Vec::set(-row), sums);
     }
 
+    static Codes word(Vec a, Vec b, Vec c, Vec d) { return four_of(a, b, c, d); }
     // A line of a group as it was rounded, whose codes begin at zero, in two spans.
     static void part(Item* line) {
         constexpr int64_t kWords = kSpan / kItems, kBytes = kGroup * kItems;

@@ -19,6 +19,14 @@ struct Codes {
         return {spread_bytes<4 * W>(p, n)};
     }
 };
+// Four whole numbers below 256 of each lane, as its bytes.
+inline Codes four_of(Vec a, Vec b, Vec c, Vec d) {
+    const __m512i low =
+        _mm512_or_si512(_mm512_cvtps_epi32(a.v), _mm512_slli_epi32(_mm512_cvtps_epi32(b.v), 8));
+    const __m512i high =
+        _mm512_or_si512(_mm512_cvtps_epi32(c.v), _mm512_slli_epi32(_mm512_cvtps_epi32(d.v), 8));
+    return {_mm512_or_si512(low, _mm512_slli_epi32(high, 16))};
+}
 inline Vec dot(Vec sum, Codes x, Codes w) {
     return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), x.v, w.v))};
 }

@@ -23,10 +23,19 @@ struct Grid {
     float times, scale, zero;
 };
 
-// The grid of a row; its scale is NaN where the row holds NaN or infinity.
+// The grid of a row between -bottom and top, 0 among them; `odd` is 0, and NaN where the row holds NaN or
+// infinity. Its scale is NaN then.
+inline Grid grid_between(float bottom, float top, float odd, bool with_zero) {
+    constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: rows of less count as zeros
+    const float steps = with_zero ? 255.0f : 127.0f;
+    const float range = with_zero ? top + bottom : (top > bottom ? top : bottom);
+    const float times = range >= kLeast ? steps / range : 0.0f;
+    const float zero = with_zero ? round(Vec::set(bottom * times)).highest() : 128.0f;
+    return {times, range / steps + odd, zero};
+}
+
 template <class T>
 inline Grid grid_of(const T* x, int64_t n, bool with_zero) {
-    constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: rows of less count as zeros
     Vec lows[2] = {Vec::set(0), Vec::set(0)}, highs[2] = {Vec::set(0), Vec::set(0)};
     Vec odd = Vec::set(0);
     const auto look = [&](Vec v, int i) {
@@ -43,18 +52,19 @@ inline Grid grid_of(const T* x, int64_t n, bool with_zero) {
         look(Vec::load(x + j, least(n - j, Vec::kWidth)), 0);
     const float top = max(highs[0], highs[1]).highest();
     const float bottom = (Vec::set(0) - min(lows[0], lows[1])).highest();
-    const float steps = with_zero ? 255.0f : 127.0f;
-    const float range = with_zero ? top + bottom : (top > bottom ? top : bottom);
-    const float times = range >= kLeast ? steps / range : 0.0f;
-    const float zero = with_zero ? round(Vec::set(bottom * times)).highest() : 128.0f;
-    return {times, range / steps + odd.sum(), zero};
+    return grid_between(bottom, top, odd.sum(), with_zero);
+}
+
+// What numbers become.
+inline Vec code_of(Vec x, Vec times, Vec zero) {
+    return max(min(round(x * times) + zero, Vec::set(255)), Vec::set(0));
 }
 
 // n numbers of a row as codes, or as the floats that those stand for.
 template <class T, class To>
 inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
     const Vec times = Vec::set(grid.times), zero = Vec::set(grid.zero), scale = Vec::set(grid.scale);
-    const auto code = [&](Vec v) { return max(min(round(v * times) + zero, Vec::set(255)), Vec::set(0)); };
+    const auto code = [&](Vec v) { return code_of(v, times, zero); };
     int64_t j = 0;
     if constexpr (std::is_same<To, uint8_t>::value) {
         for (; j + Vec::kWidth <= n; j += Vec::kWidth)

@@ -50,6 +50,7 @@
 #endif
 #include "ahead.h"
 #include "product.h"
+#include "kept.h"
 #include "attention_tile.h"
 #include "rounded_functions.h"
 #ifdef SLIPSTREAM_AMX
