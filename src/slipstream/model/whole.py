@@ -175,10 +175,7 @@ def answers_at_once(model: nn.Module) -> bool:
 def at_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
     """What an encoder that answers at once says to these arguments; None where its own code has to run."""
     whole: _Whole | None = model.__dict__.get(_STATE)
-    if whole is None or torch.compiler.is_compiling():
-        return None
-    whole.encoder.expect()
-    if not whole.still.holds():
+    if whole is None or torch.compiler.is_compiling() or not whole.still.holds():
         return None
     try:
         return _answer(model, whole, args, kwargs)
@@ -249,6 +246,7 @@ def _run(
     run = whole.text.run()
     if run is None:
         return None
+    whole.encoder.expect()
     batch, length = ids.shape
     blocks = [injected_state(layer).block for layer in whole.layers]
     rows = pack(real, batch, length, specs=(block.spec for block in blocks), drops=drops)
