@@ -51,6 +51,7 @@ def lay_by_rows(
                 stored = parameter.data
                 parameter.data = stored.mT.contiguous().mT
                 mapped.drop(mapped.holding([stored]))
+                del stored  # or the last of a layer is let go of after the rest was given back
                 laid = True
     if laid:  # or holes of what was let go of stay between what was laid out: 200 MB of 450
         give_back()
