@@ -134,9 +134,10 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
     std::memset(static_cast<void*>(square), 0, sizeof(square));
     for (int64_t i = 0; i < inputs; i += line, out += kGroup * packed_items<U>(line)) {
         const int64_t n = least(line, inputs - i);
-        if constexpr (std::is_same<U, FloatWord>::value && std::is_same<T, float>::value) {
-            if (!grids && n == line && count == kGroup) { // a square as it lies
-                transpose(x + i, stride, out, kGroup);
+        if constexpr (std::is_same<T, typename U::Item>::value && !U::kRounds) {
+            if (!grids && n == line && count == kGroup && stride % U::kItems == 0) { // a square as it lies
+                transpose(reinterpret_cast<const float*>(x + i), stride / U::kItems,
+                          reinterpret_cast<float*>(out), kGroup);
                 continue;
             }
         }

@@ -9,6 +9,10 @@
 // bands by two groups, some lines at a time past four such blocks so that tokens stay in the first cache, and
 // all at once: 64 lines in parts of 8 1.65 and 1.90, of 16 1.67; 18 lines in parts of 9 1.74 and 1.84. A tile
 // of sums takes 23 cycles to load and 45 to store, a product 16.
+//
+// All bands of a panel pass before its first one comes again, while the tokens beside them stay: bands are
+// loaded so that they need not be in the first cache, where two groups of tokens have room up to 20 lines.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TILELOADDT1.
 #pragma once
 
 namespace slipstream {
@@ -136,7 +140,7 @@ private:
 
     template <int R, int S, int I>
     static void row(const Item* w, int64_t band) {
-        tile_load<6 + I % 2>(w + I * band, 64);
+        tile_stream<6 + I % 2>(w + I * band, 64);
         U::template multiply<I * S, 6 + I % 2, 4>();
         if constexpr (S > 1)
             U::template multiply<I * S + 1, 6 + I % 2, 5>();

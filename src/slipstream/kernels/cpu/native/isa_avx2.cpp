@@ -170,32 +170,22 @@ inline void transpose(Vec (&v)[8]) {
     }
 }
 
-// out[c * os + r] = in[r * is + c] of eight words by eight.
-inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
-    __m256 a[8], b[8];
-#pragma GCC unroll 8
-    for (int r = 0; r < 4; ++r)
-#pragma GCC unroll 8
-        for (int half = 0; half < 2; ++half) {
-            const __m128 low = _mm_loadu_ps(in + r * is + 4 * half);
-            a[r + 4 * half] = _mm256_insertf128_ps(_mm256_castps128_ps256(low),
-                                                   _mm_loadu_ps(in + (r + 4) * is + 4 * half), 1);
-        }
-#pragma GCC unroll 8
-    for (int r = 0; r < 8; r += 2) {
-        b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
-        b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < 8; r += 4)
-#pragma GCC unroll 8
-        for (int i = 0; i < 2; ++i) {
-            const __m256d low = _mm256_castps_pd(b[r + i]), high = _mm256_castps_pd(b[r + i + 2]);
-            _mm256_storeu_ps(out + (r + 2 * i) * os, _mm256_castpd_ps(_mm256_unpacklo_pd(low, high)));
-            _mm256_storeu_ps(out + (r + 2 * i + 1) * os, _mm256_castpd_ps(_mm256_unpackhi_pd(low, high)));
-        }
+// Columns 0 to 3 of eight rows, halves of which come together as they are loaded.
+inline void load_columns(const float* in, int64_t is, Vec (&v)[4]) {
+    __m256 rows[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+        rows[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(in + i * is)),
+                                       _mm_loadu_ps(in + (i + 4) * is), 1);
+    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(rows[0], rows[1]));
+    const __m256d high = _mm256_castps_pd(_mm256_unpackhi_ps(rows[0], rows[1]));
+    const __m256d next_low = _mm256_castps_pd(_mm256_unpacklo_ps(rows[2], rows[3]));
+    const __m256d next_high = _mm256_castps_pd(_mm256_unpackhi_ps(rows[2], rows[3]));
+    v[0].v = _mm256_castpd_ps(_mm256_unpacklo_pd(low, next_low));
+    v[1].v = _mm256_castpd_ps(_mm256_unpackhi_pd(low, next_low));
+    v[2].v = _mm256_castpd_ps(_mm256_unpacklo_pd(high, next_high));
+    v[3].v = _mm256_castpd_ps(_mm256_unpackhi_pd(high, next_high));
 }
-
 } // namespace
 } // namespace slipstream
 

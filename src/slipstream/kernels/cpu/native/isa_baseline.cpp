@@ -208,13 +208,12 @@ inline void transpose(Vec (&v)[4]) {
         }
 }
 
-// out[c * os + r] = in[r * is + c] of four words by four; they are moved as bits.
-inline void transpose(const float* in, int64_t is, float* out, int64_t os) {
+// Columns 0 to 3 of four rows, which are moved as bits.
+inline void load_columns(const float* in, int64_t is, Vec (&v)[4]) {
     for (int r = 0; r < 4; ++r)
         for (int c = 0; c < 4; ++c)
-            std::memcpy(out + c * os + r, in + r * is + c, sizeof(float));
+            std::memcpy(reinterpret_cast<char*>(&v[c].v) + r * sizeof(float), in + r * is + c, sizeof(float));
 }
-
 // Whole numbers of sixteen bits, see isa_avx2_words.h.
 struct Words {
     typedef int16_t Lanes __attribute__((vector_size(16)));

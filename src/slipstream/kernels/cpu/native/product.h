@@ -344,22 +344,24 @@ inline void each_row(const Piece& p, F row) {
 // Writes a piece in the order of x: output j of token t to out[t * stride + j], both counted from 0.
 template <class T>
 inline void turn_piece(const Piece& p, T* out, int64_t stride) {
-    const int64_t squares = p.tokens / kGroup * kGroup, columns = p.outputs / kGroup * kGroup;
-    for (int64_t t = 0; t < squares; t += kGroup)
-        for (int64_t j = 0; j < columns; j += kGroup) {
-            Vec v[kGroup];
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < kGroup; ++i)
-                v[i] = Vec::load(p.c + (j + i) * p.stride + t);
-            transpose(v);
-#pragma GCC unroll 16
-            for (int64_t i = 0; i < kGroup; ++i)
-                v[i].store(out + (p.token + t + i) * stride + p.begin + j);
+    for (int64_t t = 0; t < p.tokens; t += kGroup) {
+        const int64_t tokens = least(kGroup, p.tokens - t);
+        const float* c = p.c + t;
+        T* to = out + (p.token + t) * stride + p.begin;
+        int64_t j = 0;
+        for (; tokens == kGroup && j + 2 * kGroup <= p.outputs; j += 2 * kGroup)
+            transpose_two(c + j * p.stride, p.stride, to + j, stride);
+        for (; j < p.outputs; j += kGroup) {
+            const int64_t outputs = least(kGroup, p.outputs - j);
+            if (tokens == kGroup && outputs == kGroup) {
+                transpose(c + j * p.stride, p.stride, to + j, stride);
+                continue;
+            }
+            transpose(c + j * p.stride, p.stride, p.turned, kGroup);
+            for (int64_t i = 0; i < tokens; ++i)
+                copy_row(p.turned + i * kGroup, to + i * stride + j, outputs);
         }
-    if (squares == p.tokens && columns == p.outputs)
-        return;
-    each_row(
-        p, [&](int64_t t, const float* values) { copy_row(values, out + t * stride + p.begin, p.outputs); });
+    }
 }
 
 // Packs a piece as inputs of a matrix that `U` multiplies and that has as many inputs as the product outputs.

@@ -17,6 +17,7 @@
 #undef _mm512_extractf32x4_ps
 #undef _mm512_extractf32x8_ps
 #undef _mm512_extracti64x4_epi64
+#undef _mm512_insertf32x4
 #undef _mm512_inserti64x4
 #undef _mm512_permute_ps
 #undef _mm512_roundscale_ps

@@ -67,6 +67,11 @@ inline __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int order) {
 inline __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int order) {
     return (__m512)_mm512_shuffle_i64x2((__m512i)a, (__m512i)b, order);
 }
+inline __m512 _mm512_insertf32x4(__m512 a, __m128 b, int which) {
+    SoftFloats all(a);
+    std::memcpy(all.at + 4 * which, &b, sizeof(b));
+    return all.whole();
+}
 inline __m512d _mm512_unpackhi_pd(__m512d a, __m512d b) {
     return (__m512d)_mm512_unpackhi_epi64((__m512i)a, (__m512i)b);
 }

@@ -11,6 +11,7 @@
 #include "isa_avx512_decode.h"
 #endif
 #include "rounding.h"
+#include "turn.h"
 #include "lanes.h"
 #ifdef SLIPSTREAM_AMX
 #include "tiles.h"

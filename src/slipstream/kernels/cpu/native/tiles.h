@@ -55,6 +55,10 @@ inline void tile_load(const void* from, int64_t bytes) {
         std::memcpy(soft_tile(T).words[r], static_cast<const char*>(from) + r * bytes, soft_shape.bytes[T]);
 }
 template <int T>
+inline void tile_stream(const void* from, int64_t bytes) {
+    tile_load<T>(from, bytes);
+}
+template <int T>
 inline void tile_store(void* to, int64_t bytes) {
     for (int r = 0; r < 16; ++r)
         std::memcpy(static_cast<char*>(to) + r * bytes, soft_tile(T).words[r], 64);
@@ -123,6 +127,11 @@ inline void tile_zero() {
 template <int T>
 inline void tile_load(const void* from, int64_t bytes) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(T) : "memory");
+}
+// The same of what need not stay in the first cache.
+template <int T>
+inline void tile_stream(const void* from, int64_t bytes) {
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(T) : "memory");
 }
 template <int T>
 inline void tile_store(void* to, int64_t bytes) {
