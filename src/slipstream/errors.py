@@ -23,6 +23,7 @@ __all__ = [
     "TokenLimitError",
     "UnsupportedError",
     "WeightError",
+    "one_line",
 ]
 
 
@@ -56,3 +57,10 @@ class RequestError(SlipstreamError, ValueError):
 
 class TokenLimitError(SlipstreamError, RuntimeError):
     """A request needs more tokens than `max_out_tokens` allows, or fewer than `min_out_tokens` fit."""
+
+
+def one_line(error: BaseException) -> str:
+    """What another library's error says: its first line, with the second where that only leads up to it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return said or type(error).__name__

@@ -134,6 +134,65 @@ def test_a_folder_opens_at_another_level_of_injection(fused: bool, tmp_path: Pat
     assert all(torch.equal(own[name], got[name]) for name in own)
 
 
+@pytest.mark.parametrize("name", ["bloom", "codegen", "gpt_neox", "gpt_oss", "persimmon", "qwen3_next"])
+def test_rows_that_a_block_has_in_another_order_open_by_linears(name: str, tmp_path: Path) -> None:
+    """In bfloat16, where rows that are unpacked, rounded and packed again are others."""
+    model, settings = tiny_model(name, "causal"), {"dtype": torch.bfloat16, "quant": "int8"}
+    engine = slipstream.init_inference(model, replace_with_kernel_inject=True, **settings)
+    save_packed(engine.module, engine.inference_config, tmp_path / "packed")
+    own, got = engine.state_dict(), slipstream.init_inference(tmp_path / "packed").state_dict()
+    assert any(is_injected(module) for module in engine.module.modules())
+    assert own.keys() == got.keys() and all(torch.equal(own[key], got[key]) for key in own)
+
+
+@pytest.mark.parametrize("pieces", [[0, 1], [8, 1], [0, 2]], ids=["twice", "beyond", "every other"])
+def test_pieces_that_leave_rows_out_are_refused(pieces: list[int], tmp_path: Path) -> None:
+    write(tmp_path / "packed", "bloom", "int8")
+    path = tmp_path / "packed" / "slipstream.json"
+    table = json.loads(path.read_text())
+    entry = next(entry for key, entry in table["matrices"].items() if key.endswith(":qkv"))
+    entry["pieces"][1][1], entry["pieces"][1][3] = pieces
+    path.write_text(json.dumps(table))
+    with pytest.raises(WeightError, match="leave rows of a tensor out"):
+        slipstream.init_inference(tmp_path / "packed")
+
+
+def test_a_head_that_transformers_keeps_in_float32_comes_back_in_that(tmp_path: Path) -> None:
+    engine = slipstream.init_inference(tiny_model("hy_v4", "causal"), dtype=torch.bfloat16, quant="fp6")
+    save_packed(engine.module, engine.inference_config, tmp_path / "packed")
+    opened = slipstream.init_inference(tmp_path / "packed")
+    own, got = (e.state_dict()["lm_head.weight"] for e in (engine, opened))
+    assert own.dtype is got.dtype is torch.float32
+    assert torch.equal(own, got)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [{"num_bits": 4}, {"num_bits": 4, "q_type": "asymmetric"}, {"format": "int4", "q_groups": 2}],
+    ids=str,
+)
+def test_a_folder_takes_the_words_that_mean_its_format(weight: dict[str, Any], tmp_path: Path) -> None:
+    engine = inject(make("llama", hidden_size=64), quant="int4")
+    save_packed(engine.module, engine.inference_config, tmp_path / "packed")
+    opened = slipstream.init_inference(tmp_path / "packed", quant={"weight": weight})
+    assert {row.format for row in opened.report().layers} == {"int4"}
+    for other in ({"num_bits": 4, "q_type": "symmetric"}, {"format": "int4", "q_groups": 1, "num_bits": 8}):
+        with pytest.raises(ConfigError, match="contradicts"):
+            slipstream.init_inference(tmp_path / "packed", quant={"weight": other})
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_a_configuration_that_is_no_object_is_named(packed: bool, name: str, tmp_path: Path) -> None:
+    if packed:
+        write(tmp_path / "model", "llama", "int8")
+    else:
+        make("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / name).write_text("null")
+    with pytest.raises(WeightError, match=f"{name} holds null, and a configuration is a JSON object"):
+        slipstream.init_inference(tmp_path / "model")
+
+
 def test_groups_and_plain_projections_come_back(tmp_path: Path) -> None:
     engine = write(tmp_path / "packed", "llama", GROUPS)
     opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
@@ -308,6 +367,18 @@ def test_the_command_packs_and_the_folder_answers(run: Run, checkpoint: Path, tm
     again = run("quantize", checkpoint, tmp_path / "packed")
     assert again.exit_code == 2 and "exists already" in again.output
     shutil.rmtree(tmp_path / "packed")
+
+
+def test_a_place_below_the_home_folder_is_made_there(
+    checkpoint: Path,  # noqa: F811
+    run: Run,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = run("quantize", checkpoint, "~/packed", "--format", "int8")
+    assert made.exit_code == 0, made.output
+    assert str(tmp_path / "packed") in made.output and (tmp_path / "packed" / "slipstream.json").is_file()
 
 
 def test_the_command_takes_the_formats_that_a_configuration_takes(

@@ -68,13 +68,23 @@ def test_a_bad_checkpoint_leaves_the_engine_as_it_was(problem: str, tmp_path: Pa
     assert torch.equal(engine(input_ids=prompt()).logits, before)
 
 
-def test_a_number_that_the_engine_s_dtype_has_not_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"),
+    [
+        (torch.float16, 1e6, "float16 ends at 65504; use dtype=torch.bfloat16 or torch.float32"),
+        (torch.bfloat16, 3.4e38, r"bfloat16 ends at 3.38953e\+38; use dtype=torch.float32"),
+    ],
+    ids=["float16", "bfloat16"],
+)
+def test_a_number_that_the_engine_s_dtype_has_not_is_refused(
+    dtype: torch.dtype, value: float, said: str, tmp_path: Path
+) -> None:
     state = make("llama", seed=1).state_dict()
-    state["model.layers.1.mlp.down_proj.weight"][0] = 1e6
+    state["model.layers.1.mlp.down_proj.weight"][0] = value
     torch.save(state, tmp_path / "w.bin")
-    engine = inject(make("llama"), dtype=torch.float16)
+    engine = inject(make("llama"), dtype=dtype)
     before = engine(input_ids=prompt()).logits
-    with pytest.raises(WeightError, match="float16 ends at 65504"):
+    with pytest.raises(WeightError, match=said):
         engine.load_checkpoint(tmp_path / "w.bin")
     assert torch.equal(engine(input_ids=prompt()).logits, before)
 

@@ -360,6 +360,17 @@ def test_merges_of_tokens_that_are_not_there_are_a_weight_error(tmp_path: Path) 
         gguf_to_checkpoint(path, tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("quant", [None, "int8"], ids=["plain", "packed"])
+def test_a_padding_id_beyond_the_vocabulary_is_a_weight_error(quant: str | None, tmp_path: Path) -> None:
+    def spoil(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.padding_token_id"].value = 1000
+
+    path = write_gguf(tmp_path / "odd.gguf", tiny_llama(), edit=spoil)
+    settings = {} if quant is None else {"quant": quant}
+    with pytest.raises(WeightError, match=r"odd\.gguf.*Padding_idx must be within"):
+        slipstream.init_inference(path, **settings)
+
+
 def test_a_full_disk_is_a_weight_error_and_leaves_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

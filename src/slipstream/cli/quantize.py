@@ -104,7 +104,7 @@ def quantize(
     Blocks of a GGUF file that are int4's own numbers are taken over as they are.
     """
     set_up(verbose)
-    free_place(destination)
+    destination = free_place(destination)
     file = gguf_file(source)
     with busy("finding the model"), hushed(verbose):
         place = resolve_place(source) if file is None else str(file)

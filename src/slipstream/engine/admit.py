@@ -31,7 +31,7 @@ from slipstream.model.packed import is_packed
 from slipstream.model.parts import is_swapped
 from slipstream.model.policy import check_policy
 from slipstream.model.split import is_split
-from slipstream.weights.finite import check_finite, check_finite_tensor
+from slipstream.weights.finite import check_finite, check_finite_tensor, check_range
 from slipstream.weights.source import ModuleSource, Source
 
 __all__ = [
@@ -99,7 +99,9 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
     check_policy(model, config.injection_policy)
     if source is None:
         check_finite(ModuleSource(model))
-        _check_range(parameters, compute_dtype(model, config))
+        dtype = compute_dtype(model, config)
+        for name, parameter in parameters.items():
+            check_range(name, parameter, dtype)
     else:
         _check_values(source, parameters, compute_dtype(model, config))
 
@@ -153,7 +155,7 @@ def check_value(
     if tensor.is_floating_point():
         check_finite_tensor(place, tensor)
         if not source.is_packed(name):
-            _check_range({place: tensor}, dtype)
+            check_range(place, tensor, dtype)
 
 
 def _refuse_adapters(model: nn.Module) -> None:
@@ -173,23 +175,6 @@ def compute_dtype(model: nn.Module, config: InferenceConfig) -> torch.dtype:
         return config.dtype
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.bfloat16)
     return torch.bfloat16 if own.itemsize <= 2 else own
-
-
-def _check_range(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Refuse finite weights that would be infinite in the engine's dtype."""
-    largest = torch.finfo(dtype).max
-    wider = {
-        n: p for n, p in parameters.items() if p.is_floating_point() and torch.finfo(p.dtype).max > largest
-    }
-    for name, parameter in wider.items():
-        low, high = (
-            (float(bound) for bound in parameter.detach().aminmax()) if parameter.numel() else (0.0, 0.0)
-        )
-        if max(-low, high) > largest:
-            raise WeightError(
-                f"{name} holds {max(-low, high):.6g}, and {str(dtype).removeprefix('torch.')} ends at "
-                f"{largest:g}; use dtype=torch.bfloat16 or torch.float32"
-            )
 
 
 def check_settings(config: InferenceConfig, device: Device) -> list[str]:

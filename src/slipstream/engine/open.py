@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ from slipstream.config import InferenceConfig, resolve
 from slipstream.engine.engine import InferenceEngine, remark
 from slipstream.engine.loading import matched
 from slipstream.engine.pipeline import PipelineEngine, is_pipeline
-from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, WeightError
+from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, WeightError, one_line
+from slipstream.formats import format_of
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.hollow import hollow
 from slipstream.weights.checkpoint import open_checkpoint
@@ -88,7 +90,7 @@ def _from_place(
     folder = Path(resolve_place(place))
     if is_packed_folder(folder):
         model = hollow_model(folder, None)
-        return model, _of_packed(PackedFolder(folder), settings, folder), []
+        return model, _of_packed(PackedFolder(folder), settings, folder, model), []
     if settings.checkpoint is not None:
         return hollow_model(folder, None), settings, []
     if os.path.isdir(folder):
@@ -105,7 +107,9 @@ def _from_place(
     return model, settings, notes
 
 
-def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) -> InferenceConfig:
+def _of_packed(
+    packed: PackedFolder, settings: InferenceConfig, folder: Path, model: nn.Module
+) -> InferenceConfig:
     """Settings in which what the folder says stands beside what the caller said.
 
     Raises:
@@ -113,7 +117,8 @@ def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) ->
     """
     given = settings.explicit()
     asked = given.get("quant") or None  # an empty section asks for nothing
-    if asked is not None and _quant(asked) != _quant(packed.quant):
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    if asked is not None and _quant(asked, width) != _quant(packed.quant, width):
         raise ConfigError(
             f"quant={asked!r} contradicts {folder}, which was packed with {packed.quant!r}; leave quant out, "
             "or quantize the original"
@@ -129,12 +134,15 @@ def _of_packed(packed: PackedFolder, settings: InferenceConfig, folder: Path) ->
     return InferenceConfig(**values)
 
 
-def _quant(section: Any) -> tuple[Any, ...]:
-    """What a section decides of formats, however it is spelled."""
+def _quant(section: Any, width: int | None) -> tuple[Any, ...]:
+    """What a section decides of the formats of a model of this width, however it is spelled."""
     quant = InferenceConfig(quant=section).quant
-    kind = quant.weight.q_type if "q_type" in quant.weight.model_fields_set else None
-    formats = (quant.weight_format, quant.head_format, quant.embedding_format)
-    return (*formats, quant.weight.q_groups, kind, quant.qkv.enabled)
+    weight, name = quant.weight, quant.weight_format
+    kind = weight.q_type if "q_type" in weight.model_fields_set else None
+    layers: Any = (name, weight.q_groups, kind)
+    with suppress(ConfigError):  # no format has them: the other section says so, too, or differs
+        layers = name and format_of(name, weight.num_bits, weight.q_groups, kind, width=width).name
+    return (layers, quant.head_format, quant.embedding_format, quant.qkv.enabled)
 
 
 def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
@@ -148,6 +156,7 @@ def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
+    _check_descriptions(folder)
     try:
         extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
         config = transformers.AutoConfig.from_pretrained(folder, **extra)
@@ -168,8 +177,25 @@ def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
     except SlipstreamError:
         raise
     except (*MODEL_ERRORS, OSError, StrictDataclassError) as error:
-        raise WeightError(f"no model could be built from {str(folder)!r}: {_first_line(error)}") from error
+        place = folder if gguf_file is None else folder / gguf_file
+        raise WeightError(f"no model could be built from {str(place)!r}: {one_line(error)}") from error
     return model
+
+
+def _check_descriptions(folder: Path) -> None:
+    """Refuse configurations that are no tables, of which transformers says what Python says.
+
+    Raises:
+        WeightError: Naming the file.
+    """
+    for name in ("config.json", "generation_config.json"):
+        with suppress(OSError, ValueError, RecursionError):  # of which it says what is wrong
+            found = json.loads((folder / name).read_text())
+            if not isinstance(found, dict):
+                raise WeightError(
+                    f"{folder / name} holds {json.dumps(found)[:40]}, and a configuration is a JSON object; "
+                    "fetch the file again"
+                )
 
 
 def _architecture(folder: Any, config: Any) -> Any:
@@ -217,6 +243,7 @@ def _by_transformers(
             f"{folder} holds packed weights, which only an engine runs; give it to init_inference, or load "
             "the original"
         )
+    _check_descriptions(Path(folder))
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         build = _architecture(folder, config)
@@ -225,7 +252,7 @@ def _by_transformers(
     except ConfigError:
         raise
     except (*MODEL_ERRORS, OSError, SafetensorError, StrictDataclassError, UnpicklingError) as error:
-        why = (_misfit(Path(folder)) if os.path.isdir(folder) else None) or _first_line(error)
+        why = (_misfit(Path(folder)) if os.path.isdir(folder) else None) or one_line(error)
         raise WeightError(f"no model could be loaded from {str(place)!r}: {why}") from error
     if loaded["missing_keys"]:
         raise WeightError(
@@ -321,7 +348,3 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
     if looks_local:
         raise WeightError(f"{text}: there is no such folder")
     return text
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -183,8 +183,8 @@ def split_or_pack(
     here = f"rank {mesh.replica.ranks[mesh.replica.rank]}"
     spread = [f"{here}: {place}" for place in _places_of_experts(mesh, model)]
     if mesh.tp.size == 1:
-        return tuple(pack_outside(model, plans, settings.filling)), spread
-    rows, notes = split_vocabulary(model, plans, settings.bind(None).linear, mesh.tp, settings.filling)
+        return tuple(pack_outside(model, plans, settings)), spread
+    rows, notes = split_vocabulary(model, plans, settings, mesh.tp)
     first = f"{here}: layers are split over {mesh.tp.size} ranks ({', '.join(map(str, mesh.tp.ranks))})"
     return tuple(rows), [first, *spread, *notes]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.errors import InjectionError
 from slipstream.formats import Format
 from slipstream.model.check import TOLERANCE
-from slipstream.model.filling import Filling
+from slipstream.model.fuse import Settings
 from slipstream.model.packed import looks_up_rows, pack
 from slipstream.model.report import OutsideReport
 from slipstream.model.seen import Seen
@@ -178,20 +178,19 @@ def _prove(name: str, rows: Tensor, packed: Format, bound: Bound) -> None:
             )
 
 
-def pack_outside(
-    model: nn.Module, plans: Sequence[OutsidePlan], filling: Filling | None = None
-) -> list[OutsideReport]:
+def pack_outside(model: nn.Module, plans: Sequence[OutsidePlan], settings: Settings) -> list[OutsideReport]:
     """Pack in place, once the model is in the engine's dtype and on its device.
 
     Args:
         model: The one that was planned for.
         plans: From `plan_outside`.
-        filling: May have planes that are packed already.
+        settings: Of the engine; their filling may have planes that are packed already.
 
     Returns:
         A row for the report of each.
     """
     rows = []
+    filling = settings.filling
     planes: Weight | None = None
     mapped = MappedFiles()
     for plan in plans:
@@ -200,9 +199,12 @@ def pack_outside(
         if plan.shares and planes is not None:
             weight = planes
         else:
-            dense = first._parameters["weight"].detach()
-            ready = None if filling is None else filling.source.packed(f"{plan.names[0]}.weight", plan.format)
-            weight = plan.format.weight(dense, None) if ready is None else replace(ready, dtype=dense.dtype)
+            dense, full = first._parameters["weight"].detach(), f"{plan.names[0]}.weight"
+            ready = None if filling is None else filling.source.packed(full, plan.format)
+            if ready is None:
+                weight = plan.format.weight(dense, None)
+            else:
+                weight = replace(ready, dtype=settings.dtype_of(full))
         if plan.role == "embedding":
             planes = weight
         for name in plan.names:

@@ -15,7 +15,7 @@ from torch import nn
 
 from slipstream.errors import InjectionError
 from slipstream.formats import FORMATS, Format
-from slipstream.model.filling import Filling
+from slipstream.model.fuse import Settings
 from slipstream.model.outside import OutsidePlan, found_table, holders
 from slipstream.model.packed import looks_up_rows, pack
 from slipstream.model.report import OutsideReport
@@ -32,18 +32,16 @@ __all__ = ["split_vocabulary"]
 def split_vocabulary(
     model: nn.Module,
     plans: Sequence[OutsidePlan],
-    linear: Bound,
+    settings: Settings,
     axis: Axis,
-    filling: Filling | None = None,
 ) -> tuple[list[OutsideReport], list[str]]:
     """Spread what can be, in place, in the formats that were planned.
 
     Args:
         model: In the engine's dtype.
         plans: From `plan_outside`.
-        linear: Runs a plain projection.
+        settings: Of the engine; their filling may have planes that are packed already.
         axis: The ranks.
-        filling: May have planes that are packed already.
 
     Returns:
         Rows for the report, and notes on what every rank keeps whole.
@@ -61,6 +59,7 @@ def split_vocabulary(
         # A decoder's own table is tied to the head, and the model's input is its encoder's.
         same += [] if same else [(*held, "table") for held in holders(model, head[1])]
         same.append((*head, "head"))
+    linear = settings.bind(None).linear
     rows: list[OutsideReport] = []
     for members in groups.values():
         why = _why_whole(model, members, axis)
@@ -72,7 +71,7 @@ def split_vocabulary(
             packed = formats.get(role, FORMATS["plain"])
             is_new = packed.name not in made
             if is_new:
-                made[packed.name] = _own_rows(name, module, packed, axis, filling)
+                made[packed.name] = _own_rows(name, module, packed, settings, axis)
             op = bound.get(role) or linear
             run = joined_linear(op.run) if role == "head" else None
             bias = module._parameters.get("bias")
@@ -106,17 +105,17 @@ def _why_whole(model: nn.Module, members: Sequence[tuple[str, nn.Module, str]], 
     return ""
 
 
-def _own_rows(name: str, module: nn.Module, packed: Format, axis: Axis, filling: Filling | None) -> Weight:
+def _own_rows(name: str, module: nn.Module, packed: Format, settings: Settings, axis: Axis) -> Weight:
     """The rank's rows of a module's matrix, proved against the whole one."""
     whole = module.get_parameter("weight").detach()
     runs = spread(len(whole), axis.size)
     own = runs[axis.rank]
-    full = f"{name}.weight"
+    full, filling = f"{name}.weight", settings.filling
     ready = filling.source.packed(full, packed) if filling is not None and packed.bits else None
     if ready is None:
         local = packed.weight(whole[own.start : own.stop].clone(), None)
     else:
-        local = replace(part_of_planes(ready, Slice((own,)), packed) or ready, dtype=whole.dtype)
+        local = replace(part_of_planes(ready, Slice((own,)), packed) or ready, dtype=settings.dtype_of(full))
     weight = split_rows(tuple(whole.shape), local, axis)
     ids = torch.tensor([end for run in runs for end in (run.start, run.stop - 1)], device=whole.device)
     expected, got = whole[ids], weight.rows(ids)

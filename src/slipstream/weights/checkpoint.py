@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import WeightError
+from slipstream.errors import WeightError, one_line
 from slipstream.weights.gguf_header import is_gguf
 from slipstream.weights.joined import joined
 from slipstream.weights.safe_file import SafeFile, SafeSource
@@ -285,7 +285,7 @@ def _torch_file(path: Path) -> tuple[Source, float | None]:
             "dict, or safetensors"
         ) from error
     except _TORCH_ERRORS as error:
-        raise WeightError(f"{path} is cut short or damaged: {_first_line(error)}") from error
+        raise WeightError(f"{path} is cut short or damaged: {one_line(error)}") from error
     if not isinstance(held, Mapping):
         raise WeightError(f"{path} holds a {type(held).__name__}, not a state dict")
     version = held.get("checkpoint_version")
@@ -353,7 +353,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
-        raise WeightError(f"{path} is no JSON: {_first_line(error)}") from error
+        raise WeightError(f"{path} is no JSON: {one_line(error)}") from error
     if not isinstance(table, dict):
         raise WeightError(f"{path} holds a {type(table).__name__}, not a table")
     return table
@@ -368,7 +368,3 @@ def _text(path: Path) -> str:
         raise WeightError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise WeightError(f"{path} is no text") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

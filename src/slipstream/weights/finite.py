@@ -15,7 +15,7 @@ from slipstream.errors import WeightError
 from slipstream.weights.mapped import FileSpan, MappedFiles
 from slipstream.weights.source import Source
 
-__all__ = ["check_finite", "check_finite_tensor"]
+__all__ = ["check_finite", "check_finite_tensor", "check_range"]
 
 # An element whose exponent is all ones is NaN or infinity (IEEE 754; bfloat16 is the upper half of float32).
 _EXPONENTS: Mapping[torch.dtype, np.unsignedinteger[Any]] = {
@@ -64,6 +64,25 @@ def check_finite_tensor(place: str, tensor: Tensor) -> None:
     """
     if not _may_be_finite(tensor) and not bool(tensor.isfinite().all()):
         raise WeightError(f"{place} holds NaN or infinity; fetch the checkpoint again, or convert it wider")
+
+
+def check_range(place: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Refuse finite numbers that would be infinite in a float dtype.
+
+    Raises:
+        WeightError: With the place, and the dtypes that have room for them.
+    """
+    largest = torch.finfo(dtype).max
+    if not tensor.is_floating_point() or torch.finfo(tensor.dtype).max <= largest or not tensor.numel():
+        return
+    low, high = map(float, tensor.detach().aminmax())
+    most = max(-low, high)
+    if most > largest:
+        wide = [str(wider) for wider in (torch.bfloat16, torch.float32) if torch.finfo(wider).max >= most]
+        way = f"use dtype={' or '.join(wide)}" if wide else "no dtype of an engine has room for it"
+        raise WeightError(
+            f"{place} holds {most:.6g}, and {str(dtype).removeprefix('torch.')} ends at {largest:g}; {way}"
+        )
 
 
 def _may_be_finite(tensor: Tensor) -> bool:

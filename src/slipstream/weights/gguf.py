@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.errors import ConfigError, UnsupportedError, WeightError
+from slipstream.errors import ConfigError, UnsupportedError, WeightError, one_line
 from slipstream.weights.finite import check_finite_tensor
 from slipstream.weights.gguf_header import GgufHeader, read_header
 
@@ -53,9 +53,11 @@ READ_ERRORS = (
     AttributeError,
     RuntimeError,
     ArithmeticError,
+    AssertionError,
     ImportError,
 )
-"""What readers of a damaged file raise; the last one where a package is older than transformers asks for."""
+"""What readers of a damaged file raise, and models that are built by its numbers (a padding id beyond the
+vocabulary); the last one where a package is older than transformers asks for."""
 
 # Part of the cache key: raised when the conversion writes something else for the same file.
 _CONVERSION = 2
@@ -331,7 +333,7 @@ def _publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, destina
             return destination
         needed = sum(tensor.nbytes for tensor in model.parameters())
         raise WeightError(
-            f"{destination} cannot be written: {_first_line(error)}; it takes {needed / 1e6:.0f} MB of disk"
+            f"{destination} cannot be written: {one_line(error)}; it takes {needed / 1e6:.0f} MB of disk"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -339,8 +341,4 @@ def _publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, destina
 
 
 def _unreadable(path: Path, error: BaseException) -> WeightError:
-    return WeightError(f"{path} cannot be read as a GGUF model: {type(error).__name__}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "no further word")
+    return WeightError(f"{path} cannot be read as a GGUF model: {type(error).__name__}: {one_line(error)}")

@@ -232,17 +232,18 @@ class PackedFolder(Source):
             return None
         matrix = self._matrices[home]
         self._agree(name, matrix, wanted)
-        own = [(index, piece) for index, piece in enumerate(matrix.pieces) if piece.name == name]
-        if len(own) != 1 or own[0][1].step != 1 or own[0][1].experts:
-            return None
-        index, piece = own[0]
-        start = sum(p.count for p in matrix.pieces[:index])
+        if any(piece.experts for piece in matrix.pieces):
+            return None  # experts on top of each other are no matrix of the model's own code
+        pieces = [  # planes are in canonical orientation; scatter leaves those without a name
+            replace(piece, name=piece.name if piece.name == name else "", transposed=False)
+            for piece in matrix.pieces
+        ]
         weight = self._weight(matrix, wanted)
         *planes, factors = weight.planes
-        rows = [plane.narrow(-2, start, piece.count) for plane in planes]
-        cut = (*rows, factors.narrow(-1, start, piece.count))
-        shape = (*matrix.shape[:-2], piece.count, matrix.shape[-1])
-        return replace(weight, planes=tuple(plane.contiguous() for plane in cut), shape=shape)
+        rows = [scatter(pieces, plane)[name].contiguous() for plane in planes]
+        vector = scatter([replace(piece, bias=True) for piece in pieces], factors)[name].contiguous()
+        shape = (*matrix.shape[:-2], vector.shape[-1], matrix.shape[-1])
+        return replace(weight, planes=(*rows, vector), shape=shape)
 
     def _agree(self, name: str, matrix: _Described, wanted: Format) -> None:
         if matrix.format.name != wanted.packed_as:
@@ -359,7 +360,22 @@ def _pieces(where: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> tup
     )
     if not good or (given and sum(p[2] for p in given) != shape[-2]):
         raise WeightError(f"{where}: its pieces do not add up to its shape {shape}; make the folder again")
-    return tuple(Piece(p[0], p[1], p[2], p[3], p[4], experts=0 if len(p) < 6 else p[5]) for p in given)
+    pieces = tuple(Piece(p[0], p[1], p[2], p[3], p[4], experts=0 if len(p) < 6 else p[5]) for p in given)
+    if any(
+        not _covers([piece for piece in pieces if piece.name == name]) for name in {p.name for p in pieces}
+    ):
+        raise WeightError(f"{where}: its pieces leave rows of a tensor out; make the folder again")
+    return pieces
+
+
+def _covers(pieces: Sequence[Piece]) -> bool:
+    """Whether pieces are all rows of one tensor, each once."""
+    found = torch.zeros(sum(piece.count for piece in pieces), dtype=torch.bool)
+    for piece in pieces:
+        last = piece.start + (piece.count - 1) * piece.step
+        if last < len(found):
+            found[piece.start : last + 1 : piece.step] = True
+    return bool(found.all())
 
 
 def _entry(piece: Piece) -> list[Any]:
