@@ -444,17 +444,28 @@ def test_a_layer_that_is_listened_to_keeps_its_code() -> None:
     close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
 
 
-def test_a_frame_that_does_something_else_takes_the_compatible_road() -> None:
+def _louder(model: Any) -> None:
     class Louder(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    model = make("llama")
     model.lm_head.__class__ = Louder
+
+
+def _another_norm(model: Any) -> None:
+    model.model.norm = nn.LayerNorm(32).eval()  # torch's own code, and not what the family says
+
+
+@pytest.mark.parametrize(("edit", "why"), [(_louder, "lm_head"), (_another_norm, "logits")])
+def test_a_frame_that_does_something_else_takes_the_compatible_road(
+    edit: Callable[[Any], None], why: str
+) -> None:
+    model = make("llama")
+    edit(model)
     expected = model.generate(input_ids=prompt(), max_new_tokens=5, do_sample=False, repetition_penalty=1.4)
     engine = inject(model, injection_check="fallback")
-    assert engine.why_compatible() and "logits" in engine.why_compatible()
-    assert any("logits" in note for note in engine.report().notes)
+    assert why in (engine.why_compatible() or "")
+    assert any(why in note for note in engine.report().notes)
     with roads(engine) as counts:
         got = engine.generate(input_ids=prompt(), max_new_tokens=5, do_sample=False, repetition_penalty=1.4)
     assert counts.taken == "compatible" and torch.equal(expected, got)

@@ -5,6 +5,7 @@ Shapes: B batch, S prompt (padded).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,8 +43,8 @@ def why_not_packed(
     """
     if request.prompt is None and not request.encoded:
         return "there are no token ids"
-    if "generate" in vars(model):
-        return "the model has a generate of its own"
+    if (method := _own_method(model)) is not None:
+        return f"the model has a {method} of its own"
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return "autocast is on"
     for name in (
@@ -91,6 +92,19 @@ def why_not_packed(
     return None
 
 
+def _own_method(model: nn.Module) -> str | None:
+    """A method of `generate` that somebody has set on the model object."""
+    return next((name for name in vars(model) if name in _methods()), None)
+
+
+@functools.cache
+def _methods() -> frozenset[str]:
+    """Names of what transformers' `generate` calls of a model."""
+    from transformers import GenerationMixin
+
+    return frozenset(name for name, value in vars(GenerationMixin).items() if callable(value))
+
+
 def _others(request: Request) -> list[str]:
     """Inputs of the model that the road does not know."""
     own = _OWN_OF_PAIRS if request.encoded else _OWN
@@ -118,8 +132,8 @@ def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, An
         request: The call as it was read.
         kwargs: The call.
     """
-    if "generate" in vars(model):
-        return "the model has a generate of its own"
+    if (method := _own_method(model)) is not None:
+        return f"the model has a {method} of its own"
     mode = request.config.get_generation_mode(None).value
     if mode not in MODES:
         return f"the mode is {mode}"
@@ -159,6 +173,8 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     changed = runner.frame.replaced(model)
     if changed is not None:
         return f"{changed or 'the model'} was replaced, or its forward was"
+    if getattr(runner.frame.embed, "max_norm", None) is not None:
+        return "the token embedding's rows are scaled as they are looked up"
     if not runner.frame.keeps_numbers:
         return "a number of a part around the layers was changed"
     if not runner.frame.keeps_scale:

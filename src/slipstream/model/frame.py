@@ -60,6 +60,9 @@ class Frame:
             return None if name is None else self._parts.setdefault(name, model.get_submodule(name))
 
         self.embed, self.head, self.rotary = part(spec.embed), part(spec.head), part(spec.rotary)
+        for name in (spec.embed, spec.head):
+            if not isinstance(getattr(held := self._parts[name], "weight", None), Tensor):
+                raise AttributeError(f"{name} ({type(held).__name__}) is no single matrix")
         self.embed_norm, self.final_norm = part(spec.embed_norm), part(spec.final_norm)
         self.pos_embed = None if spec.pos_embed is None else _table_of(model, spec.pos_embed)
         self._logit_bias = None if spec.logit_bias is None else _table_of(model, spec.logit_bias)

@@ -71,7 +71,10 @@ def _logits(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
             f"the model cannot run without what its layers do ({type(failure).__name__}: "
             f"{str(failure).partition(chr(10))[0]})"
         ) from failure
-    return answer[0] if isinstance(answer, tuple) else answer.logits  # type: ignore[no-any-return]
+    logits = answer[0] if isinstance(answer, tuple) else getattr(answer, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise InjectionError(f"the model answers with no logits ({type(answer).__name__})")
+    return logits
 
 
 def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:

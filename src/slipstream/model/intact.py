@@ -8,15 +8,18 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 __all__ = [
+    "Absent",
     "Numbers",
     "PartState",
     "Parts",
+    "absent_of",
     "is_heard",
     "is_hooked",
     "is_intact",
@@ -43,6 +46,7 @@ _IDLE = frozenset(
 """Numbers that a forward does not compute by, or whose change another sign tells of."""
 
 _OWN = operator.attrgetter("__dict__")
+_PARAMETERS = operator.attrgetter("_parameters")
 _GET: Callable[[Any, Any], Any] = dict.get
 _STATE_OF = operator.itemgetter("_modules", "_forward_hooks", "_forward_pre_hooks")
 
@@ -92,6 +96,24 @@ class Numbers:
 
 
 @dataclass(frozen=True)
+class Absent:
+    """Parameters that modules have a name for and lack, such as the bias of a linear without one.
+
+    Attributes:
+        modules: Whose each is.
+        names: Of the parameters.
+    """
+
+    modules: tuple[nn.Module, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def hold(self) -> bool:
+        """Whether nobody has given one since."""
+        now = map(_GET, map(_PARAMETERS, self.modules), self.names)
+        return not any(map(operator.is_not, now, repeat(None)))
+
+
+@dataclass(frozen=True)
 class Parts:
     """What is inside of a layer.
 
@@ -101,12 +123,14 @@ class Parts:
         places: Those that know the layer's place among its like, itself among them, and that place: by it a
             cache is asked.
         numbers: Of the layer and all inside of it.
+        absent: Likewise.
     """
 
     children: Children = ()
     inside: tuple[PartState, ...] = ()
     places: tuple[tuple[nn.Module, Any], ...] = ()
     numbers: Numbers = Numbers()
+    absent: Absent = Absent()
 
 
 def modules_of(module: nn.Module, closed: Iterable[nn.Module] = ()) -> list[nn.Module]:
@@ -135,7 +159,13 @@ def parts_of(module: nn.Module) -> Parts:
         PartState(part, vars(part).get("forward"), type(part).forward, _children(part)) for part in inside[1:]
     )
     places = ((part, vars(part)["layer_idx"]) for part in inside if "layer_idx" in vars(part))
-    return Parts(_children(module), tuple(states), tuple(places), numbers_of(inside))
+    return Parts(_children(module), tuple(states), tuple(places), numbers_of(inside), absent_of(inside))
+
+
+def absent_of(modules: Iterable[nn.Module]) -> Absent:
+    """The parameters that some modules lack now."""
+    found = [(one, name) for one in modules for name, p in one._parameters.items() if p is None]
+    return Absent(*zip(*found, strict=True)) if found else Absent()
 
 
 def numbers_of(modules: Iterable[nn.Module]) -> Numbers:
@@ -173,7 +203,9 @@ def is_intact(module: nn.Module, parts: Parts) -> bool:
         module: Hooks on itself are left aside, for whoever calls it runs them.
         parts: From `parts_of`, of before.
     """
-    if _children(module) != parts.children or listens_everywhere() or not parts.numbers.hold():
+    if _children(module) != parts.children or listens_everywhere():
+        return False
+    if not parts.numbers.hold() or not parts.absent.hold():
         return False
     for one, place in parts.places:
         if one.__dict__.get("layer_idx") != place:

@@ -5,7 +5,8 @@ properties that unpack. Its forward, where it is a linear, runs the bound op on 
 embedding, unpacks the rows that it looks up. The parameter itself stays under its name without values, so
 that names and shapes hold; a state dict has the unpacked matrices.
 
-Whoever reads `module.weight` gets a dense tensor of its own: writing into that changes nothing.
+Whoever reads `module.weight` gets a dense tensor of its own. That of a linear or of experts refuses to be
+written to, as nothing would hear of it.
 
 Shapes: I input width, O output width, C hidden.
 """
@@ -51,11 +52,17 @@ _ORIGINAL = "_slipstream_original"
 
 @dataclass
 class _State:
-    """What a packed module carries: its matrices by name, and how a linear runs."""
+    """What a packed module carries: its matrices by name, how a linear runs, the bias that it had then."""
 
     weights: dict[str, Weight]
     transposed: frozenset[str]
     run: Callable[[Tensor, Weight], Tensor] | None
+    bias: nn.Parameter | None = None
+
+    def weight(self, module: nn.Module) -> Weight:
+        """The matrix of a linear or an embedding, with the bias that the module has now."""
+        weight, bias = self.weights["weight"], module._parameters.get("bias")
+        return weight if bias is self.bias else replace(weight, bias=bias)
 
 
 def pack(
@@ -86,7 +93,7 @@ def pack(
     else:
         original = vars(type(module))[_ORIGINAL]
     prepare()
-    state.weights[name] = weight
+    state.weights[name], state.bias = weight, module._parameters.get("bias")
     state.transposed |= {name} if transposed else frozenset()
     module.__class__ = _packed_class(original, tuple(state.weights))
     _release(module, name)
@@ -145,7 +152,7 @@ def weight_of(module: nn.Module) -> Weight:
     """The matrix and bias of a linear or an embedding as the ops read them, packed or plain."""
     beside = vars(module).get(BESIDE)
     if is_packed(module) and _held(module, "weight") is None:
-        weight: Weight = vars(module)[_STATE].weights["weight"]
+        weight: Weight = vars(module)[_STATE].weight(module)
         return weight if beside is None else replace(weight, beside=beside)
     matrix: Any = module.weight
     bias: Any = getattr(module, "bias", None)
@@ -185,11 +192,22 @@ def packed_bytes(module: nn.Module) -> int:
     return dense + sum(replace(w, bias=None).nbytes for state in states for w in state.weights.values())
 
 
-def _records(module: nn.Module, x: Any) -> bool:
-    """Whether autograd is to go through a module: packed products have no derivative, its own code has."""
+def _records(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Whether autograd is to go through a module: packed products have no derivative, its own code has.
+
+    Raises:
+        UnsupportedError: A gradient is asked for of a packed parameter.
+    """
     if not torch.is_grad_enabled():
         return False
-    return x.requires_grad or any(p is not None and p.requires_grad for p in module._parameters.values())
+    asked = [name for name, p in module._parameters.items() if p is not None and p.requires_grad]
+    for name in asked:
+        if _held(module, name) is None:
+            raise UnsupportedError(
+                f"the {name} of {type(module).__name__} is packed, and has no gradient; leave it out of "
+                "training (requires_grad_(False)), or train the model before init_inference"
+            )
+    return bool(asked) or any(getattr(x, "requires_grad", False) for x in args)
 
 
 @functools.cache
@@ -204,9 +222,9 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
             return as_it_is(forward, self, *args, **kwargs)
         state = vars(self)[_STATE]
         whole = all(_held(self, name) is None for name in names)
-        own = self.training or kwargs or len(args) != 1 or _records(self, args[0])
+        own = _records(self, args) or self.training or kwargs or len(args) != 1
         if state.run is not None and whole and not own:
-            weight, x = state.weights["weight"], args[0]
+            weight, x = state.weight(self), args[0]
             rows = among_all(x.reshape(-1, x.shape[-1]), weight)
             return state.run(rows, weight).view(*x.shape[:-1], weight.shape[0])
         if embeds and whole:  # it may ask its matrix for a dtype or a device
@@ -219,10 +237,12 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
             self.__dict__.pop(_OPEN, None)
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        nn.Module._apply(self, lambda t: t if t.is_meta or isinstance(t, _Absent) else fn(t), recurse)
         state = vars(self)[_STATE]
+        had = state.bias is self._parameters.get("bias")
+        nn.Module._apply(self, lambda t: t if t.is_meta or isinstance(t, _Absent) else fn(t), recurse)
+        state.bias = self._parameters.get("bias") if had else None
         for name, weight in state.weights.items():
-            bias = None if weight.bias is None else self._parameters["bias"]
+            bias = None if weight.bias is None else self._parameters.get("bias")
             state.weights[name] = replace(replace(weight, bias=None).apply(fn), bias=bias)
             if _held(self, name) is None:
                 _release(self, name)
@@ -230,7 +250,7 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
     own: dict[str, Any] = {"forward": forward, "_apply": _apply, _ORIGINAL: original}
     own |= {"__copy__": _copy, "__deepcopy__": deep_twin, "__reduce_ex__": _refuse_pickle}
-    read = _dense_parameter if embeds else _dense
+    read = _dense_parameter if embeds else _dense_to_read
     own |= {name: property(functools.partial(read, name=name)) for name in names}
     if embeds:
         own["num_embeddings"] = property(lambda self: vars(self)["num_embeddings"], _refuse_resize)
@@ -269,8 +289,47 @@ def _dense(module: nn.Module, name: str) -> Tensor:
     return dense.mT if name in state.transposed else dense
 
 
+class _Unpacked(Tensor):
+    """What a packed matrix unpacks to, for whoever reads it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what writes into it; everything else is torch's, of plain tensors."""
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and args and isinstance(args[0], cls):
+            raise _refusal()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> Tensor:
+        """The same, as unwilling to be written to."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise _refusal()
+
+
+def _refusal() -> UnsupportedError:
+    return UnsupportedError(
+        "these are values of packed weights, unpacked to be read: writing to them changes nothing; change "
+        "weights by engine.refresh_weights, or before init_inference"
+    )
+
+
+def _dense_to_read(module: nn.Module, name: str) -> Tensor:
+    """The same for whoever reads the attribute: a tensor that refuses to be written to."""
+    dense = _dense(module, name)
+    own = isinstance(dense, nn.Parameter) or vars(module).get(_OPEN) is not None
+    return dense if own or torch.compiler.is_compiling() else dense.as_subclass(_Unpacked)
+
+
 def _dense_parameter(module: nn.Module, name: str) -> Tensor:
-    """The same as a parameter: transformers ties others to it, which then have dense rows of their own."""
+    """The rows as a parameter: transformers ties others to it, which then have dense rows of their own."""
     dense = _dense(module, name)
     return dense if isinstance(dense, nn.Parameter) else nn.Parameter(dense, requires_grad=False)
 

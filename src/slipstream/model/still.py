@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.model.inject import Injected, injected_state
-from slipstream.model.intact import is_heard, listens_everywhere, modules_of, numbers_of
+from slipstream.model.intact import absent_of, is_heard, listens_everywhere, modules_of, numbers_of
 from slipstream.model.links import Link
 
 __all__ = ["Still"]
@@ -35,7 +35,14 @@ class Still:
         self._children = [dict(module._modules) for module in self._outer]
         self._forwards = [each.get("forward") for each in own]
         self._hooks = list(_BEFORE(own[0])), list(_AFTER(own[0]))
-        self._numbers = numbers_of(self._modules)
+        self._numbers, self._absent = numbers_of(self._modules), absent_of(self._modules)
+        inside = {part for layer in layers for part in modules_of(layer)}
+        around = [module for module in self._modules if module not in inside]
+        self._tables = [module for module in around if isinstance(module, nn.Embedding)]
+        found = [(one, name, b) for one in around for name, b in one._buffers.items() if b is not None]
+        self._places = [(one, name) for one, name, _ in found]
+        self._buffers = [b for *_, b in found]
+        self._versions = list(map(_version, self._buffers))
 
     def holds(self) -> bool:
         """Whether nobody has changed a part, its code or a layer's tensors, or listens to any."""
@@ -50,7 +57,18 @@ class Still:
             and not ((_any(_BEFORE, own) or _any(_AFTER, own)) and any(map(is_heard, self._modules[1:])))
             and not listens_everywhere()
             and self._numbers.hold()
+            and self._absent.hold()
+            and self._has_buffers()
             and all(map(_Held.holds, self._held, map(injected_state, self._layers)))
+        )
+
+    def _has_buffers(self) -> bool:
+        """Whether the buffers around the layers are what they were, and tables are only looked up."""
+        now = [one._buffers.get(name) for one, name in self._places]
+        return (
+            all(map(operator.is_, now, self._buffers))
+            and list(map(_version, self._buffers)) == self._versions
+            and all(table.max_norm is None for table in self._tables)
         )
 
     def links(self) -> list[tuple[Link, ...] | None]:
@@ -63,6 +81,11 @@ _OWN = operator.attrgetter("__dict__")
 _TRAINING = operator.itemgetter("training")
 _CHILDREN = operator.itemgetter("_modules")
 _BEFORE, _AFTER = map(operator.itemgetter, ("_forward_pre_hooks", "_forward_hooks"))
+
+
+def _version(buffer: Tensor) -> int:
+    """How often a tensor was written to; of one that was made in inference mode nobody knows."""
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import DeviceError, SlipstreamError
 from slipstream.families.family import Family
+from slipstream.model.authors import is_ours, own_code
 from slipstream.model.chain import Encoder
 from slipstream.model.check import MODEL_ERRORS, TOLERANCE
 from slipstream.model.defer import current, is_plain_run
@@ -118,7 +119,9 @@ def _spec(base: nn.Module, root: str, own: Sequence[Found], encoder: Encoder) ->
     """What the layers' family says of a model; None where that, or a layer, is no plain encoder's."""
     family: Family | None = own[0].family
     config = getattr(base, "config", None)
-    if family is None or family.encoder is None or config is None or "forward" in vars(base):
+    if family is None or family.encoder is None or config is None:
+        return None
+    if is_ours(family.encoder) and own_code(base, [found.layer for found in own], root) is not None:
         return None
     spec = family.encoder(config)
     if spec is None or any(f.family is not family or not _is_plain(f.layer, encoder) for f in own):

@@ -370,7 +370,7 @@ def _pieces(where: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> tup
 
 def _covers(pieces: Sequence[Piece]) -> bool:
     """Whether pieces are all rows of one tensor, each once."""
-    found = torch.zeros(sum(piece.count for piece in pieces), dtype=torch.bool)
+    found = torch.zeros(sum(piece.count for piece in pieces), dtype=torch.bool, device="cpu")
     for piece in pieces:
         last = piece.start + (piece.count - 1) * piece.step
         if last < len(found):

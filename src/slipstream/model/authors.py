@@ -1,0 +1,67 @@
+"""Whose code a model runs around its layers.
+
+What a family says of a model is what transformers' classes do, and a few tokens prove that a model is one of
+those. They prove nothing of code that somebody else has written: it may do something else for one token, or
+in a later step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+__all__ = ["is_ours", "own_code"]
+
+_KNOWN = frozenset({"builtins", "slipstream", "torch", "transformers"})
+
+
+def own_code(model: nn.Module, layers: Collection[nn.Module], name: str = "the model") -> str | None:
+    """What of the code around a model's layers is neither transformers' nor torch's, or None.
+
+    Args:
+        model: The model.
+        layers: Whose own code, and that of their parts, is not looked at.
+        name: What to call the model itself.
+    """
+    closed, left = set(layers), [("", model)]
+    for path, module in left:
+        if module in closed:
+            continue
+        closed.add(module)
+        method = "forward" if "forward" in vars(module) else _written(type(module), type(module).forward)
+        if method is not None:
+            return f"{path or name} ({type(module).__name__}) has a {method} of its own"
+        inside = ((f"{path}.{key}" if path else key, child) for key, child in module._modules.items())
+        left += [(key, child) for key, child in inside if child is not None]
+    return None
+
+
+def is_ours(method: Callable[..., Any]) -> bool:
+    """Whether a function is known code: transformers', torch's or this package's."""
+    while isinstance(method, property | staticmethod | classmethod | functools.partial):
+        method = getattr(method, "fget", None) or getattr(method, "func", None) or method.__func__
+    return (getattr(method, "__module__", None) or "").partition(".")[0] in _KNOWN
+
+
+@functools.cache
+def _written(kind: type[nn.Module], forward: Callable[..., Any]) -> str | None:
+    """A method that somebody else has written anew; `forward` is the class's of now."""
+    if not is_ours(forward):
+        return "forward"
+    for place, one in enumerate(kind.__mro__):
+        if one.__module__.partition(".")[0] in _KNOWN:
+            continue
+        inherited = {name for base in kind.__mro__[place + 1 :] for name in vars(base)}
+        for name in sorted(inherited.intersection(vars(one))):
+            value, is_own = vars(one)[name], name == "__call__" or not name.startswith("__")
+            if is_own and _is_code(value) and not is_ours(value):
+                return name
+    return None
+
+
+def _is_code(value: Any) -> bool:
+    kinds = property | staticmethod | classmethod
+    return isinstance(value, kinds) or (callable(value) and not isinstance(value, type))
