@@ -8,7 +8,7 @@ in a later step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ __all__ = ["is_ours", "own_code"]
 _KNOWN = frozenset({"builtins", "slipstream", "torch", "transformers"})
 
 
-def own_code(model: nn.Module, layers: Collection[nn.Module], name: str = "the model") -> str | None:
+def own_code(model: nn.Module, layers: Iterable[nn.Module], name: str = "the model") -> str | None:
     """What of the code around a model's layers is neither transformers' nor torch's, or None.
 
     Args:
@@ -31,7 +31,8 @@ def own_code(model: nn.Module, layers: Collection[nn.Module], name: str = "the m
         if module in closed:
             continue
         closed.add(module)
-        method = "forward" if "forward" in vars(module) else _written(type(module), type(module).forward)
+        kind: Any = type(module)
+        method = "forward" if "forward" in vars(module) else _written(kind, kind.forward)
         if method is not None:
             return f"{path or name} ({type(module).__name__}) has a {method} of its own"
         inside = ((f"{path}.{key}" if path else key, child) for key, child in module._modules.items())
@@ -39,10 +40,12 @@ def own_code(model: nn.Module, layers: Collection[nn.Module], name: str = "the m
     return None
 
 
-def is_ours(method: Callable[..., Any]) -> bool:
-    """Whether a function is known code: transformers', torch's or this package's."""
-    while isinstance(method, property | staticmethod | classmethod | functools.partial):
-        method = getattr(method, "fget", None) or getattr(method, "func", None) or method.__func__
+def is_ours(method: Any) -> bool:
+    """Whether a function, a property or what wraps one is known code: transformers', torch's or ours."""
+    inner = (getattr(method, name, None) for name in ("fget", "func", "__func__"))
+    within = next((one for one in inner if one is not None), None)
+    if within is not None:
+        return is_ours(within)
     return (getattr(method, "__module__", None) or "").partition(".")[0] in _KNOWN
 
 
@@ -63,5 +66,5 @@ def _written(kind: type[nn.Module], forward: Callable[..., Any]) -> str | None:
 
 
 def _is_code(value: Any) -> bool:
-    kinds = property | staticmethod | classmethod
+    kinds = (property, staticmethod, classmethod)
     return isinstance(value, kinds) or (callable(value) and not isinstance(value, type))
