@@ -37,6 +37,8 @@ def agree(models: Pair, road: str) -> None:
     close(expected, got)
 
 
+LAYERS = ("LlamaDecoderLayer", "GPT2Block")
+
 PLACES = [
     "model.layers.1",
     "model.layers.1.mlp",
@@ -59,6 +61,72 @@ def test_a_hook_that_changes_an_output_counts(models: Pair, place: str) -> None:
     for handle in handles:
         handle.remove()
     agree(models, "engine")
+
+
+def _louder(module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (output[0] * 1.5, *output[1:])
+    return output * 1.5
+
+
+def _louder_in_place(module: nn.Module, args: Any, output: Any) -> None:
+    (output[0] if isinstance(output, tuple) else output).mul_(1.5)
+
+
+def _louder_before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return ((args[0] * 1.5, *args[1:]), kwargs)
+
+
+STEERED: dict[str, Callable[[nn.Module], Any]] = {
+    "after": lambda layer: layer.register_forward_hook(_louder),
+    "after, in place": lambda layer: layer.register_forward_hook(_louder_in_place),
+    "after, before others": lambda layer: layer.register_forward_hook(_louder, prepend=True),
+    "before": lambda layer: layer.register_forward_pre_hook(_louder_before, with_kwargs=True),
+}
+
+
+@pytest.mark.parametrize("steer", STEERED)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("early", [True, False], ids=["before init_inference", "after it"])
+def test_a_hook_that_steers_layers_acts_whenever_it_was_registered(
+    kind: str, steer: str, early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check leaves hooks on a layer out: whoever calls the layer runs them about its block as well."""
+    models, plain = Pair(make(kind), None), make(kind)
+    handles = []
+
+    def hook(model: nn.Module) -> None:
+        layers = [layer for layer in model.modules() if type(layer).__name__ in LAYERS]
+        assert len(layers) == 2
+        handles.extend(STEERED[steer](layer) for layer in layers)
+
+    hook(models.original)
+    with torch.no_grad():
+        expected = models.original(input_ids=prompt()).logits
+        assert not torch.allclose(plain(input_ids=prompt()).logits, expected, atol=0.1)
+    model = make(kind)
+    if early:
+        hook(model)
+    engine = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+    assert engine.report().level == "block" and "off by" not in caplog.text
+    if not early:
+        hook(engine.module)
+    models.engine = engine
+    agree(models, "compatible")
+    for handle in handles:
+        handle.remove()
+    agree(models, "engine")
+
+
+def test_a_check_leaves_the_hooks_on_layers() -> None:
+    model, heard = make("llama"), list[str]()
+    for name, layer in model.model.layers.named_children():
+        layer.register_forward_hook(lambda *_, name=name: heard.append(name))
+        layer.register_forward_pre_hook(lambda *_, name=name: heard.append(f"before {name}"))
+    engine = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+    heard.clear()
+    engine(input_ids=prompt())
+    assert heard == ["before 0", "0", "before 1", "1"]
 
 
 def test_a_hook_before_a_part_counts(models: Pair) -> None:

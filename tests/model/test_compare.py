@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.check import RecordedCall, compare
+from slipstream.model.check import RecordedCall, call_alone, compare, record_calls
+from slipstream.model.layers import Found
 
 CALLS = [
     RecordedCall((torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)),), {}, None)
@@ -88,3 +89,17 @@ def test_in_lower_precision_the_one_nearer_to_float32_is_right(
 def test_a_model_that_overflows_by_itself_is_told_so() -> None:
     with pytest.raises(InjectionError, match="original itself answers NaN or infinity, in float16"):
         compare("layer", CALLS, _off(1, float("inf")), _identity, torch.empty(0, dtype=torch.float16))
+
+
+def test_a_recorded_call_is_what_the_forward_was_given_and_answered_between_hooks() -> None:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    layer.register_forward_hook(lambda module, args, output: output.mul_(2))
+    found = Found("0", layer, 0, "", None, None, "")
+    tables = (layer._forward_hooks, layer._forward_pre_hooks)
+    before = [dict(table) for table in tables]
+    alone = call_alone(found, 4)
+    within = record_calls(nn.Sequential(layer), [found], [{"input": torch.zeros(2, 3, 4)}])["0"]
+    assert len(alone) == len(within) == 1 and before == [dict(table) for table in tables]
+    for call in (*alone, *within):
+        torch.testing.assert_close(call.output, layer.forward(call.args[0]))

@@ -76,7 +76,7 @@ class RecordedCall:
     Attributes:
         args: Positional arguments, hidden states of standard normal numbers among them.
         kwargs: Keyword arguments.
-        output: What the layer returned.
+        output: What the layer's forward returned, before hooks on the layer.
     """
 
     args: tuple[Any, ...]
@@ -150,12 +150,13 @@ def call_alone(found: Found, width: int) -> list[RecordedCall]:
     hidden = hidden.to(like.device, like.dtype)
     try:
         with torch.no_grad():
-            return [RecordedCall((hidden,), {}, found.layer(hidden))]
+            return [RecordedCall((hidden,), {}, found.layer.forward(hidden))]
     except MODEL_ERRORS:
         return []
 
 
 def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str]) -> list[Any]:
+    """Hooks that record a call between the layer's own hooks: those run about the block as well."""
     before: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,15 +166,19 @@ def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str
         before.append(copy.deepcopy((args, kwargs)))
         return args, kwargs
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def answer(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if found.name in pending:
-            calls[found.name].append(RecordedCall(*before.pop(), output))
+            # A hook that comes after this one may change it in place.
+            calls[found.name].append(RecordedCall(*before.pop(), copy.deepcopy(output)))
             pending.discard(found.name)
-            if not pending:
-                raise _EnoughError
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not pending:
+            raise _EnoughError
 
     return [
         found.layer.register_forward_pre_hook(enter, with_kwargs=True),
+        found.layer.register_forward_hook(answer, with_kwargs=True, prepend=True),
         found.layer.register_forward_hook(leave, with_kwargs=True),
     ]
 

@@ -14,6 +14,7 @@ from slipstream.errors import InjectionError
 from slipstream.model.check import MODEL_ERRORS, TOLERANCE
 from slipstream.model.frame import Frame
 from slipstream.model.fuse import Verdict
+from slipstream.model.intact import unhooked
 from slipstream.model.layers import Found
 from slipstream.model.untouched import left_as_it_was
 from slipstream.ops.rope import both_tables, half_tables
@@ -94,7 +95,10 @@ def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
 def _passing_on(
     layers: Sequence[Found], verdicts: Mapping[str, Verdict], seen: list[tuple[Tensor, Any]]
 ) -> Iterator[None]:
-    """Let each layer answer with its own input, and record what it was given."""
+    """Let each layer answer with its own input, and record what it was given.
+
+    Hooks on layers are left out: a generation looks for them before it takes the frame.
+    """
     own = [vars(found.layer).get("forward") for found in layers]
 
     def passing(found: Found) -> Any:
@@ -112,7 +116,8 @@ def _passing_on(
     try:
         for found in layers:
             found.layer.forward = passing(found)
-        yield
+        with unhooked(found.layer for found in layers):
+            yield
     finally:
         for found, forward in zip(layers, own, strict=True):
             if forward is None:

@@ -6,7 +6,8 @@ import dis
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = [
     "modules_of",
     "numbers_of",
     "parts_of",
+    "unhooked",
 ]
 
 _KNOWN = frozenset({"slipstream", "transformers"})
@@ -232,6 +234,23 @@ def is_hooked(module: nn.Module) -> bool:
     values = module.__dict__
     hooks, pre_hooks = values["_forward_hooks"], values["_forward_pre_hooks"]
     return bool(hooks or pre_hooks) and _foreign(hooks, pre_hooks)
+
+
+@contextmanager
+def unhooked(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, modules run without the forward hooks that someone else has put on them."""
+    tables = [table for one in modules for table in (one._forward_hooks, one._forward_pre_hooks)]
+    before = [dict(table) for table in tables]
+    try:
+        for table, hooks in zip(tables, before, strict=True):
+            for key, hook in hooks.items():
+                if _package(hook) not in _KNOWN:
+                    del table[key]
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 def is_heard(module: nn.Module) -> bool:
