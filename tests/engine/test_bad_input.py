@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 import slipstream
+from slipstream.families import FAMILIES
 from slipstream.model.inject import is_injected
+from tests.families.sweep import peaked_model
 from tests.helpers.models import close, inject, left_padded, make, prompt, roads
 
 FUSED: dict[str, Any] = {"dtype": torch.float32, "replace_with_kernel_inject": True}
@@ -442,6 +445,16 @@ def test_a_layer_that_is_listened_to_keeps_its_code() -> None:
     layers = engine.report().layers
     assert [layer.level == "block" for layer in layers] == [True, False, True] and "hooks" in layers[1].reason
     close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
+
+
+def test_a_feed_forward_without_width_is_left_as_it_is() -> None:
+    like = FAMILIES["lfm2"].tiny[0]
+    model: Any = peaked_model(replace(like, options={**like.options, "intermediate_size": 1}))
+    ids = prompt(vocabulary=90)
+    expected = model(input_ids=ids).logits.detach()
+    engine = inject(model, injection_check="fallback")
+    assert all("no width" in layer.reason for layer in engine.report().layers)
+    close(expected, engine(input_ids=ids).logits)
 
 
 def _louder(model: Any) -> None:

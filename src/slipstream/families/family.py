@@ -291,6 +291,8 @@ class Family:
         if spec.causal and getattr(config, "is_causal", None) is False:
             # Then no mask means causality to some of transformers' attentions, and none of it to others.
             return "is_causal is False"
+        if spec.feeder is None and spec.branches in ("both", "feed_forward") and spec.ffn < 1:
+            return "its feed-forward has no width"
         if spec.rope is not None and (spec.rope.dim not in range(2, spec.head_dim + 1, 2)):
             return f"{spec.rope.dim} of {spec.head_dim} dims of a head are rotated, which are not pairs"
         return None

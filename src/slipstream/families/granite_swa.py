@@ -23,7 +23,12 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _sparse(config: Config, index: int) -> BlockSpec:
-    moe = MoE(config.num_local_experts, config.num_experts_per_tok, scoring="topk_softmax")
+    moe = MoE(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        scoring="topk_softmax",
+        shared=config.shared_intermediate_size,
+    )
     return replace(_spec(config, index), moe=moe)
 
 
@@ -36,6 +41,7 @@ _TINY: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 FAMILIES = (
     Family(
@@ -55,14 +61,18 @@ FAMILIES = (
             Role.ROUTER: Take("block_sparse_moe.router"),
             Role.EXPERTS_IN: Take("block_sparse_moe.experts.gate_up_proj"),
             Role.EXPERTS_OUT: Take("block_sparse_moe.experts.down_proj"),
+            Role.SHARED_IN: Take("shared_mlp.input_linear"),
+            Role.SHARED_OUT: Take("shared_mlp.output_linear"),
         },
         tiny=(
+            tiny("GraniteMoeSWAForCausalLM", "GraniteMoeSWAConfig", **_TINY, **_EXPERTS),
             tiny(
                 "GraniteMoeSWAForCausalLM",
                 "GraniteMoeSWAConfig",
-                num_local_experts=4,
-                num_experts_per_tok=2,
+                label="one shared",
+                shared_intermediate_size=40,
                 **_TINY,
+                **_EXPERTS,
             ),
         ),
     ),

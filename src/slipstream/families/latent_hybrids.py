@@ -24,7 +24,8 @@ _LINEAR = "linear attention"
 def _mixed(config: Config, index: int, spec: BlockSpec) -> BlockSpec:
     if config.layer_types[index] != "full_attention":
         spec = replace(spec, mixer=_LINEAR, rope=None, gate=None)
-    return with_experts(config, index, spec)
+    # A config may have `n_routed_experts` beside it, which these layers do not read.
+    return with_experts(config, index, spec, experts=int(config.num_experts))
 
 
 def _kimi(config: Config, index: int) -> BlockSpec:
@@ -43,6 +44,7 @@ _TINY: dict[str, Any] = {
     **TINY_RANKS,
     **TINY_MIXTURE,
     "num_experts": 8,
+    "n_routed_experts": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "linear_head_dim": 16,

@@ -5,7 +5,6 @@ Its encoder is the ear of many language models.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from slipstream.families.bart import BART_RECIPES, BART_TINY, bart_decoder, bart_encoder
@@ -24,10 +23,10 @@ def _decoder(config: Config, index: int) -> BlockSpec:
 def _frame(config: Config) -> FrameSpec | None:
     if not config.is_encoder_decoder:
         return None
+    # The decoder of a config with `scale_embedding` keeps a scale, and does not multiply by it.
     return FrameSpec(
         layers="model.decoder.layers",
         embed="model.decoder.embed_tokens",
-        embed_scale=math.sqrt(config.d_model) if config.scale_embedding else 1.0,
         pos_embed="model.decoder.embed_positions",
         head="proj_out",
         norm=Norm("layer", 1e-5),
@@ -68,7 +67,15 @@ FAMILIES = (
         specs={"WhisperDecoderLayer": _decoder},
         recipes=BART_RECIPES,
         frame=_frame,
-        tiny=(Tiny("WhisperForConditionalGeneration", "WhisperConfig", {**_FIELDS, **_OWN}),),
+        tiny=(
+            Tiny("WhisperForConditionalGeneration", "WhisperConfig", {**_FIELDS, **_OWN}),
+            Tiny(
+                "WhisperForConditionalGeneration",
+                "WhisperConfig",
+                {**_FIELDS, **_OWN, "scale_embedding": True},
+                label="a scale",
+            ),
+        ),
     ),
     Family(
         name="speech_to_text",
