@@ -339,6 +339,33 @@ def test_any_linear_of_a_layer_can_be_packed(name: str) -> None:
     assert torch.equal(engine.module.leave.weight, original.leave.weight)
 
 
+class Residual(nn.Module):
+    """As a vision transformer's block is, of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+@pytest.mark.parametrize("settings", [NOT_INJECTED, {}], ids=["packed", "injected"])
+@pytest.mark.parametrize("name", PACKED)
+def test_layers_in_a_sequential_are_packed(name: str, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.LayerNorm(32), nn.Sequential(Residual(), Residual())).eval()
+    engine = inject(original, quant=name, **settings)
+    assert [layer.format for layer in engine.report().layers] == [name, name]
+    assert all(is_packed(block.up) and is_packed(block.down) for block in engine.module[1])
+    exact = copy.deepcopy(original)
+    exact.load_state_dict(engine.module.state_dict())
+    x = torch.randn(3, 5, 32)
+    torch.testing.assert_close(engine(x), exact(x), atol=1e-5, rtol=1e-5)
+    assert not torch.equal(engine(x), original(x))
+
+
 def test_a_model_without_layers_is_told_that_nothing_was_packed() -> None:
     with pytest.warns(UserWarning, match="int4 weights were asked for and nothing was packed"):
         inject(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), quant="int4", **NOT_INJECTED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -86,6 +88,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(self.native(self.norm(x)))
+
+
+def layers_of(count: int) -> list[Layer]:
+    return [Layer(PlainRMSNorm()) for _ in range(count)]
 
 
 class Stack(nn.Module):
@@ -246,6 +252,68 @@ def swap_parts(model: nn.Module, *kernels: Kernel) -> dict[str, Part]:
     return parts
 
 
+class Tower(nn.Module):
+    """Around a model that a family knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        self.model = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=64, **sizes))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+
+def _bent() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+
+
+SEQUENTIALS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "layers": (lambda: nn.Sequential(*layers_of(2)), ["0", "1"]),
+    "layers of torch's": (
+        lambda: nn.Sequential(*(nn.TransformerEncoderLayer(8, 2) for _ in "ab")),
+        ["0", "1"],
+    ),
+    "one layer": (lambda: nn.Sequential(*layers_of(1)), []),
+    "layers and a norm": (lambda: nn.Sequential(*layers_of(2), PlainRMSNorm()), []),
+    "linears": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), []),
+    "linears and what bends": (lambda: nn.Sequential(*_bent(), *_bent()), []),
+    "both, in sequentials": (lambda: nn.Sequential(nn.Sequential(*_bent()), nn.Sequential(*_bent())), []),
+    "convolutions": (lambda: nn.Sequential(Convolutions(), Convolutions()), []),
+    "sequentials of layers": (
+        lambda: nn.Sequential(nn.Sequential(*layers_of(2)), nn.Sequential(*layers_of(2))),
+        ["0.0", "0.1", "1.0", "1.1"],
+    ),
+    "stages": (lambda: nn.Sequential(Stack(), Stack()), ["0", "1"]),
+    "known models": (
+        lambda: nn.Sequential(Tower(), Tower()),
+        [f"{i}.model.layers.{j}" for i in range(2) for j in range(2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEQUENTIALS)
+def test_a_sequential_of_one_class_with_parts_is_a_list_of_layers(case: str) -> None:
+    make, names = SEQUENTIALS[case]
+    assert [found.name for found in find_layers(make())] == names
+
+
+def test_parts_of_layers_in_a_sequential_are_swapped_as_those_in_a_list() -> None:
+    model = Stack(depth=3).eval()
+    expected = copy.deepcopy(model)(hidden())
+    listed = engine_of(copy.deepcopy(model)).report()
+    sequential = nn.Sequential(OrderedDict((f"layer_{i}", own) for i, own in enumerate(model.layers))).eval()
+    engine = engine_of(sequential)
+    torch.testing.assert_close(engine(hidden()), expected)
+    assert is_swapped(sequential[0].norm) and engine.report().level == "module"
+    rows = engine.report().layers
+    assert [row.name for row in rows] == ["layer_0", "layer_1", "layer_2"]
+    assert [row.kernels for row in rows] == [row.kernels for row in listed.layers]
+
+
 @pytest.mark.parametrize(("scale", "swapped"), [(1.0, True), (1.1, False)])
 def test_a_linear_is_swapped_where_a_kernel_is_bound_and_right(scale: float, swapped: bool) -> None:
     model = Stack().eval()
@@ -295,7 +363,10 @@ def test_nothing_replaced_is_a_warning_that_names_the_layers() -> None:
     with pytest.warns(UserWarning, match="TransformerEncoderLayer"):
         engine = engine_of(model)
     assert "TransformerEncoderLayer" in engine.report().notes[-1]
-    with pytest.warns(UserWarning, match="Linear has no layers"):
+    with pytest.warns(
+        UserWarning,
+        match="Linear has no layers that repeat .in an nn.ModuleList, or an nn.Seq",
+    ):
         engine_of(nn.Linear(3, 3))
 
 

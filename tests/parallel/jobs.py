@@ -347,10 +347,22 @@ class Stranger(nn.Module):
         return x
 
 
-def stranger(size: int) -> dict[str, Any]:
-    """A model that cannot be run to see what flows where."""
+class Residual(nn.Module):
+    """A layer of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(40, 90), nn.Linear(90, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+def stranger(size: int, sequential: bool = False) -> dict[str, Any]:
+    """A model that cannot be run to see what flows where, of a list of layers or of an `nn.Sequential`."""
     torch.manual_seed(0)
-    original = Stranger().eval()
+    original = (nn.Sequential(Residual(), Residual()) if sequential else Stranger()).eval()
     engine = split(copy.deepcopy(original), size)
     x = torch.randn(5, 40)
     with torch.no_grad():

@@ -149,8 +149,9 @@ def test_more_ranks_than_heads_join_rows_and_cut_units_at_the_grain(pool: Pool, 
     assert [row["down"] for row in rows] == [64, 64, 64]
 
 
-def test_a_model_that_cannot_be_run_has_its_rows_joined(pool: Pool) -> None:
-    row = results(pool.run(f"{JOBS}:stranger", 3, ranks=3))[0]
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_model_that_cannot_be_run_has_its_rows_joined(pool: Pool, sequential: bool) -> None:
+    row = results(pool.run(f"{JOBS}:stranger", 3, sequential, ranks=3))[0]
     assert row["error"] <= TOLERANCE
     assert list(row["rows"]) == [("rows, joined", "any linear")]
     assert "cannot be run on random input" in row["text"]

@@ -17,6 +17,8 @@ from slipstream.model.report import LayerReport, Report
 
 __all__ = ["left_plain", "nothing_packed", "nothing_replaced", "summary"]
 
+_NO_LAYERS = "has no layers that repeat (in an nn.ModuleList, or an nn.Sequential of one class with linears)"
+
 _MUCH = 0.1
 """The share of weights that stay plain from which on a report says so."""
 
@@ -25,7 +27,7 @@ def nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
     """What to tell a user who asked for kernels and gets none."""
     seen = sorted({type(found.layer).__name__ for found in layers})
     name = type(model).__name__
-    what = f"the layers of {name} are {', '.join(seen)}" if seen else f"{name} has no layers that repeat"
+    what = f"the layers of {name} are {', '.join(seen)}" if seen else f"{name} {_NO_LAYERS}"
     return (
         f"replace_with_kernel_inject=True replaced nothing: {what}, and neither a family nor a known part "
         "is among them; the model runs its own code. engine.report() has the reason of each layer"
@@ -35,8 +37,8 @@ def nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
 def nothing_packed(model: nn.Module, asked: Format) -> str:
     """What to tell a user who asked for packed weights and gets none."""
     return (
-        f"{asked.name} weights were asked for and nothing was packed: {type(model).__name__} has no layers "
-        "that repeat, or none with an nn.Linear or Conv1D whose forward is the library's own"
+        f"{asked.name} weights were asked for and nothing was packed: {type(model).__name__} {_NO_LAYERS}, "
+        "or none with an nn.Linear or Conv1D whose forward is the library's own"
     )
 
 

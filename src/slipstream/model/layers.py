@@ -49,7 +49,10 @@ class Found:
 
 
 def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = None) -> list[Found]:
-    """List the layers that repeat: members of the outermost module lists, and whatever else a family knows.
+    """List the layers that repeat: members of the outermost lists, and whatever else a family knows.
+
+    A list is an `nn.ModuleList`, or an `nn.Sequential` of two or more modules of one class that have
+    parts, and matrices in them.
 
     Args:
         model: Any module.
@@ -70,13 +73,11 @@ def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = No
 
 def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator[tuple[str, nn.Module, int]]:
     children = list(module.named_children())
-    repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 0
+    repeated = isinstance(module, nn.ModuleList) or _is_list(module)
     for index, (name, child) in enumerate(children):
         full = f"{path}.{name}" if path else name
         known = _is_known(child, policy)
-        if known or (
-            repeated and isinstance(module, nn.ModuleList) and next(child.children(), None) is not None
-        ):
+        if known or (repeated and next(child.children(), None) is not None):
             inner = [] if known else list(_candidates(child, full, policy))
             if any(_is_known(layer, policy) for _, layer, _ in inner):
                 yield from inner
@@ -84,6 +85,22 @@ def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator
                 yield full, child, index
         else:
             yield from _candidates(child, full, policy)
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether what runs its modules one after the other runs layers: not linears with what bends between.
+
+    Containers inside of it are stages, or such linears again: layers are looked for in each. Stacks of
+    convolutions have nothing that is packed or swapped.
+    """
+    if not isinstance(module, nn.Sequential):
+        return False
+    members = list(module)
+    classes = {type(member) for member in members}
+    if len(members) < 2 or len(classes) > 1 or classes <= {nn.Sequential, nn.ModuleList, nn.ModuleDict}:
+        return False
+    have_parts = all(next(member.children(), None) is not None for member in members)
+    return have_parts and any(parameter.dim() == 2 for parameter in module.parameters())
 
 
 def _is_between(layer: nn.Module) -> bool:
