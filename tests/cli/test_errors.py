@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors import SafetensorError
 
 from slipstream import DeviceError
+from slipstream.cli import chat, generate
 
 MODEL = "{checkpoint}"
 
@@ -55,7 +57,7 @@ def test_a_missing_tokenizer_is_one_line(run: Any, checkpoint: Path, tmp_path: P
     bare.mkdir()
     for name in ("config.json", "model.safetensors", "generation_config.json"):
         shutil.copy(checkpoint / name, bare)
-    assert_one_line(run("generate", "-m", bare, "hello"), 1, "no tokenizer could be loaded from")
+    assert_one_line(run("generate", "-m", bare, "hello"), 1, "it has none of tokenizer.json, tokenizer.model")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_options_that_contradict_each_other(
         ("generate", "-m", MODEL, "--temperature", "-1", "hello"),
         ("generate", "-m", MODEL, "--dtype", "int3", "hello"),
         ("generate", "-m", MODEL, "-n", "0", "hello"),
+        ("generate", "-m", MODEL, "--seed", str(2**64), "hello"),
         ("generate", "hello"),
         ("bench", "-m", MODEL, "--new-tokens", "1"),
         ("bench", "-m", MODEL, "--compare", "nobody"),
@@ -94,7 +97,29 @@ def test_a_value_out_of_bounds_is_a_usage_error(run: Any, checkpoint: Path, opti
 
 def test_more_tokens_than_the_model_was_made_for(run: Any, checkpoint: Path) -> None:
     done = run("generate", "-m", checkpoint, "-n", 500, "hello")
-    assert_one_line(done, 1, "max_out_tokens=96")
+    assert_one_line(done, 1, "the model was made for 96 with the answer; give --max-new-tokens (-n) ")
+    assert_one_line(run("generate", "-m", checkpoint, "w1 " * 100), 1, "with the answer; shorten it")
+
+
+@pytest.mark.parametrize("command", [("generate", "--compare", "hello"), ("bench", "--compare", "hf")])
+def test_packed_weights_have_no_original_to_compare_with(
+    run: Any, checkpoint: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    done = run("quantize", checkpoint, tmp_path / "packed", "--format", "int8")
+    assert done.exit_code == 0, (done.stderr, done.exception)
+    said = "packed holds packed weights alone; leave it out, or name the original"
+    assert_one_line(run(command[0], "-m", tmp_path / "packed", *command[1:]), 2, said)
+
+
+@pytest.mark.parametrize("module", [generate, chat], ids=["generate", "chat"])
+def test_a_closed_stdin_is_an_empty_one(
+    run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, module: Any
+) -> None:
+    monkeypatch.setattr(module, "sys", SimpleNamespace(stdin=None))  # the runner has one of its own
+    if module is chat:
+        assert run("chat", "-m", checkpoint).exit_code == 0
+    else:
+        assert_one_line(run("generate", "-m", checkpoint, "-"), 2, "the prompt is empty")
 
 
 def test_a_defect_keeps_its_traceback(run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

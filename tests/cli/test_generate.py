@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream import InferenceEngine
 from slipstream.cli import generate as command
 
 
@@ -106,3 +107,19 @@ def test_a_high_temperature_flattens_the_choice_and_a_low_one_sharpens_it(run: A
     assert sampled("--temperature", 1e-4) == greedy
     assert sampled("--temperature", 100.0, "--top-p", 1e-4) == greedy
     assert sampled("--temperature", 100.0) != greedy
+
+
+def test_an_answer_of_no_given_length_ends_where_the_context_does(
+    run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    answers = InferenceEngine.generate
+
+    def record(self: InferenceEngine, ids: Any, **options: Any) -> Any:
+        asked.append(ids.shape[1] + options["max_new_tokens"])
+        return answers(self, ids, **options)
+
+    monkeypatch.setattr(InferenceEngine, "generate", record)
+    done = run("generate", "-m", checkpoint, "w1 w2")
+    assert done.exit_code == 0, done.stderr
+    assert asked == [96]

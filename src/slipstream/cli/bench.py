@@ -14,7 +14,7 @@ from rich.table import Table
 import slipstream
 from slipstream import ConfigError, InferenceEngine
 from slipstream.cli.options import Loading
-from slipstream.cli.session import context_length, load_original, open_engine
+from slipstream.cli.session import check_original, context_length, load_original, open_engine
 from slipstream.cli.terminal import busy, note, stdout
 from slipstream.devices import Device, choose
 from slipstream.profile.bench import Generates, Row, Shape, Spread
@@ -56,6 +56,8 @@ def bench(
     the CPU the process's resident memory): activations and cache, not weights.
     """
     shapes = [Shape(size, measuring.prompt_tokens, measuring.new_tokens) for size in measuring.batch]
+    if compare is not None:
+        check_original(loading)
     engine = open_engine(loading)[0]
     _check_length(engine, shapes[0])
     models: dict[str, Generates] = {}

@@ -52,6 +52,8 @@ def chat(
 
 def _read() -> str | None:
     """The next line, or None where there are no more."""
+    if sys.stdin is None:  # it is closed
+        return None
     try:
         line = input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):

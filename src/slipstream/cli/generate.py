@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream import ConfigError
 from slipstream.cli.options import Loading, Sampling
-from slipstream.cli.session import Answer, Session, load_original, open_session
+from slipstream.cli.session import Answer, Session, check_original, load_original, open_session
 from slipstream.cli.terminal import as_text, busy, note, stderr
 from slipstream.devices import choose
 from slipstream.profile.bench import Run, interleave, time_generate
@@ -40,7 +40,9 @@ def generate(
     sampling.to_options()  # answers for a wrong combination before anything is loaded
     if compare and sampling.temperature > 0.0:
         raise ConfigError("--compare needs the same tokens from both models; leave --temperature at 0")
-    text = as_text("the prompt", sys.stdin.buffer.read() if prompt == "-" else prompt)
+    if compare:
+        check_original(loading)
+    text = as_text("the prompt", _piped() if prompt == "-" else prompt)
     if not text.strip():
         raise ConfigError("the prompt is empty; say something to the model")
     session = open_session(loading)
@@ -53,6 +55,11 @@ def generate(
     else:
         rate = answer.tokens / answer.seconds
         note(f"{answer.tokens} tokens in {answer.seconds:.2f} s, {rate:.1f} tokens/s, on a cold engine")
+
+
+def _piped() -> bytes:
+    """What stdin holds; nothing where it is closed, of which Python makes None."""
+    return b"" if sys.stdin is None else sys.stdin.buffer.read()
 
 
 def _compare(session: Session, original: Any, ids: Tensor, answer: Answer) -> None:

@@ -13,6 +13,7 @@ from slipstream import WeightError
 from slipstream.cli.options import Precision, Verbose
 from slipstream.cli.terminal import busy, hushed, set_up
 from slipstream.engine.open import open_model, resolve_place
+from slipstream.errors import one_line
 
 __all__ = ["inspect"]
 
@@ -48,6 +49,5 @@ def _own_dtype(folder: str) -> torch.dtype:
     try:
         found = getattr(AutoConfig.from_pretrained(folder), "dtype", None)
     except (OSError, ValueError) as error:
-        why = str(error).strip().partition("\n")[0]
-        raise WeightError(f"no model could be loaded from {folder!r}: {why}") from error
+        raise WeightError(f"no model could be loaded from {folder!r}: {one_line(error)}") from error
     return found if isinstance(found, torch.dtype) else torch.float32

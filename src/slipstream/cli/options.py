@@ -22,6 +22,8 @@ Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Say on stderr what is done and how long it takes.")
 ]
 
+_NEW_TOKENS = 200
+
 
 class Precision(Enum):
     """What weights are held and computed in."""
@@ -66,11 +68,15 @@ class Sampling:
     """How the next token is chosen, and how often."""
 
     max_new_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--max-new-tokens", "-n", min=1, help="Most tokens of an answer.", rich_help_panel="Answer"
+            "--max-new-tokens",
+            "-n",
+            min=1,
+            help="Most tokens of an answer; 200 where it is left out, or as many as fit after the prompt.",
+            rich_help_panel="Answer",
         ),
-    ] = 200
+    ] = None
     temperature: Annotated[
         float,
         typer.Option(
@@ -87,23 +93,30 @@ class Sampling:
         ),
     ] = 1.0
     seed: Annotated[
-        int, typer.Option(min=0, help="The same seed draws the same answer.", rich_help_panel="Answer")
+        int,
+        typer.Option(
+            min=0, max=2**64 - 1, help="The same seed draws the same answer.", rich_help_panel="Answer"
+        ),
     ] = 0
 
-    def to_options(self) -> dict[str, Any]:
+    def to_options(self, room: int = _NEW_TOKENS) -> dict[str, Any]:
         """The same as arguments of transformers' `generate`.
+
+        Args:
+            room: Tokens that fit after the prompt, for an answer of no given length.
 
         Raises:
             ConfigError: `top_p` without a temperature, where it would have no effect.
         """
+        count = self.max_new_tokens or max(min(room, _NEW_TOKENS), 1)
         if self.temperature == 0.0:
             if self.top_p != 1.0:
                 raise ConfigError(
                     "--top-p has no effect at --temperature 0; raise the temperature, e.g. to 0.7"
                 )
-            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+            return {"max_new_tokens": count, "do_sample": False}
         return {
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": count,
             "do_sample": True,
             "temperature": self.temperature,
             "top_p": self.top_p,

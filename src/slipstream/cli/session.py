@@ -15,16 +15,28 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream import InferenceEngine, UnsupportedError, WeightError
+from slipstream import ConfigError, InferenceEngine, TokenLimitError, UnsupportedError, WeightError
 from slipstream.cli.options import Loading, Sampling
 from slipstream.cli.terminal import busy, hushed, set_up
 from slipstream.engine.open import open_model, resolve_place
+from slipstream.errors import one_line
 from slipstream.weights.packed_folder import is_packed_folder
 
-__all__ = ["Answer", "Message", "Session", "context_length", "load_original", "open_engine", "open_session"]
+__all__ = [
+    "Answer",
+    "Message",
+    "Session",
+    "check_original",
+    "context_length",
+    "load_original",
+    "open_engine",
+    "open_session",
+]
 
 Message = dict[str, str]
 """A turn of a conversation: `role` and `content`."""
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,17 @@ class Session:
             ids: `(1, S)` int64.
             sampling: How tokens are chosen.
             show: Gets the pieces of `Answer.text` in order.
+
+        Raises:
+            TokenLimitError: Prompt and answer are longer than the model was made for.
         """
-        options = sampling.to_options()
+        most = self.engine.inference_config.max_out_tokens
+        options = sampling.to_options(room := most - ids.shape[1])
+        if options["max_new_tokens"] > room:
+            raise TokenLimitError(
+                f"the prompt has {ids.shape[1]} tokens, and the model was made for {most} with the answer; "
+                + (f"give --max-new-tokens (-n) {room} at most" if room > 0 else "shorten it")
+            )
         torch.manual_seed(sampling.seed)
         start = time.perf_counter()
         out = self.engine.generate(
@@ -139,15 +160,26 @@ def _open_packed(folder: str, loading: Loading) -> InferenceEngine:
     try:
         length = context_length(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError) as error:
-        raise WeightError(
-            f"{folder} has no config that can be read: {str(error).partition(chr(10))[0]}"
-        ) from error
+        raise WeightError(f"{folder} has no config that can be read: {one_line(error)}") from error
     with busy("opening the packed weights"):
         return slipstream.init_inference(
             folder,
             dtype=loading.dtype.dtype,
             replace_with_kernel_inject=loading.inject,
             max_out_tokens=length,
+        )
+
+
+def check_original(loading: Loading) -> None:
+    """Refuse, before anything is loaded, a comparison with an original that is not there.
+
+    Raises:
+        ConfigError: The place holds packed weights.
+    """
+    if is_packed_folder(Path(loading.model).expanduser()):
+        raise ConfigError(
+            f"--compare runs the original too, and {loading.model} holds packed weights alone; leave it out, "
+            "or name the original"
         )
 
 
@@ -173,5 +205,7 @@ def _tokenizer(folder: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = str(error).strip().partition("\n")[0]
+        why = one_line(error)
+        if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in _TOKENIZERS):
+            why = f"it has none of {', '.join(_TOKENIZERS)}; copy the original's tokenizer files there"
         raise WeightError(f"no tokenizer could be loaded from {folder!r}: {why}") from error
