@@ -29,7 +29,7 @@ ENGINE = {
     "forward", "generate", "report", "profile_model_time", "model_times", "layer_times", "save_checkpoint",
     "load_checkpoint", "destroy", "why_compatible", "state_dict", "load_state_dict",
     "refresh_weights", "load_adapter", "set_adapter", "merge_adapter", "unmerge_adapter",
-    "disable_adapter", "delete_adapter", "active_adapters",
+    "disable_adapter", "delete_adapter", "active_adapters", "compile", "is_compiled",
 }  # fmt: skip
 TREE = {
     "SlipstreamError": (Exception,),

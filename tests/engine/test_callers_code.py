@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 
-from tests.helpers.models import Pair, pair, prompt, roads
+from tests.helpers.models import Pair, inject, pair, prompt, roads
 
 DRAWN = {"do_sample": True, "repetition_penalty": 1.3}
 
@@ -94,3 +95,54 @@ def test_what_transformers_refuses_is_refused(llama: Pair, options: dict[str, An
     for model in (llama.original, llama.engine):
         with pytest.raises(ValueError, match=said):
             model.generate(prompt(1), max_new_tokens=3, **options)
+
+
+class Starred(transformers.LlamaForCausalLM):
+    """Has a `generate` whose arguments have no names."""
+
+    places = 0
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand them on, as they came."""
+        self.places = len(args)
+        return super().generate(*args, **kwargs)
+
+
+class Counted(Starred):
+    """The same, with names for some of them."""
+
+    def generate(self, inputs: Any, *args: Any, extra: int = 0, **kwargs: Any) -> Any:
+        """Hand them on."""
+        return super().generate(inputs, *args, **{"max_new_tokens": extra or None, **kwargs})
+
+
+@pytest.mark.parametrize("injected", [True, False])
+@pytest.mark.parametrize("kind", [Starred, Counted])
+def test_a_generate_of_the_models_own_may_take_any_arguments_by_position(
+    llama: Pair, kind: type[Starred], injected: bool
+) -> None:
+    original = kind(llama.original.config).eval()
+    original.load_state_dict(llama.original.state_dict())
+    engine = inject(original, replace_with_kernel_inject=injected)
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    extra = {"extra": 4} if kind is Counted else {}
+    for args in ((prompt(),), (prompt(), config)):
+        expected = original.generate(*args, **extra)
+        assert torch.equal(engine.generate(*args, **extra), expected)
+        assert engine.module.places == original.places == len(args)
+    assert torch.equal(engine.generate(inputs=prompt(), generation_config=config, **extra), expected)
+    with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
+        engine.generate(prompt(), inputs=prompt())
+    with pytest.raises(TypeError, match="positional arguments, and 20 were given"):
+        engine.generate(*[prompt()] * 20)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"max_new_tokens": 2.5}, {"max_length": 11.5}, {"max_new_tokens": 3.0}], ids=str
+)
+def test_a_number_of_tokens_with_a_fraction_is_taken_as_transformers_takes_it(
+    llama: Pair, limit: dict[str, float]
+) -> None:
+    whole = all(number.is_integer() for number in limit.values())
+    got = agree(llama, "engine" if whole else "compatible", input_ids=prompt(2), pad_token_id=0, **limit)
+    assert got.shape[1] == 12

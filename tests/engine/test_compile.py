@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 from slipstream.model.defer import current
-from tests.helpers.models import close, pair, prompt
+from tests.helpers.models import close, inject, make, pair, prompt
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +45,27 @@ def test_packed_layers_are_left_alone() -> None:
     compiled = torch.compile(both.engine.module, backend="eager")
     with torch.no_grad():
         close(expected, compiled(input_ids=prompt()).logits)
+
+
+def test_an_engine_is_compiled_as_deepspeeds_is() -> None:
+    both, counter = pair("llama", settings={"replace_with_kernel_inject": True}), CompileCounter()
+    engine = both.engine
+    assert not engine.is_compiled
+    engine.compile(counter, compile_kwargs={"dynamic": False})
+    engine.compile(backend="no such backend")  # the second one does nothing
+    assert engine.is_compiled
+    close(both.original(input_ids=prompt())[0].detach(), engine(input_ids=prompt())[0])
+    assert counter.frame_count == 0
+    twin = copy.deepcopy(engine)
+    assert not twin.is_compiled
+    close(engine(input_ids=prompt())[0], twin(input_ids=prompt())[0])
+    engine.destroy()
+    assert not engine.is_compiled
+
+
+def test_layers_that_run_their_own_code_are_compiled() -> None:
+    original, counter = make("llama"), CompileCounter()
+    engine = inject(original, replace_with_kernel_inject=False)
+    engine.compile(backend=counter, fullgraph=False)
+    close(original(input_ids=prompt())[0].detach(), engine(input_ids=prompt())[0])
+    assert counter.frame_count > 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import InferenceConfig
+from slipstream.config import InferenceConfig, resolve
 from slipstream.devices.huge_pages import in_huge_pages
 from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
@@ -31,6 +32,7 @@ from slipstream.engine.refusals import (
 from slipstream.engine.request import (
     Request,
     by_name,
+    by_position,
     move_stop_strings,
     read_request,
     repeats_generate,
@@ -68,12 +70,16 @@ class InferenceEngine(Weights):
         inference_config: The engine's configuration.
     """
 
-    def __init__(self, model: nn.Module, config: InferenceConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any] | str | PathLike[str] | InferenceConfig | None = None,
+    ) -> None:
         """Build an engine out of a model; the model is consumed.
 
         Args:
             model: Any module.
-            config: The configuration; the defaults where None.
+            config: The configuration, as `init_inference` takes it; the defaults where None.
 
         Raises:
             SlipstreamError: Any of its kinds; the model is then as it was.
@@ -83,7 +89,7 @@ class InferenceEngine(Weights):
             raise InjectionError(
                 "model is an engine already; hand in a model that does not belong to an engine"
             )
-        settings = InferenceConfig() if config is None else config
+        settings = resolve(config, {})
         with unwrapped(model, settings) as own, _without_autocast():
             model = own.base
             check_destination(model, settings)
@@ -137,6 +143,7 @@ class InferenceEngine(Weights):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin._compiled_call_impl = None  # which would run this one
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -202,14 +209,13 @@ class InferenceEngine(Weights):
         with torch.no_grad():
             if not hasattr(self.module, "_prepare_generation_config"):  # not transformers' own generate
                 return generate(*args, **kwargs)
-            kwargs = by_name(self.module, args, kwargs)
+            generate, kwargs = by_position(self.module, len(args)), by_name(self.module, args, kwargs)
             given = {name: value for name, value in kwargs.items() if name != "streamer"}
             with taking_part(self._built.mesh, self.module, "generate", given) as ranks:
-                return self._generate(kwargs, ranks)
+                return self._generate(generate, kwargs, ranks)
 
-    def _generate(self, kwargs: dict[str, Any], ranks: Axis) -> Any:
-        """Generate on ranks that were all given this call."""
-        generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
+    def _generate(self, generate: Callable[..., Any], kwargs: dict[str, Any], ranks: Axis) -> Any:
+        """Generate by the model's own `generate`, on ranks that were all given this call."""
         share_random_state(ranks, self._built.device.torch_device)
         request = read_request(self.module, kwargs)
         check_request(self.module, request, kwargs, self.inference_config)
@@ -296,11 +302,35 @@ class InferenceEngine(Weights):
             raise UnsupportedError("model profiling is not enabled; call profile_model_time() first")
         return self._profile
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compiled_call_impl is not None
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Compile forwards by `torch.compile`, in place; a second call does nothing.
+
+        Fused layers run their own kernels already, and a model that has some is left as it is, with both
+        answers and speed; `generate` is not compiled.
+
+        Args:
+            backend: Of `torch.compile`.
+            compile_kwargs: Its other options, as DeepSpeed takes them.
+            options: The same by name, as `torch.nn.Module.compile` takes them.
+        """
+        if not self.is_compiled:
+            super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
+
     def destroy(self) -> None:
         """Let go of the model and of everything that was built for it."""
         self._modules.pop("module", None)
         self.__dict__.pop("_built", None)
-        self._profile = self._graphs = None
+        self._profile = self._graphs = self._compiled_call_impl = None
 
     def __enter__(self) -> InferenceEngine:
         """The engine itself."""

@@ -61,6 +61,9 @@ def why_not_packed(
     config, inputs = request.config, request.inputs
     if (mode := _why_not_mode(model, config, kwargs.get("streamer"))) is not None:
         return mode
+    counts = (config.max_new_tokens, config.max_length)
+    if any(count is not None and count != int(count) for count in counts):
+        return "a number of tokens has a fraction"  # and an end, which is where the loop passes it
     if takes_over and config.get_generation_mode(None).value in BEAMS:
         return "beams of a model that sees or hears are transformers' own"
     if not takes_over and (extra := _others(request)):

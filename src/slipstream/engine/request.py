@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from slipstream.engine.beams import BEAMS
 __all__ = [
     "Request",
     "by_name",
+    "by_position",
     "cache_matters",
     "longest",
     "move_stop_strings",
@@ -72,10 +74,18 @@ class Request:
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of the model's `generate`, all by name.
 
+    What only its `*args` takes has the name that transformers' `generate` has in that place.
+
     Raises:
         TypeError: More positional arguments than `generate` has, or one that is given by name too.
     """
     generate: Any = model.generate
+    if (names := _places(generate)) is not None:
+        if len(args) > len(names):
+            raise TypeError(f"generate takes {len(names)} positional arguments, and {len(args)} were given")
+        if twice := [name for name in names[: len(args)] if name in kwargs]:
+            raise TypeError(f"generate got multiple values for argument {twice[0]!r}")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
     plain = getattr(generate, "__func__", generate)
     own = () if plain is generate else (model,)
     bound = _signature(plain).bind(*own, *args, **kwargs)
@@ -84,6 +94,38 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     for name in list(named)[: len(own)]:
         del named[name]
     return {**named, **others}
+
+
+def by_position(model: nn.Module, count: int) -> Callable[..., Any]:
+    """The model's `generate`, to be called by name; one that takes `*args` gets its first arguments there.
+
+    Args:
+        model: The model.
+        count: Positional arguments of the call that `by_name` read.
+    """
+    generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
+    names = (_places(generate) or ())[:count]
+    if not names:
+        return generate
+
+    def placed(**given: Any) -> Any:
+        return generate(*[given.pop(name) for name in names], **given)
+
+    return placed
+
+
+def _places(generate: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of what a `generate` that takes `*args` may be given by position; None of any other."""
+    from transformers import GenerationMixin
+
+    plain = getattr(generate, "__func__", generate)
+    own = list(_signature(plain).parameters.values())[0 if plain is generate else 1 :]
+    if all(one.kind is not inspect.Parameter.VAR_POSITIONAL for one in own):
+        return None
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    whole = list(_signature(GenerationMixin.generate).parameters.values())[1:]
+    named, theirs = ([one.name for one in given if one.kind in by_place] for given in (own, whole))
+    return (*named, *theirs[len(named) :])
 
 
 @functools.lru_cache(maxsize=32)
@@ -134,9 +176,9 @@ def longest(criteria: Iterable[Any]) -> int | None:
 def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, encoded: bool) -> int:
     """As transformers' `_prepare_generated_length` decides it."""
     if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
+        return int(ceil(config.max_new_tokens))  # what has a fraction ends where it is passed
     start = 1 if encoded else length
-    most = int(config.max_length)
+    most = int(ceil(config.max_length))
     if is_default:
         positions = getattr(model.config, "max_position_embeddings", None)
         most = most + start if positions is None else min(most + start, int(positions))
