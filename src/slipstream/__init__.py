@@ -8,9 +8,8 @@ ids = engine.generate(input_ids, max_new_tokens=100)
 from __future__ import annotations
 
 from slipstream.config import InferenceConfig, default_inference_config
-from slipstream.engine.build import inspect
 from slipstream.engine.engine import InferenceEngine
-from slipstream.engine.open import init_inference
+from slipstream.engine.open import init_inference, inspect
 from slipstream.errors import (
     ConfigError,
     DeviceError,

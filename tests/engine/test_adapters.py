@@ -378,3 +378,28 @@ def test_a_cast_takes_along_what_is_kept_apart() -> None:
     engine.double()
     assert logits(engine).dtype == torch.float64
     torch.testing.assert_close(logits(engine).float(), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"replace_with_kernel_inject": False, "quant": "int8"}], ids=str)
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prompts_that_were_trained_run_by_peft_alone(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    asked = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(make("llama"), asked).eval()
+    model.save_pretrained(tmp_path)
+    said = "_TUNING adapter is not served, .* leave replace_with_kernel_inject, quant and dtype int8 out"
+    with pytest.raises(slipstream.UnsupportedError, match=f"a P[A-Z]*{said}"):
+        inject(model, **settings)
+    with pytest.raises(slipstream.UnsupportedError, match=said):
+        inject(make("llama")).load_adapter(tmp_path, "mine")
+    expected = logits(model)
+    assert torch.equal(logits(inject(model, replace_with_kernel_inject=False)), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"replace_with_kernel_inject": False, "quant": "int8"}], ids=str)
+def test_peft_upon_fused_layers_is_told_of_load_adapter(settings: dict[str, Any], tmp_path: Path) -> None:
+    trained(make("llama"), target_modules=["q_proj"]).save_pretrained(tmp_path)
+    engine = inject(make("llama"), **settings)
+    with pytest.raises(slipstream.UnsupportedError, match="for adapters engine.load_adapter"):
+        peft.PeftModel.from_pretrained(engine.module, tmp_path)

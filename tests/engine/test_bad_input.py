@@ -134,6 +134,21 @@ def test_an_engine_is_refused() -> None:
     assert engine.generate(input_ids=prompt(1), max_new_tokens=2).shape == (1, 11)
 
 
+def test_a_model_of_a_destroyed_engine_has_to_be_loaded_again() -> None:
+    model = make("llama")
+    slipstream.init_inference(model, **FUSED).destroy()
+    with pytest.raises(slipstream.InjectionError, match="where it was destroyed .* load the model again"):
+        slipstream.init_inference(model, **FUSED)
+
+
+def test_an_engine_takes_a_configuration_in_any_form(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "fp32"}')
+    for config in ({"dtype": "fp32"}, tmp_path / "config.json"):
+        assert slipstream.InferenceEngine(make("llama"), config).inference_config.dtype is torch.float32
+    with pytest.raises(slipstream.ConfigError, match="config=3 is a int"):
+        slipstream.InferenceEngine(make("llama"), 3)  # type: ignore[arg-type]
+
+
 def test_an_engine_without_fused_layers_is_refused_too() -> None:
     engine = slipstream.init_inference(make("llama"), dtype=torch.float32)
     with pytest.raises(slipstream.InjectionError, match="engine"):

@@ -125,3 +125,9 @@ def test_a_place_that_is_not_there_is_named(place: Any) -> None:
 
 def test_a_name_too_long_for_a_file_may_still_be_a_name_on_the_hub() -> None:
     assert resolve_place("x" * 5000) == "x" * 5000
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_of_a_folder_is_no_place(folder: Path, name: str) -> None:
+    with pytest.raises(slipstream.WeightError, match="is a file, and no .gguf file; give the folder that it"):
+        slipstream.init_inference(folder / name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 import torch
 
 import slipstream
@@ -78,3 +80,29 @@ def test_a_setting_without_effect_stands_in_the_notes() -> None:
     report = inject(make("llama"), enable_cuda_graph=True).report()
     assert report.device == "cpu" and any("enable_cuda_graph" in note for note in report.notes)
     assert "note: enable_cuda_graph" in str(report)
+
+
+def test_inspect_takes_a_folder_and_names_what_is_no_model(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    for place in (tmp_path, str(tmp_path)):
+        assert slipstream.inspect(place).level == "block"
+    for what in (None, 3, {}):
+        with pytest.raises(slipstream.ConfigError, match=f"model is a {type(what).__name__}; it must be"):
+            slipstream.inspect(what)  # type: ignore[arg-type]
+
+
+def test_overrides_of_the_config_that_no_layer_reads_stand_in_the_notes() -> None:
+    note = "only engine.config has it: modules keep the numbers that they were built with"
+    engine = inject(make("llama"), replace_with_kernel_inject=False, args={"rms_norm_eps": 1.0})
+    assert engine.config.rms_norm_eps == 1.0
+    assert note in str(engine.report())
+    fused = inject(make("llama"), args={"rms_norm_eps": 1.0}, injection_check="off")
+    assert "only fused layers and engine.config have it" in str(fused.report())
+    assert not inject(make("llama")).report().notes
+
+
+def test_a_disagreement_by_an_override_names_it() -> None:
+    with pytest.raises(
+        slipstream.InjectionError, match=r"config=\{'rms_norm_eps': 1.0\}.*leave the entries out"
+    ):
+        inject(make("llama"), args={"rms_norm_eps": 1.0})

@@ -9,13 +9,15 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import slipstream
-from slipstream.families import Family
+from slipstream.families import FAMILIES, Family
 from slipstream.model.inject import is_injected
 from slipstream.model.parts import is_swapped
 from slipstream.spec import BlockSpec, Norm, Role
 from slipstream.weights.recipe import Stack, Take
+from tests.helpers.models import inject, make
 
 WIDTH = 32
 OUTPUTS = ("self_attn.out_proj", "linear2")
@@ -247,3 +249,20 @@ def test_a_policy_value_that_is_no_family_is_refused() -> None:
 
     with pytest.raises(slipstream.ConfigError, match="Looks"):
         engine_of(OwnModel(), {Own: Looks()})
+
+
+def test_a_family_that_cannot_read_the_config_is_named() -> None:
+    model = make("llama")
+    said = "LlamaDecoderLayer to the family bert, and LlamaConfig is no config that it reads: .*is_decoder"
+    with pytest.raises(slipstream.InjectionError, match=said):
+        engine_of(model, {LlamaDecoderLayer: FAMILIES["bert"]})
+    assert not any(map(is_injected, model.modules()))
+
+
+def test_a_known_name_over_a_config_of_another_kind_is_a_layer_as_it_was() -> None:
+    model = make("llama")
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = transformers.CLIPConfig()  # two others, and no numbers of its own
+    engine = inject(model)
+    assert "llama declines: CLIPConfig is no config that it reads" in engine.report().layers[0].reason

@@ -49,8 +49,9 @@ _TOP = {
         "the report says what was replaced, and where that is nothing a warning names the layer classes."
     ),
     "dtype": _acts(
-        "The model is converted to it. int8 means int8 weights, multiplied in bfloat16 where the model comes "
-        "in half precision, and else in its own float."
+        "The model is converted to it; a folder of packed weights has its own, which is used where none is "
+        "given. int8 means int8 weights, multiplied in bfloat16 where the model comes in half precision, and "
+        "else in its own float."
     ),
     "enable_cuda_graph": _acts(
         "Decode steps of generate are captured once for each of a few batch sizes and replayed, upon a cache "
@@ -111,7 +112,10 @@ _TOP = {
         "nothing, or replace_with_kernel_inject beside it, is an error."
     ),
     "injection_policy_tuple": _warns("It is internal to DeepSpeed; give injection_policy."),
-    "config": _acts("Its entries override the model's own configuration when layers are replaced."),
+    "config": _acts(
+        "Its entries override the model's own configuration, by which fused layers are made; modules that "
+        "were built already keep their numbers, and a fused layer that answers otherwise by them is an error."
+    ),
     "max_out_tokens": _acts("A request whose prompt and new tokens exceed it is refused before it starts."),
     "min_out_tokens": _acts(
         "A request for which fewer tokens than this fit is refused; at most max_out_tokens."

@@ -38,6 +38,7 @@ __all__ = [
     "check_inputs",
     "check_length",
     "check_model",
+    "check_module",
     "check_request",
     "check_settings",
     "check_value",
@@ -59,10 +60,7 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
         WeightError: Weights on the meta device without a checkpoint, quantized in part, or not finite.
         UnsupportedError: A kind of object that is not served yet.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
-        )
+    check_module(model)
     for name, module in model.named_modules():
         if (
             is_injected(module)
@@ -72,8 +70,8 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
             or is_split(module)
         ):
             raise InjectionError(
-                f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or "
-                "load the model again"
+                f"{name} already runs a fused block; this model belongs to an engine. Use that engine, or, "
+                "where it was destroyed or another one is wanted, load the model again"
             )
     wants_floats = config.replace_with_kernel_inject or config.weight_format is not None
     if wants_floats:
@@ -104,6 +102,18 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
             check_range(name, parameter, dtype)
     else:
         _check_values(source, parameters, compute_dtype(model, config))
+
+
+def check_module(model: Any) -> None:
+    """Refuse what is no `nn.Module`.
+
+    Raises:
+        ConfigError: Naming its type.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
+        )
 
 
 def _check_has_values(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:

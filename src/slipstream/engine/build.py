@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
-from slipstream.engine.admit import check_model, check_settings
+from slipstream.engine.admit import check_model, check_module, check_settings
 from slipstream.engine.frames import find_frame, is_part
 from slipstream.engine.listen import may_be_whole
 from slipstream.engine.loading import open_filling, undone_on_error
@@ -21,10 +21,12 @@ from slipstream.engine.ranks import agree_on_layers, failing_together, join, pla
 from slipstream.engine.road import prepare_road, together
 from slipstream.engine.runner import Runner, Whole
 from slipstream.engine.settings import (
+    blaming_entries,
     layers_config,
     outside_of,
     overridden,
     settings_for,
+    unread_entries,
     weight_format,
     why_inputs_stay,
 )
@@ -57,7 +59,7 @@ from slipstream.parallel.agree import agree_on_weights
 from slipstream.parallel.vocabulary import joined_linear
 from slipstream.weights.mapped import MappedFiles
 
-__all__ = ["Built", "build", "inspect", "offer"]
+__all__ = ["Built", "build", "inspect_module", "offer"]
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if filling is not None:
         filling.finish(settings.cast)
     place(model, device, config, not mesh.is_alone or streamer is not None)  # the whole may not fit
+    notes += [] if model_config is None else unread_entries(config, fused=bool(blocks))
     notes += _warn_of_unmet(model, config, plan, bool(blocks))
     notes += left_plain(plan.layers, plan.verdicts, settings)
     notes += [] if streamer is None else [streamer.describe()]
@@ -216,15 +219,13 @@ def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused
     return unmet
 
 
-def inspect(model: nn.Module) -> Report:
-    """What `init_inference(model, replace_with_kernel_inject=True)` would fuse; the model is left as it is.
-
-    Layers are matched and their tensors proved against their families; the self-check runs with
-    `injection_check="fallback"`, in the model's own dtype.
+def inspect_module(model: nn.Module) -> Report:
+    """What would be fused of a model, which is left as it is.
 
     Raises:
         SlipstreamError: The model cannot be admitted at all.
     """
+    check_module(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     config = InferenceConfig(dtype=dtype, replace_with_kernel_inject=True, injection_check="fallback")
     device = choose()
@@ -262,7 +263,8 @@ def _judge(
 ) -> dict[str, Verdict]:
     asked = [found for found in layers if config.replace_with_kernel_inject or found.wanted]
     verdicts = {found.name: Verdict(None, reason="replace_with_kernel_inject is False") for found in layers}
-    verdicts |= judge(model, asked, settings)
+    with blaming_entries(config):
+        verdicts |= judge(model, asked, settings)
     if not config.triangular_masking:
         causal = [found.name for found in layers if found.spec is not None and found.spec.causal]
         if causal:

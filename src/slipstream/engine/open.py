@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from slipstream.config import InferenceConfig, resolve
+from slipstream.engine.build import inspect_module
 from slipstream.engine.engine import InferenceEngine, remark
 from slipstream.engine.loading import matched
 from slipstream.engine.pipeline import PipelineEngine, is_pipeline
@@ -23,6 +24,7 @@ from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, We
 from slipstream.formats import format_of
 from slipstream.model.check import MODEL_ERRORS
 from slipstream.model.hollow import hollow
+from slipstream.model.report import Report
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.converted import Converted
 from slipstream.weights.gguf_header import is_gguf
@@ -30,7 +32,7 @@ from slipstream.weights.match import is_harmless
 from slipstream.weights.packed_folder import PackedFolder, is_packed_folder
 from slipstream.weights.source import TwiceError
 
-__all__ = ["hollow_model", "init_inference", "open_model"]
+__all__ = ["hollow_model", "init_inference", "inspect", "open_model"]
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,21 @@ def init_inference(
     engine = InferenceEngine(model, settings)
     remark(engine, notes)
     return engine
+
+
+def inspect(model: nn.Module | str | os.PathLike[str]) -> Report:
+    """What `init_inference(model, replace_with_kernel_inject=True)` would fuse; the model is left as it is.
+
+    Layers are matched and their tensors proved against their families; the self-check runs with
+    `injection_check="fallback"`, in the model's own dtype.
+
+    Args:
+        model: Any `torch.nn.Module`, or the place of one, which transformers loads.
+
+    Raises:
+        SlipstreamError: The model cannot be loaded, or not be admitted at all.
+    """
+    return inspect_module(open_model(model, "auto") if isinstance(model, str | os.PathLike) else model)
 
 
 def _from_place(
@@ -326,7 +343,7 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
     """Folder (or hub id) of a model's place; a GGUF file is converted once and cached.
 
     Raises:
-        WeightError: A path that does not exist, or a file that is not a GGUF.
+        WeightError: A path that does not exist, or a file that is no GGUF file.
     """
     from slipstream.weights.gguf import cached_checkpoint, demo_model
 
@@ -343,6 +360,11 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
             raise WeightError(f"{text}: there is no such file")
         return str(cached_checkpoint(path))
     looks_local = isinstance(place, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1
+    if os.path.isfile(path):
+        raise WeightError(
+            f"{text} is a file, and no .gguf file; give the folder that it lies in, or a model with "
+            f"checkpoint={text!r}"
+        )
     if os.path.exists(path):  # which answers, where a Path raises: a name may be too long to be a file's
         return str(path)
     if looks_local:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
 from slipstream.engine.admit import compute_dtype
-from slipstream.errors import ConfigError, UnsupportedError
+from slipstream.errors import ConfigError, InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
 from slipstream.kernels import PASSES, bind_pack, bind_pack_into, kernels_for
@@ -29,11 +30,13 @@ from slipstream.spec import BlockSpec, Role
 
 __all__ = [
     "PASSES",
+    "blaming_entries",
     "format_named",
     "layers_config",
     "outside_of",
     "overridden",
     "settings_for",
+    "unread_entries",
     "weight_format",
 ]
 
@@ -66,6 +69,36 @@ def overridden(model_config: Any, config: InferenceConfig) -> Any:
     for name, value in entries.items():
         setattr(changed, name, value)
     return changed
+
+
+def unread_entries(config: InferenceConfig, *, fused: bool) -> list[str]:
+    """What the report is to say of entries that override the model's config.
+
+    Args:
+        config: The engine's.
+        fused: Some layers were replaced by blocks, which are made by those entries.
+    """
+    if not config.config:
+        return []
+    readers = "only fused layers and engine.config have it" if fused else "only engine.config has it"
+    return [
+        f"config={dict(config.config)!r} overrides the model's config, and {readers}: modules keep the "
+        "numbers that they were built with; build the model with the new ones where they matter"
+    ]
+
+
+@contextmanager
+def blaming_entries(config: InferenceConfig) -> Iterator[None]:
+    """Within, an `InjectionError` names the entries that override the model's config, if there are any."""
+    try:
+        yield
+    except InjectionError as error:
+        if not config.config:
+            raise
+        raise InjectionError(
+            f"{error}. The block was made by config={dict(config.config)!r}, and the layer by the model's "
+            "own config: leave the entries out, or build the model with them"
+        ) from error
 
 
 def layers_config(model_config: Any, config: InferenceConfig) -> Any:

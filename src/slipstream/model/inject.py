@@ -395,6 +395,6 @@ def _fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, 
 def refuse_load(layer: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: the block's tensors would not hear of it."""
     raise UnsupportedError(
-        f"{type(layer).__name__} runs a fused block, and load_state_dict would change only half of its "
-        "weights; use engine.refresh_weights(state_dict), or load the weights before init_inference"
+        f"{type(layer).__name__} runs a fused block, of which load_state_dict would change only half; use "
+        "engine.refresh_weights(state_dict), for adapters engine.load_adapter, or load before init_inference"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from slipstream.errors import InjectionError, one_line
 from slipstream.families import Family, find_family
 from slipstream.model.inject import is_injected
 from slipstream.model.inputs import takes_input
@@ -61,6 +62,9 @@ def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = No
 
     Returns:
         In the order of the model's modules; a module that stands in several places once.
+
+    Raises:
+        InjectionError: The policy names a family that cannot read the config.
     """
     found = [
         _identify(model, name, layer, index, config=config, policy=policy)
@@ -138,10 +142,19 @@ def _identify(
         config = next((module.config for _, module in parents if hasattr(module, "config")), None)
     if config is None and not wanted:
         return Found(name, layer, index, root, family, None, "no module above the layer has a config")
-    reason = family.why_not(layer, config, index)
-    if reason is not None:
-        return Found(name, layer, index, root, family, None, f"{family.name} declines: {reason}", wanted)
-    return Found(name, layer, index, root, family, family.spec_of(layer, config, index), "", wanted)
+    try:
+        reason = family.why_not(layer, config, index)
+        spec = family.spec_of(layer, config, index) if reason is None else None
+    except (AttributeError, LookupError, TypeError) as error:  # of a config that is another family's
+        reason = f"{type(config).__name__} is no config that it reads: {one_line(error)}"
+        if wanted:
+            raise InjectionError(
+                f"{name}: injection_policy gives {type(layer).__name__} to the family {family.name}, and "
+                f"{reason}; name the family that it is of, or leave the class out"
+            ) from error
+        spec = None
+    why = "" if reason is None else f"{family.name} declines: {reason}"
+    return Found(name, layer, index, root, family, spec, why, wanted)
 
 
 def _parents(model: nn.Module, name: str) -> list[tuple[str, Any]]:

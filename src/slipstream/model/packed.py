@@ -373,5 +373,6 @@ def refuse_load(module: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: the planes would not hear of it."""
     raise UnsupportedError(
         f"{type(module).__name__} holds packed weights, which load_state_dict would not change; use "
-        "engine.refresh_weights(state_dict), or load the weights before init_inference"
+        "engine.refresh_weights(state_dict), for adapters engine.load_adapter, or load the weights before "
+        "init_inference"
     )

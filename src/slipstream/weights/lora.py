@@ -45,6 +45,12 @@ _HARMLESS = {
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
 
+_PROMPTS = (
+    *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"),
+    "CARTRIDGE",
+)
+"""Kinds of adapters that are put before what a model reads, or before its keys."""
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -133,7 +139,13 @@ def check_kind(config: Mapping[str, Any]) -> None:
         UnsupportedError: With the way out.
     """
     kind = config.get("peft_type", "LORA")
-    if str(getattr(kind, "value", kind)) != "LORA":
+    kind = str(getattr(kind, "value", kind))
+    if kind in _PROMPTS:
+        raise UnsupportedError(
+            f"a {kind} adapter is not served, LORA is; it changes no weights that could be merged: hand in "
+            "the model as peft wraps it, and leave replace_with_kernel_inject, quant and dtype int8 out"
+        )
+    if kind != "LORA":
         raise UnsupportedError(
             f"a {kind} adapter is not served, LORA is; merge it by peft and use refresh_weights"
         )
