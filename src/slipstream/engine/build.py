@@ -125,7 +125,6 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     if filling is not None:
         filling.finish(settings.cast)
     place(model, device, config, not mesh.is_alone or streamer is not None)  # the whole may not fit
-    notes += [] if model_config is None else unread_entries(config, fused=bool(blocks))
     notes += _warn_of_unmet(model, config, plan, bool(blocks))
     notes += left_plain(plan.layers, plan.verdicts, settings)
     notes += [] if streamer is None else [streamer.describe()]
@@ -203,7 +202,7 @@ def _plan(
 
 
 def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused: bool) -> list[str]:
-    """What was asked for and did not happen anywhere in the model."""
+    """What was asked for and did not happen anywhere in the model, or not in all of it."""
     unmet = []
     if plan.settings.format.bits and not fused and not plan.packing:
         unmet.append(nothing_packed(model, plan.settings.format))
@@ -216,7 +215,7 @@ def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused
         unmet.append(nothing_replaced(model, plan.layers))
     for note in unmet:
         warnings.warn(note, UserWarning, stacklevel=5)
-    return unmet
+    return unmet if getattr(model, "config", None) is None else unmet + unread_entries(config, fused=fused)
 
 
 def inspect_module(model: nn.Module) -> Report:

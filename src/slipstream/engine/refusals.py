@@ -61,9 +61,6 @@ def why_not_packed(
     config, inputs = request.config, request.inputs
     if (mode := _why_not_mode(model, config, kwargs.get("streamer"))) is not None:
         return mode
-    counts = (config.max_new_tokens, config.max_length)
-    if any(count is not None and count != int(count) for count in counts):
-        return "a number of tokens has a fraction"  # and an end, which is where the loop passes it
     if takes_over and config.get_generation_mode(None).value in BEAMS:
         return "beams of a model that sees or hears are transformers' own"
     if not takes_over and (extra := _others(request)):
@@ -116,10 +113,12 @@ def _others(request: Request) -> list[str]:
 
 
 def _why_not_mode(model: nn.Module, config: Any, streamer: Any) -> str | None:
-    """Why the road does not know how a call chooses its tokens, or None if it does."""
+    """Why the road does not know how a call chooses its tokens, and how many, or None if it does."""
     mode = config.get_generation_mode(None).value
     if mode not in MODES:
         return f"the mode is {mode}"
+    if any(count is not None and count != int(count) for count in (config.max_new_tokens, config.max_length)):
+        return "a number of tokens has a fraction"  # which transformers' loop ends behind
     if mode in BEAMS and streamer is not None:
         return "a streamer is given, and beams are no stream"  # which transformers says as well
     if mode in BEAMS:
