@@ -67,6 +67,11 @@ inline __m512i _mm512_shuffle_i64x2(__m512i a, __m512i b, int order) {
 inline __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int order) {
     return (__m512)_mm512_shuffle_i64x2((__m512i)a, (__m512i)b, order);
 }
+inline __m512 _mm512_castps128_ps512(__m128 a) {
+    SoftFloats all;
+    std::memcpy(all.at, &a, sizeof(a));
+    return all.whole();
+}
 inline __m512 _mm512_insertf32x4(__m512 a, __m128 b, int which) {
     SoftFloats all(a);
     std::memcpy(all.at + 4 * which, &b, sizeof(b));
