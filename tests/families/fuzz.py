@@ -145,20 +145,26 @@ def calls_of(config: Any, draw: random.Random, vocabulary: int) -> list[tuple[st
         def run(model: Any) -> Any:
             torch.manual_seed(3)
             out = model.generate(ids, attention_mask=left_alive, max_new_tokens=steps, **options)
-            return [out if isinstance(out, Tensor) else out.sequences]
+            return [out] if isinstance(out, Tensor) else [out.sequences, out.sequences_scores]
 
         return run
 
     left_alive = left.clone()
     left_alive[:, -1] = 1
     steps = draw.choice([1, 3, 9, 20])
+    beams = {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
     ends = list(range(3, vocabulary, 3))
     found += [
         ("chunks", chunks),
         ("greedy", generating(do_sample=False)),
         ("penalised", generating(do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=2)),
         ("minimum", generating(do_sample=False, min_new_tokens=2, eos_token_id=ends, pad_token_id=0)),
-        ("beams", generating(do_sample=False, num_beams=3, num_return_sequences=2)),
+        ("beams", generating(do_sample=False, **beams)),
         ("static", generating(do_sample=False, cache_implementation="static")),
         ("uncached", generating(do_sample=False, use_cache=False)),
     ]  # fmt: skip
@@ -192,6 +198,14 @@ def compare(expected: Any, got: Any) -> str:
             if not error <= _TOLERANCE * max(1.0, float(theirs.abs().max()) / 10):
                 return f"off by {error:.2g} of {float(theirs.abs().max()):.2g}"
     return ""
+
+
+def _tied(expected: Any, got: Any) -> bool:
+    """Whether beams of other tokens have the same scores, but for what float32 rounds.
+
+    A peaked model repeats two tokens for ever, and all places of going over from one to the other are alike.
+    """
+    return len(got) == 2 and torch.allclose(expected[1], got[1], rtol=1e-6, atol=1e-6)
 
 
 def _rounds_no_more(original: nn.Module, run: Any, expected: Any, got: Any) -> bool:
@@ -250,6 +264,8 @@ def one(variant: tuple[Family, Tiny], seed: int) -> tuple[str, list[str]]:
             continue
         expected, got = answers(original, run), answers(engine, run)
         problem = compare(expected, got)
+        if problem.startswith("other tokens") and _tied(expected, got):
+            continue
         if problem and not (problem.startswith("off") and _rounds_no_more(original, run, expected, got)):
             wrong.append(f"{name}: {problem} {changed}")
     report = engine.report()
