@@ -20,7 +20,7 @@ from benchmarks.request import Request
 from slipstream.kernels.cpu.attention import NativeAttention
 from slipstream.kernels.cpu.library import Library, load
 from slipstream.kernels.cpu.paged_attention import native_paged_attention
-from slipstream.model.cache import BLOCK_SIZE
+from slipstream.model.block.paged_cache import BLOCK_SIZE
 from slipstream.ops.step import AttentionMask, Step
 
 __all__ = ["measure"]

@@ -17,12 +17,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import slipstream
 from benchmarks.models import LLAMA_TINY
 from benchmarks.request import Request
-from slipstream.engine.runner import Runner, make_step
-from slipstream.engine.schedule import Chunk
+from slipstream.engine.generation.runner import Runner, make_step
+from slipstream.engine.generation.schedule import Chunk
 from slipstream.formats import FORMATS
-from slipstream.model.cache import BLOCK_SIZE
-from slipstream.model.frame import run_stack
-from slipstream.model.packed import weight_of
+from slipstream.model.block.paged_cache import BLOCK_SIZE
+from slipstream.model.frame.frame import run_stack
+from slipstream.model.weights.packed import weight_of
 
 SMOLLM2_135M: dict[str, Any] = {
     "vocab_size": 49152,

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import slipstream
 from benchmarks.machine import describe
-from slipstream.model.hollow import hollow
+from slipstream.model.weights.meta_model import hollow
 from slipstream.weights.safe_file import write_safe
 
 CONFIG = {

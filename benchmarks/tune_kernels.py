@@ -29,7 +29,7 @@ import triton
 
 from benchmarks.tune_subjects import subjects
 from benchmarks.tuning import Found, Subject, chosen, held, neighbours, write
-from slipstream.kernels.triton.ahead import compile_ahead, faults
+from slipstream.kernels.triton.ahead_of_time import compile_ahead, faults
 from slipstream.kernels.triton.tables import FOLDER, launched, trial
 from slipstream.kernels.triton.target import Launch, generation
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.model.check import MODEL_ERRORS
-from slipstream.model.inject import injected_state, is_injected
-from slipstream.model.inputs import sample_inputs
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.selfcheck.check import MODEL_ERRORS
+from slipstream.model.selfcheck.inputs import sample_inputs
 from tests.architectures.special import NOT_BUILT, NOT_RUN
 from tests.architectures.tiny import TEXT, Kind, tiny_model
 

@@ -13,8 +13,8 @@ from torch import Tensor
 import slipstream
 from slipstream.devices import huge_pages
 from slipstream.devices.huge_pages import in_huge_pages
-from slipstream.model.inject import injected_state, is_injected
-from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.weights.packed import is_packed, packed_matrices
 from tests.helpers.models import make
 
 MB = 1 << 20

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.kernels.cpu.library import Library, refuse
-from slipstream.model.around import MOST_ROWS
-from slipstream.model.parts import is_swapped
+from slipstream.model.frame.outer_linears import MOST_ROWS
+from slipstream.model.parts.parts import is_swapped
 from tests.helpers.models import Pair, close, inject, make, pair, prompt
 
 pytestmark = pytest.mark.skipif(refuse("avx2") is not None, reason=str(refuse("avx2")))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from slipstream.errors import RequestError
 from slipstream.kernels.cpu.library import refuse
-from slipstream.model.layer_call import LayerSignature
-from slipstream.model.whole import answers_at_once
+from slipstream.model.block.layer_call import LayerSignature
+from slipstream.model.frame.text_encoder import answers_at_once
 from tests.helpers.models import VOCABULARY, Pair, close, inject, make, pair, prompt
 
 pytestmark = pytest.mark.skipif(refuse("avx2") is not None, reason=str(refuse("avx2")))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.kernels.cpu import attention as native
-from slipstream.model import attending
-from slipstream.model.attending import Attending, Attends, is_attending
-from slipstream.model.scores import Scores
+from slipstream.model.parts.attention_calls import Attending, Attends, is_attending
+from slipstream.model.parts.parts import attention_calls as attending
+from slipstream.model.parts.scores import Scores
 from slipstream.ops import attention as op
 from slipstream.ops.bind import Facts, bind
 

@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from slipstream.engine.batch import Batch
-from slipstream.engine.fork import followed, forked
+from slipstream.engine.generation.batch import Batch
+from slipstream.engine.generation.fork import followed, forked
 from slipstream.families import FAMILIES
-from slipstream.model.cache import BLOCK_SIZE, PagedCache
+from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.ops.kv_cache import tensors_of
 from slipstream.spec import BlockSpec, Norm
 from tests.families.sweep import peaked_model

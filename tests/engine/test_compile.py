@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from slipstream.model.defer import current
+from slipstream.model.fused.defer import current
 from tests.helpers.models import close, inject, make, pair, prompt
 
 

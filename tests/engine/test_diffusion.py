@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.attend import _Attend, attends
-from slipstream.model.convolutions import multiply_windows, wide_convolutions
-from slipstream.model.feeds import plan_feeds, swap_feeds
-from slipstream.model.images import image_transformers, keep_channels_last
-from slipstream.model.parts import is_swapped
+from slipstream.model.diffusion.attention import _Attend, attends
+from slipstream.model.diffusion.channels_last import image_transformers, keep_channels_last
+from slipstream.model.diffusion.convolutions import multiply_windows, wide_convolutions
+from slipstream.model.diffusion.feed_forwards import plan_feeds, swap_feeds
+from slipstream.model.parts.parts import is_swapped
 from slipstream.ops import OPS
 from slipstream.ops.bind import Bound
 

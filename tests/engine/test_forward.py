@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from slipstream.families import FAMILIES
-from slipstream.model.block import Block
+from slipstream.model.block.block import Block
 from tests.families.sweep import peaked_model
 from tests.helpers.models import (
     VOCABULARY,

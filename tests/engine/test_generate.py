@@ -20,11 +20,11 @@ from transformers import (
 )
 
 import slipstream
-from slipstream.engine import generate
-from slipstream.engine.batch import Batch
-from slipstream.engine.runner import Session
+from slipstream.engine.generation import generate
+from slipstream.engine.generation.batch import Batch
+from slipstream.engine.generation.runner import Session
 from slipstream.kernels.cpu.library import load
-from slipstream.model.cache import PagedCache
+from slipstream.model.block.paged_cache import PagedCache
 from slipstream.ops.step import Step
 from tests.helpers.models import Pair, Roads, close, left_padded, pair, prompt, roads
 from tests.helpers.tokens import letter_tokenizer

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from slipstream.devices import NullDevice
-from slipstream.model.cache import BLOCK_SIZE
+from slipstream.model.block.paged_cache import BLOCK_SIZE
 from tests.helpers.models import KINDS, inject, left_padded, make, pair, prompt
 
 GRAPHS: dict[str, Any] = {"enable_cuda_graph": True}
@@ -176,7 +176,7 @@ def test_new_packed_weights_are_read_by_the_graphs_that_are_there(packed: str, c
 
 
 def test_steps_used_long_ago_make_room(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.engine.graph.MOST_GRAPHS", 3)
+    monkeypatch.setattr("slipstream.engine.generation.graph.MOST_GRAPHS", 3)
     both = pair("llama", settings=GRAPHS)
     for rows in (1, 2, 3, 1, 5, 9, 2):
         ids = prompt(rows, 4)

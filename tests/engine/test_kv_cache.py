@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.model.cache import PagedCache, bytes_per_token
+from slipstream.model.block.paged_cache import PagedCache, bytes_per_token
 from slipstream.ops.kv_cache import Int8Cache, read_cache, write_cache
 from tests.helpers.models import inject, left_padded, make, roads
 

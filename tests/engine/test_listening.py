@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from slipstream.engine.listen import Listening
+from slipstream.engine.generation.encoder_decoder import Listening
 from slipstream.families import FAMILIES
 from slipstream.kernels.cpu.model import NativeSession
 from slipstream.ops.step import Step

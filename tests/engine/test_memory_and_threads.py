@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from slipstream.model.cache import PagedCache
+from slipstream.model.block.paged_cache import PagedCache
 from tests.helpers.models import close, inject, left_padded, make, pair, prompt
 from tests.helpers.tokens import letter_tokenizer
 

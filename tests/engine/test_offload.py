@@ -15,9 +15,9 @@ from torch import nn
 import slipstream
 from slipstream.devices import NullDevice
 from slipstream.errors import ConfigError, DeviceError, UnsupportedError
-from slipstream.model.bays import Extent, lay_out
-from slipstream.model.inject import injected_state
-from slipstream.model.stream import Streamer
+from slipstream.model.fused.inject import injected_state
+from slipstream.model.streaming.bays import Extent, lay_out
+from slipstream.model.streaming.stream import Streamer
 
 LAYERS = 5
 _SIZES = {

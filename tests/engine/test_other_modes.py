@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from slipstream.model.block import Block
+from slipstream.model.block.block import Block
 from tests.helpers.models import (
     Pair,
     blocks_that_run,

@@ -14,7 +14,7 @@ from transformers.models.bert.modeling_bert import BertEmbeddings
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import slipstream
-from slipstream.model.authors import own_code
+from slipstream.model.frame.authors import own_code
 from tests.helpers.models import Pair, close, inject, make, pair, prompt, roads
 
 TOKEN = 57

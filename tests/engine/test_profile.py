@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import slipstream
-from slipstream.model.block import Block
-from slipstream.model.frame import run_stack
+from slipstream.model.block.block import Block
+from slipstream.model.frame.frame import run_stack
 from tests.helpers.models import inject, make, prompt
 
 

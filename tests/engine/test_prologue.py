@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.engine.runner import make_step
-from slipstream.engine.schedule import Chunk
-from slipstream.model.cache import BLOCK_SIZE
+from slipstream.engine.generation.runner import make_step
+from slipstream.engine.generation.schedule import Chunk
+from slipstream.model.block.paged_cache import BLOCK_SIZE
 from tests.helpers.models import pair, prompt
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream.devices import NullDevice
-from slipstream.engine.graph import Graphs
-from slipstream.engine.prompt_graph import MOST_TOKENS
+from slipstream.engine.generation.graph import Graphs
+from slipstream.engine.generation.prompt_graph import MOST_TOKENS
 from tests.engine.test_graph import GENERATORS, GRAPHS
 from tests.helpers.models import left_padded, pair, prompt
 
@@ -96,7 +96,7 @@ def test_new_weights_and_a_larger_cache_are_heard(prompts: list[int]) -> None:
 def test_a_prompt_that_cannot_be_captured_runs_as_ever(
     prompts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.model.block import Block
+    from slipstream.model.block.block import Block
 
     both, run = pair("llama", settings=GRAPHS), Block._run
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.errors import WeightError
 from slipstream.formats import FORMATS
-from slipstream.model.packed import is_packed
+from slipstream.model.weights.packed import is_packed
 from tests.architectures.tiny import tiny_model
 from tests.helpers.models import Pair, close, inject, left_padded, make, prompt, roads
 

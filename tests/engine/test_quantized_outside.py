@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.formats import FORMATS
-from slipstream.model.packed import is_packed, weight_of
+from slipstream.model.weights.packed import is_packed, weight_of
 from tests.engine.test_quantized import close_to_packed
 from tests.helpers.models import inject, left_padded, make, prompt, roads
 

@@ -13,7 +13,7 @@ import slipstream
 from slipstream.devices import NullDevice
 from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
-from slipstream.model.inputs import sample_inputs
+from slipstream.model.selfcheck.inputs import sample_inputs
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.models import inject, make, pair, prompt
 
@@ -27,7 +27,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def places(engine: Any) -> set[int]:
     """Where the memory of every weight is, packed planes and blocks' tensors among it."""
     from slipstream.engine.settings import format_named
-    from slipstream.model.slots import find_slots
+    from slipstream.model.weights.slots import find_slots
 
     return {t.data_ptr() for slot in find_slots(engine.module, format_named) for t in slot.tensors}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.engine.small import Small
+from slipstream.engine.few_tokens import Small
 
 FEW, MANY = torch.zeros(2, 16, dtype=torch.int64), torch.zeros(3, 11, dtype=torch.int64)
 

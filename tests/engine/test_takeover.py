@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor
 
 import slipstream
-from slipstream.engine import generate
-from slipstream.engine.batch import Batch
-from slipstream.engine.takeover import Begun, last_tokens
-from slipstream.model.frame_spec import frame_within
+from slipstream.engine.generation import generate
+from slipstream.engine.generation.batch import Batch
+from slipstream.engine.generation.multimodal import Begun, last_tokens
+from slipstream.model.frame.frame_spec import frame_within
 from slipstream.spec import FrameSpec, Norm
 from tests.helpers.models import roads
 from tests.helpers.pictures import (

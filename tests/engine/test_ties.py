@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import slipstream
 from slipstream.engine.save import save_packed
 from slipstream.errors import WeightError
-from slipstream.model.slots import tied_names
+from slipstream.model.weights.slots import tied_names
 from tests.architectures.tiny import tiny_model
 from tests.helpers.models import VOCABULARY, close, inject, make, prompt
 

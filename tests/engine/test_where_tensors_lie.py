@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.errors import UnsupportedError, WeightError
-from slipstream.model.defer import current
-from slipstream.model.watch import wants_original
+from slipstream.model.fused.defer import current
+from slipstream.model.fused.watch import wants_original
 from tests.helpers.models import close, inject, make, pair, prompt
 
 

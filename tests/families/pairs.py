@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.inputs import sample_inputs
+from slipstream.model.selfcheck.inputs import sample_inputs
 from tests.families.calls import Calls
 from tests.helpers.models import blocks_that_run
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.families import FAMILIES, Family, Tiny
-from slipstream.model.inputs import sample_inputs
+from slipstream.model.selfcheck.inputs import sample_inputs
 from tests.families.calls import Calls
 from tests.families.pairs import measure_pair
 from tests.helpers.models import blocks_that_run

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from slipstream.families import FAMILIES
-from slipstream.model.packed import is_packed
+from slipstream.model.weights.packed import is_packed
 from tests.families.calls import Calls
 from tests.families.sweep import peaked_model
 from tests.helpers.models import close, inject

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from slipstream.kernels.triton import BUILDS, tables
-from slipstream.kernels.triton.ahead import TARGETS, compile_ahead, faults
+from slipstream.kernels.triton.ahead_of_time import TARGETS, compile_ahead, faults
 from slipstream.kernels.triton.target import Build
 
 

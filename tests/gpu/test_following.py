@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.kernels.triton import KERNELS
 from slipstream.ops.bind import Kernel
 from slipstream.ops.draw import Warp, draw
-from slipstream.ops.following import Following
+from slipstream.ops.next_step import Following
 from slipstream.ops.sample import sample
 from tests.gpu.place import DEVICE
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from slipstream.devices import CpuDevice
-from slipstream.engine.runner import Runner, make_step
-from slipstream.engine.schedule import Chunk
+from slipstream.engine.generation.runner import Runner, make_step
+from slipstream.engine.generation.schedule import Chunk
 from slipstream.kernels.triton.stack import TritonStack, bind_stack, refuse_block
 from slipstream.kernels.triton.target import interpreted
-from slipstream.model.cache import BLOCK_SIZE
-from slipstream.model.frame import run_stack
+from slipstream.model.block.paged_cache import BLOCK_SIZE
+from slipstream.model.frame.frame import run_stack
 from slipstream.ops.kv_cache import Int8Cache
 from slipstream.spec import Role
 from tests.gpu.place import DEVICE

@@ -15,10 +15,10 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.engine.runner import Session
+from slipstream.engine.generation.runner import Session
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.kernels.cpu.text import NativeText
-from slipstream.model.block import Block
+from slipstream.model.block.block import Block
 
 VOCABULARY = 100
 

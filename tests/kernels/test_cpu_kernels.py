@@ -16,8 +16,8 @@ from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
 from slipstream.kernels.cpu.attention import NativeAttention
 from slipstream.kernels.cpu.draw import native_draw
-from slipstream.kernels.cpu.feed import KERNELS as FEEDS
-from slipstream.kernels.cpu.feed import native_feed_forward
+from slipstream.kernels.cpu.feed_forward import KERNELS as FEEDS
+from slipstream.kernels.cpu.feed_forward import native_feed_forward
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import native_linear, run_linear
 from slipstream.kernels.cpu.matrix import matrix_of

@@ -13,7 +13,7 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.stack import NativeStack
-from slipstream.model.rows import pack
+from slipstream.model.fused.padding import pack
 from tests.families.sweep import VARIANTS
 from tests.kernels.test_stack import accepted, refuse_to_run
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.engine.batch import Batch
-from slipstream.engine.listen import listen
-from slipstream.engine.runner import Runner
+from slipstream.engine.generation.batch import Batch
+from slipstream.engine.generation.encoder_decoder import listen
+from slipstream.engine.generation.runner import Runner
 from slipstream.errors import DeviceError
 from slipstream.families import FAMILIES
 from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.encoder_decoder import NativeListener, bind_listener
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
-from slipstream.kernels.cpu.listen import NativeListener, bind_listener
-from slipstream.model.frame import run_stack
-from slipstream.ops.heard import Heard
+from slipstream.model.frame.frame import run_stack
+from slipstream.ops.encoder_states import Heard
 from tests.families.sweep import peaked_model
 from tests.helpers.models import inject
 

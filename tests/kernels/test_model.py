@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.engine.runner import Runner, make_step
-from slipstream.engine.schedule import Chunk
+from slipstream.engine.generation.runner import Runner, make_step
+from slipstream.engine.generation.schedule import Chunk
 from slipstream.errors import DeviceError, RequestError
 from slipstream.families import Family, Tiny
 from slipstream.kernels.cpu import draw as draws
@@ -22,7 +22,7 @@ from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.model import NativeModel, NativeSession, refuse_frame
 from slipstream.kernels.cpu.stack import NativeStack
-from slipstream.model.frame import run_stack
+from slipstream.model.frame.frame import run_stack
 from slipstream.ops.draw import Warp, draw
 from slipstream.ops.noise import Noise, RowNoise
 from slipstream.ops.penalty import Penalty

@@ -10,12 +10,12 @@ from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS, VARIANTS
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import LinearCall, Matrix
-from slipstream.kernels.cpu.feed import native_feed_forward
+from slipstream.kernels.cpu.feed_forward import native_feed_forward
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import KERNELS, native_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.ops.bind import Kernel
-from slipstream.ops.feed import feed_forward
+from slipstream.ops.feed_forward import feed_forward
 from slipstream.ops.linear import Weight
 from tests.helpers.libraries import library
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.engine.runner import make_step
-from slipstream.engine.schedule import Chunk
+from slipstream.engine.generation.runner import make_step
+from slipstream.engine.generation.schedule import Chunk
 from slipstream.errors import DeviceError
 from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
@@ -19,9 +19,9 @@ from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.blocks import refuse_block
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.stack import NativeStack
-from slipstream.model.block import Block
-from slipstream.model.cache import BLOCK_SIZE, PagedCache
-from slipstream.model.frame import run_stack
+from slipstream.model.block.block import Block
+from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
+from slipstream.model.frame.frame import run_stack
 from slipstream.ops.kv_cache import Int8Cache, read_cache
 from slipstream.ops.step import Step
 from tests.families.sweep import VARIANTS, label, peaked_model

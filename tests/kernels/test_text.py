@@ -16,7 +16,7 @@ from slipstream.errors import DeviceError
 from slipstream.kernels.cpu.library import EMULATED, ISAS, refuse
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.kernels.cpu.text import NativeText, refuse_text
-from slipstream.model.rows import pack
+from slipstream.model.fused.padding import pack
 from slipstream.ops.linear import Beside, Weight
 from slipstream.ops.text import TextFrame, TextRows
 from tests.helpers.libraries import library

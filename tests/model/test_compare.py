@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import InjectionError
-from slipstream.model.check import RecordedCall, call_alone, compare, record_calls
 from slipstream.model.layers import Found
+from slipstream.model.selfcheck.check import RecordedCall, call_alone, compare, record_calls
 
 CALLS = [
     RecordedCall((torch.randn(2, n, 4, generator=torch.Generator().manual_seed(n)),), {}, None)

@@ -16,8 +16,8 @@ from slipstream.errors import DeviceError
 from slipstream.kernels.cpu.library import refuse
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.kernels.cpu.text import NativeText
-from slipstream.model.defer import Pending
-from slipstream.model.rows import pack, real_tokens
+from slipstream.model.fused.defer import Pending
+from slipstream.model.fused.padding import pack, real_tokens
 from slipstream.spec import BlockSpec, Norm
 from tests.helpers.models import Pair, blocks_that_run, close, inject, make, pair, prompt
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.cpu.library import refuse
-from slipstream.model.layer_call import LayerSignature
+from slipstream.model.block.layer_call import LayerSignature
 from tests.helpers.models import Pair, blocks_that_run, close, pair, prompt
 
 pytestmark = pytest.mark.skipif(refuse("avx2") is not None, reason=str(refuse("avx2")))

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 import slipstream
-from slipstream.model import layer_call
-from slipstream.model.cache import BLOCK_SIZE, bytes_per_token
-from slipstream.model.latent import absorbed, attend_paged, expanded
+from slipstream.model.block.block import layer_call
+from slipstream.model.block.latent_attention import absorbed, attend_paged, expanded
+from slipstream.model.block.paged_cache import BLOCK_SIZE, bytes_per_token
 from slipstream.ops.attention import attention
 from slipstream.ops.step import Step
 from slipstream.spec import Latent, Norm

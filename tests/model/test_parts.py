@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import find_layers
-from slipstream.model.parts import Part, fuse_parts, is_swapped, judge_parts
+from slipstream.model.parts.parts import Part, fuse_parts, is_swapped, judge_parts
 from slipstream.ops import OPS, bind_ops
 from slipstream.ops.bind import Facts, Kernel
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.engine import build
-from slipstream.model.gated import Gated
-from slipstream.model.parts import _STATE, is_swapped
+from slipstream.model.parts.gated_feed_forwards import Gated
+from slipstream.model.parts.parts import _STATE, is_swapped
 from slipstream.ops import OPS
 from slipstream.ops.activation import ACTIVATIONS
 

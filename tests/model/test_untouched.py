@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.untouched import left_as_it_was
+from slipstream.model.selfcheck.untouched import left_as_it_was
 from tests.helpers.models import close, prompt
 
 

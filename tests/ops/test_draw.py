@@ -17,7 +17,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from slipstream.engine.warp import parted, warp_of
+from slipstream.engine.generation.processors import parted, warp_of
 from slipstream.ops.draw import Warp, draw
 
 WARPS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.ops.following import Following
+from slipstream.ops.next_step import Following
 from slipstream.ops.sample import sample
 
 BLOCKS = [[4, 1, 7], [2, 9, 3]]

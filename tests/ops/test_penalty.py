@@ -10,7 +10,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from slipstream.engine.warp import penalty_of
+from slipstream.engine.generation.processors import penalty_of
 from slipstream.ops.penalty import Penalty
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as known
 
-from slipstream.engine.warp import suppressions_of
+from slipstream.engine.generation.processors import suppressions_of
 from slipstream.ops.suppression import FOREVER, Rule, Suppression
 
 VOCABULARY, CPU = 12, torch.device("cpu")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.devices import NullDevice
-from slipstream.model.inputs import sample_inputs, vocabulary
-from slipstream.model.packed import is_packed, packed_bytes, packed_matrices
+from slipstream.model.selfcheck.inputs import sample_inputs, vocabulary
+from slipstream.model.weights.packed import is_packed, packed_bytes, packed_matrices
 from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
 from tests.parallel.pool import GROUPS
 from tests.parallel.share_jobs import share

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import slipstream
-from slipstream.model import inputs
+from slipstream.model.selfcheck import inputs
 from tests.architectures.tiny import tiny_model
 from tests.families.sweep import NEW_TOKENS, VARIANTS, batch, label, peaked_model
 from tests.parallel.jobs import answer_of, from_first, packs, split

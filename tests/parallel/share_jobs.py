@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.inject import injected_state, is_injected
-from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.weights.packed import is_packed, packed_matrices
 from slipstream.ops.linear import Weight
 from slipstream.spec import Role
 from tests.families.sweep import VARIANTS, peaked_model

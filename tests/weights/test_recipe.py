@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.errors import WeightError
 from slipstream.parallel import Slice
 from slipstream.spec import BlockSpec, MoE, Norm
-from slipstream.weights.feed import Alternating, PerExpert, UpFirst
+from slipstream.weights.feed_forward import Alternating, PerExpert, UpFirst
 from slipstream.weights.recipe import (
     Conv1D,
     First,

@@ -98,7 +98,7 @@ class TorchModel:
 
     def _make_engine(self, dtype: torch.dtype, keywords: dict[str, Any]) -> dict[str, Any]:
         import slipstream
-        from slipstream.model.packed import packed_bytes
+        from slipstream.model.weights.packed import packed_bytes
 
         model = self.model
         head = model.get_output_embeddings()

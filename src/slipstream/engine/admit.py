@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slipstream.config import InferenceConfig
 from slipstream.config.effects import EFFECTS
 from slipstream.devices import Device
-from slipstream.engine.request import Request
+from slipstream.engine.generation.request import Request
 from slipstream.errors import (
     ConfigError,
     InjectionError,
@@ -24,13 +24,13 @@ from slipstream.errors import (
     UnsupportedError,
     WeightError,
 )
-from slipstream.model.attend import attends
 from slipstream.model.convert import is_quantized
-from slipstream.model.inject import is_injected
-from slipstream.model.packed import is_packed
-from slipstream.model.parts import is_swapped
+from slipstream.model.diffusion.attention import attends
+from slipstream.model.fused.inject import is_injected
+from slipstream.model.parts.parts import is_swapped
 from slipstream.model.policy import check_policy
-from slipstream.model.split import is_split
+from slipstream.model.tensor_parallel.split import is_split
+from slipstream.model.weights.packed import is_packed
 from slipstream.weights.finite import check_finite, check_finite_tensor, check_range
 from slipstream.weights.source import ModuleSource, Source
 

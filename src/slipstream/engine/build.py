@@ -14,12 +14,13 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device, choose
 from slipstream.engine.admit import check_model, check_module, check_settings
+from slipstream.engine.few_tokens import Small
 from slipstream.engine.frames import find_frame, is_part
-from slipstream.engine.listen import may_be_whole
+from slipstream.engine.generation.encoder_decoder import may_be_whole
+from slipstream.engine.generation.options import prepare_road, together
+from slipstream.engine.generation.runner import Runner, Whole
 from slipstream.engine.loading import open_filling, undone_on_error
 from slipstream.engine.ranks import agree_on_layers, failing_together, join, place, split_or_pack
-from slipstream.engine.road import prepare_road, together
-from slipstream.engine.runner import Runner, Whole
 from slipstream.engine.settings import (
     blaming_entries,
     layers_config,
@@ -30,28 +31,27 @@ from slipstream.engine.settings import (
     weight_format,
     why_inputs_stay,
 )
-from slipstream.engine.small import Small
 from slipstream.engine.splitting import Splitting, plan_splitting
 from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_lease
 from slipstream.engine.summary import left_plain, nothing_packed, nothing_replaced, summary
 from slipstream.errors import UnsupportedError
 from slipstream.formats import FORMATS
 from slipstream.kernels import bind_encoder, bind_listener, bind_model, bind_stack, kernels_for, torch_alone
-from slipstream.model.around import swap_around
-from slipstream.model.attend import AttendPlan, plan_attention, swap_attention, with_attention
-from slipstream.model.block import Block
+from slipstream.model.block.block import Block
 from slipstream.model.convert import convert
-from slipstream.model.filling import Filling
-from slipstream.model.frame import Frame, run_stack
+from slipstream.model.diffusion.attention import AttendPlan, plan_attention, swap_attention, with_attention
+from slipstream.model.frame.frame import Frame, run_stack
+from slipstream.model.frame.outer_linears import swap_around
+from slipstream.model.frame.text_encoder import answer_at_once
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
+from slipstream.model.fused.watch import watch
 from slipstream.model.layers import Found, find_layers
-from slipstream.model.loads import guard_loads
-from slipstream.model.outside import OutsidePlan
-from slipstream.model.packing import PackPlan, pack_layers, plan_packing
-from slipstream.model.parts import Part, fuse_parts, judge_parts
+from slipstream.model.parts.parts import Part, fuse_parts, judge_parts
 from slipstream.model.report import Report
-from slipstream.model.watch import watch
-from slipstream.model.whole import answer_at_once
+from slipstream.model.weights.embedding_and_head import OutsidePlan
+from slipstream.model.weights.filling import Filling
+from slipstream.model.weights.packing import PackPlan, pack_layers, plan_packing
+from slipstream.model.weights.state_dicts import guard_loads
 from slipstream.ops import OPS, Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts, bind
 from slipstream.parallel import ALONE, Mesh

@@ -21,15 +21,14 @@ from slipstream.devices.huge_pages import in_huge_pages
 from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
 from slipstream.engine.forward_graph import ForwardGraphs
-from slipstream.engine.generate import Loop
-from slipstream.engine.ranks import taking_part
-from slipstream.engine.refusals import (
+from slipstream.engine.generation.generate import Loop
+from slipstream.engine.generation.refusals import (
     why_not_intact,
     why_not_packed,
     why_not_repeated,
     why_not_so_long,
 )
-from slipstream.engine.request import (
+from slipstream.engine.generation.request import (
     Request,
     by_name,
     by_position,
@@ -38,19 +37,20 @@ from slipstream.engine.request import (
     repeats_generate,
     unread_cache,
 )
-from slipstream.engine.runner import Runner
+from slipstream.engine.generation.runner import Runner
+from slipstream.engine.peft_models import unwrapped
+from slipstream.engine.ranks import taking_part
 from slipstream.engine.save import check_destination, save_described
 from slipstream.engine.settings import format_named
-from slipstream.engine.unwrap import unwrapped
 from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
-from slipstream.model.adapters import Adapters
-from slipstream.model.held import held_memory
-from slipstream.model.inject import is_injected
+from slipstream.model.frame.text_encoder import answers_at_once, at_once
+from slipstream.model.fused.inject import is_injected
+from slipstream.model.fused.no_compile import as_it_is
 from slipstream.model.report import Report
-from slipstream.model.uncompiled import as_it_is
 from slipstream.model.values import wants_operations
-from slipstream.model.whole import answers_at_once, at_once
+from slipstream.model.weights.adapters import Adapters
+from slipstream.model.weights.memory import held_memory
 from slipstream.parallel import Axis
 from slipstream.parallel.agree import agree_on_tokens, share_random_state
 from slipstream.profile.times import Profile

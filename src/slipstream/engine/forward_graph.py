@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slipstream.devices import Device
 from slipstream.errors import DeviceError
-from slipstream.model.intact import is_hooked, listens_everywhere
+from slipstream.model.fused.layer_changes import is_hooked, listens_everywhere
 
 __all__ = ["ForwardGraphs"]
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from slipstream.errors import InjectionError
 from slipstream.families.family import Family
-from slipstream.model.authors import is_ours, own_code
-from slipstream.model.check import MODEL_ERRORS
-from slipstream.model.frame import Frame
-from slipstream.model.frame_check import check_frame
-from slipstream.model.frame_spec import frame_within
+from slipstream.model.frame.authors import is_ours, own_code
+from slipstream.model.frame.frame import Frame
+from slipstream.model.frame.frame_check import check_frame
+from slipstream.model.frame.frame_spec import frame_within
 from slipstream.model.fuse import Verdict
 from slipstream.model.layers import Found
+from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.ops import Ops
 from slipstream.spec import FrameSpec
 

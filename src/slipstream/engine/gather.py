@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from slipstream.engine.settings import format_named
 from slipstream.errors import UnsupportedError
-from slipstream.model.inject import injected_state, is_injected
-from slipstream.model.packed import is_packed, packed_matrices, put_matrix
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.weights.packed import is_packed, packed_matrices, put_matrix
 from slipstream.ops.linear import Weight
 from slipstream.parallel import Axis
 from slipstream.weights.load import BlockWeights, restore_block
 from slipstream.weights.packed_folder import Matrix
-from slipstream.weights.spread import rejoined
+from slipstream.weights.ranks import rejoined
 
 __all__ = ["gathered_tensors", "is_any_packed"]
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from slipstream.config import InferenceConfig
 from slipstream.errors import UnsupportedError, WeightError
-from slipstream.model.filling import Filling
-from slipstream.model.hollow import computed_parameters
 from slipstream.model.layers import find_layers
-from slipstream.model.slots import wholes_of
+from slipstream.model.weights.filling import Filling
+from slipstream.model.weights.meta_model import computed_parameters
+from slipstream.model.weights.slots import wholes_of
 from slipstream.spec import Role
 from slipstream.weights.checkpoint import Slices, open_checkpoint
 from slipstream.weights.converted import converted

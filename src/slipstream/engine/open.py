@@ -22,9 +22,9 @@ from slipstream.engine.loading import matched
 from slipstream.engine.pipeline import PipelineEngine, is_pipeline
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError, WeightError, one_line
 from slipstream.formats import format_of
-from slipstream.model.check import MODEL_ERRORS
-from slipstream.model.hollow import hollow
 from slipstream.model.report import Report
+from slipstream.model.selfcheck.check import MODEL_ERRORS
+from slipstream.model.weights.meta_model import hollow
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.converted import Converted
 from slipstream.weights.gguf_header import is_gguf

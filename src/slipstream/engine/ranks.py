@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
 from slipstream.errors import ConfigError, InjectionError, SlipstreamError, UnsupportedError, WeightError
-from slipstream.model.block import Block
+from slipstream.model.block.block import Block
 from slipstream.model.convert import move
 from slipstream.model.fuse import Settings, Verdict
-from slipstream.model.inject import injected_state, is_injected
+from slipstream.model.fused.inject import injected_state, is_injected
 from slipstream.model.layers import Found
-from slipstream.model.outside import OutsidePlan, pack_outside
 from slipstream.model.report import OutsideReport
-from slipstream.model.vocabulary import split_vocabulary
+from slipstream.model.tensor_parallel.vocabulary import split_vocabulary
+from slipstream.model.weights.embedding_and_head import OutsidePlan, pack_outside
 from slipstream.parallel import Axis, Mesh, open_mesh
 from slipstream.parallel.agree import agree_on_call, agree_on_engine, agree_on_values
 from slipstream.parallel.collectives import gather_objects

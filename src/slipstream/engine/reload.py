@@ -19,11 +19,11 @@ from slipstream.engine.loading import matched
 from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import FORMATS, VARIANTS
-from slipstream.model.inject import injected_state, is_injected, is_untouched
-from slipstream.model.packed import is_packed, packed_matrices
-from slipstream.model.refresh import refresh, tied_by_transformers
-from slipstream.model.slots import packed_names, refuse_streamed, tied_names, wholes_of
-from slipstream.model.split import is_split
+from slipstream.model.fused.inject import injected_state, is_injected, is_untouched
+from slipstream.model.tensor_parallel.split import is_split
+from slipstream.model.weights.packed import is_packed, packed_matrices
+from slipstream.model.weights.refresh import refresh, tied_by_transformers
+from slipstream.model.weights.slots import packed_names, refuse_streamed, tied_names, wholes_of
 from slipstream.ops.linear import Weight
 from slipstream.parallel import ALONE, Axis
 from slipstream.parallel.agree import agree_on_values

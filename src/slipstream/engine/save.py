@@ -19,8 +19,8 @@ from slipstream.engine.gather import gathered_tensors, is_any_packed
 from slipstream.engine.new_folder import free_place, made_at_once
 from slipstream.engine.ranks import first_writes
 from slipstream.errors import UnsupportedError, WeightError
-from slipstream.model.inject import injected_state, is_injected
-from slipstream.model.packed import is_packed, packed_matrices
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.weights.packed import is_packed, packed_matrices
 from slipstream.parallel import ALONE, Axis
 from slipstream.weights.load import BlockWeights, restore_block
 from slipstream.weights.packed_folder import Matrix, write_packed_folder

@@ -19,10 +19,10 @@ from slipstream.families import Family
 from slipstream.formats import FORMATS, VARIANTS, Format, format_of, rounding_inputs
 from slipstream.kernels import PASSES, bind_pack, bind_pack_into, kernels_for
 from slipstream.model.convert import kept_in_float32
-from slipstream.model.filling import Filling
 from slipstream.model.fuse import Settings
 from slipstream.model.layers import Found
-from slipstream.model.outside import OutsideFormats, OutsidePlan, plan_outside
+from slipstream.model.weights.embedding_and_head import OutsideFormats, OutsidePlan, plan_outside
+from slipstream.model.weights.filling import Filling
 from slipstream.ops import Ops, bind_ops
 from slipstream.ops.bind import Bound, Facts
 from slipstream.parallel import ALONE, Mesh

@@ -12,18 +12,18 @@ from torch import nn
 from slipstream.config import InferenceConfig
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
-from slipstream.model.autotp import LayerPlan
 from slipstream.model.fuse import Settings, Verdict
-from slipstream.model.inject import injected_state, is_injected
-from slipstream.model.intact import parts_of
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.layer_changes import parts_of
 from slipstream.model.layers import Found
-from slipstream.model.mixers import own_parts, plan_parts
-from slipstream.model.packing import PackPlan
-from slipstream.model.plan_layers import plan_layers, record_layers
 from slipstream.model.policy import target_of
 from slipstream.model.report import SplitReport
-from slipstream.model.sizes import Sizes
-from slipstream.model.split import ModuleSplit, cut_tensors, is_split, join_ranks
+from slipstream.model.tensor_parallel.autotp import LayerPlan
+from slipstream.model.tensor_parallel.mixers import own_parts, plan_parts
+from slipstream.model.tensor_parallel.plan_layers import plan_layers, record_layers
+from slipstream.model.tensor_parallel.sizes import Sizes
+from slipstream.model.tensor_parallel.split import ModuleSplit, cut_tensors, is_split, join_ranks
+from slipstream.model.weights.packing import PackPlan
 from slipstream.parallel.collectives import gather_objects
 from slipstream.parallel.rehearse import Live
 from slipstream.parallel.shard import Slice

@@ -11,11 +11,11 @@ from typing import Any
 from slipstream.config import InferenceConfig
 from slipstream.devices import CpuDevice, Device
 from slipstream.errors import ConfigError, UnsupportedError
-from slipstream.model.filling import Filling
 from slipstream.model.fuse import Verdict
 from slipstream.model.layers import Found
-from slipstream.model.offload import one_by_one
-from slipstream.model.stream import Offload, Streamer
+from slipstream.model.streaming.offload import one_by_one
+from slipstream.model.streaming.stream import Offload, Streamer
+from slipstream.model.weights.filling import Filling
 from slipstream.ops.bind import Bound
 
 __all__ = ["check_streamed", "open_streamer", "stack_on_lease"]

@@ -8,12 +8,12 @@ from torch import nn
 
 from slipstream.devices import Device
 from slipstream.formats import Format
-from slipstream.model.block import Block
+from slipstream.model.block.block import Block
 from slipstream.model.fuse import Settings, Verdict
 from slipstream.model.layers import Found
-from slipstream.model.packed import packed_bytes
-from slipstream.model.parts import Part
+from slipstream.model.parts.parts import Part
 from slipstream.model.report import LayerReport, Report
+from slipstream.model.weights.packed import packed_bytes
 
 __all__ = ["left_plain", "nothing_packed", "nothing_replaced", "summary"]
 

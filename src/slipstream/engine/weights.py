@@ -15,8 +15,8 @@ from slipstream.engine.ranks import agree_on_adapter, agree_on_names, first_writ
 from slipstream.engine.reload import reload
 from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import ConfigError, UnsupportedError
-from slipstream.model.adapters import Adapters
-from slipstream.model.refresh import refresh
+from slipstream.model.weights.adapters import Adapters
+from slipstream.model.weights.refresh import refresh
 from slipstream.weights.lora import read_adapter
 from slipstream.weights.packed_folder import MANIFEST, is_packed_folder
 

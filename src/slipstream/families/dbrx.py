@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.families.common import plain_like
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, MoE, Norm, Role, Rope
-from slipstream.weights.feed import PerExpert
+from slipstream.weights.feed_forward import PerExpert
 from slipstream.weights.recipe import Take
 
 _NORM = Norm("layer", 1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.families.common import MOE_RECIPES, field, llama_frame, llama_windowed, rope, tiny
 from slipstream.families.family import Config, Family
 from slipstream.spec import BlockSpec, MoE, Role
-from slipstream.weights.feed import Alternating
+from slipstream.weights.feed_forward import Alternating
 from slipstream.weights.recipe import Take
 
 

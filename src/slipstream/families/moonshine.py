@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.families.common import QKV, head_dim, rope
 from slipstream.families.family import Config, Family, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role
-from slipstream.weights.feed import UpFirst
+from slipstream.weights.feed_forward import UpFirst
 from slipstream.weights.recipe import First, Stack, Take
 
 

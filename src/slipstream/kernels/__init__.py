@@ -8,9 +8,9 @@ from typing import Any
 
 from slipstream.devices import Device
 from slipstream.kernels import cpu
+from slipstream.kernels.cpu.encoder_decoder import NativeListener
+from slipstream.kernels.cpu.encoder_decoder import bind_listener as bind_cpu_listener
 from slipstream.kernels.cpu.library import torch_alone
-from slipstream.kernels.cpu.listen import NativeListener
-from slipstream.kernels.cpu.listen import bind_listener as bind_cpu_listener
 from slipstream.kernels.cpu.memory import PASSES
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack, bind_pack_into

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
-from slipstream.model.as_packed import unpack_into
-from slipstream.model.block import Block
-from slipstream.model.by_rows import lay_by_rows
-from slipstream.model.check import (
+from slipstream.model.block.block import Block
+from slipstream.model.convert import applies, convert, dtype_named
+from slipstream.model.fused.inject import Injected, inject_layer
+from slipstream.model.layers import Found
+from slipstream.model.selfcheck.as_packed import unpack_into
+from slipstream.model.selfcheck.check import (
     MODEL_ERRORS,
     RecordedCall,
     call_alone,
@@ -26,24 +28,22 @@ from slipstream.model.check import (
     record_calls,
     run_part,
 )
-from slipstream.model.convert import applies, convert, dtype_named
-from slipstream.model.declines import declines, in_several, unsplit
-from slipstream.model.filling import Filling
-from slipstream.model.inject import Injected, inject_layer
-from slipstream.model.layers import Found
-from slipstream.model.namesake import trial_copy
-from slipstream.model.offload import offload_block
-from slipstream.model.probe import runs_of
-from slipstream.model.returns import returns_of
-from slipstream.model.rounded_inputs import round_inputs
-from slipstream.model.stream import Streamer
+from slipstream.model.selfcheck.declines import declines, in_several, unsplit
+from slipstream.model.selfcheck.probe import runs_of
+from slipstream.model.selfcheck.return_form import returns_of
+from slipstream.model.selfcheck.rounded_inputs import round_inputs
+from slipstream.model.streaming.offload import offload_block
+from slipstream.model.streaming.stream import Streamer
+from slipstream.model.subclass import trial_copy
+from slipstream.model.weights.by_rows import lay_by_rows
+from slipstream.model.weights.filling import Filling
 from slipstream.ops import Ops
 from slipstream.parallel import ALONE, Mesh, Turns, loads_of, share_of
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.load import load_block, plan_block
 from slipstream.weights.mapped import MappedFiles
+from slipstream.weights.ranks import cut_plans
 from slipstream.weights.source import ModuleSource, Source
-from slipstream.weights.spread import cut_plans
 
 __all__ = ["Settings", "Verdict", "fuse", "judge"]
 

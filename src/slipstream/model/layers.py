@@ -10,9 +10,9 @@ from torch import nn
 
 from slipstream.errors import InjectionError, one_line
 from slipstream.families import Family, find_family
-from slipstream.model.inject import is_injected
-from slipstream.model.inputs import takes_input
+from slipstream.model.fused.inject import is_injected
 from slipstream.model.policy import Policy, target_of
+from slipstream.model.selfcheck.inputs import takes_input
 from slipstream.spec import BlockSpec
 
 __all__ = ["Found", "find_layers"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
-from slipstream.ops.following import Following
+from slipstream.ops.next_step import Following
 from slipstream.ops.noise import exponential
 
 __all__ = ["OP", "Warp", "draw"]

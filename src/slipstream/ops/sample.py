@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
-from slipstream.ops.following import Following
+from slipstream.ops.next_step import Following
 
 __all__ = ["OP", "sample"]
 

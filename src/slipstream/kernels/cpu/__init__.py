@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu import attention, draw, feed, linear, moe, norm, paged_attention
+from slipstream.kernels.cpu import attention, draw, linear, moe, norm, paged_attention
+from slipstream.kernels.cpu import feed_forward as feed
 from slipstream.ops.bind import Kernel
 
 __all__ = ["KERNELS"]

@@ -13,7 +13,7 @@ from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, SCORINGS, address
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import mask_of
-from slipstream.kernels.likes import BlockLike, VectorLike, WeightsLike
+from slipstream.kernels.requirements import BlockLike, VectorLike, WeightsLike
 from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
 from slipstream.spec import MoE, Norm, Role, Rope

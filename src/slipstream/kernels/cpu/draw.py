@@ -25,7 +25,7 @@ from slipstream.ops import draw as op
 from slipstream.ops import sample as sample_op
 from slipstream.ops.bind import Facts, Kernel
 from slipstream.ops.draw import Warp
-from slipstream.ops.following import Following
+from slipstream.ops.next_step import Following
 from slipstream.ops.noise import RowNoise, exponential
 from slipstream.ops.penalty import RowPenalty
 

@@ -20,15 +20,15 @@ from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared, norm_of, refuse_vector
 from slipstream.kernels.cpu.draw import Drawing, check
+from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
+from slipstream.kernels.cpu.progress import telling
 from slipstream.kernels.cpu.screen import Screens
 from slipstream.kernels.cpu.sketch import SketchFormat
 from slipstream.kernels.cpu.stack import Caches, NativeStack, serves_caches
-from slipstream.kernels.cpu.telling import telling
-from slipstream.kernels.cpu.turns import Turns
-from slipstream.kernels.likes import VectorLike
+from slipstream.kernels.requirements import VectorLike
 from slipstream.ops.linear import Weight
 from slipstream.ops.noise import RowNoise
 from slipstream.ops.penalty import RowPenalty

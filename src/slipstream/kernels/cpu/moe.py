@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.cpu.feed import feeds, native_feed_forward
+from slipstream.kernels.cpu.feed_forward import feeds, native_feed_forward
 from slipstream.kernels.cpu.library import ISAS, load
 from slipstream.kernels.cpu.linear import refuse_linear, run_linear
 from slipstream.ops.activation import activate

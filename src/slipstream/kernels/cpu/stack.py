@@ -17,12 +17,12 @@ from torch import Tensor
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
 from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
-from slipstream.kernels.cpu.extended import extended
+from slipstream.kernels.cpu.dynamic_cache import extended
+from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, readable, serves, step_of
 from slipstream.kernels.cpu.text import NativeText, refuse_text
-from slipstream.kernels.cpu.turns import Turns
-from slipstream.kernels.likes import BlockLike
+from slipstream.kernels.requirements import BlockLike
 from slipstream.ops.bind import Bound
 from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Older, Packed, Step

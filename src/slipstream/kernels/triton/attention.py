@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tiles, decode_form, parts_of
+from slipstream.kernels.triton.attention_tile import LOG2E, attend_tiles, decode_form, parts_of
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, processors, refuse

@@ -21,7 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E, attend_tiles, bent, decode_form, join_splits, parts_of
+from slipstream.kernels.triton.attention_tile import (
+    LOG2E,
+    attend_tiles,
+    bent,
+    decode_form,
+    join_splits,
+    parts_of,
+)
 from slipstream.kernels.triton.heads import head_rows, kept
 from slipstream.kernels.triton.overlap import let_in, overlapping, overlaps, wait_for_predecessor
 from slipstream.kernels.triton.register import operator

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import LOG2E
-from slipstream.kernels.triton.following import FOLLOWING, follow, given_following
+from slipstream.kernels.triton.attention_tile import LOG2E
+from slipstream.kernels.triton.next_step import FOLLOWING, follow, given_following
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.tables import launched
 from slipstream.kernels.triton.target import Bucket, Build, Launch, generation, interpreted, refuse
 from slipstream.ops.bind import Facts, Kernel
-from slipstream.ops.following import Following
+from slipstream.ops.next_step import Following
 from slipstream.ops.noise import exponential
 
 __all__ = ["BUILDS", "KERNELS"]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.triton.attending import parts_of
+from slipstream.kernels.triton.attention_tile import parts_of
 from slipstream.kernels.triton.heads import head_rows, kept
 from slipstream.kernels.triton.register import operator
 from slipstream.kernels.triton.tables import launched

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.likes import BlockLike, VectorLike, WeightsLike
+from slipstream.kernels.requirements import BlockLike, VectorLike, WeightsLike
 from slipstream.kernels.triton.activation import activation as activate
 from slipstream.kernels.triton.decode_attention import Heads, attend_one
 from slipstream.kernels.triton.linear import MOST_ROWS, matrix_of, takes_norm, times

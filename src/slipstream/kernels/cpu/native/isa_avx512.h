@@ -317,7 +317,7 @@ inline void pairs_across(const Bf16* p, const Bf16* q, Vec (&v)[C]) {
 } // namespace
 } // namespace slipstream
 
-#include "isa_avx512_turn.h"
+#include "isa_avx512_transpose.h"
 #ifndef SLIPSTREAM_BF16_DOT
 #include "isa_avx2_words.h"
 #endif

@@ -10,8 +10,8 @@
 #include "isa_avx512_groups.h"
 #include "isa_avx512_decode.h"
 #endif
-#include "rounding.h"
-#include "turn.h"
+#include "dynamic_int8.h"
+#include "transpose.h"
 #include "lanes.h"
 #ifdef SLIPSTREAM_AMX
 #include "tiles.h"
@@ -28,7 +28,7 @@
 #include "one_row_words.h"
 #include "few_words.h"
 #include "lanes_words.h"
-#include "few_turned.h"
+#include "few_transposed.h"
 #include "few.h"
 #include "lane_codes.h"
 #include "lanes_bytes.h"
@@ -39,7 +39,7 @@
 #include "few_bytes.h"
 #include "bytes.h"
 #include "rows.h"
-#include "grain.h"
+#include "work_share.h"
 #include "transposed.h"
 #include "matmul.h"
 #include "functions.h"
@@ -49,9 +49,9 @@
 #ifdef SLIPSTREAM_AMX
 #include "gemm_amx.h"
 #endif
-#include "ahead.h"
+#include "prefetch.h"
 #include "product.h"
-#include "kept.h"
+#include "rounded_hidden.h"
 #include "attention_tile.h"
 #include "rounded_functions.h"
 #ifdef SLIPSTREAM_AMX
@@ -62,9 +62,9 @@
 #include "attention_types.h"
 #include "attention_room.h"
 #include "attention.h"
-#include "attend.h"
+#include "attention_team.h"
 #include "attention_calls.h"
-#include "feed.h"
+#include "feed_forward.h"
 #include "routing.h"
 #include "experts.h"
 #include "linear.h"
@@ -73,11 +73,11 @@
 #include "text.h"
 #include "pack.h"
 #include "sketch.h"
-#include "noise.h"
-#include "best.h"
+#include "exponential_noise.h"
+#include "argmax.h"
 #include "screen.h"
-#include "remains.h"
-#include "draw.h"
+#include "top_k_top_p.h"
+#include "sampling.h"
 #include "frame.h"
 // clang-format on
 

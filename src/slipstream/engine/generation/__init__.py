@@ -1,0 +1,1 @@
+"""The engine road of `generate`: requests, batches, steps, and what is left to transformers."""

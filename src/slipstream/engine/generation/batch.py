@@ -1,0 +1,356 @@
+"""The tokens of one generation, their schedule and their cache.
+
+Shapes: B batch, N running sequences, S prompt (padded), L tokens so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.generation.decode import Decode
+from slipstream.engine.generation.fork import followed, forked
+from slipstream.engine.generation.multimodal import Begun, last_tokens
+from slipstream.engine.generation.runner import Runner, Tell, make_step
+from slipstream.engine.generation.schedule import Chunk, Schedule
+from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache, slots_of
+from slipstream.ops.draw import Warp
+from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
+from slipstream.ops.noise import Noise
+from slipstream.ops.penalty import Penalty
+from slipstream.ops.step import Step
+from slipstream.ops.suppression import Rule, Suppression
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """The tokens of a generation, their schedule and their cache."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        *,
+        max_length: int,
+        token_budget: int,
+        forks: int = 1,
+    ) -> None:
+        """Admit the prompts and reserve their cache.
+
+        Args:
+            runner: The model.
+            input_ids: `(B, S)` int64, left-padded.
+            mask: `(B, S)`, zero where a prompt is padded; None for no padding.
+            max_length: Tokens of a row at the end, padding included.
+            token_budget: Most tokens in one step.
+            forks: Rows that each row may become by `fork`.
+        """
+        rows, length = input_ids.shape
+        self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
+        # As transformers' loops, whose first new token makes int64 of a prompt in int32.
+        self._tokens = input_ids.new_empty(rows, max(max_length, length + 1), dtype=torch.long)
+        self._tokens[:, :length] = input_ids
+        self._length = length
+        # Where angles depend on the longest sequence, all prompts run at once, as they do in the original.
+        self._schedule = Schedule(rows * length if runner.frame.angles_share_a_length else token_budget)
+        for row, padding in enumerate(self._padding):
+            self._schedule.add(row, length - padding)
+        needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
+        self._cache: PagedCache = runner.new_cache(forks * sum(needed))
+        self._dtype, self._runner = runner.dtype, runner
+        self._blocks = [self._cache.allocate(count) for count in needed]
+        self._session = runner.begin(self._cache, self._tokens.shape[1])
+        self._shifts = [0] * rows
+        self._decode: Decode | None = None
+        self._penalty: Penalty | None = None
+        self._suppression: Suppression | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """`(B, L)`, padding included; contiguous, as processors and criteria know it from transformers."""
+        return self._tokens[:, : self._length].contiguous()
+
+    def shown(self, look: Callable[[Tensor], Tensor]) -> Tensor:
+        """What somebody's code says of `ids`, in which it may change tokens: the model goes on from those."""
+        ids = self.ids
+        said = look(ids)
+        if ids.data_ptr() != self._tokens.data_ptr():
+            self._tokens[:, : self._length] = ids
+        return said
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row so far, padding included (L)."""
+        return self._length
+
+    def logits(self) -> Tensor:
+        """Run until every running row has logits; `(B, V)` float32, zeros for rows that are finished."""
+        return self._run(lambda step, *_: self._session.logits(step))
+
+    def best(self, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
+        """Run until every running row has its best next tokens.
+
+        Args:
+            steps: How many at most, where none is finished or finished ones were dropped.
+            ends: They are over early when one of these tokens is some row's best.
+            tell: Called with the tokens `(B,)` of each step but the last as soon as they are known; zeros for
+                rows that are finished.
+
+        Returns:
+            `(B, steps that were run)` int64, at least one of each row; zeros for rows that are finished.
+        """
+        most = self._most(steps)
+
+        def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
+            return self._session.best(step, most if decodes else 1, ends, self._teller(tell, rows))
+
+        return self._run(run)
+
+    @property
+    def draws(self) -> bool:
+        """Whether `drawn` is the faster way to draw tokens."""
+        return self._session.draws
+
+    def drawn(self, warp: Warp, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
+        """As `best`, with tokens that are drawn by torch's default generator, as `torch.multinomial` does.
+
+        Args:
+            warp: What may be drawn.
+            steps: As of `best`.
+            ends: As of `best`.
+            tell: As of `best`.
+        """
+        device, vocabulary = self._tokens.device, self._runner.vocabulary
+        most = self._most(steps)
+        numbers, noise = warp.numbers(vocabulary, device), Noise(self._tokens.shape[0], vocabulary, device)
+
+        def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
+            count, told = most if decodes else 1, self._teller(tell, rows)
+            return self._session.drawn(step, numbers, noise.of(rows), count, ends, told)
+
+        return self._run(run)
+
+    def penalise(self, factor: float) -> Penalty:
+        """What lowers the scores of tokens that a row has said, from now on and by every later call of this.
+
+        Args:
+            factor: Above 0.
+        """
+        self._penalty = Penalty(factor, self.ids, self._runner.vocabulary)
+        return self._penalty
+
+    def penalised(
+        self,
+        penalty: Penalty,
+        warp: Warp | None,
+        steps: int = 1,
+        ends: Sequence[int] = (),
+        tell: Tell | None = None,
+    ) -> Tensor:
+        """As `drawn`, or where there is no warp `best`, once the scores of some tokens are lowered.
+
+        Args:
+            penalty: Of `penalise`.
+            warp: What may be drawn of the lowered scores.
+            steps: As of `best`.
+            ends: As of `best`.
+            tell: As of `best`.
+        """
+        device, vocabulary = self._tokens.device, self._runner.vocabulary
+        most = self._most(steps)
+        numbers = (warp or Warp()).numbers(vocabulary, device)
+        noise = None if warp is None else Noise(self._tokens.shape[0], vocabulary, device)
+
+        def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
+            count, told = most if decodes else 1, self._teller(tell, rows)
+            own = None if noise is None else noise.of(rows)
+            return self._session.penalised(step, penalty.of(rows), numbers, own, count, ends, told)
+
+        return self._run(run)
+
+    def processed(self, processors: Callable[[Tensor, Tensor], Tensor], warp: Warp) -> Tensor:
+        """As `drawn`, one token of every row, once transformers' own processors have seen its logits.
+
+        Args:
+            processors: Called on `(B, L)` tokens and `(B, V)` float32 logits; returns scores.
+            warp: What may be drawn of them.
+        """
+        logits = self.logits()
+        scores = self.shown(lambda ids: processors(ids, logits))
+        numbers = warp.numbers(scores.shape[1], scores.device)
+        drawn: Tensor = self._runner.frame.ops.draw.run(scores, None, numbers)
+        return drawn[:, None]
+
+    def suppress(self, processors: Sequence[Any], others: list[Any], rules: Sequence[Rule]) -> Sequence[Any]:
+        """Take rules about tokens that `best`, `drawn` and `penalised` may not choose, from now on.
+
+        Args:
+            processors: Transformers' own, of which some say these rules.
+            others: The others of them.
+            rules: In order.
+
+        Returns:
+            The processors that are left to be called: all of them where the rules leave nothing to be chosen.
+        """
+        suppression = Suppression(rules, self._runner.vocabulary, self._tokens.device) if rules else None
+        if suppression is not None and suppression.is_total:
+            return processors
+        self._suppression = suppression
+        return others
+
+    def _most(self, steps: int) -> int:
+        """How many steps may be run at once; tells the session which tokens they may not choose."""
+        most = min(steps, self._tokens.shape[1] - self._length)
+        if self._suppression is None:
+            return most
+        tokens, end = self._suppression.at(self._length)
+        self._session.suppress(tokens)
+        return min(most, end - self._length)
+
+    def _teller(self, tell: Tell | None, rows: Sequence[int]) -> Tell | None:
+        """What takes the tokens of some rows where `tell` takes those of all."""
+        return None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
+
+    def _run(self, run: Callable[[Step, list[int], bool], Tensor]) -> Tensor:
+        if self._session.has_run:
+            rows = self._schedule.rows
+            return run(self._last_step(rows), rows, False)
+        out: Tensor | None = None
+        while True:
+            rows = self._schedule.decode()
+            decodes = bool(rows)
+            if decodes:
+                step = self._decode_step(rows)
+            elif chunks := self._schedule.next():
+                rows = [chunk.row for chunk in chunks if chunk.is_last]
+                step = make_step(chunks, self._ids_of, self._blocks, self._tokens.device)
+            else:
+                break
+            result = run(step, rows, decodes)
+            if decodes or len(rows) == self._tokens.shape[0]:
+                return self._of_all(rows, result)
+            if out is None:
+                out = self._of_all(rows, result)
+            else:
+                out[rows] = result
+        if out is None:
+            raise AssertionError("a step was asked for with nothing left to run")
+        return out
+
+    def _last_step(self, rows: Sequence[int]) -> Step:
+        """The last tokens of these rows, which have run."""
+        held = self._held()
+        chunks = [Chunk(row, held[row] - 1, 1, is_last=True) for row in rows]
+        return make_step(chunks, self._ids_of, self._blocks, self._tokens.device)
+
+    def _of_all(self, rows: Sequence[int], result: Tensor) -> Tensor:
+        """What some rows have, of every row: zeros of the others."""
+        if len(rows) == self._tokens.shape[0]:
+            return result
+        out = result.new_zeros(self._tokens.shape[0], *result.shape[1:])
+        out[list(rows)] = result
+        return out
+
+    def _decode_step(self, rows: list[int]) -> Step:
+        """The next token of these rows."""
+        last = self._length - 1
+        if self._decode is None or self._decode.rows != rows:
+            starts = [last - self._padding[row] for row in rows]
+            blocks = [self._blocks[row] for row in rows]
+            shifts = [self._shifts[row] for row in rows]
+            self._decode = Decode(rows, starts, blocks, self._tokens.device, shifts)
+        return self._decode.step(self._tokens[:, last], last - self._padding[rows[0]])
+
+    def _ids_of(self, chunk: Chunk) -> Tensor:
+        start = self._padding[chunk.row] + chunk.start
+        return self._tokens[chunk.row, start : start + chunk.count]
+
+    def append(self, tokens: Tensor) -> None:
+        """Take the next tokens of every row, `(B, n)`; all but the last of them have run already."""
+        count = tokens.shape[1]
+        if self._length + count > self._tokens.shape[1]:  # a criterion other than the length decides the end
+            raise AssertionError("generation went past its own max_length")
+        self._tokens[:, self._length : self._length + count] = tokens
+        self._length += count
+        self._schedule.append(self._schedule.rows, count)
+        if self._penalty is not None:
+            self._penalty.add(tokens)
+
+    def drop(self, alive: Sequence[bool]) -> None:
+        """Take finished rows out of the schedule."""
+        for row in self._schedule.rows:
+            if not alive[row]:
+                self._schedule.finish(row)
+                self._cache.release(self._blocks[row])
+
+    def fill(self, begun: Begun) -> None:
+        """Take the prompts as they have run elsewhere; the first step then has the logits of that run."""
+        self._schedule = Schedule(max(self._schedule.token_budget, len(self._padding)))
+        for row, held in enumerate(self._held()):
+            self._schedule.add(row, held, done=held)
+            slots = slots_of(self._blocks[row], held, self._tokens.device)
+            for (k, v), caches in zip(begun.pairs, self._cache.layers, strict=True):
+                write_cache(last_tokens(k[row], held), last_tokens(v[row], held), *caches, slots)
+        self._shifts = list(begun.shifts)
+        self._session.give(begun.logits)
+
+    def fork(self, times: int) -> None:
+        """Let so many rows go on as each of them did, side by side; every token of them has run."""
+        self._blocks = forked(self._cache, self._blocks, times, self._held())
+        self._tokens = self._tokens.repeat_interleave(times, dim=0)
+        self._padding = [padding for padding in self._padding for _ in range(times)]
+        self._shifts = [shift for shift in self._shifts for _ in range(times)]
+        budget = self._schedule.token_budget
+        self._schedule, self._decode = Schedule(max(budget, len(self._padding))), None
+        for row, held in enumerate(self._held()):
+            self._schedule.add(row, held, done=held)
+
+    def follow(self, sources: Sequence[int]) -> None:
+        """Let each row go on as another did, or as it did itself; every token of them has run.
+
+        Args:
+            sources: A row for each row, with as many tokens as it has.
+        """
+        if list(sources) == list(range(len(sources))):
+            return
+        self._blocks = followed(self._cache, self._blocks, sources, self._held())
+        self._tokens[:, : self._length] = self._tokens[list(sources), : self._length]
+        if self._decode is not None:
+            self._decode.place([self._blocks[row] for row in self._decode.rows])
+
+    def _held(self) -> list[int]:
+        """Tokens of each row in the cache, where all of them have run."""
+        return [self._length - padding for padding in self._padding]
+
+    def export(self, model: Any) -> Any:
+        """The keys and values so far as transformers keeps them: `(B, K, N, D)`, padded with zeros.
+
+        N is L where every token has run, else L - 1. Of families whose own cache has keys and values repeated
+        for every head that shares them, `(B, H, N, D)`.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+        seen = self._length - self._schedule.is_behind
+        dtype = self._dtype
+        for index, pair in enumerate(self._cache.layers):
+            parts = [
+                torch.stack([self._row(row, part, seen, dtype) for row in range(len(self._padding))])
+                for part in pair
+            ]
+            spec = self._runner.blocks[index].spec
+            if spec.cache_repeated:
+                parts = [part.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for part in parts]
+            cache.update(parts[0], parts[1], index)
+        return cache
+
+    def _row(self, row: int, part: CachePart, seen: int, dtype: torch.dtype) -> Tensor:
+        padding = self._padding[row]
+        blocks = torch.tensor(self._blocks[row], device=self._tokens.device)
+        real = read_cache(part, blocks, dtype).flatten(0, 1)[: seen - padding].transpose(0, 1)
+        return torch.nn.functional.pad(real, (0, 0, padding, 0))

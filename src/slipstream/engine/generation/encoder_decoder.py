@@ -1,0 +1,221 @@
+"""The engine road of decoders that listen to an encoder: its states are keys and values once per generation.
+
+Shapes: B batch, S queries of a row, T = B * S packed tokens, M states, K kv heads, D head dim, L keys.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from slipstream.engine.generation.runner import Runner, Whole
+from slipstream.model.block.block import Block, CrossAttend, Mix, RopeTable
+from slipstream.model.block.cross_attention import Relative, add_bias, own_heads, relative_of
+from slipstream.model.frame.frame import Frame
+from slipstream.model.fused.inject import injected_state, own_feed
+from slipstream.ops.encoder_states import Heard
+from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
+from slipstream.ops.step import Step
+from slipstream.spec import Role, Rope
+
+__all__ = ["Hears", "Listening", "listen", "listens", "may_be_whole"]
+
+
+def listens(runner: Runner) -> bool:
+    """Whether a runner's layers attend to an encoder's states."""
+    return any(block.spec.cross is not None for block in runner.blocks)
+
+
+@runtime_checkable
+class Hears(Protocol):
+    """What runs whole steps of a generation once it is told what an encoder said.
+
+    Attributes:
+        name: As of `Bound`.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    def hear(self, heard: Heard) -> Whole | None: ...  # noqa: D102
+
+
+def may_be_whole(frame: Frame, blocks: Iterable[Block]) -> bool:
+    """Whether layers listen to an encoder and are blocks in all they do, so that whole steps may run them."""
+    own_feeds = any(injected_state(layer).feeder is not None for layer in frame.layers)
+    return not own_feeds and any(block.spec.cross is not None for block in blocks)
+
+
+def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> Runner:
+    """The same runner for one generation, which listens to what an encoder said.
+
+    Args:
+        runner: One that `listens`; not changed.
+        encoded: The encoder's output: `last_hidden_state` `(B, M, C)`, and a mask of its own where it has
+            one.
+        mask: `(B, M)`, zero where the encoder's input was padding; None for no padding.
+        longest: Positions that the generation may reach.
+    """
+    states: Tensor = encoded.last_hidden_state
+    own = getattr(encoded, "attention_mask", None)
+    seen = mask if own is None else own
+    seen = None if runner.frame.spec.hears_padding else seen
+    batch, length, _ = states.shape
+    memory = {}
+    for block in runner.blocks:
+        made = block.cross_keys_values(states.flatten(0, 1))
+        k, v = (t.unflatten(0, (batch, length)).transpose(1, 2).contiguous() for t in made)
+        memory[id(block)] = (k, v)
+    relatives = {
+        id(block): relative_of(layer, injected_state(layer).relative)
+        for layer, block in zip(runner.frame.layers, runner.blocks, strict=True)
+    }
+    feeds = {
+        id(block): own_feed(layer) for layer, block in zip(runner.frame.layers, runner.blocks, strict=True)
+    }
+    heard = copy.copy(runner)
+    visible = None if seen is None or bool((seen != 0).all()) else (seen != 0)[:, None, None]
+    heard.stack = listening = Listening(memory, visible, relatives, tuple(runner.blocks), feeds)
+    said = listening.heard(longest) if isinstance(runner.whole, Hears) else None
+    heard.whole = runner.whole.hear(said) if isinstance(runner.whole, Hears) and said is not None else None
+    return heard
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Runs layers over packed tokens of rows that are all equally long, none of them padded.
+
+    Attributes:
+        memory: Keys and values of the encoder's states by the identity of their block, `(B, K, M, D)` each.
+        visible: `(B, 1, 1, M)` bool, or None where every state counts.
+        relatives: What makes the bias of each block by relative position, by the block's identity.
+        blocks: The layers in order; where they share a bias, the first makes it.
+        feeds: What stands in the feed-forward's place, of `(B, S, C)`, by the block's identity.
+    """
+
+    memory: Mapping[int, tuple[Tensor, Tensor]]
+    visible: Tensor | None
+    relatives: Mapping[int, Relative | None]
+    blocks: tuple[Block, ...]
+    feeds: Mapping[int, Mix | None]
+
+    def heard(self, longest: int) -> Heard | None:
+        """What whole steps are told; None where that does not say everything.
+
+        Args:
+            longest: Positions that the generation may reach.
+        """
+        seen = None
+        if self.visible is not None:
+            seen = self.visible.sum((1, 2, 3), dtype=torch.int32)
+            first = torch.arange(self.visible.shape[-1], device=seen.device) < seen[:, None]
+            if not torch.equal(first, self.visible[:, 0, 0]) or bool((seen == 0).any()):
+                return None
+        if any(one is not None and not one.causal for one in self.relatives.values()):
+            return None
+        pairs = [self.memory[id(block)] for block in self.blocks]
+        tables: dict[int, Tensor] = {}
+        relatives = [self._by_distance(block, longest, tables) for block in self.blocks]
+        return Heard([k for k, _ in pairs], [v for _, v in pairs], seen, relatives)
+
+    def _by_distance(self, block: Block, longest: int, tables: dict[int, Tensor]) -> Tensor | None:
+        """What a layer adds to scores, `(H, longest)`, by how many tokens a key is before its query."""
+        maker = self.blocks[0] if block.spec.relative == "shared" else block
+        relative = self.relatives[id(maker)]
+        if relative is None:
+            return None
+        if id(maker) not in tables:
+            like = torch.empty(1, maker.spec.heads, 1, 0, dtype=_dtype_of(maker), device="cpu")
+            made = relative.make(like, longest, longest - 1).to(like.dtype)
+            tables[id(maker)] = made[0, :, 0].flip(-1).float().contiguous()
+        return tables[id(maker)]
+
+    def __call__(
+        self,
+        blocks: Sequence[Block],
+        x: Tensor,
+        step: Step,
+        caches: Sequence[tuple[CachePart, CachePart]],
+        tables: dict[Rope, RopeTable],
+    ) -> Tensor:
+        """As `run_stack`, with a third branch in each layer."""
+        shared: Tensor | None = None
+        for block, (k_cache, v_cache) in zip(blocks, caches, strict=True):
+            relative = self.relatives[id(block)]
+            bias = None
+            if block.spec.relative == "shared":
+                bias = shared = self._bias(self.blocks[0], x, step) if shared is None else shared
+            elif relative is not None:
+                bias = self._bias(block, x, step)
+            bias = None if bias is None else own_heads(bias, block.share)
+
+            def attend(
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                block: Block = block,
+                k_cache: CachePart = k_cache,
+                v_cache: CachePart = v_cache,
+                bias: Tensor | None = bias,
+            ) -> Tensor:
+                write_cache(k, v, k_cache, v_cache, step.slots)
+                if bias is None:
+                    return block.ops.paged_attention.run(q, k_cache, v_cache, step, mask=block.mask)  # type: ignore[no-any-return]
+                return _attend_with_bias(block, q, (k_cache, v_cache), step, bias)
+
+            table = None if block.spec.rope is None else tables[block.spec.rope]
+            x = block(x, table, attend, self._across(block), feed=self._feed(block))
+        return x
+
+    def _across(self, block: Block) -> CrossAttend:
+        k, v = self.memory[id(block)]
+
+        def across(q: Tensor) -> Tensor:
+            rows = q.unflatten(0, (k.shape[0], -1)).transpose(1, 2)
+            how = {"scale": block.spec.scale, "softcap": block.spec.softcap, "sinks": None}
+            out: Tensor = block.ops.attention.run(rows, k, v, mask=self.visible, causal=False, **how)
+            return out.flatten(0, 1)
+
+        return across
+
+    def _feed(self, block: Block) -> Mix | None:
+        """A part that sees rows of tokens: what one of them is told may depend on those before it."""
+        feed, rows = self.feeds[id(block)], self.memory[id(block)][0].shape[0]
+        return None if feed is None else lambda x: feed(x.unflatten(0, (rows, -1))).flatten(0, 1)
+
+    def _bias(self, block: Block, x: Tensor, step: Step) -> Tensor:
+        """The bias of a step by relative position, with causality in it: `(1, H, S, L)`, of all heads."""
+        relative = self.relatives[id(block)]
+        if relative is None:
+            raise AssertionError("a block with a bias by relative position has a part that makes it")
+        keys, queries = step.max_kv_len, step.max_query_len
+        like = x.new_empty(1, block.spec.heads, queries, 0, dtype=_dtype_of(block))
+        made = relative.make(like, keys, keys - queries).to(like.dtype)
+        if queries == 1 or not relative.causal:
+            return made
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=x.device).tril(keys - queries)
+        return add_bias(made, visible[None, None])
+
+
+def _dtype_of(block: Block) -> torch.dtype:
+    """Of queries: that of the matrix that makes them."""
+    weight = block.weights.matrices[Role.QKV]
+    return weight.planes[0].dtype if weight.dtype is None else weight.dtype
+
+
+def _attend_with_bias(
+    block: Block, q: Tensor, caches: tuple[CachePart, CachePart], step: Step, bias: Tensor
+) -> Tensor:
+    """Attention of rows of one length over their pages, with a bias upon the scores."""
+    size, length = caches[0].shape[1], step.max_kv_len
+    pages = step.block_table[:, : -(-length // size)].long()
+    k, v = (read_cache(c, pages, q.dtype).flatten(1, 2)[:, :length].transpose(1, 2) for c in caches)
+    rows = q.unflatten(0, (len(pages), -1)).transpose(1, 2)
+    out: Tensor = block.ops.attention.run(
+        rows, k, v, mask=bias, causal=False, scale=block.spec.scale, softcap=None, sinks=None
+    )
+    return out.flatten(0, 1)

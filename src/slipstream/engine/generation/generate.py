@@ -1,0 +1,349 @@
+"""The engine road of `generate`: greedy search, sampling and beams over a packed batch.
+
+transformers prepares everything (generation config, processors, stopping criteria) and hands over through
+`custom_generate`; whatever this loop cannot honour takes transformers' own loops, over the injected layers.
+
+Shapes: B batch, S prompt (padded), L tokens so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.engine.generation.batch import Batch
+from slipstream.engine.generation.beams import BEAMS, Searched
+from slipstream.engine.generation.encoder_decoder import listen, listens
+from slipstream.engine.generation.multimodal import Begun, begin
+from slipstream.engine.generation.processors import parted, penalty_of, suppressions_of
+from slipstream.engine.generation.refusals import MODES
+from slipstream.engine.generation.request import cache_matters, longest
+from slipstream.engine.generation.runner import Runner
+from slipstream.parallel import ALONE, Axis
+from slipstream.parallel.agree import agree_on_tokens, any_of
+
+__all__ = ["TOKEN_BUDGET", "Loop"]
+
+TOKEN_BUDGET = 4096
+"""Most tokens in one step; longer prompts run in chunks."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The decoding method handed to transformers' `generate`.
+
+    Attributes:
+        runner: The model over packed tokens.
+        streamer: The user's, which transformers does not pass on to custom methods.
+        ranks: Those that share the model: each chooses the tokens, and they compare them.
+        begun: The prompts, where they have run elsewhere.
+    """
+
+    runner: Runner
+    streamer: Any = None
+    ranks: Axis = ALONE.replica
+    begun: Begun | None = None
+
+    def method(self) -> Callable[..., Any]:
+        """The loop as a function: transformers reads the signature of what it is handed."""
+
+        def decode(
+            model: nn.Module,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Any:
+            leaves = listens(self.runner) and self._leaves(generation_config, input_ids, model_kwargs)
+            loop = self
+            if self.runner.takes_over:
+                begun = begin(model, self.runner, input_ids, model_kwargs)
+                leaves, loop = begun is None, replace(self, begun=begun)
+            mode = generation_config.get_generation_mode(None).value
+            run = self._original if leaves else self._searched if mode in BEAMS else loop
+            return run(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+            )
+
+        return decode
+
+    def __call__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Generate.
+
+        Args:
+            model: The causal language model.
+            input_ids: `(B, S)` int64, left-padded.
+            logits_processor: Called on `(B, V)` float32 scores.
+            stopping_criteria: Called on the tokens so far.
+            generation_config: Complete.
+            model_kwargs: What transformers would pass to the model; the attention mask is read, and an
+                encoder's output where the layers listen to one. The rest is empty, but for models whose own
+                forward runs the prompt.
+
+        Returns:
+            `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
+        """
+        config, hears = generation_config, listens(self.runner)
+        most = longest(stopping_criteria)
+        batch, runner = self._admit(input_ids, int(config.max_length) if most is None else most, model_kwargs)
+        has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
+        keep_finished = (
+            hears or config.return_dict_in_generate or not has_eos or runner.frame.angles_share_a_length
+        )
+        stop, record = _Stop(stopping_criteria), _Record(config)
+        rows = _Rows(input_ids.shape[0], config._pad_token_tensor if has_eos else None)
+        stream = None if self.streamer is None else _Stream(self.streamer, rows)
+        choose = None if record.is_kept else self._choose(batch, logits_processor, config, stop.ends, stream)
+        # Of several ranks one may have a streamer and the others none: all of them go step by step.
+        pace = _Pace(can_run_ahead=stop.is_known and (stream is None or self.ranks.size == 1))
+        while True:
+            if choose is not None:
+                tokens = pace.tokens(choose, alone=keep_finished and not all(rows.alive))
+            else:
+                logits = batch.logits()
+                scores = batch.shown(functools.partial(_processed, logits_processor, logits))
+                record.add(scores, logits)
+                tokens = self.runner.frame.ops.sample.run(scores, greedy=not config.do_sample)[:, None]
+            tokens = rows.settle(tokens)
+            agree_on_tokens(tokens, self.ranks)
+            batch.append(tokens)
+            if stream is not None:
+                stream.put_rest(tokens)
+            done = any_of(stop(batch, tokens[:, -1], record.scores), self.ranks, known=stop.is_known)
+            rows.alive = [a and not d for a, d in zip(rows.alive, done, strict=True)]
+            if not any(rows.alive):
+                break
+            if not keep_finished:
+                batch.drop(rows.alive)
+        if self.streamer is not None:
+            self.streamer.end()
+        return record.output(model, batch) if config.return_dict_in_generate else batch.ids.clone()
+
+    def _searched(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Generate by beams; arguments as of `__call__`, with a row for each beam of each prompt.
+
+        Returns:
+            `(B, L)` int64, or transformers' `GenerateBeamDecoderOnlyOutput`.
+        """
+        beams = 1 if listens(self.runner) else int(generation_config.num_beams)
+        inputs = {**model_kwargs}
+        if beams > 1 and inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][::beams]
+        batch, _ = self._admit(input_ids[::beams], int(generation_config.max_length), inputs, beams)
+        search = Searched(model, batch, beams).search
+        found = search(input_ids, logits_processor, stopping_criteria, generation_config)
+        if generation_config.return_dict_in_generate:
+            found.past_key_values = batch.export(model)
+        agree_on_tokens(found if isinstance(found, Tensor) else found.sequences, self.ranks)
+        return found
+
+    def _leaves(self, config: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
+        """Whether a call that a model made of `generate` by itself is for transformers' own loop."""
+        most = self.runner.frame.max_positions
+        mask = inputs.get("decoder_attention_mask")
+        padded = mask is not None and not bool((mask != 0).all())
+        asked = ("return_dict_in_generate", "output_attentions", "output_hidden_states")
+        return (
+            padded
+            or cache_matters(config, encoded=True)
+            or any(getattr(config, name, None) for name in asked)
+            or config.use_cache is False
+            or config.get_generation_mode(None).value not in MODES
+            or (most is not None and max(int(config.max_length), ids.shape[1]) > most)
+        )
+
+    def _original(self, model: Any, *given: Any, **inputs: Any) -> Any:
+        """What transformers' own loop says; `given` in the order of its methods."""
+        from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+        mode = given[-1].get_generation_mode(None)
+        own = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+        names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        if self.streamer is not None:
+            inputs["streamer"] = self.streamer
+        return own(model, **dict(zip(names, given, strict=True)), **inputs)
+
+    def _choose(
+        self, batch: Batch, processors: Any, config: Any, ends: Sequence[int], stream: _Stream | None
+    ) -> Callable[[int], Tensor] | None:
+        """What runs some steps and chooses their tokens, nobody seeing logits; None where that is apart."""
+        tell = None if stream is None else stream.put
+        first, warp = parted(processors) if config.do_sample else (processors, None)
+        others = batch.suppress(first, *suppressions_of(first, self.runner.vocabulary))
+        if warp is None and not others:
+            return lambda steps: batch.best(steps, ends, tell)
+        # Ranks compare tokens, and each draws from a generator of its own.
+        if self.ranks.size > 1 or not batch.draws:
+            return None
+        if (factor := penalty_of(others)) is not None:
+            penalty = batch.penalise(factor)
+            return lambda steps: batch.penalised(penalty, warp, steps, ends, tell)
+        if warp is None:
+            return None
+        if others:
+            return lambda _: batch.processed(type(processors)(first), warp)
+        return lambda steps: batch.drawn(warp, steps, ends, tell)
+
+    def _admit(
+        self, ids: Tensor, most: int, inputs: Mapping[str, Any], forks: int = 1
+    ) -> tuple[Batch, Runner]:
+        """The batch, and what runs it; `forks` as of `Batch`."""
+        runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
+        if listens(runner):
+            # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
+            runner = listen(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
+            mask, budget = None, ids.numel()
+        batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks)
+        if self.begun is not None:
+            batch.fill(self.begun)
+        return batch, runner
+
+
+class _Rows:
+    """Which rows are not finished.
+
+    Attributes:
+        alive: One for each row (B).
+    """
+
+    def __init__(self, count: int, pad: Tensor | None) -> None:
+        """All run; `pad` fills what is finished, if anything may be."""
+        self.alive, self._pad = [True] * count, pad
+
+    def settle(self, tokens: Tensor) -> Tensor:
+        """Tokens `(B, ...)` with padding in rows that are finished."""
+        if self._pad is None or all(self.alive):
+            return tokens
+        running = torch.tensor(self.alive, device=tokens.device).view(-1, *[1] * (tokens.ndim - 1))
+        return torch.where(running, tokens, self._pad.to(tokens.device))
+
+
+class _Stream:
+    """Puts each step's tokens into the user's streamer once: at once where steps run ahead, or after them."""
+
+    def __init__(self, streamer: Any, rows: _Rows) -> None:
+        self._streamer, self._rows, self._count = streamer, rows, 0
+
+    def put(self, tokens: Tensor) -> None:
+        """Put the tokens `(B,)` of a step while the next one runs."""
+        self._count += 1
+        self._streamer.put(self._rows.settle(tokens))
+
+    def put_rest(self, tokens: Tensor) -> None:
+        """Put what has not been put of the steps that have run, `(B, n)`."""
+        for index in range(self._count, tokens.shape[1]):
+            self._streamer.put(tokens[:, index].cpu())
+        self._count = 0
+
+
+class _Pace:
+    """How many steps to ask for at once: Python is cold after each, and costs 0.2 ms then."""
+
+    SECONDS, MOST = 0.1, 64  # an interrupt waits as long as one call
+
+    def __init__(self, *, can_run_ahead: bool) -> None:
+        self._steps, self._ahead, self._is_prompt = 1, can_run_ahead, True
+
+    def tokens(self, run: Callable[[int], Tensor], *, alone: bool) -> Tensor:
+        """The tokens of the next steps, `(B, n)`; of the next one where it must run alone."""
+        start = time.perf_counter()
+        tokens = run(1 if alone else self._steps)
+        seconds = (time.perf_counter() - start) / tokens.shape[1]
+        if self._ahead and not self._is_prompt:
+            self._steps = min(max(int(self.SECONDS / seconds), 1), self.MOST)
+        self._is_prompt = False
+        return tokens
+
+
+class _Stop:
+    """Stopping criteria; length and end tokens alone are decided without tensors.
+
+    Attributes:
+        is_known: There are no others.
+        ends: The end tokens, where there are no others.
+    """
+
+    def __init__(self, criteria: Any) -> None:
+        from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+        self._criteria = criteria
+        self._most: int | None = None
+        self.is_known, ends = True, []
+        for one in criteria:
+            if type(one) is EosTokenCriteria:
+                ends += one.eos_token_id.flatten().tolist()
+            elif type(one) is MaxLengthCriteria and not _reminds(one):
+                self._most = one.max_length if self._most is None else min(self._most, one.max_length)
+            else:
+                self.is_known = False
+        self.ends: tuple[int, ...] = tuple(ends)
+
+    def __call__(self, batch: Batch, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
+        """Which rows are done, now that `tokens` `(B,)` are the last of the batch."""
+        if not self.is_known:
+            done: list[bool] = batch.shown(lambda ids: self._criteria(ids, scores)).tolist()
+            return done
+        if self._most is not None and batch.length >= self._most:
+            return [True] * tokens.shape[0]
+        return [token in self.ends for token in tokens.tolist()] if self.ends else [False] * len(tokens)
+
+
+def _processed(processors: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    scores: Tensor = processors(ids, logits)
+    return scores
+
+
+def _reminds(criterion: Any) -> bool:
+    """Whether transformers' criterion would tell its user that a generation passes the model's length."""
+    most = criterion.max_position_embeddings
+    return most is not None and criterion.max_length > most
+
+
+class _Record:
+    """Scores and logits by step, where the caller asked for them."""
+
+    def __init__(self, config: Any) -> None:
+        wanted = config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if wanted and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
+
+    @property
+    def is_kept(self) -> bool:
+        return self.scores is not None or self.logits is not None
+
+    def add(self, scores: Tensor, logits: Tensor) -> None:
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+
+    def output(self, model: Any, batch: Batch) -> Any:
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+        record: dict[str, Any] = {"scores": self.scores, "logits": self.logits}
+        cache, sequences = batch.export(model), batch.ids.clone()
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **record)  # type: ignore[arg-type]

@@ -1,0 +1,133 @@
+"""Models that see or hear: their own forward runs the prompt, and the engine road goes on from its cache.
+
+What stands in place of pictures and sounds, and who sees whom within a prompt, is each model's own. The steps
+after it are tokens alone: whether they are, and at which positions, is asked of what the model prepares for
+the next of them.
+
+Shapes: B batch, S prompt (padded), V vocabulary, K kv heads, N cached tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.engine.frames import text_config
+from slipstream.engine.generation.runner import Runner
+
+__all__ = ["Begun", "begin", "last_tokens"]
+
+_SILENT = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position", "past_key_values"})
+"""Inputs of a step that say nothing of its token."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Prompts that have run.
+
+    Attributes:
+        pairs: Keys and values of each layer, `(B, K, N, D)` each: of the last N tokens, where a layer keeps
+            no more.
+        logits: What follows the prompts, `(B, V)` float32.
+        shifts: What is added to the position of a token of each row, as the road counts it.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    logits: Tensor
+    shifts: Sequence[int]
+
+
+def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) -> Begun | None:
+    """Run prompts by the model's own forward.
+
+    Args:
+        model: Sees or hears.
+        runner: The road of its language model.
+        ids: `(B, S)` int64, left-padded.
+        inputs: What transformers would pass beside them; not changed.
+
+    Returns:
+        None where the next step asks for more than a token: the model's own loop goes on then, from the
+        beginning.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=text_config(model, runner.frame.spec.root))
+    given = {**inputs, "past_key_values": cache}
+    first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
+    answer = model(**first, return_dict=True)
+    later = model._update_model_kwargs_for_generation(answer, given, is_encoder_decoder=False)
+    more = torch.cat([ids, ids[:, -1:]], dim=1)
+    step = model.prepare_inputs_for_generation(more, next_sequence_length=1, **later)
+    shifts = _shifts(model, step, ids.shape[1], inputs.get("attention_mask"))
+    pairs = _pairs(cache, runner, ids.shape)
+    return None if shifts is None or pairs is None else Begun(pairs, _last(answer), shifts)
+
+
+def _last(answer: Any) -> Tensor:
+    logits: Tensor = answer.logits[:, -1]
+    return logits.float()
+
+
+def _shifts(model: nn.Module, step: Mapping[str, Any], length: int, mask: Tensor | None) -> list[int] | None:
+    """What is added to the positions of the next tokens, or None where there is more to them."""
+    rows = step["input_ids"].shape[0]
+    real = [length] * rows if mask is None else (mask != 0).sum(-1).tolist()
+    places: list[int] | None = None
+    for name, value in step.items():
+        if value is None or value is False or name in _SILENT:
+            continue
+        if name == "input_ids" and value.shape == (rows, 1):
+            continue
+        if name == "attention_mask" and isinstance(value, Tensor) and value.shape == (rows, length + 1):
+            continue
+        if name == "mm_token_type_ids" and not bool(value.any()):
+            continue
+        if name != "position_ids":
+            return None
+        places = _places(value, rows)
+        if places is None:
+            return None
+    if places is None:
+        # The model counts by itself: what its cache holds, padding included.
+        counts_on = any(getattr(module, "rope_deltas", None) is not None for module in model.modules())
+        return None if counts_on or min(real) < length else [0] * rows
+    return [place - count for place, count in zip(places, real, strict=True)]
+
+
+def _places(positions: Tensor, rows: int) -> list[int] | None:
+    """The position of one token of each row; None where its axes (time, height, width) differ."""
+    axes = positions if positions.dim() == 3 else positions[None]
+    axes = axes[1:] if axes.shape[0] == 4 else axes  # before them the one that masks are made by
+    if axes.shape[1:] not in ((rows, 1), (1, 1)) or not bool((axes == axes[:1]).all()):
+        return None
+    return [int(place) for place in axes[0, :, 0].expand(rows)]
+
+
+def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor, Tensor]] | None:
+    """Keys and values of the road's layers; None where a cache keeps others, or less than they see."""
+    if len(cache.layers) != len(runner.blocks):
+        return None
+    pairs = []
+    for block, layer in zip(runner.blocks, cache.layers, strict=True):
+        spec, keys, values = block.spec, getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+            return None
+        heads = spec.heads if spec.cache_repeated else spec.kv_heads
+        seen = prompt[1] if spec.window is None else min(prompt[1], spec.window - 1)
+        for part in (keys, values):
+            if part.shape[:2] != (prompt[0], heads) or not seen <= part.shape[2] <= prompt[1]:
+                return None
+        step = heads // spec.kv_heads
+        pairs.append((keys[:, ::step], values[:, ::step]))
+    return pairs
+
+
+def last_tokens(part: Tensor, count: int) -> Tensor:
+    """Keys or values `(K, N, D)` of the last `count` tokens as `(count, K, D)`; zeros of those it has not."""
+    rows = part.transpose(0, 1)[-count:]
+    return torch.nn.functional.pad(rows, (0, 0, 0, 0, count - rows.shape[0], 0))

@@ -1,0 +1,89 @@
+"""What the engine road was asked for beyond its kernels: the dtype of its cache, captured steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slipstream.config import InferenceConfig
+from slipstream.devices import Device
+from slipstream.engine.generation.encoder_decoder import Hears, listens
+from slipstream.engine.generation.graph import LADDER, Graphs
+from slipstream.engine.generation.prompt_graph import MOST_TOKENS
+from slipstream.engine.generation.runner import Runner
+from slipstream.model.block.block import Block
+from slipstream.model.block.paged_cache import bytes_per_token
+from slipstream.ops.bind import Bound
+from slipstream.parallel import Mesh
+
+__all__ = ["prepare_road", "together"]
+
+
+def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig, mesh: Mesh) -> list[str]:
+    """Honour what the configuration asks of the engine road.
+
+    Args:
+        runner: The model over packed tokens, or None where transformers' own loops run; changed.
+        device: Where it runs.
+        config: The configuration.
+        mesh: The ranks that share the model.
+
+    Returns:
+        A note for the report on each wish, and on what runs the prompts where that is not the road.
+    """
+    notes = []
+    if runner is not None and runner.takes_over:
+        notes.append("generate runs prompts by the model's own forward, and what follows as a packed batch")
+    if config.kv_cache_dtype is not None:
+        notes.append(_keep_in_int8(runner, config.kv_cache_dtype))
+    if config.enable_cuda_graph:
+        notes.append(_capture(runner, device, config.max_out_tokens, mesh))
+    return notes
+
+
+def _keep_in_int8(runner: Runner | None, wish: str) -> str:
+    if runner is None:
+        note = f"kv_cache_dtype={wish!r} has no effect: without an engine road, caches are transformers' own"
+        warnings.warn(note, UserWarning, stacklevel=6)
+        return note
+    runner.cache_dtype = torch.int8
+    specs = [block.spec for block in runner.blocks]
+    own, plain = (bytes_per_token(specs, dtype) for dtype in (torch.int8, runner.dtype))
+    dense = str(runner.dtype).removeprefix("torch.")
+    return f"generate keeps keys and values in int8: {own} bytes per token, {plain} in {dense}"
+
+
+def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> str:
+    reason = device.no_graph()
+    if mesh.ep.size > 1:
+        reason = "ranks that share experts may run calls of their own, whose steps nobody knows beforehand"
+    if runner is None and not reason:
+        return "forwards without a cache are captured as graphs, one for each shape of the inputs"
+    if runner is not None and runner.takes_over:
+        reason = "the model's own forward runs the prompt, and positions may go on from another number"
+    if runner is not None and listens(runner):
+        reason = "the decoder listens to an encoder, whose states lie elsewhere in every generation"
+    if runner is not None and not reason:
+        runner.whole = graphs = Graphs(runner, device, tokens=tokens)
+        runner.new_cache = graphs.new_cache
+        graphs.prove()
+        reason = graphs.reason
+    if reason:
+        return f"enable_cuda_graph has no effect: {reason}"
+    return (
+        f"decode steps are captured as graphs of up to {LADDER[-1]} rows, and single prompts of up to "
+        f"{MOST_TOKENS} tokens where their size comes again"
+    )
+
+
+def together(
+    blocks: Mapping[str, Block], runner: Runner | None, stack: Bound, encoder: Any
+) -> dict[str, str]:
+    """What runs each layer together with those around it: in generation, or where there is no cache."""
+    names = {} if runner is None else dict.fromkeys(runner.names if runner.takes_over else blocks, stack.name)
+    if runner is not None and isinstance(runner.whole, Hears):
+        names |= dict.fromkeys(runner.names, runner.whole.name)
+    return names | {name: encoder.name for name, one in blocks.items() if encoder and encoder.has(one)}

@@ -1,0 +1,270 @@
+"""Why a call of `generate` is left to transformers' own loops.
+
+Shapes: B batch, S prompt (padded).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.engine.frames import text_config
+from slipstream.engine.generation.beams import BEAMS, samples, searches
+from slipstream.engine.generation.request import Request, cache_matters
+from slipstream.engine.generation.runner import Runner
+from slipstream.model.fused.inject import injected_state, is_injected, is_untouched
+from slipstream.model.fused.layer_changes import is_hooked, listens_everywhere, modules_of
+from slipstream.model.fused.watch import attends_otherwise
+from slipstream.model.values import wants_operations
+
+__all__ = ["MODES", "why_not_intact", "why_not_packed", "why_not_repeated", "why_not_so_long"]
+
+MODES = ("greedy_search", "sample", *BEAMS)
+"""Transformers' names of what the engine road knows."""
+
+_OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
+_OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
+
+
+def why_not_packed(
+    model: nn.Module, request: Request, kwargs: Mapping[str, Any], *, takes_over: bool = False
+) -> str | None:
+    """Why a call of `generate` cannot take the engine road, or None if it can.
+
+    Args:
+        model: The causal language model.
+        request: The call as it was read.
+        kwargs: The call.
+        takes_over: The model's own forward runs the prompt, whatever is in it.
+    """
+    if request.prompt is None and not request.encoded:
+        return "there are no token ids"
+    if (method := _own_method(model)) is not None:
+        return f"the model has a {method} of its own"
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return "autocast is on"
+    for name in (
+        "assistant_model",
+        "custom_generate",
+        "inputs_embeds",
+        "past_key_values",
+        "position_ids",
+        "synced_gpus",
+        "encoder_outputs",
+    ):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            return f"{name} is given"
+    config, inputs = request.config, request.inputs
+    if (mode := _why_not_mode(model, config, kwargs.get("streamer"))) is not None:
+        return mode
+    if takes_over and config.get_generation_mode(None).value in BEAMS:
+        return "beams of a model that sees or hears are transformers' own"
+    if not takes_over and (extra := _others(request)):
+        return f"the model takes {', '.join(extra)}"
+    for name in (
+        "output_attentions",
+        "output_hidden_states",
+        "prefill_chunk_size",
+        "token_healing",
+    ):
+        if getattr(config, name, None):
+            return f"{name} is set"
+    if cache_matters(config, encoded=request.encoded):
+        return "cache_implementation is set"
+    if request.encoded and config.return_dict_in_generate:
+        return "return_dict_in_generate is set"
+    if config.use_cache is False or inputs.get("use_cache") is False:
+        return "use_cache is False"
+    if config.stop_strings is not None and (
+        kwargs.get("tokenizer") is None or kwargs.get("stop_strings") is None
+    ):
+        return "stop_strings stand in a generation config, or come without a tokenizer"
+    mask = kwargs.get("attention_mask")
+    mask = _inferred_mask(request) if mask is None else mask
+    if mask is not None and not request.encoded and not _is_left_padded(mask):
+        return "the attention mask has gaps"
+    if request.encoded and isinstance(mask, Tensor) and not bool((mask != 0).any(-1).all()):
+        return "the attention mask leaves a row nothing to see"  # where masks are added it sees everything
+    return None
+
+
+def _own_method(model: nn.Module) -> str | None:
+    """A method of `generate` that somebody has set on the model object."""
+    return next((name for name in vars(model) if name in _methods()), None)
+
+
+@functools.cache
+def _methods() -> frozenset[str]:
+    """Names of what transformers' `generate` calls of a model."""
+    from transformers import GenerationMixin
+
+    return frozenset(name for name, value in vars(GenerationMixin).items() if callable(value))
+
+
+def _others(request: Request) -> list[str]:
+    """Inputs of the model that the road does not know."""
+    own = _OWN_OF_PAIRS if request.encoded else _OWN
+    given = request.inputs.items()
+    return [name for name, value in given if name not in own and value is not None and value is not False]
+
+
+def _why_not_mode(model: nn.Module, config: Any, streamer: Any) -> str | None:
+    """Why the road does not know how a call chooses its tokens, and how many, or None if it does."""
+    mode = config.get_generation_mode(None).value
+    if mode not in MODES:
+        return f"the mode is {mode}"
+    if any(count is not None and count != int(count) for count in (config.max_new_tokens, config.max_length)):
+        return "a number of tokens has a fraction"  # which transformers' loop ends behind
+    if mode in BEAMS and streamer is not None:
+        return "a streamer is given, and beams are no stream"  # which transformers says as well
+    if mode in BEAMS:
+        return None if searches(model) else "the model has a beam search of its own"
+    return None if samples(model) else "the model has a loop of its own"
+
+
+def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
+    """Why no call that such a model makes may take the engine road, or None: `Loop` sees to each.
+
+    Args:
+        model: One that `repeats_generate`.
+        request: The call as it was read.
+        kwargs: The call.
+    """
+    if (method := _own_method(model)) is not None:
+        return f"the model has a {method} of its own"
+    mode = request.config.get_generation_mode(None).value
+    if mode not in MODES:
+        return f"the mode is {mode}"
+    # The last one keeps all arguments of the call, to make it again.
+    for name in (
+        "assistant_model",
+        "custom_generate",
+        "encoder_outputs",
+        "past_key_values",
+        "no_speech_threshold",
+    ):
+        if kwargs.get(name) is not None:
+            return f"{name} is given"
+    settings = kwargs.get("generation_config"), model.generation_config
+    if any(getattr(one, "no_speech_threshold", None) is not None for one in settings):
+        return "no_speech_threshold is set"
+    return None
+
+
+def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
+    """Why the engine road would not say what the model says by now, or None if it does.
+
+    Args:
+        model: The model, which its owner may have trained, hooked into or rebuilt since.
+        runner: Made of it.
+    """
+    if model.training:
+        return "the model is in training mode"
+    if wants_operations():
+        return "somebody traces, counts or transforms torch's operations"
+    # Within the layers `is_untouched` looks, at every one of the modules that were there.
+    around = modules_of(model, runner.frame.layers)
+    if listens_everywhere() or any(map(is_hooked, around)):
+        return "someone listens to the model's parts by hooks"
+    if any(map(attends_otherwise, around)):
+        return "another attention function was set, or the config was changed"
+    changed = runner.frame.replaced(model)
+    if changed is not None:
+        return f"{changed or 'the model'} was replaced, or its forward was"
+    if getattr(runner.frame.embed, "max_norm", None) is not None:
+        return "the token embedding's rows are scaled as they are looked up"
+    if not runner.frame.keeps_numbers:
+        return "a number of a part around the layers was changed"
+    if not runner.frame.keeps_scale:
+        return "the multiplier of the token embedding was changed"
+    if len(runner.frame.layers) != len(runner.blocks):
+        return f"of {len(runner.blocks)} layers there are {len(runner.frame.layers)}"
+    for layer, block in zip(runner.frame.layers, runner.blocks, strict=True):
+        if not is_injected(layer) or injected_state(layer).block is not block:
+            return "a layer was replaced"
+        if "forward" in vars(layer) or not is_untouched(layer):
+            return "a part of a layer, its code or a tensor was replaced, or the layer has another place"
+    return None
+
+
+def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str | None:
+    """Why the engine road cannot go on for as many tokens as are asked for, or None if it can.
+
+    Args:
+        model: Its config decides what transformers' cache keeps.
+        runner: Knows how far positions reach, and where the original starts again.
+        request: The call as it was read.
+    """
+    most, restart = runner.frame.max_positions, runner.frame.spec.restart
+    length = _decoded(request) if request.encoded else request.length
+    total = length + request.new_tokens
+    if most is not None and total > most:
+        return f"{total} tokens pass the position embedding's {most}"
+    if restart is not None and length <= restart < total:
+        return f"the original starts again at {restart} tokens"
+    kept = _kept_tokens(model, runner)
+    if kept is not None and total > kept:
+        return f"transformers' cache keeps {kept} tokens, and a layer sees another number"
+    padding = runner.frame.spec.pos_padding
+    if padding is not None and request.encoded and _starts_with(request, padding):
+        return "the decoder's prompt has padding, which has no position"
+    return None
+
+
+def _starts_with(request: Request, token: int) -> bool:
+    """Whether a token is in what a decoder is given to begin with."""
+    given = request.inputs.get("decoder_input_ids")
+    start = request.config.decoder_start_token_id
+    starts = start if isinstance(start, list) else [start]
+    return isinstance(given, Tensor) and (token in starts or bool((given == token).any()))
+
+
+def _decoded(request: Request) -> int:
+    """Tokens that a decoder starts from, at most: those that are given, and the one that begins."""
+    given = request.inputs.get("decoder_input_ids")
+    return 1 + (int(given.shape[-1]) if isinstance(given, Tensor) else 0)
+
+
+def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
+    """Least window of the layers of transformers' cache that is not the window of their layer, if any.
+
+    The cache follows the config: it has windows for layers of classes that do not read `sliding_window`.
+    """
+    from transformers import DynamicCache
+
+    config: Any = (
+        text_config(model, runner.frame.spec.root)
+        if runner.takes_over
+        else model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+    )
+    if getattr(config, "sliding_window", None) is None:
+        return None
+    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    # A window of one token is none: the cache keeps the last `window - 1`, and of those slices keeps all.
+    seen = [None if block.spec.window == 1 else block.spec.window for block in runner.blocks]
+    differ = (kept for kept, own in zip(windows, seen, strict=False) if kept is not None and kept != own)
+    return min(differ, default=None)
+
+
+def _inferred_mask(request: Request) -> Tensor | None:
+    """The mask that transformers infers where none is given; None where it takes all tokens as they are."""
+    ids, pad, ends = request.prompt, request.config.pad_token_id, request.config.eos_token_id
+    pad = pad.item() if isinstance(pad, Tensor) else pad
+    ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
+    if ids is None or pad is None or pad in (ends if isinstance(ends, list | tuple) else (ends,)):
+        return None
+    mask = ids != pad
+    return None if bool(mask.all()) else mask
+
+
+def _is_left_padded(mask: Tensor) -> bool:
+    """Whether every row is zeros, then ones to its end; other numbers count as so many positions."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    real = mask != 0
+    ones = bool((mask == real).all())
+    return ones and bool(real[:, -1].all()) and bool((real[:, 1:] | ~real[:, :-1]).all())

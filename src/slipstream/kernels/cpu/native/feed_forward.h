@@ -1,0 +1,159 @@
+// The feed-forward: two matrices, and what happens between them. Of many rows what leaves the activation is
+// packed for the second matrix at once, and never lies anywhere in float32.
+#pragma once
+
+namespace slipstream {
+namespace {
+
+// The two matrices, and what happens between them.
+struct FeedForward {
+    const Matrix &first, &last;
+    int64_t width; // of what enters `last`
+    int32_t activation;
+    bool gated, gate_last; // gate_last: the gate is the second half of what `first` answers
+};
+
+// Whether rows pass both matrices by panels.
+inline bool feeds_many(const FeedForward& f, int64_t rows) {
+    return many(rows, f.first) && many(rows, f.last);
+}
+
+// Scratch for few rows.
+struct FewScratch {
+    // `inputs`: the most that either matrix has; `width`: the most of what enters the second one.
+    void take(Scratch& scratch, int64_t inputs, int64_t width, int64_t rows, int threads) {
+        inner = scratch.part<float>(rows * width);
+        rounded_inner = scratch.part<Bf16>(Vec::kBf16Dot ? rows * width : 0);
+        operand_size = operand_bytes(inputs, rows);
+        operands = scratch.part<char>(operand_size * threads);
+    }
+    float* inner = nullptr;
+    Bf16* rounded_inner = nullptr;
+    char* operands = nullptr;
+    int64_t operand_size = 0;
+};
+
+// Few rows: calls `finish(inner, begin, end)` for pieces of what the second matrix answers, with the rows
+// that enter it. `own`: room for kMostColumns floats of each row.
+template <class F>
+inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& scratch, Team& team, int rank,
+                     float* own, F finish) {
+    char* operands = scratch.operands + scratch.operand_size * rank;
+    const int64_t width = f.width;
+    const Operand in = prepare(rows, f.first, operands);
+    Bf16* rounded = rounds(f.last, rows.count) ? scratch.rounded_inner : nullptr;
+    each_in_runs(team, rank, width, grain(f.first, width, team.size()), [&](int64_t begin, int64_t end) {
+        const int64_t n = end - begin;
+        multiply(in, f.first, begin, end, scratch.inner + begin, width);
+        if (f.gated)
+            multiply(in, f.first, width + begin, width + end, own, n);
+        for (int64_t t = 0; t < rows.count; ++t) {
+            float* row = scratch.inner + t * width + begin;
+            (rounded ? activate_rounded_row : activate_row)(f.activation, row,
+                                                            f.gated ? own + t * n : nullptr, n);
+            if (rounded)
+                copy_row(row, rounded + t * width + begin, n);
+        }
+    });
+    const Operand inner = prepare({scratch.inner, rounded, width, rows.count}, f.last, operands);
+    each_in_runs(team, rank, f.last.outputs, grain(f.last, f.last.outputs, team.size()),
+                 [&](int64_t begin, int64_t end) { finish(inner, begin, end); });
+}
+
+// The product of packed rows with the first matrix, through the activation, and packed for the second one;
+// where that packs whole rows, they are left in float32, by tokens or as rounded_hidden.h has them.
+inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens, char* inner, Team& team,
+                       char* own) {
+    float* whole = reinterpret_cast<float*>(inner);
+    const bool codes = packs_whole(f.last);
+    // Rounding to codes has its own scales: only what becomes bfloat16 is rounded for sure.
+    const bool rounds = Vec::kBf16Dot && f.last.dtype == kBfloat16 && !codes;
+    const auto finish = [&](Piece piece) {
+        if (f.gate_last)
+            std::swap(piece.c, piece.up);
+        for (int64_t j = 0; j < piece.outputs; ++j)
+            (rounds ? activate_rounded_row : activate_row)(f.activation, piece.c + j * piece.stride,
+                                                           f.gated ? piece.up + j * piece.stride : nullptr,
+                                                           ceil_div(piece.tokens, kGroup) * kGroup);
+        with_word(f.last, [&](auto next) {
+            using N = decltype(next);
+            if constexpr (kKeeps<N>)
+                return keep_piece(piece, f.width, whole);
+            if constexpr (!N::kRounds)
+                if (!codes)
+                    return pack_piece<N>(piece, f.width, inner);
+            each_row(piece, [&](int64_t t, const float* values) {
+                std::memcpy(whole + t * f.width + piece.begin, values,
+                            static_cast<size_t>(piece.outputs) * sizeof(float));
+            });
+        });
+    };
+    with_word(f.first, [&](auto unit) {
+        using U = decltype(unit);
+        const Product<U> product(f.first, f.width, f.gated ? f.width : 0, tokens, team.size());
+        product.run(packed, team, own, finish, following(f.last, f.last.outputs, 0, tokens, team.size()));
+    });
+}
+
+// Many rows `(rows, C)`: calls `finish(piece)` for all that the second matrix answers. `packed`
+// has room for what enters the first matrix, and where the second packs whole rows for those as well. `next`
+// is what has its turn after both.
+template <class T, class F>
+inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* packed, char* inner, Team& team,
+                      char* own, F finish, const Following& next = {}) {
+    with_word(f.first,
+              [&](auto unit) { pack_rows<decltype(unit)>(x, dtype_of(x), rows, f.first, packed, team); });
+    feed_inner(f, packed, rows, inner, team, own);
+    with_word(f.last, [&](auto unit) {
+        using U = decltype(unit);
+        const bool whole = packs_whole(f.last);
+        if constexpr (kKeeps<U>)
+            pack_kept<U>(reinterpret_cast<const float*>(inner), rows, f.last, packed, team);
+        else if (whole)
+            pack_rows<U>(inner, kFloat32, rows, f.last, packed, team);
+        const Product<U> product(f.last, f.last.outputs, 0, rows, team.size());
+        product.run(whole ? packed : inner, team, own, finish, next);
+    });
+}
+
+// Rows that pass both matrices before the next ones do: what is between the two stays in the second cache.
+constexpr int64_t kFeedRows = 512;
+
+struct FeedScratch {
+    FeedScratch(const FeedCall& call, char* base, int threads) {
+        const int64_t rows = least(call.rows, kFeedRows);
+        Scratch scratch(base);
+        const bool whole = packs_whole(call.last);
+        packed =
+            scratch.part<char>(packed_bytes(rows, most(call.first.inputs, whole ? call.last.inputs : 0)));
+        inner = scratch.part<char>(packed_bytes(rows, call.last.inputs));
+        own = scratch.part<char>(kProductBytes * threads);
+        bytes = scratch.used();
+    }
+    char *packed, *inner, *own;
+    int64_t bytes;
+};
+
+inline int64_t feed_bytes(const FeedCall& call, int threads) {
+    return FeedScratch(call, nullptr, threads).bytes;
+}
+
+inline void feed(const FeedCall& call, char* base, Team& team, int rank) {
+    const FeedScratch scratch(call, base, team.size());
+    const FeedForward f = {call.first,      call.last,       call.last.inputs,
+                           call.activation, call.gated != 0, call.gate_last != 0};
+    char* own = scratch.own + kProductBytes * rank;
+    with_dtype(call.dtype, [&](auto* type) {
+        using T = typename std::remove_pointer<decltype(type)>::type;
+        for (int64_t t = 0; t < call.rows; t += kFeedRows) {
+            const int64_t rows = least(kFeedRows, call.rows - t);
+            const T* x = static_cast<const T*>(call.x) + t * call.first.inputs;
+            T* out = static_cast<T*>(call.out) + t * call.last.outputs;
+            feed_many(f, x, rows, scratch.packed, scratch.inner, team, own,
+                      [&](const Piece& piece) { turn_piece(piece, out, call.last.outputs); });
+        }
+    });
+}
+
+} // namespace
+} // namespace slipstream

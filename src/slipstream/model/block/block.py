@@ -1,0 +1,384 @@
+"""The one block: every family's layer, written against roles.
+
+Shapes: T packed tokens, C hidden, H heads, K kv heads, D head dim, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.model.block.gate import Turning, growing, in_range, opened
+from slipstream.model.block.latent_attention import queries_and_latents
+from slipstream.ops import Ops
+from slipstream.ops.activation import xielu
+from slipstream.ops.linear import Weight, times
+from slipstream.ops.moe import Routed, chosen_by
+from slipstream.ops.step import AttentionMask
+from slipstream.parallel.collectives import all_sum, norm_across
+from slipstream.parallel.experts import spread_experts
+from slipstream.parallel.shard import Share
+from slipstream.spec import BlockSpec, Latent, Norm, Role
+from slipstream.weights.load import BlockWeights
+
+__all__ = ["Attend", "Block", "CrossAttend", "Mix", "RopeTable"]
+
+RopeTable = tuple[Tensor, Tensor]
+"""Cosines and sines of the packed tokens, `(T, R / 2)` each, every angle once."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A road's attention: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
+
+Mix = Callable[[Tensor], Tensor]
+"""The layer's own part in a branch's place: normalised `(T, C)` in, `(T, C)` out; it owns its state."""
+
+CrossAttend = Callable[[Tensor], Tensor]
+"""A road's attention over an encoder's states: q `(T, H, D)` in, `(T, H, D)` out; it owns keys and values."""
+
+
+_POST_NORMS = frozenset({Role.ATTN_POST_NORM, Role.MLP_POST_NORM})
+
+
+class Block:
+    """One transformer layer over packed tokens, bound to its kernels.
+
+    The residual stream, where `place` is "pre" and the branches follow each other::
+
+        x ─┬─ attn_norm ─ qkv ─ q/k norm ─ rope ─ attend ─ attn_out ─ attn_post_norm ─ * scale ─(+)─┐
+           └─────────────────────────────────────────────────────────────────────────────────────┘
+          ─┬─ mlp_norm ─ mlp_in ─ activation ─ mlp_out  (or experts) ─ mlp_post_norm ─ * scale ─(+)─▶
+           └─────────────────────────────────────────────────────────────────────────────────────┘
+
+    A block with cross attention has a third branch between the two, which asks an encoder's states::
+
+        ─┬─ cross_norm ─ cross_q ─ attend across ─ cross_out ─ cross_post_norm ─(+)─▶
+         └───────────────────────────────────────────────────────────────────────┘
+
+    Where `parallel`, both branches read the same `x` (the second through `attn_norm` if there is no
+    `mlp_norm`) and are added to it together. Where `place` is "post", `attn_norm`, `cross_norm` and
+    `mlp_norm` normalise the sums instead. A norm whose role is absent passes its input on. A branch's scale
+    is `residual_scale`, times one number per channel where `attn_scale` and `mlp_scale` are there.
+
+    Attributes:
+        spec: The block in numbers.
+        weights: Its tensors by role.
+        ops: The implementations it was bound to.
+        mask: What the paged attention needs beside lengths.
+        share: Which part of the layer this is, where it lies on several ranks: `spec` and `weights` are the
+            rank's, and what leaves a branch is added up before anything else happens to it.
+    """
+
+    def __init__(self, spec: BlockSpec, weights: BlockWeights, ops: Ops, share: Share | None = None) -> None:
+        """Take the weights as they are; nothing is copied."""
+        self.spec, self.weights, self.ops, self.share = spec, weights, ops, share
+        sinks = weights.vectors.get(Role.SINKS)
+        device = weights.device
+        self.mask = AttentionMask(
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            alibi=None
+            if spec.alibi is None
+            else torch.tensor(spec.alibi, device=device, dtype=torch.float32) * spec.alibi_scale,
+            sinks=None if sinks is None else sinks.weight,
+        )
+
+    @property
+    def whole(self) -> BlockSpec:
+        """The layer in numbers as the model has it, of which this may be a rank's part."""
+        return self.spec if self.share is None else self.share.whole
+
+    def __call__(
+        self,
+        x: Tensor,
+        rope: RopeTable | None,
+        attend: Attend,
+        across: CrossAttend | None = None,
+        *,
+        mix: Mix | None = None,
+        feed: Mix | None = None,
+        positions: Tensor | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            x: `(T, C)`; not changed.
+            rope: The table for these tokens; ignored where the spec has no rope.
+            attend: The road's attention for this layer.
+            across: The road's attention over an encoder's states; without one, that branch is left out.
+            mix: What stands in attention's place, where the spec has a mixer.
+            feed: What stands in the feed-forward's place, where the spec has a feeder.
+            positions: `(T,)` int64, where queries grow with them.
+            inputs: `(T, P)`, the layer's own input, where its spec has one.
+
+        Returns:
+            `(T, C)`, a new tensor in the dtype of `x`.
+        """
+        if positions is not None and self.spec.growth is not None:
+            attend = growing(attend, self.spec.growth, positions)
+        if self.weights.lease is None:
+            return self._run(x, rope, attend, across, (mix, feed), inputs)
+        with self.weights.lease:
+            return self._run(x, rope, attend, across, (mix, feed), inputs)
+
+    def follow(self, course: Callable[[], Any]) -> Any:
+        """Run the layer in a course of its family's own, with every tensor of the block there."""
+        with self.weights.held():
+            return course()
+
+    def _run(
+        self,
+        x: Tensor,
+        rope: RopeTable | None,
+        attend: Attend,
+        across: CrossAttend | None,
+        own: tuple[Mix | None, Mix | None],
+        inputs: Tensor | None,
+    ) -> Tensor:
+        spec, (mix, feed) = self.spec, own
+        if spec.place == "post":
+            attended = self.sum(self.attention(x, rope, attend)) if mix is None else mix(x)
+            x = self.norm(Role.ATTN_NORM, x + self._scaled(Role.ATTN_SCALE, attended))
+            x = self._ask(x, across)
+            fed = self._scaled(Role.MLP_SCALE, self.sum(self.feed_forward(x)))
+            return self._end(self.norm(Role.MLP_NORM, x + fed))
+        normed = self.norm(Role.ATTN_NORM, x)
+        residual = self._carried(normed if spec.residual_from == "norm" else x)
+        attended = self.attention(normed, rope, attend) if mix is None else mix(normed)
+        if spec.parallel:
+            entry = self.norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
+            return residual + self._both(attended, self.feed_forward(entry))
+        # Every rank has the whole of a mixer, and of a feeder, and runs it.
+        attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended) if mix is None else attended)
+        x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
+        normed = self.norm(Role.MLP_NORM, x)
+        residual = self._carried(normed if spec.residual_from == "norm" else x)
+        fed = self.norm(
+            Role.MLP_POST_NORM, self.sum(self.feed_forward(normed)) if feed is None else feed(normed)
+        )
+        return self._end(self._weigh_in(residual + self._scaled(Role.MLP_SCALE, fed), inputs))
+
+    def _weigh_in(self, x: Tensor, inputs: Tensor | None) -> Tensor:
+        """The branch of the layer's own input, of which every rank has the whole."""
+        if inputs is not None:
+            gate = self.ops.activation.run(
+                self.linear(Role.INPUT_GATE, x), name=self.spec.activation, gated=False
+            )
+            x = x + self.norm(Role.INPUT_NORM, self.linear(Role.INPUT_OUT, gate * inputs))
+        scale = self.weights.vectors.get(Role.LAYER_SCALE)
+        return x if scale is None or scale.weight is None else x * scale.weight
+
+    def _carried(self, residual: Tensor) -> Tensor:
+        return residual if self.spec.carry == 1.0 else residual * self.spec.carry
+
+    def sum(self, branch: Tensor) -> Tensor:
+        """What a branch says, out of what the ranks' parts of it say."""
+        return branch if self.share is None else all_sum(branch, self.share.tp)
+
+    def _both(self, attended: Tensor, fed: Tensor) -> Tensor:
+        """The scaled sum of two branches, which travels as one where no norm stands in between."""
+        if self.share is None or not _POST_NORMS.isdisjoint(self.weights.vectors):
+            attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended))
+            fed = self.norm(Role.MLP_POST_NORM, self.sum(fed))
+            return self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed)
+        # Multipliers are linear: a rank scales its part.
+        return self.sum(self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed))
+
+    def _ask(self, x: Tensor, across: CrossAttend | None) -> Tensor:
+        """The branch between the others."""
+        if across is None:
+            return x
+        pre = self.spec.place == "pre"
+        asked = self.norm(Role.CROSS_NORM, x) if pre else x
+        q = self.linear(Role.CROSS_Q, asked).unflatten(-1, (-1, self.spec.head_dim))
+        x = x + self.norm(Role.CROSS_POST_NORM, self.sum(self.linear(Role.CROSS_OUT, across(q).flatten(1))))
+        return self._branch(x) if pre else self.norm(Role.CROSS_NORM, x)
+
+    def entered(self, x: Tensor) -> Tensor:
+        """What the layer's projections read of its input `(T, C)`."""
+        return x if self.spec.place == "post" else self.norm(Role.ATTN_NORM, x)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(T, H, D)`, keys and values `(T, K, D)` of rows `(T, C)`, as they are projected."""
+        q, k, v, _ = self._project(x)
+        return q, k, v
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same, and the rows of the gate."""
+        spec = self.spec
+        *parts, opening = self.linear(Role.QKV, x).split(spec.qkv_rows, dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
+        if spec.value_norm:
+            v = self.ops.norm.run(v if spec.values == "own" else k, None, None, spec=spec.norm)
+        return q, k, v, opening
+
+    def cross_keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of an encoder's states.
+
+        Args:
+            states: `(N, Ce)`, of any number of sequences.
+
+        Returns:
+            `(N, K, D)` each, strided.
+        """
+        with self.weights.held():
+            k, v = self.linear(Role.CROSS_KV, states).chunk(2, dim=-1)
+        return k.unflatten(-1, (-1, self.spec.head_dim)), v.unflatten(-1, (-1, self.spec.head_dim))
+
+    def _branch(self, x: Tensor) -> Tensor:
+        return in_range(x) if self.spec.clamp == "branch" else x
+
+    def _end(self, x: Tensor) -> Tensor:
+        return x if self.spec.clamp is None else in_range(x)
+
+    def _scaled(self, role: Role, branch: Tensor) -> Tensor:
+        """The branch times the block's one number, and the role's number per channel, where there are any."""
+        if self.spec.residual_scale != 1.0:
+            branch = branch * self.spec.residual_scale
+        vector = self.weights.vectors.get(role)
+        return branch if vector is None or vector.weight is None else branch * vector.weight
+
+    def norm(self, role: Role, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """A norm of rows `(..., C)`, or the rows where the block has none of this role."""
+        vector = self.weights.vectors.get(role)
+        if vector is None:
+            return x
+        return self.ops.norm.run(x, vector.weight, vector.bias, spec=norm or self.spec.norm)  # type: ignore[no-any-return]
+
+    def linear(self, role: Role, x: Tensor) -> Tensor:
+        """A matrix of the block, and its bias, of rows `(T, in)`."""
+        weight = self.weights.matrices[role]
+        # A matrix that is kept in float32 (T5's last one) answers in it, and the sums go on so.
+        return times(self.ops.linear.run, x.to(weight.computes_in), weight)
+
+    def attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
+        """The first branch between its norms, `(T, C)` to `(T, C)`."""
+        spec = self.spec
+        if spec.latent is not None:
+            return self._latent_attention(x, spec.latent, rope, attend)
+        q, k, v, opening = self._project(x)
+        after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
+        if not after_rope:
+            q, k = self._qk_norms(q, k)
+        if spec.clip_qkv is not None:
+            q, k, v = (t.clamp(-spec.clip_qkv, spec.clip_qkv) for t in (q, k, v))
+        if spec.rope is not None:
+            if rope is None:
+                raise AssertionError("a block with a rotary embedding was run without its table")
+            if isinstance(attend, Turning) and not after_rope:
+                return self._leave(attend.turned(q, k, v, rope), opening)
+            q, k = (self.ops.rope.run(t, *rope, interleaved=spec.rope.interleaved) for t in (q, k))
+        if after_rope:
+            q, k = self._qk_norms(q, k)
+        return self._leave(attend(q, k, v), opening)
+
+    def _leave(self, attended: Tensor, opening: Tensor) -> Tensor:
+        """What the heads say `(T, H, D)`, through the gate `opening` where there is one, to `(T, C)`."""
+        if self.spec.gate is not None:
+            attended = attended * opened(opening, self.spec.gate, attended)
+        return self.linear(Role.ATTN_OUT, self.norm(Role.ATTN_INNER_NORM, attended.flatten(1)))
+
+    def _qk_norms(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        spec, share = self.spec.qk_norm, self.share
+        if spec is None or spec.over != "all" or share is None or share.tp.size == 1:
+            return self._qk_norm(Role.Q_NORM, q), self._qk_norm(Role.K_NORM, k)
+        width = {Role.Q_NORM: share.whole.q_dim, Role.K_NORM: share.whole.kv_dim}
+        counts = {Role.Q_NORM: True, Role.K_NORM: share.counts_keys}
+        found = {Role.Q_NORM: q, Role.K_NORM: k}
+        vectors = {role: v for role, v in self.weights.vectors.items() if role in found}
+        parts = [(found[role], v.weight, v.bias, width[role], counts[role]) for role, v in vectors.items()]
+        found |= dict(zip(vectors, norm_across(parts, spec.norm, share.tp), strict=True))
+        return found[Role.Q_NORM], found[Role.K_NORM]
+
+    def _latent_attention(self, x: Tensor, latent: Latent, rope: RopeTable | None, attend: Attend) -> Tensor:
+        """The road's attention gets latents and shared keys in place of keys and values, and expands them."""
+        if rope is None and self.spec.rope is not None:
+            raise AssertionError("a block with a rotary embedding was run without its table")
+
+        def project(name: str, y: Tensor) -> Tensor:
+            if name == "norm":
+                return self.norm(Role.KV_DOWN_NORM, y, latent.norm)
+            if name == "latents":
+                return self.linear(Role.KV_DOWN, y)
+            if latent.query_rank is not None:
+                y = self.norm(Role.Q_DOWN_NORM, self.linear(Role.Q_DOWN, y), latent.norm)
+            return self.linear(Role.Q_UP, y)
+
+        def rotate(y: Tensor) -> Tensor:
+            if self.spec.rope is None or rope is None:
+                return y
+            turned: Tensor = self.ops.rope.run(y, *rope, interleaved=self.spec.rope.interleaved)
+            return turned
+
+        attended = attend(*queries_and_latents(x, latent, project, rotate))
+        return self._leave(attended, x if self.spec.gate is None else self.linear(Role.ATTN_GATE, x))
+
+    def _qk_norm(self, role: Role, x: Tensor) -> Tensor:
+        """`(T, heads, D)`, normalised over the head or over all of them."""
+        spec, vector = self.spec.qk_norm, self.weights.vectors.get(role)
+        if spec is None or vector is None:
+            return x
+        if spec.over == "all":
+            return self.norm(role, x.flatten(1), spec.norm).view(x.shape)
+        weight = vector.weight
+        if weight is not None and weight.numel() == x.shape[1] * x.shape[2]:
+            weight = weight.view(x.shape[1:])
+        return self.ops.norm.run(x, weight, vector.bias, spec=spec.norm)  # type: ignore[no-any-return]
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The second branch between its norms, `(T, C)` to `(T, C)`."""
+        spec = self.spec
+        if spec.moe is None:
+            return self._mlp(x, Role.MLP_IN, Role.MLP_OUT)
+        router, vector = self.weights.matrices[Role.ROUTER], self.weights.vectors.get(Role.ROUTER_BIAS)
+        choice = None if vector is None else vector.weight
+        if self.share is not None and self.share.spreads_experts:
+            routed = chosen_by(x, router, spec.moe, choice)
+            out = spread_experts(self, self.share, self.mix, x, routed)
+        else:
+            out = self.mix(x, router, choice)
+        if not spec.moe.shared:
+            return out
+        shared = self._mlp(x, Role.SHARED_IN, Role.SHARED_OUT)
+        if spec.moe.residual:
+            both = self.linear(Role.SHARED_GATE, x).softmax(-1)
+            return out * both[:, :1] + shared * both[:, 1:]
+        if spec.moe.shared_gate:
+            shared = shared * torch.sigmoid(self.linear(Role.SHARED_GATE, x))
+        return out + shared
+
+    def mix(self, x: Tensor, router: Weight | Routed, choice: Tensor | None = None) -> Tensor:
+        """What the experts that this block has say of `(T, C)`, by a router or by a choice made before."""
+        experts = (self.weights.matrices[role] for role in (Role.EXPERTS_IN, Role.EXPERTS_OUT))
+        how = {"spec": self.spec.moe, "activation": self.spec.activation, "gated": self.spec.gated}
+        said: Tensor = self.ops.moe.run(x, router, *experts, **how, choice=choice)
+        return said
+
+    def _mlp(self, x: Tensor, first: Role, second: Role) -> Tensor:
+        y, learned = self.linear(first, x), self.weights.vectors.get(Role.ACTIVATION)
+        if learned is not None and learned.weight is not None:
+            y = xielu(y, learned.weight)
+        else:
+            y = self.ops.activation.run(y, name=self.spec.activation, gated=self.spec.gated)
+        return self.linear(second, self.norm(Role.MLP_INNER_NORM, y))
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move or cast every tensor of the block, as `nn.Module._apply` does; what is streamed stays.
+
+        Raises:
+            UnsupportedError: A cast of what is streamed.
+        """
+        self.weights = self.weights.apply(fn)
+        sinks = self.weights.vectors.get(Role.SINKS)
+        alibi = self.mask.alibi
+        device = self.weights.device
+        self.mask = replace(
+            self.mask,
+            alibi=None if alibi is None else alibi.to(device),
+            sinks=None if sinks is None else sinks.weight,
+        )

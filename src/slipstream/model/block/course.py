@@ -1,0 +1,142 @@
+"""Runs a block whose family says itself how the layer's branches follow each other.
+
+Shapes: B batch, S rows, C hidden, H heads, K kv heads, D head dim, L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.families import OwnCourse
+from slipstream.model.block.block import Block, RopeTable
+from slipstream.model.block.layer_call import LayerCall, attention_of
+from slipstream.model.block.positions import rope_table
+from slipstream.ops.moe import Routed, chosen_by
+from slipstream.spec import SECOND, BlockSpec, MoE, Norm, Role
+from slipstream.weights.load import BlockWeights
+
+__all__ = ["run_course"]
+
+_LATENT_NORMS = (Role.Q_DOWN_NORM, Role.KV_DOWN_NORM)
+_HEAD_NORMS = (Role.Q_NORM, Role.K_NORM)
+_FIRST_FEED = {Role.MLP_IN: Role.SHARED_IN, Role.MLP_OUT: Role.SHARED_OUT}
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """`families.Branches`, of a block and one call of its layer."""
+
+    block: Block
+    call: LayerCall
+    index: int
+    rope: RopeTable | None
+
+    @property
+    def spec(self) -> BlockSpec:
+        return self.block.spec
+
+    def norm(self, role: Role, x: Tensor) -> Tensor:
+        return self.block.norm(role, x.flatten(0, -2), self._norm_of(role)).view(x.shape)
+
+    def _norm_of(self, role: Role) -> Norm | None:
+        spec = self.block.spec
+        if spec.latent is not None and role in _LATENT_NORMS:
+            return spec.latent.norm
+        return spec.qk_norm.norm if spec.qk_norm is not None and role in _HEAD_NORMS else None
+
+    def linear(self, role: Role, x: Tensor) -> Tensor:
+        return self.block.linear(role, x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    def attend(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        mask_of: Callable[[Tensor], Tensor] | None = None,
+        keys: float = 1.0,
+        shared_as: Any = None,
+        beyond: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        given = self.call.mask if mask is None else mask
+        call = replace(self.call, mask=given, mask_of=mask_of, shared_as=shared_as, beyond=beyond)
+        heard = attention_of(self.block, call, self.index)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return heard(q, k if keys == 1.0 else k * keys, v)
+
+        return self.block.attention(x.flatten(0, 1), self.rope, attend).view(*x.shape[:-1], -1)
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.block.feed_forward(x.flatten(0, -2)).view(x.shape)
+
+    def choose(self, x: Tensor) -> Routed:
+        vector = self.block.weights.vectors.get(Role.ROUTER_BIAS)
+        choice = None if vector is None else vector.weight
+        return chosen_by(x, self.block.weights.matrices[Role.ROUTER], self._moe, choice)
+
+    def mix(self, x: Tensor, chosen: Routed) -> Tensor:
+        spec, moe, held = self.block.spec, self._moe, self.block.weights.matrices
+        first, busy = held[Role.EXPERTS_IN], moe.experts
+        # Kernels number experts by the first matrix, and the second has none for those that are idle.
+        first = replace(
+            first, shape=(busy, *first.shape[1:]), planes=tuple(plane[:busy] for plane in first.planes)
+        )
+        how = {"spec": moe, "activation": spec.activation, "gated": spec.gated}
+        said: Tensor = self.block.ops.moe.run(x, chosen, first, held[Role.EXPERTS_OUT], **how)
+        return said
+
+    @property
+    def _moe(self) -> MoE:
+        if self.block.spec.moe is None:
+            raise AssertionError("a course chose among experts that the block has not")
+        return self.block.spec.moe
+
+    def halves(self) -> tuple[_Branches, _Branches]:
+        first = {role: role for role in SECOND} | _FIRST_FEED
+        return self._half(0, first), self._half(1, SECOND)
+
+    def _half(self, which: int, roles: Mapping[Role, Role]) -> _Branches:
+        own = self.block.weights
+        matrices = {role: own.matrices[there] for role, there in roles.items() if there in own.matrices}
+        vectors = {role: own.vectors[there] for role, there in roles.items() if there in own.vectors}
+        half = Block(self.block.spec.half, BlockWeights(matrices, vectors), self.block.ops)
+        return replace(self, block=half, index=2 * self.index + which)
+
+    def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        options = {"scale": self.block.spec.scale, "softcap": None, "sinks": None}
+        heard: Tensor = self.block.ops.attention.run(q, k, v, mask=mask, causal=False, **options)
+        return heard.flatten(2)
+
+
+def run_course(
+    block: Block,
+    call: LayerCall,
+    index: int,
+    *,
+    layer: nn.Module,
+    course: OwnCourse,
+    hidden: Tensor,
+    given: Mapping[str, Any],
+) -> tuple[Tensor, ...]:
+    """Run a block as its layer would have.
+
+    Args:
+        block: The fused layer.
+        call: What the model passed.
+        index: The layer's place in the cache.
+        layer: Has the parts that stay its own.
+        course: The family's.
+        hidden: `(B, S, C)`, or several of them, stacked.
+        given: The arguments of the call by name.
+
+    Returns:
+        Of the shape of `hidden`, then what the layer returns beside it.
+    """
+    rope = None if block.spec.rope is None else rope_table(block.spec.rope, call, None)
+    heads = _Branches(block, call, index, rope)
+    answer = block.follow(lambda: course.run(heads, layer, hidden, given))
+    return answer if isinstance(answer, tuple) else (answer,)

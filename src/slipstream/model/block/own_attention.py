@@ -1,0 +1,74 @@
+"""Runs a block whose family says itself which keys a query meets: windows of a picture, blocks of a text.
+
+Shapes: B batch, S rows, C hidden, H heads, D head dim, N groups of rows that meet, L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.families import OwnAttention
+from slipstream.model.block.block import Block, RopeTable
+
+__all__ = ["run_own"]
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """`families.Heads`, of a block and its input `(B, S, C)`."""
+
+    block: Block
+    hidden: Tensor
+
+    @property
+    def entered(self) -> Tensor:
+        return self.block.entered(self.hidden.flatten(0, 1)).view(self.hidden.shape)
+
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (t.view(*rows.shape[:-1], *t.shape[1:]) for t in self.block.project(rows.flatten(0, -2)))
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        scale = self.block.spec.scale
+        made: Tensor = self.block.ops.attention.run(
+            q, k, v, mask=mask, causal=False, scale=scale, softcap=None, sinks=None
+        )
+        return made
+
+
+def run_own(
+    block: Block,
+    hidden: Tensor,
+    rope: RopeTable | None,
+    *,
+    layer: nn.Module,
+    attention: OwnAttention,
+    given: Mapping[str, Any],
+) -> tuple[Tensor, ...]:
+    """Run a block as its layer would have.
+
+    Args:
+        block: The fused layer.
+        hidden: `(B, S, C)`.
+        rope: The table of these rows, where the spec has a rope.
+        layer: Has the parts that its attention reads beside the block's tensors.
+        attention: The family's.
+        given: The arguments of the call by name.
+
+    Returns:
+        `(B, S, C)`, then what the layer returns beside it.
+    """
+    made: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (t.unflatten(0, hidden.shape[:2]) for t in (q, k, v))
+        heard, *more = attention.run(_Heads(block, hidden), layer, given, *rows)
+        made.extend(more)
+        return heard.flatten(0, 1)
+
+    out = block(hidden.flatten(0, 1), rope, attend)
+    return (out.view(hidden.shape), *made)

@@ -1,0 +1,1 @@
+"""diffusers' models: attention, feed-forwards and convolutions of images."""

@@ -1,0 +1,111 @@
+"""Large linears around fused layers, a vocabulary's above all, run the bound product where rows are few.
+
+The module stays what it was, with its own tensors as they are now; its class becomes a subclass, as of a
+part of a layer (`parts/parts.py`). torch multiplies few rows by a large matrix at half of the memory's rate or
+less, and leaves threads behind that spin beside the library's: a row times 49152 x 576 in bfloat16 takes it
+3.5 ms, and the library 1.2.
+
+Shapes: I input width, O output width.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.formats import FORMATS
+from slipstream.model.fuse import Settings
+from slipstream.model.fused.defer import is_plain_run
+from slipstream.model.layers import Found
+from slipstream.model.parts.parts import is_swapped, swap
+from slipstream.model.selfcheck.proof import disagreement
+from slipstream.model.weights.packed import is_packed
+from slipstream.ops.linear import Weight
+
+__all__ = ["MOST_ROWS", "swap_around"]
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 32
+"""Above this torch multiplies 16 bits as fast."""
+
+_LEAST_BYTES = 1 << 20
+"""Below this a product takes microseconds, and calling the library costs some of them."""
+
+_PROOF = 1 << 17
+"""Bytes of rows, of both ends of a matrix, that are multiplied to prove it: enough for the library."""
+
+
+def swap_around(model: nn.Module, layers: Sequence[Found], settings: Settings) -> None:
+    """Swap the linears of a model that lie in none of its layers; what disagrees stays as it is.
+
+    Args:
+        model: In the engine's dtype and on its device.
+        layers: The layers that were looked at.
+        settings: Has the implementations.
+    """
+    bound = settings.bind(None).linear
+    inside = {id(part) for found in layers for part in found.layer.modules()}
+    if bound.name == "reference" or settings.device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if id(module) in inside or not _serves(module, settings.dtype):
+            continue
+        error = _prove(module, bound.run)
+        if error is None:
+            log.warning("%s keeps its own code: %s multiplies it wrong", name, bound.name)
+        else:
+            swap(module, _Around(bound.run))
+
+
+def _serves(module: nn.Module, dtype: torch.dtype) -> bool:
+    weight = module._parameters.get("weight")
+    return (
+        type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+        and not (is_packed(module) or is_swapped(module))
+        and weight is not None
+        and weight.dtype == dtype
+        and weight.device.type == "cpu"
+        and weight.nbytes >= _LEAST_BYTES
+    )
+
+
+def _prove(module: nn.Module, run: Callable[[Tensor, Weight], Tensor]) -> float | None:
+    """The largest difference on the first and last rows of a matrix; None where it is more than rounding."""
+    own: Any = module._parameters["weight"]
+    edge = 1 + _PROOF // 2 // (own.shape[1] * own.itemsize)
+    rows = torch.cat((own[:edge], own[-edge:])).detach()
+    x = torch.randn(
+        3, rows.shape[1], dtype=torch.float32, generator=torch.Generator().manual_seed(0), device="cpu"
+    ).to(rows)
+    # Of a size whose products are near one, which is what the bound is for.
+    rows = rows / rows.float().square().sum(1).mean().sqrt().clamp(min=1e-6).to(rows)
+    return disagreement(F.linear(x, rows), run(x, FORMATS["plain"].weight(rows, None)))
+
+
+@dataclass(frozen=True)
+class _Around:
+    """How a swapped linear runs: on the module's own parameters, as they are now."""
+
+    run: Callable[[Tensor, Weight], Tensor]
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
+        weight: Any = module.weight
+        bias: Any = module.bias
+        if (
+            type(x) is not Tensor
+            or x.dtype != weight.dtype
+            or x.shape[-1] != weight.shape[1]
+            or not is_plain_run(x)
+            or not 0 < x.numel() <= MOST_ROWS * weight.shape[1]
+        ):
+            return F.linear(x, weight, bias)
+        rows = self.run(x.reshape(-1, x.shape[-1]), FORMATS["plain"].weight(weight, bias))
+        return rows.view(*x.shape[:-1], weight.shape[0])

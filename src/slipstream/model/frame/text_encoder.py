@@ -1,0 +1,341 @@
+"""Encoders of text that answer at once: embedding, layers and pooler, without the loop of the model's own.
+
+What transformers does around the layers of a small encoder (masks, hooks, a dozen of torch's operations)
+takes longer than the layers. Where a family says what it is, and a run on a few tokens shows that it is so,
+the model's class becomes a subclass whose call does that alone. It steps aside for every argument but ids,
+masks of padding and token types, for whoever asks for more than the answer, and as soon as anybody listens to
+a part of the model or has changed one.
+
+Shapes: B batch, S sequence, E embedding's width, C hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import DeviceError, SlipstreamError
+from slipstream.families.family import Family
+from slipstream.model.frame.authors import is_ours, own_code
+from slipstream.model.frame.model_changes import Still
+from slipstream.model.frame.text_tables import TextParts
+from slipstream.model.fused.chain import Encoder
+from slipstream.model.fused.defer import current, is_plain_run
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.padding import Rows, pack
+from slipstream.model.fused.watch import (
+    asks_for_internals,
+    asks_for_states,
+    attends_otherwise,
+    named,
+    reads_padding,
+    wants_original,
+)
+from slipstream.model.layers import Found
+from slipstream.model.selfcheck.check import MODEL_ERRORS, TOLERANCE
+from slipstream.model.selfcheck.untouched import left_as_it_was
+from slipstream.model.subclass import namesake
+from slipstream.ops.text import TextRows
+from slipstream.spec import EncoderSpec
+
+__all__ = ["answer_at_once", "answers_at_once", "at_once"]
+
+log = logging.getLogger(__name__)
+
+_STATE = "_slipstream_whole"
+_READ = frozenset({"input_ids", "attention_mask", "token_type_ids"})
+_IDLE: Mapping[str, Any] = {
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "use_cache": False,
+}
+"""What may be said beside, for it is what happens anyway."""
+
+_LENGTH = 6
+"""Tokens of a row of the run that proves it."""
+
+
+@dataclass
+class _Whole:
+    """What an encoder that answers at once carries beside its parts.
+
+    Attributes:
+        spec: Names of its parts.
+        parts: Those, by their fields in `spec`; without the ones that it lacks.
+        layers: In order.
+        encoder: Runs them.
+        text: Runs them with the parts.
+        still: What has to be as it was.
+        kind: Of the answer.
+    """
+
+    spec: EncoderSpec
+    parts: Mapping[str, Any]
+    layers: tuple[nn.Module, ...]
+    encoder: Encoder
+    text: TextParts
+    still: Still
+    kind: Callable[..., Any] = dict
+
+
+def answer_at_once(model: nn.Module, layers: Sequence[Found], encoder: Encoder | None) -> list[str]:
+    """Let the encoders of text in a model answer at once, where that is proved to be the same.
+
+    Args:
+        model: With fused layers, in the engine's dtype and on its device.
+        layers: All that were looked at.
+        encoder: Runs layers together; None where nothing does.
+
+    Returns:
+        Paths of the encoders that do.
+    """
+    taken = []
+    for root in dict.fromkeys(found.root for found in layers):
+        own = [found for found in layers if found.root == root]
+        base = model.get_submodule(root)
+        spec = None if encoder is None else _spec(base, root, own, encoder)
+        if encoder is None or spec is None:
+            continue
+        own_layers = tuple(f.layer for f in own)
+        parts, still = _parts(base, spec), Still(base, own_layers)
+        text = TextParts(parts, encoder)
+        whole = _Whole(spec, parts, own_layers, encoder, text, still) if _look_up(parts) else None
+        if whole is not None and _prove(base, whole):
+            base.__class__ = _quick_class(type(base))  # type: ignore[arg-type]
+            whole.still = Still(base, own_layers)
+            base.__dict__[_STATE] = whole
+            taken.append(root)
+    return taken
+
+
+def _spec(base: nn.Module, root: str, own: Sequence[Found], encoder: Encoder) -> EncoderSpec | None:
+    """What the layers' family says of a model; None where that, or a layer, is no plain encoder's."""
+    family: Family | None = own[0].family
+    config = getattr(base, "config", None)
+    if family is None or family.encoder is None or config is None:
+        return None
+    if is_ours(family.encoder) and own_code(base, [found.layer for found in own], root) is not None:
+        return None
+    spec = family.encoder(config)
+    if spec is None or any(f.family is not family or not _is_plain(f.layer, encoder) for f in own):
+        return None
+    prefix = f"{root}.{spec.layers}" if root else spec.layers
+    return spec if [f.name for f in own] == [f"{prefix}.{i}" for i in range(len(own))] else None
+
+
+def _is_plain(layer: nn.Module, encoder: Encoder) -> bool:
+    """Whether a layer reads its states and a mask of padding, and nothing else."""
+    if not is_injected(layer):
+        return False
+    state = injected_state(layer)
+    spec = state.block.spec
+    apart = (spec.rope, spec.alibi, spec.window, spec.cross, state.attention)
+    return state.is_plain and encoder.has(state.block) and not spec.causal and apart == (None,) * len(apart)
+
+
+def _parts(base: nn.Module, spec: EncoderSpec) -> dict[str, Any]:
+    """The parts by their fields; empty where one is missing that has to be there."""
+    names = {name: getattr(spec, name) for name in ("words", "positions", "types", "norm", "project_in")}
+    try:
+        parts = {name: base.get_submodule(path) for name, path in names.items() if path is not None}
+        if getattr(base, spec.pooler, None) is not None:
+            parts["pooler"] = base.get_submodule(f"{spec.pooler}.dense")
+    except AttributeError:
+        return {}
+    return parts
+
+
+def _look_up(parts: Mapping[str, Any]) -> bool:
+    """Whether the parts are there, and the tables only looked up, from tensors of their own."""
+    tables = [part for name, part in parts.items() if name in ("words", "positions", "types")]
+    plain = (type(part).forward is nn.Embedding.forward and part.max_norm is None for part in tables)
+    return bool(parts) and all(plain) and type(parts["norm"]).forward is nn.LayerNorm.forward
+
+
+@functools.cache
+def _quick_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of an encoder's class that answers at once where it can; it bears the original's name."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        answer = at_once(self, args, kwargs)
+        return original.__call__(self, *args, **kwargs) if answer is None else answer
+
+    return namesake(original, {"__call__": __call__})
+
+
+def answers_at_once(model: nn.Module) -> bool:
+    """Whether a model is one of those encoders."""
+    return _STATE in model.__dict__
+
+
+def at_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
+    """What an encoder that answers at once says to these arguments; None where its own code has to run."""
+    whole: _Whole | None = model.__dict__.get(_STATE)
+    if whole is None or torch.compiler.is_compiling() or not whole.still.holds():
+        return None
+    try:
+        return _answer(model, whole, args, kwargs)
+    except DeviceError:  # ids that no table has, of which others say more
+        return None
+
+
+def _answer(
+    base: nn.Module, whole: _Whole, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Mapping[str, Any] | None:
+    """What the model would answer, or None where its own code has to."""
+    given, scope, config = named(base, args, kwargs), current(), base.config
+    ids = given.get("input_ids")
+    if (
+        type(ids) is not Tensor
+        or not is_plain_run(ids)
+        or ids.dim() != 2
+        or ids.dtype not in (torch.int64, torch.int32)
+        or not 0 < ids.numel() <= whole.encoder.most_tokens
+        or (scope is not None and scope.encoder is not whole.encoder)
+        or wants_original()
+        or (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
+        or any(v is not None and _IDLE.get(k) is not v for k, v in given.items() if k not in _READ)
+        or asks_for_internals(given, config)
+        or asks_for_states(given, config)
+        or attends_otherwise(base)
+        or getattr(config, "return_dict", True) is not True
+        or getattr(config, "is_decoder", False)
+    ):
+        return None
+    real = _real(given.get("attention_mask"), ids)
+    if isinstance(real, bool):
+        return None
+    types = given.get("token_type_ids")
+    if not (types is None or ("types" in whole.parts and _fits(types, ids))):
+        return None
+    drops = not reads_padding(base, given) and (scope is None or scope.drops)
+    return _run(whole, ids, types, real, drops=drops)
+
+
+def _real(mask: Any, ids: Tensor) -> Tensor | None | bool:
+    """Which tokens are, `(B, S)` bool; None for all of them; False where the mask says something else."""
+    if mask is None:
+        return None
+    if type(mask) is not Tensor or mask.shape != ids.shape or mask.is_floating_point() or mask.is_complex():
+        return False
+    if mask.device != ids.device:
+        return False
+    if bool(mask.all()):
+        return None
+    real = mask if mask.dtype == torch.bool else mask != 0
+    return real if bool(real.any(dim=1).all()) else False
+
+
+def _fits(types: Any, ids: Tensor) -> bool:
+    return (
+        type(types) is Tensor
+        and types.shape == ids.shape
+        and types.dtype in (torch.int64, torch.int32)
+        and types.device == ids.device
+    )
+
+
+def _run(
+    whole: _Whole, ids: Tensor, types: Tensor | None, real: Tensor | None, *, drops: bool
+) -> Mapping[str, Any] | None:
+    """The answer of the tables, the layers and what follows them; None as of `_answer`."""
+    run = whole.text.run()
+    if run is None:
+        return None
+    whole.encoder.expect()
+    batch, length = ids.shape
+    blocks = [injected_state(layer).block for layer in whole.layers]
+    rows = pack(real, batch, length, specs=(block.spec for block in blocks), drops=drops)
+    tokens = _tokens(whole, ids, types, rows)
+    answer = None if tokens is None else run(blocks, tokens, whole.still.links())
+    if answer is None:
+        return None
+    left, pooled = answer
+    if rows.index is not None:
+        left = left.new_zeros(batch * length, left.shape[1]).index_copy_(0, rows.index, left)
+    values = {"last_hidden_state": left.view(batch, length, -1)}
+    if pooled is not None:
+        values["pooler_output"] = pooled
+    made: Mapping[str, Any] = whole.kind(**values)
+    return made
+
+
+def _tokens(whole: _Whole, ids: Tensor, types: Tensor | None, rows: Rows) -> TextRows | None:
+    """The tokens that are computed, and where; None where the table has no such places."""
+    (batch, length), padding, index = ids.shape, whole.spec.padding, rows.index
+    first = 0 if padding is None else padding + 1
+    if first + length > whole.parts["positions"].weight.shape[0]:
+        return None
+    places = None
+    if padding is not None and not bool((real := ids != padding).all()):
+        places = (real.cumsum(1) * real) + padding
+    if index is not None and places is None:
+        places = torch.arange(first, first + length, device=ids.device).expand(batch, length)
+    computed = None
+    if index is not None:
+        count = torch.arange(index.shape[0], device=ids.device)
+        computed = count.new_full((batch * length,), -1).index_copy_(0, index, count)
+    return TextRows(
+        ids=_flat(ids, index),
+        types=None if types is None else _flat(types, index),
+        places=None if places is None else _flat(places, index),
+        first=first,
+        period=length,
+        pooled=None if computed is None else computed[::length].contiguous(),
+        packed=rows.packed,
+    )
+
+
+def _flat(tokens: Tensor, index: Tensor | None) -> Tensor:
+    flat = tokens.reshape(-1)
+    return (flat if index is None else flat[index]).long()
+
+
+def _prove(base: nn.Module, whole: _Whole) -> bool:
+    """Whether the model says the same of a few tokens, with and without a mask and types."""
+    try:
+        return all(_same(base, whole, given) for given in _inputs(whole))
+    except (*MODEL_ERRORS, SlipstreamError) as failure:
+        log.debug("%s runs its own code around its layers: %s", type(base).__name__, failure)
+        return False
+
+
+def _inputs(whole: _Whole) -> list[dict[str, Tensor]]:
+    spec = whole.spec
+    rows = {name: int(part.weight.shape[0]) for name, part in whole.parts.items()}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, rows["words"], (2, _LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    if spec.padding is not None:
+        ids = torch.where(ids == spec.padding, (ids + 1) % rows["words"], ids)
+        ids[1, 4:] = spec.padding
+    more = {}
+    if spec.types is not None:
+        more["token_type_ids"] = torch.randint(0, rows["types"], ids.shape, generator=generator)
+    return [{"input_ids": ids[:1]}, {"input_ids": ids, "attention_mask": mask, **more}]
+
+
+def _same(base: nn.Module, whole: _Whole, given: dict[str, Tensor]) -> bool:
+    with torch.no_grad(), left_as_it_was(base):
+        theirs = base(**given)
+        whole.kind = type(theirs)
+        ours = _answer(base, whole, (), given)
+    if ours is None or not isinstance(theirs, dict) or list(theirs) != list(ours):
+        return False
+    return all(_agrees(theirs[name], ours[name]) for name in theirs)
+
+
+def _agrees(theirs: Any, ours: Any) -> bool:
+    if not isinstance(theirs, Tensor) or theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        return False
+    expected, got = theirs.float(), ours.float()
+    size = expected.square().mean().sqrt().clamp(min=1e-3)
+    return bool(((expected - got).abs() <= TOLERANCE[theirs.dtype] * size.maximum(expected.abs())).all())

@@ -1,0 +1,233 @@
+"""Layers that wait for each other, what they were handed, and the one call that runs them.
+
+Shapes: B batch, S sequence, C hidden, K kv heads, D head dim, T packed tokens, R rotated dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import DeviceError
+from slipstream.model.block.block import Block, RopeTable
+from slipstream.model.block.layer_call import LayerCall, run_block
+from slipstream.model.fused.dynamic_cache import Kept
+from slipstream.model.fused.padding import Rows, pack, real_tokens, sees_all
+from slipstream.ops.rope import half_tables
+from slipstream.ops.step import Older, Packed
+from slipstream.ops.text import TextFrame, TextRows
+from slipstream.spec import Rope
+
+__all__ = ["Chain", "Encoder", "TextRun"]
+
+
+class Encoder(Protocol):
+    """What runs some layers in one call: `kernels.cpu.stack.NativeStack`."""
+
+    name: str
+    most_tokens: int
+
+    @property
+    def blocks(self) -> Sequence[Any]: ...  # noqa: D102
+    def has(self, block: Any) -> bool: ...  # noqa: D102
+    def kind(self, block: Any) -> int | None: ...  # noqa: D102
+
+    def encode(  # noqa: D102
+        self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: dict[Rope, RopeTable]
+    ) -> Tensor | None: ...
+
+    def extend(  # noqa: D102
+        self,
+        blocks: Sequence[Any],
+        x: Tensor,
+        packed: Packed,
+        tables: dict[Rope, RopeTable],
+        older: Sequence[Older],
+        past: int | None,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None: ...
+    def expect(self) -> None: ...  # noqa: D102
+    def text(self, frame: TextFrame) -> TextRun | None: ...  # noqa: D102
+
+
+TextRun = Callable[[Sequence[Any], TextRows, Sequence[object]], "tuple[Tensor, Tensor | None] | None"]
+"""The signature of `kernels.cpu.text.NativeText`."""
+
+
+@dataclass
+class Chain:
+    """Layers that wait, and what entered the first of them.
+
+    Attributes:
+        encoder: Runs them.
+        drops: As of its scope.
+        x: `(B, S, C)`.
+        real: Which tokens are, `(B, S)`; None for all.
+        kept: The cache that they extend, if there is one; every token is real then.
+        steps: Each layer's block, and the mask and the angles that the model passed to it.
+        masks: What masks say, by their identity and the kind of layer that they were read for; and they
+            themselves, so that nothing else takes their identity.
+        tables: The model's cosines and sines by rope, `(B | 1, S, R)`.
+        versions: Of what was handed in, which must not change before the layers run.
+        blank: NaN in the shape of the states.
+        told: What the layer that joined last was handed beside the states (`same_arguments.py`).
+    """
+
+    encoder: Encoder
+    drops: bool
+    x: Tensor
+    real: Tensor | None
+    kept: Kept | None = None
+    steps: list[tuple[Block, Tensor | None, tuple[Tensor, Tensor] | None]] = field(default_factory=list)
+    masks: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None | bool]] = field(default_factory=dict)
+    tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    blank: Tensor | None = None
+    told: Any = None
+
+    def accept(self, block: Block, call: LayerCall, index: int) -> bool:
+        """Add a layer that is at a place in the cache; False where it cannot run with those that wait."""
+        spec = block.spec
+        if not self.encoder.has(block) or self.steps and spec.causal != self.steps[0][0].spec.causal:
+            return False
+        if spec.rope is not None and not self._turns(spec.rope, call.rope):
+            return False
+        if not _same(self.read(block, call.mask), self.real):
+            return False
+        if self.kept is None:
+            if call.cache is not None:
+                return False
+        elif call.cache is not self.kept.cache or not self.kept.accept(spec, index):
+            return False
+        self.steps.append((block, call.mask, call.rope))
+        return True
+
+    def again(self, block: Block, index: int) -> bool:
+        """Add a layer that is handed what the one before it was, beside its place in the cache."""
+        if self.kept is not None and not self.kept.accept(block.spec, index):
+            return False
+        self.steps.append((block, *self.steps[-1][1:]))
+        return True
+
+    def read(self, block: Block, mask: Tensor | None) -> Tensor | None | bool:
+        """What `real_tokens` says of a layer's mask."""
+        spec = block.spec
+        key = (id(mask), spec.causal, spec.window, spec.mask, spec.alibi is None)
+        if key not in self.masks:
+            if mask is not None:
+                self.watch(mask)
+            batch, length = self.x.shape[:2]
+            kept = self.kept
+            if kept is not None and (kept.past or kept.room is not None):
+                sees = sees_all(mask, spec, length, length + kept.past, kept.room)
+                found: Tensor | None | bool = None if sees else False
+            else:
+                found = real_tokens(mask, spec, batch, length, drops=self.drops)
+            self.masks[key] = mask, found
+        return self.masks[key][1]
+
+    def _turns(self, rope: Rope, pair: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether the angles that a layer is handed are those of the other layers of its kind."""
+        if pair is None:
+            return False
+        known = self.tables.get(rope)
+        if known is not None:
+            return all(_is_view(a, b) for a, b in zip(known, pair, strict=True))
+        batch, length = self.x.shape[:2]
+        shapes = {(rows, length, t.shape[-1]) for t in pair for rows in (1, batch) if t.dim() == 3}
+        if pair[0].shape != pair[1].shape or tuple(pair[0].shape) not in shapes:
+            return False
+        self.tables[rope] = pair
+        for table in pair:
+            self.watch(table)
+        return True
+
+    def watch(self, tensor: Tensor) -> None:
+        """Notice if something that was handed in is written to; tensors of inference mode do not tell."""
+        if not tensor.is_inference():
+            self.versions.append((tensor, tensor._version))
+
+    def run(self, count: int) -> Tensor:
+        """What leaves the first `count` layers, `(B, S, C)`; their keys and values are in the cache then.
+
+        Raises:
+            DeviceError: Something that they were handed was written to since.
+        """
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise DeviceError(
+                "a model wrote in place into what it had handed to its layers before they ran; build the "
+                "engine with replace_with_kernel_inject=False for this model"
+            )
+        steps = self.steps[:count]
+        batch, length, width = self.x.shape
+        specs = (step[0].spec for step in steps)
+        rows = pack(self.real, batch, length, specs=specs, drops=self.drops)
+        x = self.x.reshape(batch * length, width)
+        entering = x if rows.index is None else x[rows.index]
+        packed, tables = _turned(rows, self.tables, batch, length)
+        left = self._call([step[0] for step in steps], entering, packed, tables)
+        if left is None:
+            return self._one_by_one(steps)
+        if rows.index is not None:
+            left = torch.zeros_like(x).index_copy_(0, rows.index, left)
+        return left.view(batch, length, width)
+
+    def _call(
+        self, blocks: Sequence[Block], x: Tensor, packed: Packed, tables: dict[Rope, RopeTable]
+    ) -> Tensor | None:
+        if self.kept is None:
+            return self.encoder.encode(blocks, x, packed, tables)
+        past = self.kept.past if self.kept.in_place else None
+        found = self.encoder.extend(blocks, x, packed, tables, self.kept.older[: len(blocks)], past)
+        if found is None:
+            return None
+        self.kept.commit(found[1])
+        return found[0]
+
+    def _one_by_one(self, steps: Sequence[tuple[Block, Any, Any]]) -> Tensor:
+        x, kept = self.x, self.kept
+        if kept is not None and kept.done:
+            raise DeviceError(
+                "a model was moved or cast while it ran, after some of its layers had extended the cache"
+            )
+        for place, (block, mask, rope) in enumerate(steps):
+            cache, index = (None, 0) if kept is None else (kept.cache, kept.places[place])
+            x = run_block(block, LayerCall(x, mask, None, cache, rope, None), index, None)[0]
+        if kept is not None:
+            kept.done = len(steps)
+        return x
+
+    def end(self) -> None:
+        """See to it that the cache has what every layer adds to it, whether or not a state was looked at."""
+        if self.kept is not None and self.kept.done < len(self.steps):
+            self.run(len(self.steps))
+
+
+def _turned(
+    rows: Rows, tables: dict[Rope, tuple[Tensor, Tensor]], batch: int, length: int
+) -> tuple[Packed, dict[Rope, RopeTable]]:
+    """The tables by row, each angle once, and the packed tokens with their rows in them."""
+    shared = all(cos.shape[0] == 1 for cos, _ in tables.values())
+    angles: dict[Rope, RopeTable] = {}
+    for rope, pair in tables.items():
+        cos, sin = (t if shared else t.expand(batch, -1, -1) for t in pair)
+        cos, sin = half_tables(cos, sin, rope)
+        angles[rope] = (cos.flatten(0, 1), sin.flatten(0, 1))
+    if not tables or not shared:
+        return rows.packed, angles
+    return replace(rows.packed, positions=rows.packed.positions % length), angles
+
+
+def _is_view(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same values at the same place."""
+    places = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, other))
+    return one is other or next(places) == next(places)
+
+
+def _same(one: Tensor | None | bool, other: Tensor | None) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or torch.equal(one, other)
+    return one is other

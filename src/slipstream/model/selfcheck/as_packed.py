@@ -1,0 +1,33 @@
+"""Lets a layer's original code compute upon what was packed, so that its self-check stays as strict."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slipstream.errors import InjectionError
+from slipstream.formats import Format
+from slipstream.model.fused.inject import Injected, restore_layer
+
+__all__ = ["unpack_into"]
+
+
+def unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> None:
+    """Let the original code run on what was packed, so that the check stays as strict as without a format.
+
+    Raises:
+        InjectionError: A weight is off by more than its format allows.
+    """
+    own = {path: p.detach() for path, p in twin.named_parameters()}
+    restore_layer(twin, state)
+    for path, parameter in twin.named_parameters():
+        before, after = own[path].float(), parameter.detach().float()
+        largest = float(before.abs().max()) if before.numel() else 0.0
+        # The bound for a group is at most this; rounding to the engine's dtype comes on top.
+        bound = largest * (packed.error + packed.floor + torch.finfo(parameter.dtype).eps)
+        off = float((after - before).abs().max()) if before.numel() else 0.0
+        if not off <= bound:
+            raise InjectionError(
+                f"{name}.{path} is off by {off:.3g} once packed as {packed.name}, where its largest weight "
+                f"is {largest:.3g} (allowed {bound:.3g}); the format, or the family's recipe, is wrong"
+            )

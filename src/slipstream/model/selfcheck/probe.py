@@ -1,0 +1,187 @@
+"""The runs of a model that the self-check listens to: prompts, a step upon a cache, states of an encoder.
+
+Shapes: B batch, S tokens, M states of an encoder, C their width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.model.layers import Found
+from slipstream.model.selfcheck.inputs import beside_tokens, sample_inputs, vocabulary
+
+__all__ = ["BATCH", "LENGTH", "PADDING", "guessed_runs", "runs_of"]
+
+BATCH, LENGTH, PADDING = 2, 8, 3
+"""Rows, tokens of a prompt, and how many of them are padding, on the left of its first row."""
+
+_UNPADDED, _STATES = 6, 5
+
+_LISTENS = re.compile("cross_?att|encdec|encoder_(decoder_)?att", re.IGNORECASE)
+
+
+def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
+    """Arguments for each run of a model.
+
+    Args:
+        root: The model that owns the layers.
+        layers: One per kind; their numbers, or the names of their parts, say whether an encoder is
+            listened to.
+
+    Returns:
+        A padded prompt; one more token, where the model keeps a cache; and a prompt without padding, for
+        which transformers often makes no mask at all; then the padded one with each thing of `beside_tokens`.
+        Of a model that takes no tokens, what `sample_inputs` makes for it.
+    """
+    tokens = vocabulary(root)
+    if tokens is None:
+        return [dict(inputs) for inputs in sample_inputs(root)]
+    runs = _runs_on_tokens(root, layers, tokens)
+    prompt = {name: value for name, value in runs[0].items() if name != "past_key_values"}
+    return [*runs, *({**prompt, **more} for more in beside_tokens(root, prompt["attention_mask"]))]
+
+
+def _runs_on_tokens(root: nn.Module, layers: Sequence[Found], tokens: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    device = next(root.parameters()).device
+    ids = torch.randint(0, tokens, (BATCH, LENGTH + 1), generator=generator).to(device)
+    mask = torch.ones(BATCH, LENGTH + 1, dtype=torch.long, device=device)
+    mask[0, :PADDING] = 0
+    unpadded = ids[:, :_UNPADDED]
+    runs: list[dict[str, Any]] = [
+        {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1]},
+        {"input_ids": ids[:, -1:], "attention_mask": mask},
+        {"input_ids": unpadded, "attention_mask": torch.ones_like(unpadded)},
+    ]
+    width = next((width for f in layers if (width := _width_of_states(f)) is not None), None)
+    if width is None:
+        width = next((w for f in layers if f.spec is None for w in _widths_heard(f.layer)), None)
+    takes = inspect.signature(root.forward).parameters
+    if width is not None and "cross_attention_states" in takes:
+        _add_picture(runs, width, generator, next(root.parameters()))
+        width = None
+    if "image_encoder_embeddings" in takes and "perceiver_embeddings" in takes:
+        resampled = bool(getattr(getattr(root, "config", None), "use_resampler", False))
+        name = "perceiver_embeddings" if resampled else "image_encoder_embeddings"
+        _add_encoded(runs, name, width, generator, next(root.parameters()))
+        width = None
+    if width is not None and "encoder_hidden_states" in takes:
+        _add_states(runs, width, "encoder_attention_mask" in takes, generator, next(root.parameters()))
+    if "past_key_values" in takes:
+        cache, another = (_cache(root, crosses=width is not None) for _ in range(2))
+        for run, own in zip(runs, (cache, cache, another), strict=True):
+            run["past_key_values"] = own
+        if cache is not None:
+            return runs
+    return [runs[0], runs[2]]
+
+
+def guessed_runs(root: nn.Module) -> Iterator[list[dict[str, Any]]]:
+    """What a model of one's own may take, of which nothing is known: tokens, or states, in each argument.
+
+    Args:
+        root: The model; where its forward needs more than two arguments, nothing is guessed.
+    """
+    parameters = inspect.signature(root.forward).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    like = next((p for p in root.parameters() if p.is_floating_point()), None)
+    if not 1 <= len(needed) <= 2 or like is None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    tables = (module for module in root.modules() if isinstance(module, nn.Embedding))
+    table = next(tables, None)
+    if table is not None:
+        ids = torch.randint(0, table.num_embeddings, (BATCH, LENGTH), generator=generator).to(like.device)
+        yield [dict.fromkeys(needed, ids)]
+    width = next((m.in_features for m in root.modules() if isinstance(m, nn.Linear)), None)
+    if width is not None:
+        states = torch.randn(BATCH, LENGTH, width, generator=generator, dtype=torch.float32, device="cpu")
+        yield [dict.fromkeys(needed, states.to(like))]
+
+
+def _width_of_states(found: Found) -> int | None:
+    """Width of an encoder's states that a layer listens to by its numbers, or by its family's course."""
+    spec = found.spec
+    course = None if spec is None or found.family is None else found.family.course_of(spec)
+    if spec is None or course is None or "encoder_hidden_states" not in course.needs:
+        return None if spec is None else spec.cross
+    return spec.hidden
+
+
+def _widths_heard(layer: nn.Module) -> Iterator[int]:
+    """Widths of an encoder's states that a layer without numbers listens to, by the names of its parts."""
+    for path, module in layer.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        if isinstance(module, nn.Linear) and _LISTENS.search(parent) and leaf.startswith("k"):
+            yield module.in_features
+
+
+def _add_states(
+    runs: Sequence[dict[str, Any]], width: int, masked: bool, generator: torch.Generator, like: Tensor
+) -> None:
+    """Let each run listen to an encoder: the padded ones to states of which some are padding."""
+    states = torch.randn(BATCH, _STATES, width, generator=generator, dtype=torch.float32, device="cpu").to(
+        like
+    )
+    mask = torch.ones(BATCH, _STATES, dtype=torch.long, device=like.device)
+    mask[1, PADDING:] = 0
+    for run, seen in zip(runs, (mask, mask, torch.ones_like(mask)), strict=True):
+        run["encoder_hidden_states"] = states
+        if masked:
+            run["encoder_attention_mask"] = seen
+
+
+def _add_picture(
+    runs: Sequence[dict[str, Any]], width: int, generator: torch.Generator, like: Tensor
+) -> None:
+    """Let each run look at a picture, of which the second row sees a part, and the first token nothing."""
+    states = torch.randn(BATCH, _STATES, width, generator=generator, dtype=torch.float32, device="cpu").to(
+        like
+    )
+    for run in runs:
+        length = run["input_ids"].shape[1]
+        mask, looks = states.new_zeros(BATCH, 1, length, _STATES), states.new_ones(BATCH, 1, length, 1)
+        mask[1, ..., PADDING:] = torch.finfo(states.dtype).min
+        looks[:, :, 0] = float(length == 1)
+        run |= {"cross_attention_mask": mask, "full_text_row_masked_out_mask": looks}
+        if length > 1:  # the next token finds the picture in the cache
+            run["cross_attention_states"] = states
+
+
+def _add_encoded(
+    runs: Sequence[dict[str, Any]], name: str, width: int | None, generator: torch.Generator, like: Tensor
+) -> None:
+    """Give each run two encoded pictures, as IDEFICS takes them: the first token sees none, the last both."""
+    if width is None:
+        return
+    shape = (BATCH, 2, _STATES, width)
+    states = torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+    for run in runs:
+        length = run["input_ids"].shape[1]
+        seen = torch.ones(BATCH, length, 2, dtype=torch.long, device=like.device)
+        seen[:, :-1, 1] = 0
+        if length > 1:
+            seen[:, 0] = 0
+        run |= {name: states, "image_attention_mask": seen}
+
+
+def _cache(root: nn.Module, *, crosses: bool) -> Any:
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    config: Any = getattr(root, "config", None)
+    if not getattr(config, "is_decoder", False) and not getattr(config, "use_cache", False):
+        return None
+    home = sys.modules[type(root).__module__]
+    for kind in vars(home).values():
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind.__module__ == home.__name__:
+            return kind()  # a model with a cache of its own takes no other
+    # The config of a pair counts the encoder's layers in some families, and the caches grow by themselves.
+    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if crosses else DynamicCache(config=config)

@@ -1,0 +1,86 @@
+"""What parts of a model are called with, recorded while it runs on random input.
+
+Shapes: any.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.model.layers import Found
+from slipstream.model.selfcheck.check import MODEL_ERRORS
+from slipstream.model.selfcheck.probe import runs_of
+from slipstream.model.selfcheck.proof import Heard
+from slipstream.model.selfcheck.untouched import left_as_it_was
+
+__all__ = ["heard_by"]
+
+log = logging.getLogger(__name__)
+
+
+class _EnoughError(Exception):
+    """Cuts a forward short once every part was called."""
+
+
+def heard_by(
+    model: nn.Module, layers: Sequence[Found], paths: Mapping[str, Sequence[str]]
+) -> dict[str, Heard]:
+    """Run a model and record the first call of some of its parts; it is left as it was.
+
+    Args:
+        model: In eval mode, with its values.
+        layers: Those whose parts are listened to.
+        paths: Of the parts, from their layer, by its name.
+
+    Returns:
+        Positional arguments by full name. Parts that were called with keywords, or not at all, are missing,
+        and all of them are where the model cannot be run on what `runs_of` makes for it.
+    """
+    heard: dict[str, Heard] = {}
+    for root in sorted({found.root for found in layers}):
+        of_root = [found for found in layers if found.root == root]
+        names = [f"{found.name}.{path}" for found in of_root for path in paths.get(found.name, ())]
+        if names:
+            heard |= _listen(model, model.get_submodule(root), of_root, names)
+    return heard
+
+
+def _listen(
+    model: nn.Module, root: nn.Module, layers: Sequence[Found], names: Sequence[str]
+) -> dict[str, Heard]:
+    heard: dict[str, Heard] = {}
+    pending = set(names)
+
+    def listens_as(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in pending:
+                pending.discard(name)
+                if args and not kwargs and all(isinstance(x, Tensor) and x.dim() > 1 for x in args):
+                    heard[name] = copy.deepcopy(args)
+                if not pending:
+                    raise _EnoughError
+
+        return hook
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(listens_as(name), with_kwargs=True)
+        for name in names
+    ]
+    try:
+        with torch.no_grad(), left_as_it_was(root):
+            for inputs in runs_of(root, layers)[:1]:
+                root(**inputs)
+    except _EnoughError:
+        pass
+    except MODEL_ERRORS as error:
+        log.info("%s cannot be run on random input: %s: %s", type(root).__name__, type(error).__name__, error)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return heard

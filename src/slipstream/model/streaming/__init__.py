@@ -1,0 +1,1 @@
+"""Layers that do not fit: brought into a few buffers one after the other."""

@@ -1,0 +1,324 @@
+"""Tensor parallelism for layers that run their own code: what is cut how, proved by a rehearsal.
+
+A branch (linears that only the last one of them reads) is cut so that its ranks meet once, after the last
+linear. What ends a branch is what the user's policy names, what transformers' own plan calls "rowwise", and
+what a run of the layer shows. Every way to cut it is rehearsed beside the layer as it is, and the first one
+that answers the same is taken. Any other linear is cut by its rows, which all ranks join: this needs to know
+nothing of the layer, and a rank still holds its part only.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from slipstream.errors import InjectionError
+from slipstream.model.convert import convert
+from slipstream.model.layers import Found
+from slipstream.model.report import SplitReport
+from slipstream.model.selfcheck.check import MODEL_ERRORS, RecordedCall
+from slipstream.model.tensor_parallel.cuts import attention_splits, gathered, unit_splits
+from slipstream.model.tensor_parallel.expert_cuts import expert_splits, whole_experts
+from slipstream.model.tensor_parallel.flow import (
+    Branch,
+    Flow,
+    branches_of,
+    is_matrix,
+    matrix_dims,
+    watch_flow,
+)
+from slipstream.model.tensor_parallel.rehearsal import Stage
+from slipstream.model.tensor_parallel.sizes import Sizes
+from slipstream.model.tensor_parallel.split import LayerSplit, ModuleSplit
+
+__all__ = ["LayerPlan", "is_shared_out", "plan_layer", "staged"]
+
+log = logging.getLogger(__name__)
+
+_SMALL = 1024
+"""Numbers in a matrix that is not worth a meeting of the ranks."""
+
+_SHARED = ", keys on several ranks"
+
+_ROUTER = re.compile(r"(^|[._])(gate|router|gating)$")
+_SIBLING = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer.
+
+    Attributes:
+        split: Of its modules.
+        rows: For the report.
+        max_error: Of the rehearsal; None where the layer could not be run.
+    """
+
+    split: LayerSplit
+    rows: tuple[SplitReport, ...]
+    max_error: float | None
+
+    def of_heads(self) -> LayerSplit:
+        """What of it follows heads, which may not be dealt evenly."""
+        chosen = {row.name for row in self.rows if "by heads" in row.how}
+        return {path: own for path, own in self.split.items() if path in chosen}
+
+
+@dataclass
+class _Draft:
+    """A plan in the making: what is cut, and by what each linear was decided."""
+
+    split: dict[str, ModuleSplit] = field(default_factory=dict)
+    how: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, split: LayerSplit, how: Mapping[str, tuple[str, str]]) -> None:
+        self.split |= split
+        self.how |= how
+
+    def of_heads(self) -> LayerSplit:
+        """What of it follows heads, which may not be dealt evenly."""
+        return {path: own for path, own in self.split.items() if "by heads" in self.how.get(path, ("",))[0]}
+
+
+def plan_layer(
+    first: Found,
+    calls: Sequence[RecordedCall],
+    sizes: Sizes,
+    known: tuple[Sequence[str], Sequence[str], str],
+    *,
+    strict: bool,
+) -> LayerPlan:
+    """The plan for one layer."""
+    named, patterns, why = known
+    stage, reason = staged(first.layer, calls, why)
+    if stage is None:
+        draft = _Draft()
+        _gather_rest(first.layer, None, draft, sizes)
+        return LayerPlan(draft.split, _rows(first.layer, draft, reason), None)
+    flow = watch_flow(stage.layer, stage.given_calls())
+    draft = _Draft()
+    paths = [path for path in flow.reads if any(f".{path}".endswith(f".{n.lstrip('.')}") for n in named)]
+    reasons = _branches(first, stage, flow, draft, sizes, (paths, patterns))
+    _refuse_unproved(first, paths, draft, reasons, strict=strict)
+    sizes = sizes.beside(stage.layer, draft.of_heads())
+    _experts(stage, draft, sizes, reasons)
+    proved, error = _with_rest(stage, flow, draft, sizes, reasons)
+    return LayerPlan(proved.split, _rows(first.layer, proved, "", reasons), error)
+
+
+def staged(layer: nn.Module, calls: Sequence[RecordedCall], why: str = "") -> tuple[Stage | None, str]:
+    """A layer and its calls, ready to be rehearsed; or None, and why it cannot be.
+
+    Args:
+        layer: It is only read.
+        calls: Of it. A model may have changed the layer for them, and it answers no such call by itself.
+        why: There are no calls.
+    """
+    if not calls:
+        return None, f"the model cannot be run on random input to see more: {why}"
+    try:
+        return Stage(_in_float32(layer), calls), ""
+    except MODEL_ERRORS as failure:
+        first = str(failure).partition("\n")[0]
+        return None, f"it cannot repeat its model's calls by itself: {type(failure).__name__}: {first}"
+
+
+def _in_float32(layer: nn.Module) -> nn.Module:
+    """The layer itself, or a copy: sums of parts have another order, which float32 tells from an error."""
+    if all(t.dtype == torch.float32 for t in layer.parameters() if t.is_floating_point()):
+        return layer
+    wide = copy.deepcopy(layer)
+    convert(wide, torch.float32)
+    return wide
+
+
+def _branches(
+    found: Found,
+    stage: Stage,
+    flow: Flow,
+    draft: _Draft,
+    sizes: Sizes,
+    known: tuple[Sequence[str], Sequence[str]],
+) -> dict[str, str]:
+    """Cut what can be cut so that ranks meet once a branch; why others cannot, by their last linear."""
+    named, patterns = known
+    reasons: dict[str, str] = {}
+    for branch in sorted(branches_of(stage.layer, flow, named), key=lambda found: not found.attends):
+        paths = (branch.row, *branch.columns)
+        if any(path in draft.split for path in paths):
+            continue
+        if branch.attends and found.spec is not None and found.spec.sharing != "own":
+            reasons[branch.row] = "its keys and values are other layers' too"
+            continue
+        unheard = _unheard(stage.layer, branch, flow)
+        if unheard is not None:
+            reasons[branch.row] = f"no run came to {unheard}, which may read or write heads, too"
+            continue
+        full = f"{found.name}.{branch.row}"
+        by_plan = any(_matches(full, pattern) for pattern in patterns)
+        source = "injection_policy" if named else "transformers' plan" if by_plan else "structure"
+        ways = [attention_splits, unit_splits] if branch.attends else [unit_splits, attention_splits]
+        left = sizes.beside(stage.layer, draft.of_heads())
+        options = itertools.chain.from_iterable(way(stage.layer, branch, flow, left) for way in ways)
+        chosen, reason = _first_right(stage, options, draft, sizes)
+        if chosen is None:
+            reasons[branch.row] = reason
+            continue
+        kind = "by heads" if chosen.get(branch.parent, ModuleSplit()).heads is not None else "by units"
+        for twin, split in (("", chosen), *_siblings(stage.layer, flow, branch, chosen)):
+            own = {f"{twin}{path.removeprefix(branch.parent)}" if twin else path for path in branch.columns}
+            row = f"{twin}{branch.row.removeprefix(branch.parent)}" if twin else branch.row
+            how = {
+                path: (f"rows {kind}{_SHARED * split[path].cuts['weight'].overlaps}", source) for path in own
+            }
+            draft.add(split, how | {row: (f"inputs {kind}, added up", source)})
+    return reasons
+
+
+def _unheard(layer: nn.Module, branch: Branch, flow: Flow) -> str | None:
+    """A linear among those of an attention that was not called, as inputs that nobody knows of may do."""
+    if not (branch.attends and branch.parent):
+        return None
+    inside = layer.get_submodule(branch.parent).named_modules(prefix=branch.parent)
+    return next((path for path, module in inside if is_matrix(module) and path not in flow.reads), None)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a full path ends in a pattern of transformers, whose `#` is any number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", f".{path}").endswith(f".{pattern}")
+
+
+def _first_right(
+    stage: Stage, options: Iterator[LayerSplit], draft: _Draft, sizes: Sizes
+) -> tuple[LayerSplit | None, str]:
+    """The first way to cut a branch that answers as the layer does; or none, and why the first one failed."""
+    reason = ""
+    for option in options:
+        if any(path in draft.split for path in option):
+            reason = reason or "a part of it is cut already"
+            continue
+        try:
+            stage.error(option, sizes.ranks)
+        except InjectionError as failure:
+            reason = reason or str(failure)
+            continue
+        return option, ""
+    return None, reason or f"its heads or units are not parted among {sizes.ranks} ranks"
+
+
+def _siblings(
+    layer: nn.Module, flow: Flow, branch: Branch, split: LayerSplit
+) -> Iterator[tuple[str, dict[str, ModuleSplit]]]:
+    """The same for modules of the same make that were not called: experts that no token went to."""
+    if not re.search(r"\.\d+$", branch.parent):
+        return
+    stem = branch.parent.rpartition(".")[0]
+    model_of = [(path.removeprefix(branch.parent), own) for path, own in split.items()]
+    for name, module in layer.get_submodule(stem).named_children():
+        path = f"{stem}.{name}"
+        if path == branch.parent or any(read.startswith(f"{path}.") for read in flow.reads):
+            continue
+        shapes = [tuple(p.shape) for p in module.parameters()]
+        if shapes == [tuple(p.shape) for p in layer.get_submodule(branch.parent).parameters()]:
+            yield path, {f"{path}{rest}": own for rest, own in model_of}
+
+
+def _refuse_unproved(
+    found: Found,
+    paths: Sequence[str],
+    draft: _Draft,
+    reasons: Mapping[str, str],
+    *,
+    strict: bool,
+) -> None:
+    """Refuse a policy that names what ends no branch.
+
+    Raises:
+        InjectionError: A linear that is called, ends no branch, and was not even tried as one.
+    """
+    wrong = [path for path in paths if path not in draft.split and path not in reasons]
+    if not wrong:
+        return
+    message = (
+        f"injection_policy names {wrong[0]!r} of {found.name} ({type(found.layer).__name__}) as a linear "
+        "whose results ranks add up, and what it reads is no other linears' work alone; name the linears "
+        "that end a residual branch"
+    )
+    if strict:
+        raise InjectionError(message)
+    log.warning("%s", message)
+
+
+def _experts(stage: Stage, draft: _Draft, sizes: Sizes, reasons: dict[str, str]) -> None:
+    """Cut experts that are parameters of one module."""
+    for path, module in stage.layer.named_modules():
+        if whole_experts(module) and path not in draft.split:
+            chosen, reason = _first_right(stage, expert_splits(path, module, sizes), draft, sizes)
+            if chosen is None:
+                reasons[path] = reason
+            else:
+                draft.add(chosen, {path: ("each expert by units, added up", "structure")})
+
+
+def _with_rest(
+    stage: Stage, flow: Flow, draft: _Draft, sizes: Sizes, reasons: dict[str, str]
+) -> tuple[_Draft, float]:
+    """The plan with the other linears, as much of it as answers what the layer does."""
+    full = copy.copy(draft)
+    full.split, full.how = dict(draft.split), dict(draft.how)
+    _gather_rest(stage.layer, flow, full, sizes)
+    rest_only = _Draft()
+    _gather_rest(stage.layer, flow, rest_only, sizes)
+    for attempt in (full, rest_only, draft):
+        try:
+            return attempt, stage.error(attempt.split, sizes.ranks)
+        except InjectionError as failure:
+            reasons.setdefault("", str(failure))
+    return _Draft(), 0.0
+
+
+def _gather_rest(layer: nn.Module, flow: Flow | None, draft: _Draft, sizes: Sizes) -> None:
+    """Cut by rows what is a linear and not cut yet; with a flow, what was called in it."""
+    for path, module in layer.named_modules():
+        if path not in draft.split and is_shared_out(path, module, flow, sizes):
+            draft.add({path: gathered(module, sizes)}, {path: ("rows, joined", "any linear")})
+
+
+def is_shared_out(path: str, module: nn.Module, flow: Flow | None, sizes: Sizes) -> bool:
+    """Whether a module is a linear whose rows are worth a meeting; with a flow, whether it was called.
+
+    An expert that no token came to is as those of its number that one came to.
+    """
+    if not path or not is_matrix(module) or _ROUTER.search(path):
+        return False
+    weight = module.get_parameter("weight")
+    large = weight.numel() >= _SMALL and weight.shape[matrix_dims(module)[0]] >= sizes.ranks
+    return large and (flow is None or path in flow.reads or _alike(path) in map(_alike, flow.reads))
+
+
+def _alike(path: str) -> str:
+    """A path without the numbers of siblings."""
+    return _SIBLING.sub("#", path)
+
+
+def _rows(
+    layer: nn.Module, draft: _Draft, why: str = "", reasons: Mapping[str, str] | None = None
+) -> tuple[SplitReport, ...]:
+    """A row for each matrix."""
+    rows = []
+    reasons = reasons or {}
+    for path, module in layer.named_modules():
+        if not (is_matrix(module) or whole_experts(module)):
+            continue
+        how, source = draft.how.get(path, ("whole on every rank", ""))
+        reason = "" if "added up" in how or how.startswith("rows by") else reasons.get(path, "")
+        reason = reason or ("" if source in ("structure",) else why)
+        rows.append(SplitReport(path, how, source, reason or reasons.get("", "")))
+    return tuple(rows)

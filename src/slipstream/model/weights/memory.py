@@ -1,0 +1,24 @@
+"""All memory that a model's weights are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.weights.packed import is_packed, packed_matrices
+
+__all__ = ["held_memory"]
+
+
+def held_memory(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, planes of packed matrices, and what fused layers hold in their place; some of it twice."""
+    for module in model.modules():
+        yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+        if is_injected(module):
+            for weight in injected_state(module).block.weights.matrices.values():
+                yield from weight.planes
+        if is_packed(module):
+            for weight, _ in packed_matrices(module).values():
+                yield from weight.planes

@@ -1,0 +1,134 @@
+"""Models without weights: built on the meta device, with the buffers that they compute themselves."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from slipstream.errors import WeightError
+from slipstream.model.selfcheck.check import MODEL_ERRORS
+
+__all__ = ["computed_parameters", "hollow", "lost_buffers"]
+
+_default_dtype = threading.Lock()
+
+
+_LARGE = 1 << 18
+"""Elements from which on memory without values is not even asked for."""
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Large tensors made by `torch.empty` without a device are on the meta device.
+
+    They would become parameters and go at once, but what the allocator took for them it does not give back
+    before much later: building a model of 2.2 GB took 1.6 GB of addresses.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and _numel(args) >= _LARGE:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _numel(args: tuple[Any, ...]) -> int:
+    """Elements of a tensor by the arguments of `torch.empty`."""
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+    return math.prod(size for size in sizes if isinstance(size, int))
+
+
+@contextmanager
+def hollow(dtype: torch.dtype) -> Iterator[None]:
+    """Within, this thread's modules get parameters on the meta device, and buffers with values.
+
+    Args:
+        dtype: What floating parameters are created in; the default dtype is the process's, and restored.
+    """
+    here = threading.get_ident()
+
+    def empty(module: nn.Module, name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.is_meta or threading.get_ident() != here:
+            return None
+        return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+
+    with _default_dtype:
+        before = torch.get_default_dtype()
+        handle = register_module_parameter_registration_hook(empty)
+        try:
+            torch.set_default_dtype(dtype)
+            with _LargeOnMeta():
+                yield
+        finally:
+            torch.set_default_dtype(before)
+            handle.remove()
+
+
+def lost_buffers(model: nn.Module, given: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Values of the buffers on the meta device that no checkpoint brings, computed again.
+
+    Args:
+        model: Built on the meta device; only read.
+        given: Buffers that the checkpoint has.
+
+    Raises:
+        WeightError: Nobody can compute them: the model is not one of transformers'.
+    """
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in given]
+    if not lost:
+        return {}
+    config = getattr(model, "config", None)
+    try:
+        if config is None:
+            raise TypeError("it has no config to build it from again")
+        with hollow(torch.get_default_dtype()), torch.no_grad(), torch.device("cpu"):
+            build: Any = type(model)
+            twin = dict(build(copy.deepcopy(config)).named_buffers())
+        return {name: twin[name] for name in lost}
+    except MODEL_ERRORS as error:
+        why = str(error).strip().partition("\n")[0]
+        raise WeightError(
+            f"the buffers {', '.join(lost[:4])}{' ...' if len(lost) > 4 else ''} are on the meta device, no "
+            f"checkpoint has them, and {type(model).__name__} cannot be built again to compute them ({why}); "
+            "build the model with its buffers on a real device"
+        ) from error
+
+
+def computed_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of parameters that no checkpoint has, because transformers computes them: sinusoids of positions.
+
+    Only what a model's own `_init_weights` makes the same whatever the random numbers are is one of them.
+    """
+    named = (*(getattr(model, "_keys_to_ignore_on_save", None) or ()),)
+    inner: Any = getattr(model, "base_model", model)
+    named += (*(getattr(inner, "_keys_to_ignore_on_load_missing", None) or ()),)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return frozenset(name for name in own if name in named and computed(model, name) is not None)
+
+
+def computed(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The value that a model computes for a parameter of one of its modules, or None where it is drawn."""
+    path, _, leaf = name.rpartition(".")
+    make: Any = getattr(model, "_init_weights", None)
+    made = []
+    for seed in range(2):
+        twin = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            twin.get_parameter(leaf).fill_(float(seed))
+            try:
+                make(twin)
+            except MODEL_ERRORS:
+                return None
+        made.append(twin.get_parameter(leaf).detach())
+    return made[0] if torch.equal(*made) else None

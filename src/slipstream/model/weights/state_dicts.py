@@ -1,0 +1,40 @@
+"""`load_state_dict` upon a model some of whose modules cannot hear of it: refused before it changes anything.
+
+torch asks a module before it loads it, and loads parents first: by the time a fused layer refuses, the
+embedding before it has changed. So whatever has such modules inside of it refuses as well.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from slipstream.model.fused import inject
+from slipstream.model.tensor_parallel import split
+from slipstream.model.weights import packed
+
+__all__ = ["guard_loads"]
+
+_REFUSALS = (
+    (inject.is_injected, inject.refuse_load),
+    (packed.is_packed, packed.refuse_load),
+    (split.is_split, split.refuse_load),
+)
+
+
+def guard_loads(model: nn.Module) -> None:
+    """Let every module refuse whose insides would: it asks them when it is asked."""
+    guarded: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if any(holds(module) for holds, _ in _REFUSALS):
+            steps = path.split(".") if path else []
+            guarded |= {model.get_submodule(".".join(steps[:depth])) for depth in range(len(steps))}
+    for parent in guarded:
+        parent.register_load_state_dict_pre_hook(_refuse_load)
+
+
+def _refuse_load(parent: nn.Module, *args: object) -> None:
+    """Load-state-dict hook: the first module inside that refuses does it now."""
+    for module in parent.modules():
+        for holds, refuse in _REFUSALS:
+            if holds(module):
+                refuse(module)
