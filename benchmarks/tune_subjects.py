@@ -15,8 +15,8 @@ from benchmarks.tuning import Subject
 from slipstream.formats import FORMATS as PACKED
 from slipstream.kernels.triton import (
     activation,
+    argmax,
     attention,
-    best,
     decode_attention,
     draw,
     fp8_rows,
@@ -70,7 +70,7 @@ def _all(generation: int) -> Iterator[Subject]:
     yield from _attention(generation)
     yield from (
         Subject(draw.BUILDS[0], _drawn),
-        Subject(best.BUILDS[0], lambda: _bound(best.KERNELS[0].run, _random(1, 128256), greedy=True)),
+        Subject(argmax.BUILDS[0], lambda: _bound(argmax.KERNELS[0].run, _random(1, 128256), greedy=True)),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.model.selfcheck.inputs import sample_inputs
 from tests.architectures.special import NOT_BUILT, NOT_RUN

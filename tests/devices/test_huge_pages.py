@@ -13,7 +13,7 @@ from torch import Tensor
 import slipstream
 from slipstream.devices import huge_pages
 from slipstream.devices.huge_pages import in_huge_pages
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.weights.packed import is_packed, packed_matrices
 from tests.helpers.models import make
 

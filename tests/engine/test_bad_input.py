@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 import slipstream
 from slipstream.families import FAMILIES
-from slipstream.model.fused.inject import is_injected
+from slipstream.model.fused.state import is_injected
 from tests.families.sweep import peaked_model
 from tests.helpers.models import close, inject, left_padded, make, prompt, roads
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.engine.pipeline import shared_copy
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.spec import Role
 from tests.engine.test_drop_in import storages
 from tests.families.sweep import VARIANTS, peaked_model

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import slipstream
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from tests.helpers.models import Pair, close, inject, left_padded, make, pair, prompt, roads
 from tests.helpers.tokens import letter_tokenizer
 

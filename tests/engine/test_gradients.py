@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 
 WIDTH = 32
 _SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

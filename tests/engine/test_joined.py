@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.devices import CpuDevice
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.spec import Role
 from tests.engine.test_drop_in import storages
 from tests.helpers.models import Pair, close, left_padded, pair, prompt, roads

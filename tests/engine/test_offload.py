@@ -15,7 +15,7 @@ from torch import nn
 import slipstream
 from slipstream.devices import NullDevice
 from slipstream.errors import ConfigError, DeviceError, UnsupportedError
-from slipstream.model.fused.inject import injected_state
+from slipstream.model.fused.state import injected_state
 from slipstream.model.streaming.bays import Extent, lay_out
 from slipstream.model.streaming.stream import Streamer
 

@@ -15,7 +15,7 @@ import torch
 import slipstream
 from slipstream.engine.save import save_packed
 from slipstream.errors import ConfigError, WeightError
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from tests.architectures.tiny import tiny_model
 from tests.cli.conftest import Run, checkpoint, run  # noqa: F401 - fixtures
 from tests.families.sweep import VARIANTS, label, peaked_model

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.devices.record import Recorder
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from tests.helpers.models import Pair, close, pair, prompt, roads
 
 KINDS = ("llama", "gpt2", "bloom", "bert", "distilbert")

@@ -14,7 +14,7 @@ from torch import Tensor
 import slipstream
 from slipstream.errors import UnsupportedError
 from slipstream.families import FAMILIES, Tiny
-from slipstream.model.fused.inject import injected_state
+from slipstream.model.fused.state import injected_state
 from slipstream.parallel import ALONE, share_of
 from tests.families.calls import Calls
 from tests.families.sweep import peaked_model

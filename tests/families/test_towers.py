@@ -12,7 +12,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.families import FAMILIES
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from tests.helpers.models import blocks_that_run, roads
 from tests.helpers.pictures import (
     LANGUAGE,

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import slipstream
-from slipstream.model.block.block import layer_call
+from slipstream.model.block import run
 from slipstream.model.block.latent_attention import absorbed, attend_paged, expanded
 from slipstream.model.block.paged_cache import BLOCK_SIZE, bytes_per_token
 from slipstream.ops.attention import attention
@@ -105,7 +105,7 @@ def test_a_layer_of_two_attentions_keeps_two_latents_per_token_and_absorbs_both(
     assert [layer.level for layer in engine.report().layers] == ["block"] * config.num_layers
     calls: list[torch.Tensor] = []
     counted = lambda q, *parts, **options: calls.append(q) or absorbed(q, *parts, **options)  # noqa: E731
-    monkeypatch.setattr(layer_call, "absorbed", counted)
+    monkeypatch.setattr(run, "absorbed", counted)
     ids, mask = _padded()
     caches = transformers.DynamicCache(), transformers.DynamicCache()
     with torch.no_grad():

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import slipstream
 from slipstream.families import FAMILIES, Family
-from slipstream.model.fused.inject import is_injected
+from slipstream.model.fused.state import is_injected
 from slipstream.model.parts.parts import is_swapped
 from slipstream.spec import BlockSpec, Norm, Role
 from slipstream.weights.recipe import Stack, Take

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.weights.packed import is_packed, packed_matrices
 from slipstream.ops.linear import Weight
 from slipstream.spec import Role

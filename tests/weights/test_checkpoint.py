@@ -18,7 +18,7 @@ from torch import Tensor
 import slipstream
 from slipstream.compat import OnDevice
 from slipstream.errors import WeightError
-from slipstream.model.fused.inject import is_injected, is_untouched
+from slipstream.model.fused.state import is_injected, is_untouched
 from tests.helpers.models import KINDS, make, prompt
 
 SHARDS: dict[str, list[tuple[str, int]]] = {

@@ -26,7 +26,7 @@ from slipstream.errors import (
 )
 from slipstream.model.convert import is_quantized
 from slipstream.model.diffusion.attention import attends
-from slipstream.model.fused.inject import is_injected
+from slipstream.model.fused.state import is_injected
 from slipstream.model.parts.parts import is_swapped
 from slipstream.model.policy import check_policy
 from slipstream.model.tensor_parallel.split import is_split

@@ -45,8 +45,8 @@ from slipstream.engine.settings import format_named
 from slipstream.engine.weights import Weights
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.model.frame.text_encoder import answers_at_once, at_once
-from slipstream.model.fused.inject import is_injected
 from slipstream.model.fused.no_compile import as_it_is
+from slipstream.model.fused.state import is_injected
 from slipstream.model.report import Report
 from slipstream.model.values import wants_operations
 from slipstream.model.weights.adapters import Adapters

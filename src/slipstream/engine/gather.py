@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.settings import format_named
 from slipstream.errors import UnsupportedError
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.weights.packed import is_packed, packed_matrices, put_matrix
 from slipstream.ops.linear import Weight
 from slipstream.parallel import Axis

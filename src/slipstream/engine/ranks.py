@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError, InjectionError, SlipstreamError, Unsu
 from slipstream.model.block.block import Block
 from slipstream.model.convert import move
 from slipstream.model.fuse import Settings, Verdict
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.layers import Found
 from slipstream.model.report import OutsideReport
 from slipstream.model.tensor_parallel.vocabulary import split_vocabulary

@@ -19,7 +19,7 @@ from slipstream.engine.loading import matched
 from slipstream.engine.settings import PASSES, format_named
 from slipstream.errors import UnsupportedError, WeightError
 from slipstream.formats import FORMATS, VARIANTS
-from slipstream.model.fused.inject import injected_state, is_injected, is_untouched
+from slipstream.model.fused.state import injected_state, is_injected, is_untouched
 from slipstream.model.tensor_parallel.split import is_split
 from slipstream.model.weights.packed import is_packed, packed_matrices
 from slipstream.model.weights.refresh import refresh, tied_by_transformers

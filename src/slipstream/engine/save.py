@@ -19,7 +19,7 @@ from slipstream.engine.gather import gathered_tensors, is_any_packed
 from slipstream.engine.new_folder import free_place, made_at_once
 from slipstream.engine.ranks import first_writes
 from slipstream.errors import UnsupportedError, WeightError
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.weights.packed import is_packed, packed_matrices
 from slipstream.parallel import ALONE, Axis
 from slipstream.weights.load import BlockWeights, restore_block

@@ -13,8 +13,8 @@ from slipstream.config import InferenceConfig
 from slipstream.errors import InjectionError, UnsupportedError
 from slipstream.families import Family
 from slipstream.model.fuse import Settings, Verdict
-from slipstream.model.fused.inject import injected_state, is_injected
 from slipstream.model.fused.layer_changes import parts_of
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.layers import Found
 from slipstream.model.policy import target_of
 from slipstream.model.report import SplitReport

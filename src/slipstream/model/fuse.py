@@ -17,7 +17,8 @@ from slipstream.errors import ConfigError, InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.block.block import Block
 from slipstream.model.convert import applies, convert, dtype_named
-from slipstream.model.fused.inject import Injected, inject_layer
+from slipstream.model.fused.inject import inject_layer
+from slipstream.model.fused.state import Injected
 from slipstream.model.layers import Found
 from slipstream.model.selfcheck.as_packed import unpack_into
 from slipstream.model.selfcheck.check import (

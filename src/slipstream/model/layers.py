@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.errors import InjectionError, one_line
 from slipstream.families import Family, find_family
-from slipstream.model.fused.inject import is_injected
+from slipstream.model.fused.state import is_injected
 from slipstream.model.policy import Policy, target_of
 from slipstream.model.selfcheck.inputs import takes_input
 from slipstream.spec import BlockSpec

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from slipstream.engine.generation.runner import Runner, Whole
 from slipstream.model.block.block import Block, CrossAttend, Mix, RopeTable
-from slipstream.model.block.cross_attention import Relative, add_bias, own_heads, relative_of
+from slipstream.model.block.cross import Relative, add_bias, own_heads, relative_of
 from slipstream.model.frame.frame import Frame
-from slipstream.model.fused.inject import injected_state, own_feed
+from slipstream.model.fused.inject import own_feed
+from slipstream.model.fused.state import injected_state
 from slipstream.ops.encoder_states import Heard
 from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 from slipstream.ops.step import Step

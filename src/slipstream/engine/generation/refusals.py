@@ -16,8 +16,8 @@ from slipstream.engine.frames import text_config
 from slipstream.engine.generation.beams import BEAMS, samples, searches
 from slipstream.engine.generation.request import Request, cache_matters
 from slipstream.engine.generation.runner import Runner
-from slipstream.model.fused.inject import injected_state, is_injected, is_untouched
 from slipstream.model.fused.layer_changes import is_hooked, listens_everywhere, modules_of
+from slipstream.model.fused.state import injected_state, is_injected, is_untouched
 from slipstream.model.fused.watch import attends_otherwise
 from slipstream.model.values import wants_operations
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from slipstream.kernels.triton import (
     activation,
+    argmax,
     attention,
-    best,
     decode_attention,
     draw,
     fp8_rows,
@@ -28,11 +28,11 @@ from slipstream.ops.bind import Kernel
 
 __all__ = ["BUILDS", "KERNELS"]
 
-_MODULES = (activation, attention, best, draw, linear, moe, norm, rope, rope_cache)
+_MODULES = (activation, attention, argmax, draw, linear, moe, norm, rope, rope_cache)
 _COMPILED = (
     activation,
     attention,
-    best,
+    argmax,
     decode_attention,
     draw,
     one_row,

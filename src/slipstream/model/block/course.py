@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from slipstream.families import OwnCourse
 from slipstream.model.block.block import Block, RopeTable
-from slipstream.model.block.layer_call import LayerCall, attention_of
+from slipstream.model.block.layer_call import LayerCall
 from slipstream.model.block.positions import rope_table
+from slipstream.model.block.run import attention_of
 from slipstream.ops.moe import Routed, chosen_by
 from slipstream.spec import SECOND, BlockSpec, MoE, Norm, Role
 from slipstream.weights.load import BlockWeights

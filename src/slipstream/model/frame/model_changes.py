@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.model.fused.inject import Injected, injected_state
 from slipstream.model.fused.layer_changes import (
     absent_of,
     is_heard,
@@ -17,7 +16,8 @@ from slipstream.model.fused.layer_changes import (
     modules_of,
     numbers_of,
 )
-from slipstream.model.fused.parameters import Link
+from slipstream.model.fused.links import Link
+from slipstream.model.fused.state import Injected, injected_state
 
 __all__ = ["Still"]
 

@@ -1,9 +1,9 @@
 """Large linears around fused layers, a vocabulary's above all, run the bound product where rows are few.
 
 The module stays what it was, with its own tensors as they are now; its class becomes a subclass, as of a
-part of a layer (`parts/parts.py`). torch multiplies few rows by a large matrix at half of the memory's rate or
-less, and leaves threads behind that spin beside the library's: a row times 49152 x 576 in bfloat16 takes it
-3.5 ms, and the library 1.2.
+part of a layer (`parts/parts.py`). torch multiplies few rows by a large matrix at half of the memory's rate
+or less, and leaves threads behind that spin beside the library's: a row times 49152 x 576 in bfloat16 takes
+it 3.5 ms, and the library 1.2.
 
 Shapes: I input width, O output width.
 """

@@ -27,8 +27,8 @@ from slipstream.model.frame.model_changes import Still
 from slipstream.model.frame.text_tables import TextParts
 from slipstream.model.fused.chain import Encoder
 from slipstream.model.fused.defer import current, is_plain_run
-from slipstream.model.fused.inject import injected_state, is_injected
 from slipstream.model.fused.padding import Rows, pack
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.fused.watch import (
     asks_for_internals,
     asks_for_states,

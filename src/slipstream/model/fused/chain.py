@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.errors import DeviceError
 from slipstream.model.block.block import Block, RopeTable
-from slipstream.model.block.layer_call import LayerCall, run_block
+from slipstream.model.block.layer_call import LayerCall
+from slipstream.model.block.run import run_block
 from slipstream.model.fused.dynamic_cache import Kept
 from slipstream.model.fused.padding import Rows, pack, real_tokens, sees_all
 from slipstream.ops.rope import half_tables

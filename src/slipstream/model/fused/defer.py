@@ -3,10 +3,10 @@
 Within a forward of a watched model (`watch.py`), an injected layer returns a `Pending` tensor, and the next
 layer adds itself to it (`chain.py`). The last layer runs them all: where a model reads text, keeps no cache
 and no loss is asked for, padding is dropped before the first of them, and zeros stand in its place
-afterwards. Whoever looks at a state in between (a hook,
-a model's own loop) has it computed then, from the layers up to there: the tensor becomes a plain one in its
-place. So nothing depends on how a model's loop is written, and no state outlives its forward unseen. A cache
-(`dynamic_cache.py`) has the layers' keys and values as soon as a state is computed, and when the forward ends.
+afterwards. Whoever looks at a state in between (a hook, a model's own loop) has it computed then, from the
+layers up to there: the tensor becomes a plain one in its place. So nothing depends on how a model's loop is
+written, and no state outlives its forward unseen. A cache (`dynamic_cache.py`) has the layers' keys and
+values as soon as a state is computed, and when the forward ends.
 
 Shapes: B batch, S sequence, C hidden.
 """

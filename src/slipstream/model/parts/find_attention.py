@@ -1,9 +1,10 @@
 """Recognises attention in layers that no family fuses by what they compute, and proves the op in its place.
 
-A copy of the layer runs on recorded calls while every function it calls is listened to (`attention_calls.py`). The
-innermost module within which scores are made, become a softmax and multiply values is the one whose attention
-is swapped; where it hands its weights on, the one around it that does not. The layer must then answer as it
-did, on calls as its model makes them: with padding, upon a cache, or by itself where the model cannot be run.
+A copy of the layer runs on recorded calls while every function it calls is listened to
+(`attention_calls.py`). The innermost module within which scores are made, become a softmax and multiply
+values is the one whose attention is swapped; where it hands its weights on, the one around it that does not.
+The layer must then answer as it did, on calls as its model makes them: with padding, upon a cache, or by
+itself where the model cannot be run.
 
 Shapes: B batch, S tokens, C hidden.
 """

@@ -7,7 +7,8 @@ from torch import nn
 
 from slipstream.errors import InjectionError
 from slipstream.formats import Format
-from slipstream.model.fused.inject import Injected, restore_layer
+from slipstream.model.fused.original import restore_layer
+from slipstream.model.fused.state import Injected
 
 __all__ = ["unpack_into"]
 

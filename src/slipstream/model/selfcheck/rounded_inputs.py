@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from slipstream.ops.linear import Rounding, round_rows
 
 if TYPE_CHECKING:
-    from slipstream.model.fused.inject import Injected
+    from slipstream.model.fused.state import Injected
 
 __all__ = ["round_inputs"]
 

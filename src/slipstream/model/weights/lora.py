@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import WeightError
-from slipstream.model.fused.inject import injected_state, is_injected, is_untouched
 from slipstream.model.fused.layer_changes import parts_of
+from slipstream.model.fused.state import injected_state, is_injected, is_untouched
 from slipstream.model.subclass import namesake
 from slipstream.model.tensor_parallel.split import is_split, split_of, sum_over_ranks
 from slipstream.model.weights.packed import BESIDE, weight_of

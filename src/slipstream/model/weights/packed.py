@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
+from slipstream.model.fused.links import PACKED
 from slipstream.model.fused.no_compile import as_it_is, prepare
-from slipstream.model.fused.parameters import PACKED
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.model.subclass import deep_twin, namesake
 from slipstream.ops.linear import Weight, among_all

@@ -14,8 +14,8 @@ from torch import nn
 
 from slipstream.errors import WeightError
 from slipstream.model.fuse import Settings, Verdict
-from slipstream.model.fused.inject import injected_state, is_injected
 from slipstream.model.fused.layer_changes import parts_of
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.layers import Found
 from slipstream.model.weights.packed import holds, pack
 from slipstream.model.weights.traceable import Seen

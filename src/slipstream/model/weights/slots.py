@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
 from slipstream.formats import Format
-from slipstream.model.fused.inject import injected_state, is_injected
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.tensor_parallel.rank_parts import slots_of_parts, whole_of_part
 from slipstream.model.tensor_parallel.split import is_split
 from slipstream.model.weights.packed import is_packed, packed_matrices

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from slipstream.model.fused import inject
+from slipstream.model.fused.original import refuse_load
+from slipstream.model.fused.state import is_injected
 from slipstream.model.tensor_parallel import split
 from slipstream.model.weights import packed
 
 __all__ = ["guard_loads"]
 
 _REFUSALS = (
-    (inject.is_injected, inject.refuse_load),
+    (is_injected, refuse_load),
     (packed.is_packed, packed.refuse_load),
     (split.is_split, split.refuse_load),
 )

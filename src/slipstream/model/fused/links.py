@@ -24,7 +24,7 @@ from slipstream.weights.recipe import Plan
 __all__ = ["PACKED", "Link", "all_hold", "link", "packed_names", "refuse_alone", "relink", "restored"]
 
 PACKED = "_slipstream_packed"
-"""What a packed module carries (`weights/packed.py`): in `weights`, its matrices by the names of their parameters."""
+"""What a packed module carries (`weights/packed.py`): in `weights`, its matrices by parameter name."""
 
 _HARMLESS = frozenset({"requires_grad_", "share_memory_"})
 _COMPARES = frozenset({"_has_compatible_shallow_copy_type", "is_same_size", "is_set_to"})

@@ -1,0 +1,112 @@
+"""The original code and tensors of a fused layer: for calls that a block cannot honour, for state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.errors import UnsupportedError
+from slipstream.model.fused.links import packed_names, restored
+from slipstream.model.fused.state import STATE, Injected, injected_state
+from slipstream.model.selfcheck.rounded_inputs import round_inputs
+from slipstream.model.subclass import deep_twin
+from slipstream.model.values import unseen, wants_derivatives, wants_operations
+from slipstream.weights.load import restore_block
+from slipstream.weights.ranks import rejoined
+from slipstream.weights.source import ModuleSource
+
+__all__ = ["fill_state_dict", "original_forward", "refuse_load", "restore_layer"]
+
+
+def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run an injected layer's original code on its original weights, restored for this call only.
+
+    The code runs on a shallow twin, so that other threads may go on using the layer meanwhile. Inputs are
+    rounded as the block rounds them, but for those that gradients are wanted of: steps have none.
+    """
+    state = injected_state(layer)
+    state.declined += 1
+    with unseen() if wants_operations() else nullcontext():
+        twin = _twin(layer)
+    if not wants_derivatives((args, kwargs)):
+        round_inputs(twin, state)
+    return state.original.forward(twin, *args, **kwargs)
+
+
+def restore_layer(layer: nn.Module, state: Injected) -> None:
+    """Give a layer that is not injected the tensors that a block of its kind stands for, unpacked."""
+    _assign(layer, _tensors(layer, state))
+
+
+def _tensors(layer: nn.Module, state: Injected) -> dict[str, Tensor]:
+    """The layer's own tensors out of its block's, of all ranks where they lie on several."""
+    share = state.block.share
+    if share is None:
+        return restore_block(state.block.weights, state.plans)
+    return rejoined(state.block.weights, state.whole, share, ModuleSource(layer).read)
+
+
+def _twin(layer: nn.Module) -> nn.Module:
+    """A copy of the layer's module tree, of the original class, with every tensor, shared where it can be."""
+    state = injected_state(layer)
+    shared: dict[int, Any] = {id(t): t for t in (*layer.parameters(), *layer.buffers())}
+    for module in layer.modules():
+        shared |= {id(v): v for v in vars(module).values() if not isinstance(v, dict)}
+        shared |= {
+            id(h): h for hooks in (module._forward_hooks, module._forward_pre_hooks) for h in hooks.values()
+        }
+    if state.mixer is not None:
+        part = layer.get_submodule(state.mixer.part)  # which may keep its state in itself
+        shared[id(part)] = part
+    twin = deep_twin(layer, shared)
+    del twin.__dict__[STATE]
+    twin.__class__ = state.original
+    _assign(twin, restored(layer, state.links, lambda: _tensors(layer, state)))
+    if state.block.weights.device.type != "meta":
+        for path, part in twin.named_modules():
+            planes = packed_names(part)  # which stand for parameters that have no values of their own
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and tensor.is_meta and name not in planes:
+                    raise _without_values(f"{path}.{name}", layer, state)
+    return twin
+
+
+def _without_values(name: str, layer: nn.Module, state: Injected) -> UnsupportedError:
+    if name in (one.name for one in state.links):  # as torch.export leaves it
+        said = "was replaced by one without values, and its own lie in a fused block; export or transform the"
+        return UnsupportedError(f"{name} of {type(layer).__name__} {said} model before init_inference")
+    return UnsupportedError(  # as adapters are that were made where such a parameter is
+        f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
+        "parameters are whose values lie in a fused block; attach adapters by engine.load_adapter, "
+        "or before init_inference"
+    )
+
+
+def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        owner = layer.get_submodule(path)
+        if leaf in owner._buffers:
+            owner._buffers[leaf] = tensor.view(owner.get_buffer(leaf).shape)
+        else:
+            shaped = tensor.view(owner.get_parameter(leaf).shape)
+            owner._parameters[leaf] = nn.Parameter(shaped, requires_grad=False)
+
+
+def fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """State-dict hook: put the released parameters' values in under their names."""
+    state = injected_state(layer)
+    for name, tensor in restored(layer, state.links, lambda: _tensors(layer, state)).items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = tensor
+
+
+def refuse_load(layer: nn.Module, *args: Any) -> None:
+    """Load-state-dict hook: the block's tensors would not hear of it."""
+    raise UnsupportedError(
+        f"{type(layer).__name__} runs a fused block, of which load_state_dict would change only half; use "
+        "engine.refresh_weights(state_dict), for adapters engine.load_adapter, or load before init_inference"
+    )
