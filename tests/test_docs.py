@@ -23,6 +23,7 @@ from tests.helpers.models import make, prompt
 from tests.helpers.tokens import letter_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src/slipstream"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -55,6 +56,11 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     missing = [link for link in links if not (page.parent / link).exists()]
     paths = re.findall(r"`((?:src|tests|docs|scripts|benchmarks)/[\w/.]+)`", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
+    native = re.findall(r"`native/(\w+\.(?:h|cpp))", text)
+    missing += [name for name in native if not (SOURCE / "kernels/cpu/native" / name).exists()]
+    rooms = "|".join(sorted(path.name for path in SOURCE.iterdir() if path.is_dir()))
+    modules = re.findall(rf"`((?:{rooms})/[\w/]+\.py)", text)
+    missing += [name for name in modules if not (SOURCE / name).exists()]
     assert not missing
 
 
