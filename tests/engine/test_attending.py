@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.kernels.cpu import attention as native
+from slipstream.model.parts import attention_calls as attending
 from slipstream.model.parts.attention_calls import Attending, Attends, is_attending
-from slipstream.model.parts.parts import attention_calls as attending
 from slipstream.model.parts.scores import Scores
 from slipstream.ops import attention as op
 from slipstream.ops.bind import Facts, bind
