@@ -7,14 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AMX", "AVX2", "RESULTS", "ZEN5", "best_peer", "page", "read", "summary"]
+__all__ = ["FOLDERS", "RESULTS", "best_peer", "machines", "page", "read", "summary"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "peers"
-AVX2 = RESULTS.parent / "avx2" / "peers"
-"""Of a machine without AVX-512, as most laptops are."""
-AMX = RESULTS.parent / "amx" / "peers"
-ZEN5 = RESULTS.parent / "zen5" / "peers"
-"""Of a machine that multiplies vectors of 512 bits at once."""
+_MACHINES = {
+    "AMD Zen 5: AVX-512, 512 bits at once": RESULTS.parent / "zen5" / "peers",
+    "AMD Zen 4: AVX-512, in two halves": RESULTS,
+    "AMD Zen 3: AVX2, as most laptops": RESULTS.parent / "avx2" / "peers",
+    "Intel Emerald Rapids: AMX (llama.cpp alone)": RESULTS.parent / "amx" / "peers",
+}
+FOLDERS = tuple(_MACHINES.values())
+"""The folders of all machines, of which `RESULTS` is the first to be shown."""
 _ORDER = ("smollm2", "llama-1b", "gpt2", "moe", "minilm")
 _PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 _SHORT = {"smollm2": _PRECISIONS[1:], "llama-1b": _PRECISIONS[1:], "minilm": _PRECISIONS[:2]}
@@ -72,6 +75,37 @@ def summary(results: dict[tuple[str, str], Result]) -> str:
                 )
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def machines() -> str:
+    """The README's table of machines: the least and the most that the engine is faster than the best peer.
+
+    Over all weight formats; each is compared with the fastest other engine of its width in the same run.
+    """
+    columns = {
+        "SmolLM2, 1 sequence": ("smollm2", "decode_1"),
+        "8 sequences": ("smollm2", "decode_8"),
+        "prompt of 512": ("smollm2", "prefill"),
+        "llama 1.1B, all of these": ("llama-1b", ""),
+        "MiniLM": ("minilm", ""),
+    }
+    lines = [_line(["two cores of", *columns, "all rows"]), _line(["---"] * (2 + len(columns)))]
+    for machine, folder in _MACHINES.items():
+        link = f"[results]({(folder / 'README.md').relative_to(RESULTS.parents[2]).as_posix()})"
+        lines.append(_line([machine, *(_range(folder, *column) for column in columns.values()), link]))
+    return "\n".join(lines) + "\n"
+
+
+def _range(folder: Path, model: str, task: str) -> str:
+    ratios = [
+        _speed(key, row) / _speed(key, peer)
+        for (name, _), result in read(folder).items()
+        for key in _HEADS
+        if name == model and key.startswith(task) and (peer := best_peer(result, key))
+        for row in result["rows"]
+        if row["row"].startswith("slipstream") and key in row
+    ]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}x" if ratios else ""
 
 
 def page(results: dict[tuple[str, str], Result]) -> str:
