@@ -10,11 +10,15 @@ import time
 
 import pytest
 import torch
+import transformers
 
+import slipstream
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import Library, load
 from slipstream.kernels.cpu.linear import native_linear
 from slipstream.ops.linear import Weight
+from tests.kernels.test_model import sessions
+from tests.kernels.test_stack import PREFILL
 
 pytestmark = pytest.mark.skipif(
     load("baseline") is None, reason=str(native.refuse("baseline") or "no native library")
@@ -58,6 +62,27 @@ def test_callers_at_once_get_their_own_answers(library: Library) -> None:
     for caller in callers:
         caller.join()
     assert not wrong
+
+
+def test_a_call_beside_another_has_the_scratch_that_one_thread_needs() -> None:
+    """An encoder takes shorter parts where two threads have one each than where one thread has them all."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 12, "vocab_size": 60}
+    model = transformers.BertModel(transformers.BertConfig(num_hidden_layers=1, **sizes)).eval()
+    encoder = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+    ids, found = torch.randint(1, 60, (32, 32)), []
+
+    def encode(_: object = None) -> None:
+        with torch.no_grad():
+            found.append(encoder(ids).last_hidden_state)
+
+    encode()
+    runs = sessions("llama")
+    runs.both(PREFILL)
+    runs.session.best(runs.step([(0, 7, 1), (1, 1, 1)]), 3, (), encode)
+    assert len(found) == 3
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0])
 
 
 def test_calls_that_were_announced_get_the_same_answers(library: Library) -> None:

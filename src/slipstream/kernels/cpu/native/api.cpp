@@ -133,21 +133,21 @@ int32_t start(int32_t isa, int32_t threads, const Call* call, int64_t (*Kernels:
     if (status != kOk)
         return status;
     const Kernels& kernels = *kIsas[isa].kernels;
-    const int team = team_size(threads);
+    const Crew crew(team_size(threads));
     thread_local Arena kept;
     Arena own; // of a call that another one of this thread makes while it runs
     Arena& arena = kept.is_lent() ? own : kept;
-    Work<Call> work = {call, arena.lend((kernels.*bytes)(*call, team)), kernels.*run_one};
+    Work<Call> work = {call, arena.lend((kernels.*bytes)(*call, crew.size())), kernels.*run_one};
     if (!work.scratch) {
         arena.end();
         return kMemory;
     }
-    run(
+    crew.run(
         [](void* context, Team& all, int rank) {
             const auto& w = *static_cast<Work<Call>*>(context);
             w.run(*w.call, w.scratch, all, rank);
         },
-        &work, team);
+        &work);
     arena.end();
     return kOk;
 }

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
 
@@ -46,12 +47,21 @@ struct Job {
 
 class Pool {
 public:
-    bool try_run(Body body, void* context, int threads) {
+    // Keeps the workers for one job; returns how many threads it has with the caller's, 0 while another has
+    // them.
+    int hold(int threads) {
         if (busy_.exchange(true, std::memory_order_acquire))
-            return false;
+            return 0;
         grow(threads - 1);
-        const int helpers = workers_ < threads - 1 ? workers_ : threads - 1;
-        Team team(helpers + 1);
+        return workers_ < threads - 1 ? workers_ + 1 : threads;
+    }
+
+    void let_go() { busy_.store(false, std::memory_order_release); }
+
+    // By who holds them.
+    void run(Body body, void* context, int threads) {
+        const int helpers = threads - 1;
+        Team team(threads);
         {
             std::lock_guard<std::mutex> lock(mutex_);
             job_ = {body, context, &team};
@@ -68,8 +78,6 @@ public:
             else
                 std::this_thread::yield();
         }
-        busy_.store(false, std::memory_order_release);
-        return true;
     }
 
     // Whoever misses this comes with the job itself.
@@ -85,7 +93,7 @@ private:
         while (workers_ < count) {
             try {
                 std::thread(&Pool::work, this, workers_ + 1, ticket_.load()).detach();
-            } catch (const std::system_error&) {
+            } catch (const std::exception&) {
                 return; // the machine gives no more threads; the job runs on fewer
             }
             ++workers_;
@@ -229,11 +237,35 @@ void rouse() {
     instance().rouse();
 }
 
-void run(Body body, void* context, int threads) {
-    if (threads > 1 && instance().try_run(body, context, threads))
+Crew::Crew(int threads) {
+    if (threads < 2)
         return;
+    Pool& found = instance();
+    const int size = found.hold(threads);
+    if (!size)
+        return;
+    pool_ = &found;
+    size_ = size;
+}
+
+Crew::~Crew() {
+    if (pool_)
+        static_cast<Pool*>(pool_)->let_go();
+}
+
+int Crew::size() const {
+    return size_;
+}
+
+void Crew::run(Body body, void* context) const {
+    if (pool_)
+        return static_cast<Pool*>(pool_)->run(body, context, size_);
     Team alone(1);
     body(context, alone, 0);
+}
+
+void run(Body body, void* context, int threads) {
+    Crew(threads).run(body, context);
 }
 
 } // namespace slipstream

@@ -49,9 +49,27 @@ int team_size(int wish);
 // moment.
 void rouse();
 
-// Runs `body` on `threads` threads (from team_size), this one among them, and returns when all are done.
-// While another thread's job holds the workers, the job runs on the calling thread alone: `body` sees a team
-// of one.
+// The threads of one job, which are held while this is there: as many as it asks for (from team_size), fewer
+// where the machine gives no more, or the calling thread alone while another job has the others. Scratch is
+// counted for that many: fewer threads may need more of it.
+class Crew {
+public:
+    explicit Crew(int threads);
+    ~Crew();
+    Crew(const Crew&) = delete;
+    Crew& operator=(const Crew&) = delete;
+
+    int size() const;
+
+    // Runs `body` on all of them, the calling one among them, and returns when they are done.
+    void run(Body body, void* context) const;
+
+private:
+    void* pool_ = nullptr; // null: alone
+    int size_ = 1;
+};
+
+// Runs `body` on a crew of so many threads.
 void run(Body body, void* context, int threads);
 
 } // namespace slipstream
