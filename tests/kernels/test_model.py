@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -190,6 +191,29 @@ def test_what_is_raised_while_steps_run_ends_them(llama: Sessions) -> None:
     assert len(told) == 2, "no step is told of after one whose teller raised"
     again = llama.session.best(step, 8)
     assert again is not None and expected is not None and torch.equal(again, expected)
+
+
+def test_what_a_signal_raises_while_steps_run_is_raised(llama: Sessions) -> None:
+    """The interpreter looks for it as the next Python function begins: that is the one that is told."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    llama.both(PREFILL)
+    step = llama.step([(0, 7, 1), (1, 1, 1)])
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for _ in range(5):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(Stopped):
+                for _ in range(1000):
+                    llama.session.best(step, 30, (), lambda _: None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 NUMBERS = Warp(1.4, top_k=40, top_p=0.97).numbers(64, torch.device("cpu"))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import random
+import signal
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -16,7 +20,9 @@ from slipstream.errors import DeviceError
 from slipstream.families import Family, Tiny
 from slipstream.formats import FORMATS
 from slipstream.kernels.cpu import library as native
+from slipstream.kernels.cpu.abi import StackCall
 from slipstream.kernels.cpu.blocks import refuse_block
+from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.block.block import Block
@@ -254,3 +260,65 @@ def test_a_step_that_points_outside_is_refused_before_the_cache_is_touched(round
             rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
         tensor.copy_(kept)
     assert all(bool(t.isnan().all()) for pair in rounds.caches[1].layers for t in pair)
+
+
+def test_a_layer_that_cannot_be_had_ends_the_call_for_all_threads(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, turns = ctypes.c_int32(), itertools.count()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int64)
+    def turn(_: int) -> None:
+        failed.value = next(turns) % 3 == 2  # as the second block begins, right after the first has ended
+
+    class Missing:
+        def point(self, call: StackCall) -> None:
+            call.turn, call.failed = ctypes.cast(turn, ctypes.c_void_p), ctypes.addressof(failed)
+
+        def check(self) -> None:
+            failed.value = 0
+
+    monkeypatch.setattr(Turns, "of", lambda blocks: Missing())
+    step, x = rounds.step(DECODE)
+    tables = rounds.runner.frame.angles(step.positions, [block.spec.rope for block in rounds.blocks])
+
+    def call() -> None:
+        torch.set_num_threads(2)  # this one's
+        busy = torch.zeros(100_000)
+        for _ in range(2000):
+            busy.add_(1)  # torch's own thread keeps the library's from its processor
+            rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(60)
+    assert not caller.is_alive()
+    assert next(turns) == 6000, "blocks come after one that cannot be had"
+
+
+def test_what_a_signal_raises_between_layers_ends_the_call_and_leaves_none_held(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter looks for it as the next Python function begins: that is the one that takes a turn."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    leases = [threading.Lock() for _ in rounds.blocks]
+    monkeypatch.setattr(Turns, "of", lambda blocks: Turns(leases))
+    step, x = rounds.step(DECODE)
+    tables = rounds.runner.frame.angles(step.positions, [block.spec.rope for block in rounds.blocks])
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for _ in range(5):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(Stopped):
+                for _ in range(1000):
+                    rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
+            assert not any(lease.locked() for lease in leases)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -47,7 +47,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 21
+ABI = 22
 """`kAbi` of the header that this file mirrors."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from slipstream.kernels.cpu.abi import StackCall
@@ -11,7 +11,7 @@ from slipstream.kernels.requirements import BlockLike
 
 __all__ = ["Turns"]
 
-_Turn = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int32)
+_Turn = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class Turns:
@@ -24,7 +24,9 @@ class Turns:
         """One for each block of the call, in order; None where it has its matrices for good."""
         self._leases = [nullcontext() if lease is None else lease for lease in leases]
         self._failed, self._error = ctypes.c_int32(0), None
-        self._turn = _Turn(self._take)
+        turns = self._take()
+        next(turns)
+        self._turn = _Turn(turns.send)
 
     @classmethod
     def of(cls, blocks: Sequence[BlockLike]) -> Turns | None:
@@ -45,12 +47,15 @@ class Turns:
 
     _error: BaseException | None
 
-    def _take(self, block: int, begins: int) -> None:
-        try:
-            lease = self._leases[block]
-            if begins:
-                lease.__enter__()
-            else:
-                lease.__exit__(None, None, None)
-        except BaseException as error:  # no exception passes through the library; `check` raises it
-            self._error, self._failed.value = error, 1
+    # A generator, which goes on within its `try`: what a signal raises as a function begins would be lost.
+    def _take(self) -> Generator[None, int, None]:
+        while True:
+            try:
+                while True:
+                    block = yield  # it begins
+                    with self._leases[block]:
+                        yield  # and ends
+            except GeneratorExit:
+                return
+            except BaseException as error:  # no exception passes through the library; `check` raises it
+                self._error, self._failed.value = error, 1

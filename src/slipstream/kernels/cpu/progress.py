@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -29,15 +29,21 @@ def telling(call: ModelCall, tokens: Tensor, tell: Callable[[Tensor], None]) -> 
     columns = tokens.unbind(1)
     errors: list[BaseException] = []
 
-    def step(index: int) -> int:
+    # A generator, which goes on within its `try`: what a signal raises as a function begins would be lost.
+    def steps() -> Generator[int, int, None]:
         try:
-            tell(columns[index].clone())
+            while True:
+                index = yield 0
+                tell(columns[index].clone())
+        except GeneratorExit:
+            return
         except BaseException as error:  # no exception passes through the library
             errors.append(error)
-            return 1
-        return 0
+        yield 1
 
-    told = _Told(step)
+    each = steps()
+    next(each)
+    told = _Told(each.send)
     # `ctypes.cast` would let it refer to itself, and what `tell` holds live until garbage is collected.
     call.told = ctypes.c_void_p.from_buffer(told).value
     try:

@@ -11,7 +11,7 @@
 namespace slipstream {
 
 // Raised with every change of this file; the loader refuses a library of another number.
-constexpr int32_t kAbi = 21;
+constexpr int32_t kAbi = 22;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -251,9 +251,10 @@ struct StackCall {
     const int64_t* positions; // `(T,)`, the row of each token in the tables; null: token t has row t
     int32_t dtype, cache_dtype;
     Step step; // without caches the tokens, the sequences, their starts and kv_lens are read
-    // Where matrices are there for a while only: called by one thread before and after each block, while the
-    // others wait; it sets `failed`, after which the rest is left out and nothing is written. Or null.
-    void (*turn)(int64_t block, int32_t begins);
+    // Where matrices are there for a while only: called by one thread before each block, and again after it,
+    // while the others wait; it sets `failed`, after which the rest is left out and nothing is written. Or
+    // null.
+    void (*turn)(int64_t block);
     const int32_t* failed;
 };
 

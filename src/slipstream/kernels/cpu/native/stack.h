@@ -78,7 +78,7 @@ public:
         });
         for (int64_t i = 0; i < call_.num_blocks; ++i) {
             const Block& b = call_.blocks[i];
-            if (!turn(team, rank, i, 1))
+            if (!turn(team, rank, i))
                 return false;
             attention(b, i, team, rank);
             if (!b.parallel)
@@ -97,20 +97,22 @@ public:
                 else
                     write(t, x_ + t * b.hidden);
             });
-            if (!turn(team, rank, i, 0))
+            if (!turn(team, rank, i))
                 return false;
         }
         return true;
     }
 
 private:
-    bool turn(Team& team, int rank, int64_t block, int32_t begins) const {
+    bool turn(Team& team, int rank, int64_t block) const {
         if (!call_.turn)
             return true;
         if (rank == 0)
-            call_.turn(block, begins);
+            call_.turn(block);
         team.meet();
-        return !*call_.failed;
+        const bool failed = *call_.failed;
+        team.meet(); // the next turn may follow at once, and fail: all must have read what this one says
+        return !failed;
     }
 
     static Heads heads_of(const Block& b) { return {b.heads, b.kv_heads, b.head_dim}; }
