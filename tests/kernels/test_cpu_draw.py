@@ -204,6 +204,15 @@ def test_the_best_of_scores_that_are_no_numbers_is_the_first_of_those(isa: str) 
         assert chosen(scores, penalty, None, Warp(), loaded, [0]).item() == scores.argmax().item()
 
 
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+def test_no_limit_of_tokens_is_one_that_is_infinite(isa: str) -> None:
+    loaded, scores = library(isa), of(2, 5000)
+    numbers = Warp().numbers(5000, scores.device)
+    expected = native_draw(scores, torch.ones_like(scores), numbers, library=loaded)
+    numbers[1] = float("inf")
+    assert torch.equal(native_draw(scores, torch.ones_like(scores), numbers, library=loaded), expected)
+
+
 def refused(loaded: Library, **changes: Any) -> str:
     """What the library says to a call that would be right without the changes."""
     numbers, noise = torch.tensor([1.0, 5, -1, 0]), torch.ones(4, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS
-from slipstream.kernels.cpu import KERNELS
+from slipstream.kernels.cpu import KERNELS, abi
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import DTYPES, LinearCall, StackCall
 from slipstream.kernels.cpu.attention import NativeAttention
@@ -191,17 +192,23 @@ def test_shapes_that_do_not_fit_are_refused_before_memory_is_touched() -> None:
     matrix = matrix_of(weight)
     assert not isinstance(matrix, str)
     x, lib = torch.randn(1, 4), library("baseline")
+    run = abi.Run(x.data_ptr(), 1, (1 << 31) - 1)
+    wide = abi.Matrix(runs=ctypes.addressof(run), num_runs=1, outputs=1, inputs=run.stride)
     for change, message in (
         ({"rows": 0}, "shapes"),
         ({"x": None}, "missing"),
         ({"dtype": 9}, "dtype"),
         ({"x": x.data_ptr() + 1}, "aligned"),
+        ({"rows": (1 << 31) - 1, "weight": wide}, "shapes"),  # more bytes than a number of 64 bits holds
     ):
         given = {"x": x.data_ptr(), "out": x.data_ptr(), "rows": 1, "dtype": 0, "weight": matrix, **change}
         with pytest.raises(DeviceError, match=message):
             lib.run("linear", LinearCall(**given))
     with pytest.raises(DeviceError, match="shapes"):
         lib.run("stack", StackCall())
+    # A turn says in `failed` whether there is a layer.
+    with pytest.raises(DeviceError, match="missing"):
+        lib.run("stack", StackCall(num_blocks=1, blocks=ctypes.pointer(abi.Block()), turn=1))
 
 
 def test_a_limit_names_the_best_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from slipstream.engine.generation.runner import Runner, make_step
 from slipstream.engine.generation.schedule import Chunk
 from slipstream.errors import DeviceError, RequestError
 from slipstream.families import Family, Tiny
+from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu import draw as draws
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
@@ -191,6 +192,29 @@ def test_what_is_raised_while_steps_run_ends_them(llama: Sessions) -> None:
     assert len(told) == 2, "no step is told of after one whose teller raised"
     again = llama.session.best(step, 8)
     assert again is not None and expected is not None and torch.equal(again, expected)
+
+
+def test_steps_end_with_a_token_that_has_no_embedding(llama: Sessions) -> None:
+    llama.both(PREFILL)
+    step = llama.step([(0, 7, 1)], torch.tensor([3, 3, 3, 3]))
+    tokens = llama.session.best(step, 8)
+    assert tokens is not None
+    last = next(i for i, token in enumerate(tokens[0].tolist()) if token >= 4)
+    embed = llama.session._struct.embed
+    embed.outputs = abi.Run.from_address(embed.runs).rows = 4
+    short = llama.session.best(step, 8)
+    assert short is not None and torch.equal(short, tokens[:, : last + 1])
+
+
+def test_steps_whose_angles_are_of_other_positions_are_refused(llama: Sessions) -> None:
+    llama.both(PREFILL)
+    step = llama.step([(0, 7, 1), (1, 1, 1)])
+    assert llama.session.best(step, 2) is not None
+    step.positions[1] = 1 << 30  # within what embeds, and in no table
+    call, others = llama.session._call, torch.tensor([7, 1])
+    call.stack.positions = others.data_ptr()
+    with pytest.raises(DeviceError, match="unknown to this library"):
+        llama.session._run()
 
 
 def test_what_a_signal_raises_while_steps_run_is_raised(llama: Sessions) -> None:

@@ -271,7 +271,14 @@ def test_tokens_that_are_not_there_are_not_sketched(first: int, count: int) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"directions": None}, {"weights": None}, {"errors": None}, {"lengths": None}, {"errors": 2}],
+    [
+        {"directions": None},
+        {"weights": None},
+        {"errors": None},
+        {"lengths": None},
+        {"errors": 2},
+        {"first": (1 << 63) - 1},
+    ],
     ids=str,
 )
 def test_a_call_without_its_parts_is_refused(change: dict[str, Any]) -> None:
@@ -284,11 +291,9 @@ def test_a_call_without_its_parts_is_refused(change: dict[str, Any]) -> None:
     call = abi_model.SketchCall(
         head=made._head,
         sketch=made.matrix,
-        first=0,
-        count=100,
         stretch=1.0,
         along=1.0,
-        **({name: part.data_ptr() for name, part in parts.items()} | change),
+        **({name: part.data_ptr() for name, part in parts.items()} | {"first": 0, "count": 100} | change),
     )
     with pytest.raises(DeviceError, match="refuses"):
         library.run("sketch", call)

@@ -60,36 +60,6 @@ Status packed_step(const Step& s) {
     return kOk;
 }
 
-bool is_activation(int32_t activation, int32_t gated) {
-    return activation >= 0 && activation < kActivations && (activation != kSwigluOai || gated);
-}
-
-// A matrix that may be absent.
-Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
-    return m.outputs == 0 ? kOk : exact_matrix(m, outputs, inputs);
-}
-
-Status experts(const Moe& moe, const Block& b) {
-    const int64_t inner = b.gated ? 2 : 1;
-    if (!is_size(moe.experts) || !is_size(moe.top_k) || moe.top_k > moe.experts)
-        return kShape;
-    if (moe.scoring < 0 || moe.scoring >= kScorings || (moe.scoring == kSparsemixer && moe.top_k != 2))
-        return kUnsupported;
-    if (!moe.experts_in || !moe.experts_out)
-        return kNull;
-    Status status = exact_matrix(moe.router, moe.experts, b.hidden);
-    for (int64_t e = 0; status == kOk && e < moe.experts; ++e)
-        status = first_of(exact_matrix(moe.experts_in[e], inner * b.ffn, b.hidden),
-                          exact_matrix(moe.experts_out[e], b.hidden, b.ffn));
-    if (moe.shared == 0)
-        return status != kOk || !moe.shared_gate.outputs ? status : kUnsupported;
-    if (!is_size(moe.shared))
-        return kShape;
-    status = first_of(status, matrix(moe.shared_in, inner * moe.shared, b.hidden));
-    status = first_of(status, matrix(moe.shared_out, b.hidden, moe.shared));
-    return first_of(status, some_matrix(moe.shared_gate, 1, b.hidden));
-}
-
 Status block(const Block& b, const StackCall& call) {
     Status status = heads(b.heads, b.kv_heads, b.head_dim);
     if (status != kOk)
@@ -104,11 +74,13 @@ Status block(const Block& b, const StackCall& call) {
         return kRange;
     if (b.table >= 0 && 2 * call.tables[b.table].half > b.head_dim)
         return kShape;
-    const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;
+    const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim, tokens = call.step.tokens;
+    if (!fits(tokens, b.hidden) || !fits(tokens, b.ffn) || !fits(tokens, q + 2 * kv))
+        return kShape;
     status = first_of(status, matrix(b.qkv, q + 2 * kv, b.hidden));
     status = first_of(status, matrix(b.attn_out, b.hidden, q));
     if (b.moe) {
-        status = first_of(status, experts(*b.moe, b));
+        status = first_of(status, experts(*b.moe, b, call.step.tokens));
     } else {
         status = first_of(status, matrix(b.mlp_in, b.gated ? 2 * b.ffn : b.ffn, b.hidden));
         status = first_of(status, matrix(b.mlp_out, b.hidden, b.ffn));
@@ -151,8 +123,10 @@ Status tables(const StackCall& call, int64_t more) {
 Status layers(const StackCall& call, int64_t more = 0) {
     if (!is_size(call.num_blocks) || call.num_tables < 0 || call.num_tables >= kLargest)
         return kShape;
-    if (!call.blocks || (call.num_tables && !call.tables))
+    if (!call.blocks || (call.num_tables && !call.tables) || (call.turn && !call.failed))
         return kNull;
+    if (!is_aligned(call.failed, 4))
+        return kAlignment;
     Status status = call.caches ? step(call.step, true, more) : packed_step(call.step);
     if (status == kOk)
         status = tables(call, more);
@@ -204,6 +178,10 @@ Status steps(const ModelCall& call) {
     for (int64_t r = 0; r < call.rows; ++r)
         if (s.query_starts[r] != r || call.logit_rows[r] != r)
             return kUnsupported;
+    // Those of the first step lead to those of the next ones.
+    for (int64_t r = 0; call.stack.positions && r < call.rows; ++r)
+        if (call.stack.positions[r] != call.positions[r])
+            return kUnsupported;
     return kOk;
 }
 
@@ -213,7 +191,7 @@ Status around(const ModelCall& call) {
         return kNull;
     const Frame& f = *call.frame;
     const int64_t hidden = call.stack.blocks[0].hidden;
-    if (!is_size(call.rows) || !(f.softcap >= 0.0f))
+    if (!is_size(call.rows) || !fits(call.rows, hidden) || !(f.softcap >= 0.0f))
         return kShape;
     Status status = embeds(call, f);
     status = first_of(status, some_matrix(f.project_in, hidden, f.embed.inputs));
@@ -224,6 +202,9 @@ Status around(const ModelCall& call) {
         first_of(status, first_of(norm(f.embed_norm, hidden, hidden), norm(f.final_norm, hidden, hidden)));
     if (status != kOk || (!f.project_in.outputs && f.embed.inputs != hidden))
         return first_of(status, kShape);
+    if (!fits(call.stack.step.tokens, f.embed.inputs) || !fits(call.rows, f.head.inputs) ||
+        !fits(call.rows, f.head.outputs))
+        return kShape;
     if (!is_aligned(call.logit_rows, 8) || !is_aligned(call.logits, 4) || !is_aligned(call.best, 8))
         return kAlignment;
     for (int64_t r = 0; r < call.rows; ++r)
@@ -272,6 +253,8 @@ Status around(const TextCall& call) {
     const int64_t hidden = call.stack.blocks[0].hidden;
     if (!is_size(call.width) || (!call.project_in.outputs && call.width != hidden))
         return kShape;
+    if (!fits(s.tokens, call.width) || !fits(s.sequences, hidden))
+        return kShape;
     if (!call.lookups[0].table)
         return kNull;
     Status status = norm(call.norm, call.width, call.width);
@@ -300,6 +283,8 @@ Status check(const LinearCall& call) {
     if (!is_size(call.rows))
         return kShape;
     const Status status = matrix(call.weight, call.weight.outputs, call.weight.inputs);
+    if (status == kOk && !(fits(call.rows, call.weight.inputs) && fits(call.rows, call.weight.outputs)))
+        return kShape;
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
 }
 

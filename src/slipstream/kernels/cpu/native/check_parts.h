@@ -18,6 +18,11 @@ bool is_size(int64_t n) {
 bool is_dtype(int32_t dtype) {
     return dtype == kFloat32 || dtype == kBfloat16 || dtype == kFloat16;
 }
+// Whether so many numbers are no more than any memory has: scratch counts some times as many bytes.
+bool fits(int64_t rows, int64_t width) {
+    constexpr int64_t kMost = int64_t{1} << 40;
+    return rows <= kMost / width;
+}
 uintptr_t item_size(int32_t dtype) {
     return dtype == kFloat32 ? 4 : 2;
 }
@@ -130,6 +135,8 @@ Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
         return kNull;
     int64_t rows = 0;
     for (int64_t i = 0; i < m.num_runs; ++i) {
+        if (rows >= outputs) // each run has a row at least, and this one need not be there
+            return kShape;
         const Run& run = m.runs[i];
         if (!is_size(run.rows) || run.stride < (run.transposed ? run.rows : inputs) || run.stride >= kLargest)
             return kShape;
@@ -189,6 +196,8 @@ Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
         return kAlignment;
     if (!is_size(d.rows) || !is_size(rows) || !is_size(vocabulary) || (!d.places && rows != d.rows))
         return kShape;
+    if (!fits(rows, vocabulary))
+        return kShape;
     for (int64_t r = 0; d.places && r < rows; ++r)
         if (d.places[r] < 0 || d.places[r] >= d.rows)
             return kRange;
@@ -217,7 +226,7 @@ Status sketch(const SketchCall& call) {
     if (s.format != kInt4 || head.bias || s.bias)
         return kUnsupported;
     if (s.inputs <= head.inputs || head.inputs % s.group || s.inputs % s.group || call.first < 0 ||
-        call.count < 0 || call.first + call.count > head.outputs)
+        call.count < 0 || call.first > head.outputs || call.count > head.outputs - call.first)
         return kShape;
     if (!call.directions || !call.weights || !call.errors || !call.lengths)
         return kNull;
@@ -241,6 +250,38 @@ Status screen(const ModelCall& call) {
     return exact_matrix(s.sketch, f.head.outputs, f.head.inputs + s.num_directions);
 }
 
+bool is_activation(int32_t activation, int32_t gated) {
+    return activation >= 0 && activation < kActivations && (activation != kSwigluOai || gated);
+}
+
+// A matrix that may be absent.
+Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
+    return m.outputs == 0 ? kOk : exact_matrix(m, outputs, inputs);
+}
+
+Status experts(const Moe& moe, const Block& b, int64_t tokens) {
+    const int64_t inner = b.gated ? 2 : 1;
+    if (!is_size(moe.experts) || !is_size(moe.top_k) || moe.top_k > moe.experts)
+        return kShape;
+    if (!fits(tokens, moe.experts) || !fits(tokens * moe.top_k, b.ffn) || !fits(tokens * moe.top_k, b.hidden))
+        return kShape;
+    if (moe.scoring < 0 || moe.scoring >= kScorings || (moe.scoring == kSparsemixer && moe.top_k != 2))
+        return kUnsupported;
+    if (!moe.experts_in || !moe.experts_out)
+        return kNull;
+    Status status = exact_matrix(moe.router, moe.experts, b.hidden);
+    for (int64_t e = 0; status == kOk && e < moe.experts; ++e)
+        status = first_of(exact_matrix(moe.experts_in[e], inner * b.ffn, b.hidden),
+                          exact_matrix(moe.experts_out[e], b.hidden, b.ffn));
+    if (moe.shared == 0)
+        return status != kOk || !moe.shared_gate.outputs ? status : kUnsupported;
+    if (!is_size(moe.shared) || !fits(tokens, moe.shared))
+        return kShape;
+    status = first_of(status, matrix(moe.shared_in, inner * moe.shared, b.hidden));
+    status = first_of(status, matrix(moe.shared_out, b.hidden, moe.shared));
+    return first_of(status, some_matrix(moe.shared_gate, 1, b.hidden));
+}
+
 // A block's attention to an encoder's states.
 Status across(const Across& a, const Block& b, int64_t sequences) {
     const int64_t joined = b.heads * b.head_dim;
@@ -253,7 +294,8 @@ Status across(const Across& a, const Block& b, int64_t sequences) {
         return status;
     if (b.parallel || a.mask.alibi || a.mask.sinks || a.mask.relative || a.mask.window)
         return kUnsupported;
-    if (!is_size(a.states) || !is_size(sequences * a.states * b.kv_heads * b.head_dim))
+    if (!is_size(a.states) || !is_size(sequences * a.states) ||
+        !is_size(sequences * a.states * (b.kv_heads * b.head_dim)))
         return kShape;
     if (!is_aligned(a.seen, 4))
         return kAlignment;

@@ -117,14 +117,14 @@ private:
             stops_ = call_.told(step) != 0;
     }
 
-    // Lets each sequence's token follow it; returns whether one of them ends its sequence or is none, all is
-    // done, or no more is wanted.
+    // Lets each sequence's token follow it; returns whether one of them ends its sequence, is none or has no
+    // embedding, all is done, or no more is wanted.
     bool advance(int64_t step) const {
         const Step& s = call_.stack.step;
         bool ended = stops_ || step + 1 == call_.steps;
         for (int64_t t = 0; t < call_.rows; ++t) {
             const int64_t token = call_.best[t * call_.steps + step], at = moving_.kv_lens[t];
-            ended = ended || token < 0;
+            ended = ended || token < 0 || token >= frame_.embed.outputs;
             for (int64_t i = 0; i < call_.num_ends; ++i)
                 ended = ended || call_.ends[i] == token;
             moving_.token_ids[t] = token;

@@ -172,9 +172,9 @@ private:
         found.remains = {kNever, 0};
         if (found.top == kNever)
             return;
-        const auto k = static_cast<int64_t>(call_.numbers[1]);
-        if (k < vocabulary_)
-            found.remains.low = best_of(x, vocabulary_, k, own.scores);
+        const float k = call_.numbers[1]; // may be infinity, which is no whole number
+        if (k < static_cast<float>(vocabulary_))
+            found.remains.low = best_of(x, vocabulary_, static_cast<int64_t>(k), own.scores);
         if (call_.numbers[2] >= 0.0f)
             found.remains =
                 Nucleus(x, vocabulary_, found.top, own).remains(found.remains.low, call_.numbers[2]);
