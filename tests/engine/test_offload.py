@@ -299,6 +299,26 @@ def test_a_layer_that_cannot_be_read_is_an_error_and_the_next_try_works(
     assert_same(engine_of(folders["llama"]), engine)
 
 
+@pytest.mark.parametrize("moment", ["arrive", "leave"])
+def test_a_call_that_is_interrupted_keeps_no_buffer(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    engine = engine_of(folders["llama"], zero=offload(buffer_count=2))
+    schedule = streamer_of(engine).schedule
+    pending, plain = [KeyboardInterrupt], getattr(type(schedule.bays[1].lane), moment)
+
+    def interrupted(lane: Any) -> None:
+        if lane is schedule.bays[1].lane and pending:
+            raise pending.pop()
+        plain(lane)
+
+    monkeypatch.setattr(type(schedule.bays[1].lane), moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine(ids())
+    assert [bay.users for bay in schedule.bays] == [0] * len(schedule.bays)
+    assert_same(engine, engine_of(folders["llama"]))
+
+
 def test_small_matrices_stay_where_the_threshold_says_so(folders: dict[str, Path]) -> None:
     zero = {**offload(), "stage3_param_persistence_threshold": 5000}
     engine = engine_of(folders["llama"], zero=zero)

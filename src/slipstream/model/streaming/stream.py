@@ -227,13 +227,25 @@ class Schedule:
                 else:
                     self._fill(bay, layer)
             bay.users += 1
-            self._read_ahead()
-        bay.lane.arrive()
+        kept = False
+        try:
+            with self._changed:
+                self._read_ahead()
+            bay.lane.arrive()
+            kept = True
+        finally:
+            if not kept:  # as a signal comes: nobody would release it
+                self._leave(bay)
 
     def release(self, layer: int) -> None:
         """Let it go."""
         bay = self.bays[layer % len(self.bays)]
-        bay.lane.leave()
+        try:
+            bay.lane.leave()
+        finally:
+            self._leave(bay)
+
+    def _leave(self, bay: Bay) -> None:
         with self._changed:
             bay.users -= 1
             self._changed.notify_all()
