@@ -21,13 +21,16 @@ _INTRODUCTION = """\
 
 Generated from `slipstream.config`; a test keeps this page equal to it.
 
-Every field below goes into `slipstream.init_inference` as a keyword argument, in a dictionary, in a JSON file
-or in an `InferenceConfig`, by its name or by its alias. The string `"auto"` means the default. What is given
-twice must agree. Unknown names are refused with the nearest known one.
+Pass fields to `slipstream.init_inference` as keyword arguments, in a dictionary, in a JSON file or in an
+`InferenceConfig`, by name or by alias. The string `"auto"` means the default. A field that is given twice
+must have the same value in both places. Unknown names are refused, and the error names the nearest known one.
 
-A field **acts**, **warns** (a value other than the default changes nothing, and a warning says so) or is
-**refused** (a value other than the default is an error), or it is **unserved**: understood and checked,
-and an engine of this version refuses to be built with a value other than the default.
+What a field does with a value other than its default:
+
+- **acts**: it takes effect.
+- **warns**: it changes nothing, and a warning says so.
+- **refused**: it is an error.
+- **unserved**: the value is checked, but this version builds no engine with it.
 """
 _COLUMNS = ("field", "alias", "type", "default", "meaning", "effect")
 

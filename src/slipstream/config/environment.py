@@ -13,15 +13,15 @@ __all__ = ["VARIABLES", "CpuIsa", "cache_dir", "cpu_isa", "launched", "local_ran
 CpuIsa = Literal["reference", "baseline", "avx2", "avx512", "amx"]
 
 VARIABLES = {
-    "SLIPSTREAM_CACHE": "folder for what is built or downloaded once; without it "
+    "SLIPSTREAM_CACHE": "folder for files that are built or downloaded once; default "
     "`$XDG_CACHE_HOME/slipstream`, else `~/.cache/slipstream`",
     "SLIPSTREAM_CPU_ISA": "highest instruction set the CPU kernels may use: `reference` (no kernel), "
-    "`baseline`, `avx2`, `avx512` or `amx`; without it the best one the processor has",
-    "RANK": "this process among all, set by torchrun; without it 0",
-    "LOCAL_RANK": "this process among those on this machine, set by torchrun; without it 0",
-    "WORLD_SIZE": "number of processes, set by torchrun; without it 1",
-    "MASTER_ADDR": "address where the processes meet, set by torchrun; they are joined where this, "
-    "`MASTER_PORT`, `RANK` and `WORLD_SIZE` are all set",
+    "`baseline`, `avx2`, `avx512` or `amx`; default: the best one of the processor",
+    "RANK": "number of this process among all, set by torchrun; default 0",
+    "LOCAL_RANK": "number of this process among those on this machine, set by torchrun; default 0",
+    "WORLD_SIZE": "number of processes, set by torchrun; default 1",
+    "MASTER_ADDR": "rendezvous address, set by torchrun; processes are joined if this, `MASTER_PORT`, "
+    "`RANK` and `WORLD_SIZE` are all set",
     "MASTER_PORT": "port of that address, set by torchrun",
 }
 

@@ -57,77 +57,71 @@ class InferenceConfig(Section):
     replace_with_kernel_inject: Flag = Field(
         default=False,
         alias="kernel_inject",
-        description="replace layers by fused blocks and run the engine's own kernels",
+        description="replace layers with fused blocks and use the engine's kernels",
     )
     dtype: DType = Field(
-        default=torch.float16, description="what weights are held and computed in; int8 quantizes weights"
+        default=torch.float16, description="dtype of weights and computation; int8 quantizes weights"
     )
     tensor_parallel: TensorParallelConfig = Field(
-        default=TensorParallelConfig(), alias="tp", description="how each layer is split over ranks"
+        default=TensorParallelConfig(), alias="tp", description="tensor parallelism"
     )
     enable_cuda_graph: Flag = Field(
-        default=False, description="capture the forward pass once per shape and replay it"
+        default=False, description="capture decode steps and forwards as graphs and replay them"
     )
-    use_triton: Flag = Field(default=False, description="insist on Triton kernels")
-    triton_autotune: Flag = Field(
-        default=False, description="time the Triton kernels' variants before the first use"
-    )
-    zero: ZeroConfig = Field(default=ZeroConfig(), description="weights kept off the compute device")
-    triangular_masking: Flag = Field(
-        default=True, alias="tm", description="tokens see only those before them"
-    )
-    moe: MoEConfig = Field(default=MoEConfig(), description="how experts are spread; also True or False")
+    use_triton: Flag = Field(default=False, description="require Triton kernels")
+    triton_autotune: Flag = Field(default=False, description="tune Triton kernels before the first use")
+    zero: ZeroConfig = Field(default=ZeroConfig(), description="offloading of weights")
+    triangular_masking: Flag = Field(default=True, alias="tm", description="causal attention")
+    moe: MoEConfig = Field(default=MoEConfig(), description="expert parallelism; also True or False")
     keep_module_on_host: Flag = Field(default=False, description="leave the model in host memory")
     quant: QuantizationConfig = Field(
         default=QuantizationConfig(),
         description='quantization; also "int8", "int4", "fp8", "fp6" or "bf13" for `quant.weight.format`',
     )
     injection_check: Literal["error", "fallback", "off"] = Field(
-        default="error", description="what happens when a replaced layer disagrees with the original"
+        default="error", description="what to do when a replaced layer disagrees with the original"
     )
     kv_cache_dtype: Literal["int8"] | None = Field(
-        default=None, description="what generate keeps keys and values in; None for the engine's dtype"
+        default=None, description="dtype of the KV cache in generate; None for the engine's dtype"
     )
     screen_vocabulary: Flag = Field(
         default=True,
-        description="whether greedy steps of one sequence read a sketch of the vocabulary projection first",
+        description="screen the vocabulary with a low-precision copy in greedy decoding of one sequence",
     )
     checkpoint: Checkpoint = Field(
         default=None, description="weights to load: a path, or DeepSpeed's dictionary of files"
     )
-    base_dir: Folder = Field(default="", description="folder that relative checkpoint files lie in")
-    set_empty_params: Flag = Field(default=False, description="build injected layers without values")
+    base_dir: Folder = Field(default="", description="folder of relative checkpoint file names")
+    set_empty_params: Flag = Field(default=False, description="build injected layers without weights")
     save_mp_checkpoint_path: PathText = Field(
-        default=None, description="folder to write the loaded, sharded weights to"
+        default=None, description="folder to save the loaded weights to"
     )
     checkpoint_config: CheckpointConfig = Field(
         default=CheckpointConfig(),
         alias="ckpt_config",
-        description="the same three places in one section",
+        description="the same three fields as a section",
     )
     return_tuple: Flag = Field(
-        default=True, description="what forward returns: the model's own output, or the plain tensor"
+        default=True, description="forward returns the model's output object, or the plain tensor"
     )
-    training_mp_size: Count = Field(
-        default=1, description="ranks that the checkpoint was split over when it was written"
-    )
+    training_mp_size: Count = Field(default=1, description="number of ranks that wrote the checkpoint")
     injection_policy: Policy = Field(
         default=None,
         alias="injection_dict",
         description="layer classes and the names of their output linears",
     )
-    injection_policy_tuple: Names = Field(default=None, description="DeepSpeed's own note of a policy in use")
+    injection_policy_tuple: Names = Field(
+        default=None, description="DeepSpeed's internal record of the policy in use"
+    )
     config: ModelConfig = Field(
         default=None, alias="args", description="entries that override the model's configuration"
     )
     max_out_tokens: Count = Field(
-        default=1024, alias="max_tokens", description="most tokens of a sequence, prompt included"
+        default=1024, alias="max_tokens", description="maximum tokens per sequence, prompt included"
     )
-    min_out_tokens: Count = Field(
-        default=1, alias="min_tokens", description="tokens that must fit at the very least"
-    )
+    min_out_tokens: Count = Field(default=1, alias="min_tokens", description="minimum tokens that must fit")
     transposed_mode: Flag = Field(
-        default=False, description="weights stored transposed, for DeepSpeed's hybrid engine"
+        default=False, description="transposed weights, for DeepSpeed's hybrid engine"
     )
 
     replace_method: Literal["auto"] = Field(

@@ -39,12 +39,12 @@ _FORMATS: dict[int, WeightFormat] = {8: "int8", 4: "int4", 6: "fp6"}
 class BaseQuantConfig(Section):
     """What weights and activations have in common."""
 
-    enabled: Flag = Field(default=True, description="whether these are quantized once `quant` is in force")
+    enabled: Flag = Field(default=True, description="whether to quantize these once `quant` is active")
     num_bits: BitWidth = Field(default=8, description="bits per value: 4, 6 or 8")
     q_type: Literal["symmetric", "asymmetric"] = Field(
-        default="symmetric", description="without or with a zero point"
+        default="symmetric", description="without or with a zero point (of int4 weights: a minimum)"
     )
-    q_groups: Count = Field(default=1, description="groups with a scale of their own per row")
+    q_groups: Count = Field(default=1, description="groups per row, each with its own scale")
 
 
 class WeightQuantConfig(BaseQuantConfig):
@@ -54,10 +54,10 @@ class WeightQuantConfig(BaseQuantConfig):
         default=None, description="weight format by name; None takes it from `num_bits`"
     )
     quantized_initialization: dict[str, Any] = Field(
-        default_factory=dict, description="DeepSpeed's group-wise quantization while a model is built"
+        default_factory=dict, description="DeepSpeed's group-wise quantization at model construction"
     )
     post_init_quant: dict[str, Any] = Field(
-        default_factory=dict, description="DeepSpeed's group-wise quantization by parts of a module's name"
+        default_factory=dict, description="DeepSpeed's group-wise quantization by module name"
     )
 
     @model_validator(mode="before")
@@ -81,7 +81,7 @@ class WeightQuantConfig(BaseQuantConfig):
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """How the inputs of int8, int4 and fp8 linears are quantized; weights alone are when this is left out."""
+    """How inputs of int8, int4 and fp8 linears are quantized; by default only weights are."""
 
     @model_validator(mode="after")
     def _eight_bits(self) -> ActivationQuantConfig:
@@ -91,15 +91,15 @@ class ActivationQuantConfig(BaseQuantConfig):
 
 
 class QKVQuantConfig(Section):
-    """Whether the query, key and value projections take part."""
+    """Whether the query, key and value projections are quantized."""
 
     enabled: Flag = Field(
-        default=True, description="whether the projection of query, key and value is quantized too"
+        default=True, description="whether to quantize the projection of query, key and value"
     )
 
 
 class QuantizationConfig(Section):
-    """What is quantized, and to what; a string such as "int4" is short for `weight.format`."""
+    """What is quantized and how; a string such as "int4" is short for `weight.format`."""
 
     enabled: Flag = Field(default=True, description="False switches all of `quant` off")
     activation: ActivationQuantConfig = Field(
@@ -109,8 +109,8 @@ class QuantizationConfig(Section):
     qkv: QKVQuantConfig = Field(default=QKVQuantConfig(), description="the projection of q, k and v")
     head: OutsideFormat = Field(
         default="int8",
-        description='format of the vocabulary projection once `quant` is in force, or "none"; beside bf13 '
-        "weights bf13 unless it is set",
+        description='format of the vocabulary projection once `quant` is active, or "none"; bf13 with bf13 '
+        "weights unless it is set",
     )
     embedding: OutsideFormat = Field(default="none", description='format of the token embedding, or "none"')
 
@@ -166,8 +166,8 @@ class QuantizationConfig(Section):
             )
         if self.activation_quantized and self.weight_format not in ("int8", "int4", "fp8"):
             raise ValueError(
-                f"activations of 8 bits do not go with {self.weight_format} weights: products take whole "
-                'numbers, or fp8, on both sides; use weight.format="int8", "int4" or "fp8", or leave '
+                f"activation: 8-bit inputs do not go with {self.weight_format} weights: a matmul takes "
+                'integers, or fp8, on both sides; use weight.format="int8", "int4" or "fp8", or leave '
                 "activation out"
             )
         asked, plain = self.activation.explicit(), {"q_type": "symmetric", "q_groups": 1}

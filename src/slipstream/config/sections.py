@@ -13,18 +13,14 @@ __all__ = ["CheckpointConfig", "MoEConfig", "TensorParallelConfig"]
 
 
 class TensorParallelConfig(Section):
-    """How each layer is split over ranks."""
+    """Tensor parallelism: how each layer is split over ranks."""
 
-    enabled: Flag = Field(default=True, description="whether layers may be split at all")
-    tp_size: Count = Field(default=1, description="ranks that one layer is split over")
-    tp_grain_size: Count = Field(default=64, description="smallest block of rows that a shard is cut into")
-    mpu: Any = Field(
-        default=None, description="an object that knows the model-parallel group, as Megatron has one"
-    )
-    tp_group: Any = Field(default=None, description="a torch.distributed process group to split over")
-    step_timeout: Count = Field(
-        default=35, description="seconds that a rank waits for the others within a step"
-    )
+    enabled: Flag = Field(default=True, description="whether layers may be split")
+    tp_size: Count = Field(default=1, description="number of ranks that split each layer")
+    tp_grain_size: Count = Field(default=64, description="multiple of rows at which parts end")
+    mpu: Any = Field(default=None, description="an object with the model-parallel group, such as Megatron's")
+    tp_group: Any = Field(default=None, description="torch.distributed process group to split over")
+    step_timeout: Count = Field(default=35, description="seconds to wait for other ranks within a step")
 
     @model_validator(mode="after")
     def _enabled_agrees(self) -> TensorParallelConfig:
@@ -34,25 +30,25 @@ class TensorParallelConfig(Section):
 
 
 class MoEConfig(Section):
-    """How the experts of a mixture of experts are spread; a bool is short for `enabled`."""
+    """Expert parallelism: how experts are spread over ranks; a bool is short for `enabled`."""
 
     enabled: Flag = Field(default=True, description="whether experts may be spread over ranks")
-    ep_size: Count = Field(default=1, description="ranks that the experts are spread over")
+    ep_size: Count = Field(default=1, description="number of ranks to spread experts over")
     moe_experts: Experts = Field(
         default_factory=lambda: [1],
         alias="num_experts",
-        description="number of experts, one or one per layer",
+        description="number of experts, one for all layers or one per layer",
     )
     type: Literal["standard", "residual"] = Field(
-        default="standard", description="plain experts, or DeepSpeed-MoE's"
+        default="standard", description="standard experts, or DeepSpeed-MoE's residual ones"
     )
     ep_mp_group: Any = Field(
         default=None,
         alias="expert_mp_group",
-        description="a process group that splits each expert's own weights",
+        description="process group that splits each expert's weights",
     )
     ep_group: Any = Field(
-        default=None, alias="expert_group", description="a process group to spread experts over"
+        default=None, alias="expert_group", description="process group to spread experts over"
     )
 
     @classmethod
@@ -68,10 +64,10 @@ class MoEConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Where weights come from and go to: another place for three fields of the top level."""
+    """Where weights are loaded from and saved to: the same as three top-level fields."""
 
-    checkpoint_dir: PathText = Field(default=None, description="another place for `checkpoint`")
+    checkpoint_dir: PathText = Field(default=None, description="the same as `checkpoint`")
     save_mp_checkpoint_path: PathText = Field(
-        default=None, description="another place for `save_mp_checkpoint_path`"
+        default=None, description="the same as `save_mp_checkpoint_path`"
     )
-    base_dir: PathText = Field(default=None, description="another place for `base_dir`")
+    base_dir: PathText = Field(default=None, description="the same as `base_dir`")

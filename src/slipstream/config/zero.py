@@ -14,16 +14,12 @@ __all__ = ["OffloadParamConfig", "ZeroConfig"]
 
 
 class OffloadParamConfig(Section):
-    """Where layers' weights stay while they are not computed with."""
+    """Where the weights of layers stay while they are not in use."""
 
-    device: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description="memory that the weights stay in"
-    )
+    device: Literal["none", "cpu", "nvme"] = Field(default="none", description="where the weights stay")
     nvme_path: PathText = Field(default=None, description="folder on a fast disk, for device='nvme'")
-    pin_memory: Flag = Field(
-        default=False, description="page-locked host memory, which a GPU copies from faster"
-    )
-    buffer_count: Count = Field(default=5, description="layers on the compute device at one time")
+    pin_memory: Flag = Field(default=False, description="page-locked host memory, for faster copies to a GPU")
+    buffer_count: Count = Field(default=5, description="layers on the compute device at once")
     buffer_size: Amount = Field(default=100_000_000, description="parameters per buffer")
     max_in_cpu: Amount = Field(
         default=1_000_000_000, description="parameters kept in host memory with device='nvme'"
@@ -46,7 +42,7 @@ class OffloadParamConfig(Section):
 
 
 class ZeroConfig(Section):
-    """Weights that do not fit on the compute device: they stay elsewhere and are streamed through it."""
+    """Offloading: weights that do not fit on the compute device are streamed through it."""
 
     training_only: ClassVar[frozenset[str]] = frozenset(
         {
@@ -72,10 +68,10 @@ class ZeroConfig(Section):
     )
 
     stage: Annotated[int, Strict(), Field(ge=0, le=3)] = Field(
-        default=0, description="ZeRO's stage; offloading belongs to 3, the one that partitions weights"
+        default=0, description="ZeRO stage; offloading belongs to stage 3"
     )
     offload_param: OffloadParamConfig = Field(
-        default=OffloadParamConfig(), description="where the weights stay"
+        default=OffloadParamConfig(), description="where offloaded weights stay"
     )
     prefetch_bucket_size: Amount = Field(
         default=50_000_000, alias="stage3_prefetch_bucket_size", description="parameters fetched ahead"
@@ -88,17 +84,17 @@ class ZeroConfig(Section):
     model_persistence_threshold: Amount = Field(
         default=sys.maxsize,
         alias="stage3_model_persistence_threshold",
-        description="parameters that may stay on the device in all",
+        description="total parameters that may stay on the device",
     )
     max_live_parameters: Amount = Field(
         default=1_000_000_000,
         alias="stage3_max_live_parameters",
-        description="parameters on the device at one time",
+        description="parameters on the device at once",
     )
     max_reuse_distance: Amount = Field(
         default=1_000_000_000,
         alias="stage3_max_reuse_distance",
-        description="parameters used within this distance are not released",
+        description="parameters reused within this distance are not released",
     )
 
     @model_validator(mode="after")
