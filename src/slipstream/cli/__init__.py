@@ -60,7 +60,7 @@ def _show_version(wanted: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Makes a pretrained transformer fast for inference, and shows what that changed."""
+    """Fast inference for pretrained transformers, with a report of what was fused."""

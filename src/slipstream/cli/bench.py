@@ -33,27 +33,29 @@ class Peer(Enum):
 class Measuring:
     """What is measured, and how often."""
 
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt; random tokens.")] = 128
-    new_tokens: Annotated[int, typer.Option(min=2, help="To generate after each prompt.")] = 64
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt (random).")] = 128
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate after each prompt.")] = 64
     batch: Annotated[
-        list[int], typer.Option(min=1, help="Sequences at once; give it several times for several rows.")
+        list[int], typer.Option(min=1, help="Batch size; repeat the option to measure several.")
     ] = field(default_factory=lambda: [1])
-    repeat: Annotated[int, typer.Option(min=1, help="Runs behind each median, after one to warm up.")] = 3
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs per median, after one warm-up.")] = 3
 
 
 def bench(
     loading: Loading,
     measuring: Measuring,
-    compare: Annotated[Peer | None, typer.Option(help="Measure the original model too, in turns.")] = None,
+    compare: Annotated[
+        Peer | None, typer.Option(help="Measure the original Hugging Face model too, in alternating runs.")
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Rows for programs, with low and high of each.")
+        bool, typer.Option("--json", help="Print JSON, with low and high of each figure.")
     ] = False,
 ) -> None:
     """Measure prefill, decode, time to first token and working memory.
 
-    Prefill is prompt tokens per second until the first new token; decode is new tokens per second after it;
-    both count all sequences of a batch. Memory is the peak of a first call over what was held before it (on
-    the CPU the process's resident memory): activations and cache, not weights.
+    Prefill is prompt tokens per second up to the first new token, decode is new tokens per second after it;
+    both count all sequences of a batch. Memory is activations and KV cache, not weights: the peak of a first
+    call above what was held before it (on a CPU, of the process's resident memory).
     """
     shapes = [Shape(size, measuring.prompt_tokens, measuring.new_tokens) for size in measuring.batch]
     if compare is not None:

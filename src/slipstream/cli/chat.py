@@ -23,11 +23,11 @@ Ctrl-C  stops an answer; at the prompt it leaves"""
 def chat(
     loading: Loading,
     sampling: Sampling,
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
 ) -> None:
-    """Talk with a model that has a chat template; it remembers the conversation.
+    """Chat with a model that has a chat template.
 
-    /help lists what can be said beside words.
+    The conversation is kept until /reset. Type /help for the commands.
     """
     sampling.to_options()  # answers for a wrong combination before anything is loaded
     session = open_session(loading)

@@ -31,12 +31,14 @@ _FEATURES = (
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="The same for programs.")] = False,
-    dtype: Annotated[Precision, typer.Option(help="Precision to choose kernels for.")] = Precision.FLOAT32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dtype: Annotated[
+        Precision, typer.Option(help="Precision for which kernels are chosen.")
+    ] = Precision.FLOAT32,
 ) -> None:
-    """Show versions, processor, memory, GPUs, and the kernel that each op would run on.
+    """Show versions, processor, memory, GPUs, and the kernel chosen for each op.
 
-    Worth a place in every report of a defect.
+    Include the output in bug reports.
     """
     facts = {
         "versions": _versions(_REQUIRED)

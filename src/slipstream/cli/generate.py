@@ -24,18 +24,18 @@ _TIMED_TOKENS = 24  # enough for a rate, few enough that the whole demo takes se
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     loading: Loading,
     sampling: Sampling,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Run the original model too: tokens per second of both, same tokens?"),
+        typer.Option("--compare", help="Run the original model too; compare speed and tokens."),
     ] = False,
 ) -> None:
     """Answer a prompt.
 
-    The answer goes to stdout as it is made; what was fused, and how fast it was, to stderr. A model with a
-    chat template is spoken to through it, another one continues the text.
+    Streams the answer to stdout; the report of what was fused and the speed go to stderr. If the model has a
+    chat template, the prompt is a user message; otherwise the model continues the text.
     """
     sampling.to_options()  # answers for a wrong combination before anything is loaded
     if compare and sampling.temperature > 0.0:

@@ -20,17 +20,20 @@ __all__ = ["inspect"]
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a hub id, a .gguf file, or 'demo'.")
+        str, typer.Argument(metavar="MODEL", help="Checkpoint folder, hub id, .gguf file, or 'demo'.")
     ],
     dtype: Annotated[
-        Precision | None, typer.Option(help="Precision to check in; without it the checkpoint's own.")
+        Precision | None, typer.Option(help="Precision of the check. Default: the checkpoint's own.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole report, layer by layer.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the full report, layer by layer, as JSON.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show which layers would run as fused blocks; nothing is changed and nothing is written.
+    """Show which layers would run as fused blocks, and why others would not.
 
-    Every distinct kind of layer is compared with the block that would replace it, on random input.
+    Compares each distinct kind of layer with the block that would replace it, on random input. The checkpoint
+    is not changed.
     """
     set_up(verbose)
     with busy("finding the model; a GGUF file is converted once"), hushed(verbose):

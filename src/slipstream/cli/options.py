@@ -16,11 +16,9 @@ from slipstream import ConfigError
 
 __all__ = ["Loading", "Precision", "Sampling", "Verbose", "examples", "unfold"]
 
-_PLACE = "A checkpoint folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
+_PLACE = "Checkpoint folder, hub id, .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
 
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Say on stderr what is done and how long it takes.")
-]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log progress and timings to stderr.")]
 
 _NEW_TOKENS = 200
 
@@ -49,15 +47,15 @@ class Loading:
     dtype: Annotated[
         Precision,
         typer.Option(
-            help="Precision of weights and arithmetic. float32 gives the original's tokens exactly; bfloat16 "
-            "is half the memory, and may choose other words where two are nearly as likely.",
+            help="Precision of weights and arithmetic. float32 gives exactly the original's tokens; bfloat16 "
+            "halves the memory, and may choose another token where two are nearly equally likely.",
             rich_help_panel="Model",
         ),
     ] = Precision.FLOAT32
     inject: Annotated[
         bool,
         typer.Option(
-            "--inject/--no-inject", help="Replace the layers by fused blocks.", rich_help_panel="Model"
+            "--inject/--no-inject", help="Replace layers with fused blocks.", rich_help_panel="Model"
         ),
     ] = True
     verbose: Verbose = False
@@ -73,14 +71,14 @@ class Sampling:
             "--max-new-tokens",
             "-n",
             min=1,
-            help="Most tokens of an answer; 200 where it is left out, or as many as fit after the prompt.",
+            help="Maximum number of new tokens. Default: 200, or as many as fit after the prompt.",
             rich_help_panel="Answer",
         ),
     ] = None
     temperature: Annotated[
         float,
         typer.Option(
-            min=0.0, help="0 takes the likeliest token, more is livelier.", rich_help_panel="Answer"
+            min=0.0, help="0 is greedy decoding; higher values are more random.", rich_help_panel="Answer"
         ),
     ] = 0.0
     top_p: Annotated[
@@ -88,14 +86,17 @@ class Sampling:
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Draw from the likeliest tokens that sum to this.",
+            help="Sample from the most likely tokens whose probabilities sum to this.",
             rich_help_panel="Answer",
         ),
     ] = 1.0
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=2**64 - 1, help="The same seed draws the same answer.", rich_help_panel="Answer"
+            min=0,
+            max=2**64 - 1,
+            help="Random seed; the same seed gives the same answer.",
+            rich_help_panel="Answer",
         ),
     ] = 0
 

@@ -49,34 +49,35 @@ class Packing:
     """What is packed, and to what."""
 
     packed: Annotated[
-        PackedFormat, typer.Option("--format", help="Of the layers' matrices.", rich_help_panel="Formats")
+        PackedFormat,
+        typer.Option("--format", help="Format of the layers' weights.", rich_help_panel="Formats"),
     ] = PackedFormat.INT4
     groups: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Groups of a row of the hidden width (int4); 1 means groups of 32 inputs.",
+            help="int4: number of groups per row of the hidden width; 1 means groups of 32 inputs.",
             rich_help_panel="Formats",
         ),
     ] = 1
     symmetric: Annotated[
         bool,
-        typer.Option("--symmetric", help="Groups without a minimum (int4).", rich_help_panel="Formats"),
+        typer.Option("--symmetric", help="int4: groups without a minimum.", rich_help_panel="Formats"),
     ] = False
     head: Annotated[
         OutsideFormat | None,
         typer.Option(
-            help="Of the vocabulary projection; int8 unless named, or bf13 with that.",
+            help="Format of the vocabulary projection. Default: int8, or bf13 with --format bf13.",
             rich_help_panel="Formats",
         ),
     ] = None
     embedding: Annotated[
-        OutsideFormat, typer.Option(help="Of the token embedding.", rich_help_panel="Formats")
+        OutsideFormat, typer.Option(help="Format of the token embedding.", rich_help_panel="Formats")
     ] = OutsideFormat.NONE
     dtype: Annotated[
         Precision,
         typer.Option(
-            help="Precision of what stays plain, and of weights before they are packed.",
+            help="Precision of weights that stay plain, and of all weights before packing.",
             rich_help_panel="Formats",
         ),
     ] = Precision.BFLOAT16
@@ -92,16 +93,16 @@ class Packing:
 
 def quantize(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A folder, a hub id, a .gguf file, or 'demo'.")
+        str, typer.Argument(metavar="SRC", help="Checkpoint folder, hub id, .gguf file, or 'demo'.")
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
     packing: Packing,
     verbose: Verbose = False,
 ) -> None:
-    """Pack a model's weights and save them.
+    """Quantize a model's weights and save them to a folder.
 
-    The folder opens like any other (`--model DST`), in seconds: the planes are mapped, and used as they lie.
-    Blocks of a GGUF file that are int4's own numbers are taken over as they are.
+    The folder is used like any other checkpoint (--model DST) and opens in seconds, because the packed
+    weights are memory-mapped. With int4, Q4_0, Q4_1 and Q4_K weights of a GGUF file are not quantized again.
     """
     set_up(verbose)
     destination = free_place(destination)
