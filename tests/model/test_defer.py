@@ -16,8 +16,9 @@ from slipstream.errors import DeviceError
 from slipstream.kernels.cpu.library import refuse
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.kernels.cpu.text import NativeText
-from slipstream.model.fused.defer import Pending
+from slipstream.model.fused.defer import Pending, current
 from slipstream.model.fused.padding import pack, real_tokens
+from slipstream.model.fused.watch import wants_original
 from slipstream.spec import BlockSpec, Norm
 from tests.helpers.models import Pair, blocks_that_run, close, inject, make, pair, prompt
 
@@ -401,3 +402,19 @@ def test_rows_are_packed_with_what_poolers_read_behind_them() -> None:
     whole = pack(real, 2, LENGTH, specs=(SPEC,), drops=False)
     assert whole.index is not None and whole.packed.kv_lens.tolist() == [5, 6]
     assert whole.index.tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 3, *range(9, 18)]
+
+
+@pytest.mark.parametrize("asked", [{"output_attentions": True}, {"output_hidden_states": True}])
+def test_a_forward_that_was_interrupted_is_no_part_of_the_next_one(asked: dict[str, bool]) -> None:
+    models = pair("llama", "LlamaForCausalLM", num_hidden_layers=3)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = models.engine.module.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        models.engine.module(prompt(), **asked)
+    handle.remove()
+    assert both(models, padded("none")) == [3]
+    assert current() is None
+    assert not wants_original()

@@ -13,10 +13,12 @@ Shapes: B batch, S sequence, C hidden.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,14 +49,18 @@ class Scope:
     Attributes:
         encoder: Runs its layers; None where nothing does, or where every state is asked for.
         drops: What leaves padded positions is read by nobody.
+        original: It needs the original layers' code.
         outer: The forward that this one is a part of.
+        frame: Which of Python's frames it runs in; 0 where that is not known.
         waiting: States that were not computed when they were returned.
         owing: Layers that are to extend a cache.
     """
 
     encoder: Encoder | None
     drops: bool
+    original: bool
     outer: Scope | None
+    frame: int
     waiting: list[weakref.ref[Pending]] = field(default_factory=list)
     owing: list[Chain] = field(default_factory=list)
 
@@ -67,12 +73,23 @@ def current() -> Scope | None:
     return _scope.get()
 
 
-def enter(encoder: Encoder | None, *, drops: bool) -> None:
-    """Begin a forward of a watched model: `encoder` and `drops` as in `Scope`, or as an outer one's."""
+def enter(encoder: Encoder | None, *, drops: bool, original: bool = False, frame: int = 0) -> None:
+    """Begin a forward of a watched model, as `Scope` says, or as an outer one does."""
     outer = _scope.get()
+    while outer is not None and outer.frame and not _runs(outer.frame):
+        outer = outer.outer  # torch calls no hook after a KeyboardInterrupt, so nobody ended it
     if outer is not None:
         encoder, drops = encoder if outer.encoder is not None else None, drops and outer.drops
-    _scope.set(Scope(encoder, drops, outer))
+        original = original or outer.original
+    _scope.set(Scope(encoder, drops, original, outer, frame))
+
+
+def _runs(frame: int) -> bool:
+    """Whether a frame is among those of this thread."""
+    one: FrameType | None = sys._getframe(1)
+    while one is not None and id(one) != frame:
+        one = one.f_back
+    return one is not None
 
 
 def leave(*, failed: bool) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,6 @@ _SETTINGS = (
     "use_sliding_window",
 )
 """What models read of their configs in every call."""
-_depth: ContextVar[int] = ContextVar("slipstream_original_depth", default=0)
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,8 @@ def _values(module: nn.Module) -> Mapping[str, Any]:
 
 def wants_original() -> bool:
     """Whether the forward that is running in this context needs the original layers' code."""
-    return _depth.get() > 0
+    scope = defer.current()
+    return scope is not None and scope.original
 
 
 def asks_for_internals(kwargs: Mapping[str, Any], config: Any) -> bool:
@@ -149,26 +149,31 @@ def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():  # torch.export sees the original, and would not leave after an error
-        if torch.compiler.is_dynamo_compiling():
-            as_it_is(_enter, encoder, module, args, kwargs)
-        return
+    if not torch.compiler.is_compiling():
+        _begin(encoder, module, args, kwargs, id(sys._getframe(1)))
+    elif torch.compiler.is_dynamo_compiling():  # torch.export sees the original, and would not leave
+        as_it_is(_begin, encoder, module, args, kwargs)
+
+
+def _begin(
+    encoder: Encoder | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frame: int = 0,
+) -> None:
     config, given = getattr(module, "config", None), named(module, args, kwargs)
-    if asks_for_internals(kwargs, config) or attends_otherwise(module):
-        _depth.set(_depth.get() + 1)
+    original = asks_for_internals(kwargs, config) or attends_otherwise(module)
     states = encoder is not None and asks_for_states(given, config)
-    defer.enter(None if states else encoder, drops=not reads_padding(module, given))
+    drops = not reads_padding(module, given)
+    defer.enter(None if states else encoder, drops=drops, original=original, frame=frame)
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if torch.compiler.is_compiling():
-        if torch.compiler.is_dynamo_compiling():
-            as_it_is(_leave, module, args, kwargs, output)
-        return
-    config = getattr(module, "config", None)
-    if wants_original() and (asks_for_internals(kwargs, config) or attends_otherwise(module)):
-        _depth.set(_depth.get() - 1)
-    defer.leave(failed=output is None)
+    if not torch.compiler.is_compiling():
+        defer.leave(failed=output is None)
+    elif torch.compiler.is_dynamo_compiling():
+        as_it_is(defer.leave, failed=output is None)
 
 
 def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
