@@ -51,7 +51,8 @@ class Scope:
         drops: What leaves padded positions is read by nobody.
         original: It needs the original layers' code.
         outer: The forward that this one is a part of.
-        frame: Which of Python's frames it runs in; 0 where that is not known.
+        frame: Python's frame that it runs in, or None where that is not known. Itself and no number: the place
+            of one that is gone is soon another's.
         waiting: States that were not computed when they were returned.
         owing: Layers that are to extend a cache.
     """
@@ -60,7 +61,7 @@ class Scope:
     drops: bool
     original: bool
     outer: Scope | None
-    frame: int
+    frame: FrameType | None
     waiting: list[weakref.ref[Pending]] = field(default_factory=list)
     owing: list[Chain] = field(default_factory=list)
 
@@ -73,10 +74,12 @@ def current() -> Scope | None:
     return _scope.get()
 
 
-def enter(encoder: Encoder | None, *, drops: bool, original: bool = False, frame: int = 0) -> None:
+def enter(
+    encoder: Encoder | None, *, drops: bool, original: bool = False, frame: FrameType | None = None
+) -> None:
     """Begin a forward of a watched model, as `Scope` says, or as an outer one does."""
     outer = _scope.get()
-    while outer is not None and outer.frame and not _runs(outer.frame):
+    while outer is not None and outer.frame is not None and not _runs(outer.frame):
         outer = outer.outer  # torch calls no hook after a KeyboardInterrupt, so nobody ended it
     if outer is not None:
         encoder, drops = encoder if outer.encoder is not None else None, drops and outer.drops
@@ -84,10 +87,10 @@ def enter(encoder: Encoder | None, *, drops: bool, original: bool = False, frame
     _scope.set(Scope(encoder, drops, original, outer, frame))
 
 
-def _runs(frame: int) -> bool:
+def _runs(frame: FrameType) -> bool:
     """Whether a frame is among those of this thread."""
     one: FrameType | None = sys._getframe(1)
-    while one is not None and id(one) != frame:
+    while one is not None and one is not frame:
         one = one.f_back
     return one is not None
 

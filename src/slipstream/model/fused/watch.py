@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
 
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        _begin(encoder, module, args, kwargs, id(sys._getframe(1)))
+        _begin(encoder, module, args, kwargs, sys._getframe(1))
     elif torch.compiler.is_dynamo_compiling():  # torch.export sees the original, and would not leave
         as_it_is(_begin, encoder, module, args, kwargs)
 
@@ -160,7 +161,7 @@ def _begin(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    frame: int = 0,
+    frame: FrameType | None = None,
 ) -> None:
     config, given = getattr(module, "config", None), named(module, args, kwargs)
     original = asks_for_internals(kwargs, config) or attends_otherwise(module)
