@@ -51,7 +51,7 @@ class Scope:
         drops: What leaves padded positions is read by nobody.
         original: It needs the original layers' code.
         outer: The forward that this one is a part of.
-        frame: Python's frame that it runs in, no number of it, which may soon be another's; None where unknown.
+        frame: Python's frame that it runs in (a number of it may soon be another's); None where unknown.
         waiting: States that were not computed when they were returned.
         owing: Layers that are to extend a cache.
     """
