@@ -17,7 +17,7 @@ _MACHINES = {
     "Intel Emerald Rapids: AMX (llama.cpp alone)": RESULTS.parent / "amx" / "peers",
 }
 FOLDERS = tuple(_MACHINES.values())
-"""The folders of all machines, of which `RESULTS` is the first to be shown."""
+"""The folders of all machines; `RESULTS` is the one whose figures the README has."""
 _ORDER = ("smollm2", "llama-1b", "gpt2", "moe", "minilm")
 _PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 _SHORT = {"smollm2": _PRECISIONS[1:], "llama-1b": _PRECISIONS[1:], "minilm": _PRECISIONS[:2]}

@@ -15,7 +15,7 @@ from slipstream.model.fused.links import Link, all_hold
 from slipstream.spec import Role
 from slipstream.weights.recipe import Plan
 
-__all__ = ["Injected", "injected_state", "is_injected", "is_untouched"]
+__all__ = ["STATE", "Injected", "injected_state", "is_injected", "is_untouched"]
 
 STATE = "_slipstream"
 """The attribute of a layer that runs a fused block."""
