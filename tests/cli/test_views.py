@@ -67,6 +67,15 @@ def test_env_has_a_line_for_every_op_and_package(run: Any) -> None:
         assert word in shown
 
 
+def test_env_says_once_why_a_kernel_is_not_chosen(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CPU_ISA", "avx2")
+    facts = json.loads(run("env", "--json").stdout)
+    reasons = {(name, why) for op in facts["kernels"].values() for name, why in op["refused"].items()}
+    assert reasons
+    lines = " ".join(run("env").stdout.split())
+    assert all(lines.count(f"not {name} ") == 1 for name, _ in reasons)
+
+
 def test_env_takes_the_cache_folder_from_the_environment(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

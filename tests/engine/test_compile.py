@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 from slipstream.model.fused.defer import current
+from slipstream.model.fused.watch import wants_original
 from tests.helpers.models import close, inject, make, pair, prompt
 
 
@@ -37,6 +39,27 @@ def test_fused_layers_are_left_alone(kind: str) -> None:
             close(expected, compiled(input_ids=prompt())[0])
     assert current() is None
     close(expected, both.engine(input_ids=prompt())[0])
+
+
+def test_a_compiled_forward_that_was_interrupted_is_no_part_of_the_next_one() -> None:
+    both = pair("llama")
+    model, interrupts = both.engine.module, [False]
+
+    def interrupt(*_: Any) -> None:
+        if interrupts[0]:
+            raise KeyboardInterrupt
+
+    model.model.layers[1].register_forward_pre_hook(interrupt)
+    compiled = torch.compile(model, backend="eager")
+    compiled(input_ids=prompt(), output_attentions=True)
+    interrupts[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        compiled(input_ids=prompt(), output_attentions=True)
+    interrupts[0] = False
+    seen: list[bool] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(wants_original()))
+    close(both.original(input_ids=prompt())[0].detach(), model(input_ids=prompt())[0].detach())
+    assert seen == [False]
 
 
 def test_packed_layers_are_left_alone() -> None:

@@ -51,6 +51,13 @@ def test_a_folder_opens_as_the_engine_that_wrote_it(kind: str, quant: Any, tmp_p
     assert own.keys() == got.keys() and all(torch.equal(own[name], got[name]) for name in own)
 
 
+@pytest.mark.parametrize("quant", ["int4", {"weight": {"format": "int4"}, "head": "int4"}])
+def test_a_tied_head_that_is_packed_by_itself_is_no_news(quant: Any, tmp_path: Path) -> None:
+    write(tmp_path / "packed", "gpt2", quant)
+    opened = slipstream.init_inference(tmp_path / "packed", replace_with_kernel_inject=True)
+    assert "tied" not in str(opened.report())
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])

@@ -131,9 +131,13 @@ def _show(facts: dict[str, Any]) -> None:
         table.add_row(f"gpu {gpu['index']}", f"{gpu['name']}, capability {gpu['capability']}, {size}")
     if not facts["gpus"]:
         table.add_row("gpu", "none that torch can use")
+    refusals: dict[tuple[str, str], list[str]] = {}
     for op, found in facts["kernels"].items():
-        refused = "".join(f"; {name}: {why}" for name, why in found["refused"].items())
-        table.add_row(f"op {op}", f"{found['chosen']}{refused}")
+        table.add_row(f"op {op}", found["chosen"])
+        for refusal in found["refused"].items():
+            refusals.setdefault(refusal, []).append(op)
+    for (name, why), ops in refusals.items():
+        table.add_row(f"not {name}", f"{why} ({', '.join(ops)})")
     for name, path in facts["paths"].items():
         table.add_row(name, path)
     stdout().print(table)

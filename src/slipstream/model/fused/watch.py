@@ -167,7 +167,18 @@ def _begin(
     original = asks_for_internals(kwargs, config) or attends_otherwise(module)
     states = encoder is not None and asks_for_states(given, config)
     drops = not reads_padding(module, given)
+    frame = frame or _compiled_caller()
     defer.enter(None if states else encoder, drops=drops, original=original, frame=frame)
+
+
+def _compiled_caller() -> FrameType | None:
+    """The frame that called `_enter` from compiled code: the first one beyond the compiler's own and `as_it_is`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "slipstream.model.fused"))
+    ):
+        frame = frame.f_back
+    return frame
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

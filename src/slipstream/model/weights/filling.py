@@ -119,11 +119,19 @@ class Filling:
         give_back()
 
     def apart(self) -> list[str]:
-        """Notes on names that were one tensor in the model, and are several in the source."""
+        """Notes on names that were one tensor in the model, and are several in the source.
+
+        A packed matrix beside a plain one is no news: tied models are saved with a head of its own format.
+        """
         groups: dict[int, list[str]] = {}
         for group, parameter in self._original.items():
             groups.setdefault(id(parameter), []).append(group)
-        pairs = ((first, other) for first, *others in groups.values() for other in others)
+        pairs = (
+            (first, other)
+            for first, *others in groups.values()
+            for other in others
+            if self.source.is_packed(first) == self.source.is_packed(other)
+        )
         return [f"{one} and {other} differ in the checkpoint, and are not tied" for one, other in pairs]
 
     def _untie(self) -> None:
