@@ -97,6 +97,28 @@ def test_a_packed_embedding_looks_up_unpacked_rows(name: str, injected: bool) ->
 
 
 @LEVELS
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(0.5),
+        lambda weight: weight.data.mul_(0.5),
+        lambda weight: weight.__setitem__(0, 0.0),
+        lambda weight: setattr(weight, "data", torch.zeros_like(weight)),
+        lambda weight: torch.nn.init.zeros_(weight),
+    ],
+    ids=["in place", "its data", "a row", "new data", "an initializer"],
+)
+def test_rows_that_were_unpacked_to_be_read_refuse_writes(write: Any, injected: bool) -> None:
+    engine = inject(make("llama"), quant={"embedding": "int8"}, replace_with_kernel_inject=injected)
+    weight = engine.module.get_input_embeddings().weight
+    assert isinstance(weight, torch.nn.Parameter)
+    before = weight.clone()
+    with torch.no_grad(), pytest.raises(slipstream.UnsupportedError, match="changes nothing"):
+        write(weight)
+    assert torch.equal(engine.module.get_input_embeddings().weight, before)
+
+
+@LEVELS
 def test_a_tied_pair_shares_one_set_of_planes_and_frees_the_tensor(injected: bool) -> None:
     original = llama(tied=True)
     engine = inject(original, replace_with_kernel_inject=injected, quant={"embedding": "int4"})

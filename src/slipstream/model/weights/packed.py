@@ -5,8 +5,7 @@ properties that unpack. Its forward, where it is a linear, runs the bound op on 
 embedding, unpacks the rows that it looks up. The parameter itself stays under its name without values, so
 that names and shapes hold; a state dict has the unpacked matrices.
 
-Whoever reads `module.weight` gets a dense tensor of its own. That of a linear or of experts refuses to be
-written to, as nothing would hear of it.
+`module.weight` is a dense copy, unpacked for each reader. It refuses writes, which would change nothing.
 
 Shapes: I input width, O output width, C hidden.
 """
@@ -290,28 +289,44 @@ def _dense(module: nn.Module, name: str) -> Tensor:
 
 
 class _Unpacked(Tensor):
-    """What a packed matrix unpacks to, for whoever reads it."""
+    """The dense values of a packed matrix, unpacked to be read; writing to them raises."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what writes into it; everything else is torch's, of plain tensors."""
+        """Refuse functions that write to such a tensor; run any other as torch does on plain tensors."""
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and args and isinstance(args[0], cls):
+        if writes and name != "requires_grad_" and args and isinstance(args[0], _Unpacked):
             raise _refusal()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @property
     def data(self) -> Tensor:
-        """The same, as unwilling to be written to."""
+        """The same tensor, which refuses writes as well."""
         return self
 
     @data.setter
     def data(self, value: Tensor) -> None:
         raise _refusal()
+
+
+class _UnpackedParameter(_Unpacked, nn.Parameter):
+    """The same for an embedding: a parameter, since transformers ties other modules to it.
+
+    Resizing an embedding sets its `data`.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The same tensor, which refuses writes as well."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise _refusal() if value.shape == self.shape else _resize_refusal(len(self), len(value))
 
 
 def _refusal() -> UnsupportedError:
@@ -321,17 +336,27 @@ def _refusal() -> UnsupportedError:
     )
 
 
+def _resize_refusal(rows: int, wanted: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"an embedding that holds {rows} packed rows cannot have {wanted}; resize the model before "
+        "init_inference, or leave quant.embedding out"
+    )
+
+
 def _dense_to_read(module: nn.Module, name: str) -> Tensor:
-    """The same for whoever reads the attribute: a tensor that refuses to be written to."""
+    """A packed matrix for readers of the attribute: its dense values, which refuse writes."""
     dense = _dense(module, name)
     own = isinstance(dense, nn.Parameter) or vars(module).get(_OPEN) is not None
     return dense if own or torch.compiler.is_compiling() else dense.as_subclass(_Unpacked)
 
 
 def _dense_parameter(module: nn.Module, name: str) -> Tensor:
-    """The rows as a parameter: transformers ties others to it, which then have dense rows of their own."""
+    """The same of an embedding, whose readers expect a parameter."""
     dense = _dense(module, name)
-    return dense if isinstance(dense, nn.Parameter) else nn.Parameter(dense, requires_grad=False)
+    if isinstance(dense, nn.Parameter):
+        return dense
+    kind = nn.Parameter if torch.compiler.is_compiling() else _UnpackedParameter
+    return kind(dense, requires_grad=False)
 
 
 def _refuse_resize(module: nn.Module, rows: int) -> None:
@@ -341,10 +366,7 @@ def _refuse_resize(module: nn.Module, rows: int) -> None:
         UnsupportedError: It would be another number than that of the packed rows.
     """
     if _held(module, "weight") is None and rows != vars(module)["num_embeddings"]:
-        raise UnsupportedError(
-            f"{type(module).__name__} holds {vars(module)['num_embeddings']} packed rows, and cannot have "
-            f"{rows}; resize the model before init_inference, or leave quant.embedding out"
-        )
+        raise _resize_refusal(vars(module)["num_embeddings"], rows)
     vars(module)["num_embeddings"] = rows
 
 
