@@ -1,52 +1,55 @@
 // The C interface of the library: plain structs, one status code per call, no exceptions, no torch.
 //
 // Shapes: T packed tokens, N sequences, C hidden, H heads, K kv heads, D head dim, F feed-forward width, P
-// cache blocks, Z tokens per cache block. Tensors are row-major with unit stride in the last dimension unless
-// said otherwise, and aligned to their element; the caller owns all memory, and only `x`/`out` and the caches
-// are written.
+// cache blocks, Z tokens per cache block. Tensors are row-major with unit stride in the last dimension and
+// aligned to their element size, unless noted otherwise. Strides are counted in elements. Sizes are positive
+// and less than 2^31, unless noted otherwise. Flags are 0 or 1.
+//
+// The caller owns all memory. A call writes only to `out`, to the caches, and to members documented as
+// written or updated.
 #pragma once
 
 #include <cstdint>
 
 namespace slipstream {
 
-// Raised with every change of this file; the loader refuses a library of another number.
+// Incremented with every change of this interface; the loader refuses a library with another number.
 constexpr int32_t kAbi = 22;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
     kBfloat16 = 1,
     kFloat16 = 2,
-    kInt8Codes = 3, // keys and values in a cache, with a scale per token and kv head
-    kBoolean = 4    // masks, one byte each
+    kInt8Codes = 3, // int8 keys and values in a cache, with a float32 scale per token and kv head
+    kBoolean = 4    // masks, one byte per element
 };
 
 enum Status : int32_t {
     kOk = 0,
     kNoIsa = 1,      // the instruction set is unknown, or the processor lacks it
-    kNull = 2,       // a tensor that must be there is absent
+    kNull = 2,       // a required tensor is null
     kDtype = 3,      // unknown dtype
-    kShape = 4,      // shapes do not fit each other
-    kAlignment = 5,  // a tensor is not aligned to its element
-    kRange = 6,      // an index (slot, block, start) points outside
-    kMemory = 7,     // no memory for scratch
-    kUnsupported = 8 // an option this version does not know
+    kShape = 4,      // shapes do not match
+    kAlignment = 5,  // a tensor is not aligned to its element size
+    kRange = 6,      // an index (slot, block, start) is out of range
+    kMemory = 7,     // scratch memory could not be allocated
+    kUnsupported = 8 // an option that this version does not support
 };
 
-// Some rows of a matrix. `stride` elements lie between rows, or, where `transposed`, between the columns of
-// inputs: element (o, i) is data[o * stride + i], transposed data[i * stride + o].
+// A run of consecutive rows of a matrix. Element (o, i) is data[o * stride + i], or data[i * stride + o]
+// where `transposed`: `stride` is the number of elements between rows, or between input columns.
 struct Run {
     const void* data;
     int64_t rows, stride;
     int32_t transposed, unused;
 };
 
-// How a matrix is stored: dense, or packed as the docstring of formats/<name>.py draws it.
+// How a matrix is stored: dense, or packed as shown in the docstring of formats/<name>.py.
 enum Format : int32_t {
     kPlain = 0,
     kInt8 = 1,
-    kInt4 = 2,          // with a minimum
-    kInt4Symmetric = 3, // without
+    kInt4 = 2,          // with a minimum per group
+    kInt4Symmetric = 3, // without minima
     kFp8 = 4,           // e4m3
     kFp6E2m3 = 5,
     kFp6E3m2 = 6,
@@ -54,33 +57,40 @@ enum Format : int32_t {
     kFormats = 8
 };
 
-// Planes of a packed matrix, by what they hold. Each is contiguous with the matrix's rows one after another.
+// Planes of a packed matrix, by content. Each plane is contiguous and holds the matrix's rows in order. A row
+// takes the number of bytes given in parentheses, where `padded` is the inputs rounded up to whole groups.
 enum Plane : int32_t {
-    kCodes = 0,   // every format; of fp6 the lower four bits
-    kScales = 1,  // int4, fp6: float16 per group
-    kMinima = 2,  // int4 with a minimum: float16 per group
-    kUpper = 3,   // fp6: the upper two bits of each code
-    kFactors = 4, // every format: float32 per row
+    // every format (int8, fp8: inputs; int4, fp6: padded / 2; bf13: padded / 8 * 13); of fp6 the lower four
+    // bits
+    kCodes = 0,
+    kScales = 1,  // int4, fp6: float16 per group, aligned to 2 bytes (2 * groups)
+    kMinima = 2,  // int4 with a minimum: float16 per group, aligned to 2 bytes (2 * groups)
+    kUpper = 3,   // fp6: the upper two bits of each code (padded / 4)
+    kFactors = 4, // every format: float32 per row, aligned to 4 bytes (4)
     kPlanes = 5
 };
 
-// `(outputs, inputs)`. Dense, its rows lie in one run or several (the model's own q, k and v), all of one
-// dtype; packed, it has planes instead, and `dtype` is what it would be unpacked to.
+// An `(outputs, inputs)` matrix. A dense matrix consists of one or more runs of rows (such as a model's
+// separate q, k and v), all of one dtype. A packed matrix has planes instead, and `dtype` is the dtype that
+// it would be unpacked to.
 struct Matrix {
-    const Run* runs;  // dense only
+    const Run* runs;  // dense only: `num_runs` runs, whose rows add up to `outputs`
     const void* bias; // `(outputs,)` or null
     int64_t num_runs, outputs, inputs;
     int32_t dtype, bias_dtype;
-    int32_t format, group;        // inputs per group: int4 32, 64 or 128, fp6 and bf13 64, else 0
-    int32_t input_bits;           // 0; 8: each row that it multiplies is rounded to 8 bits first (int8, int4)
-    int32_t input_zero;           // 0, or 1: and that with a zero point
-    const void* planes[kPlanes];  // packed only; null where the format has none
-    int64_t plane_bytes[kPlanes]; // must be what format, group and shape say
+    int32_t format, group; // inputs per group: int4 32, 64 or 128; fp6 and bf13 64; otherwise 0
+    // 0, or 8: each input row is rounded to 8 bits first (int8 and int4, up to 65536 inputs)
+    int32_t input_bits;
+    int32_t input_zero;           // 0, or 1: that rounding has a zero point; requires input_bits 8
+    const void* planes[kPlanes];  // packed only; null where the format lacks the plane
+    int64_t plane_bytes[kPlanes]; // must match format, group and shape
 };
 
 enum NormKind : int32_t { kNoNorm = 0, kRms = 1, kLayer = 2 };
 
-// A vector norm; kNoNorm passes its input on. `count` is the length of weight and of bias (each may be null).
+// A norm over a vector x, with the mean taken as 0 by kRms; kNoNorm passes its input through:
+// (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (weight + offset) + bias. `count` is the length of both
+// weight and bias. Each may be null; without a weight, its factor is 1, whatever `offset` is.
 struct Norm {
     const void *weight, *bias;
     int64_t count;
@@ -101,82 +111,98 @@ enum Activation : int32_t {
     kTanh = 9,
     kSigmoid = 10,
     kLinear = 11,
-    kSwigluOai = 12, // gated only
+    kSwigluOai = 12, // gated feed-forwards only
     kActivations = 13
 };
 
-// What decides, beside causality, which keys count and how much.
+// What decides, besides causality, which keys a query attends to and with which scores.
 struct Mask {
-    const float* alibi;   // `(H,)` slopes or null
-    const void* sinks;    // `(H,)` or null
+    const float* alibi;   // `(H,)` slopes, times (key position - query position), or null
+    const void* sinks;    // `(H,)` logits that take part in the softmax without a value, or null
     float scale, softcap; // softcap 0: none
-    int32_t window;       // 0: none; tokens seen, or half of it on either side where not causal
+    // 0: none; causal: number of tokens seen, including the query's own; otherwise window / 2 on either side
+    int32_t window;
     int32_t sinks_dtype;
-    const float*
-        relative;  // `(H, reach)` or null: added to the score of a key so many tokens before its query
-    int64_t reach; // more than any token has before it
+    // `(H, reach)` or null: bias by the distance between query and key (query position - key position)
+    const float* relative;
+    int64_t reach; // columns of `relative`; no sequence may be longer
 };
 
+// Over what queries and keys are normalized: each head, with a weight `(D,)` for all or `(H * D,)`; or all
+// heads of a token together.
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kWhole = 2 };
 
 enum Scoring : int32_t { kSoftmaxTopk = 0, kTopkSoftmax = 1, kSparsemixer = 2, kScorings = 3 };
 
-// A mixture of experts, as the Python docstring of `MoE` has it. A matrix without outputs is absent.
+// A mixture of experts, as in the Python docstring of `MoE`. A matrix with 0 outputs is absent.
 struct Moe {
-    const Matrix *experts_in, *experts_out; // one per expert
-    int64_t experts, top_k, shared;         // shared: width of the experts that see every token, 0 for none
-    float jitter;
-    int32_t scoring, normalize, unused;
+    // One per expert: `(F, C)`, or `(2 * F, C)` with gate above up where the block is `gated`, and `(C, F)`.
+    const Matrix *experts_in, *experts_out;
+    int64_t experts, top_k, shared; // shared: width of the shared experts, which process every token; 0: none
+    float jitter;                   // threshold of kSparsemixer
+    int32_t scoring, normalize, unused; // normalize: kSoftmaxTopk divides the weights by their sum
+    // `(experts, C)`; like those of an expert, with `shared` in place of F; `(1, C)`, whose sigmoid
+    // multiplies the output of the shared experts.
     Matrix router, shared_in, shared_out, shared_gate;
 };
 
-// A block's attention to the states of an encoder, between its own and its feed-forward.
+// A block's cross-attention to an encoder's states (M per sequence), between its self-attention and its
+// feed-forward.
 struct Across {
-    Norm norm, post_norm; // of what is asked, or where the block is `post` of the sum; of what is answered
-    Matrix q, out;        // `(H * D, C)` and `(C, H * D)`
-    const void *k, *v;    // `(N, K, M, D)` contiguous, of the states of each sequence
-    const int32_t* seen;  // `(N,)`: states that a sequence sees, from the first; null: all
-    int64_t states;       // M
-    Mask mask;            // scale and softcap alone
+    // Of the branch's input (of the residual sum where the block is `post`), and of its output.
+    Norm norm, post_norm;
+    Matrix q, out;       // `(H * D, C)` and `(C, H * D)`
+    const void *k, *v;   // `(N, K, M, D)` contiguous: keys and values of each sequence's states
+    const int32_t* seen; // `(N,)`: a sequence attends to its first seen[n] states, 1 to M; null: to all
+    int64_t states;      // M
+    Mask mask;           // only scale and softcap
     int32_t dtype, unused;
 };
 
-// One transformer block; the Python docstring of `Block` draws its residual stream.
+// One transformer block; the Python docstring of `Block` shows its residual stream.
 struct Block {
-    int64_t hidden, heads, kv_heads, head_dim, ffn;
+    int64_t hidden, heads, kv_heads, head_dim, ffn; // C, H, K, D, F
+    // post: norms apply to the residual sums, not to the branches' inputs; parallel: attention and
+    // feed-forward read the same input; residual_from_norm: a branch is added to its normalized input; gated:
+    // `mlp_in` has 2 * F outputs, gate above up.
     int32_t post, parallel, residual_from_norm, gated;
     int32_t activation, qk_norm, qk_norm_after_rope;
-    int32_t table; // which of the tables of angles, -1 for none
-    int32_t rope_interleaved;
-    float residual_scale;
-    float clip;     // of queries, keys and values after their norms; 0 for none
-    int32_t causal; // 0: a token sees what follows it, too; only without a cache
+    int32_t table;            // index into `StackCall::tables`, -1: no rotary embedding
+    int32_t rope_interleaved; // pairs of dims are (2 i, 2 i + 1); otherwise (i, half + i)
+    float residual_scale;     // multiplies the output of attention and feed-forward
+    float clip;     // queries, keys and values are clipped to [-clip, clip] before rotation; 0: no clipping
+    int32_t causal; // 0: a token also sees later ones; only without a cache
     Mask mask;
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
-    Matrix qkv, attn_out;
-    Matrix mlp_in, mlp_out; // not read where there are experts
-    const Moe* moe;         // or null
-    const Across* across;   // or null; not of parallel branches
+    Matrix qkv, attn_out;   // `((H + 2 * K) * D, C)`: q, k and v heads; `(C, H * D)`
+    Matrix mlp_in, mlp_out; // not read where `moe` is set
+    const Moe* moe;         // replaces the plain feed-forward, or null
+    const Across* across;   // or null; not with `parallel`
 };
 
-// What one step computes; see ops/step.py. Every slot, start and used block is checked before it is followed.
+// What one step computes; see ops/step.py. Every slot, start and used block is checked before it is used as
+// an index.
 struct Step {
     int64_t tokens, sequences, table_width;
     int64_t cache_blocks, block_size; // P, Z
-    const int32_t* query_starts;      // `(N + 1,)`
-    const int32_t* kv_lens;           // `(N,)`; without caches the first tokens of a sequence are its keys
-    const int32_t* block_table;       // `(N, table_width)`
-    const int64_t* slots;             // `(T,)`
-    int64_t past;                     // tokens per page that are copied from older caches first
-    int32_t heads_first, unused;      // 1: caches are `(P, K, Z, D)`; not of codes
+    const int32_t* query_starts; // `(N + 1,)`: sequence n has tokens [query_starts[n], query_starts[n + 1])
+    // `(N,)`: tokens per sequence after the step; without caches, how many of its first tokens are keys
+    const int32_t* kv_lens;
+    // `(N, table_width)`: blocks of each sequence in order; unused entries are not read
+    const int32_t* block_table;
+    const int64_t* slots; // `(T,)`: block * Z + offset, where a token's key and value are written
+    int64_t past;         // tokens per page that are first copied from `Cache::past_k` and `past_v`; 0: none
+    int32_t heads_first, unused; // 1: caches are `(P, K, Z, D)`; not with int8 codes
 };
 
-// Cosines and sines, `(rows, half)` float32 each, every angle once.
+// Cosines and sines of rotary angles, `(rows, half)` float32 each; each angle is stored once. The first
+// 2 * half dims of a head are rotated.
 struct Table {
     const float *cos, *sin;
     int64_t rows, half;
 };
 
+// out = x . weight^T + bias.
 struct LinearCall {
     const void* x; // `(rows, inputs)` contiguous
     void* out;     // `(rows, outputs)` contiguous, same dtype
@@ -185,110 +211,114 @@ struct LinearCall {
     Matrix weight;
 };
 
-// out = `last` times f(gate) * up, where gate and up are the halves of what `first` answers, or f of all of
-// it.
+// out = last(f(gate) * up) where gated, gate and up being the halves of first(x); otherwise
+// last(f(first(x))).
 struct FeedCall {
     const void* x; // `(rows, first.inputs)` contiguous
     void* out;     // `(rows, last.outputs)` contiguous, same dtype
     int64_t rows;
     int32_t dtype, activation;
-    int32_t gated, gate_last; // gate_last: up is the first half
-    Matrix first, last;       // neither rounds its inputs to codes
+    int32_t gated, gate_last; // gate_last: the first half is up, the second one the gate
+    Matrix first, last;       // neither may have input_bits
 };
 
-// Keys and values of one layer, `(P, Z, K, D)` contiguous, or with heads first. Codes (kInt8Codes) stand for
-// code * scale, with scales `(P, Z, K)` float32 contiguous; otherwise the scales are null. Where a step has
-// a past, its keys and values are `(P, K, past, D)` contiguous, and become the first of each page.
+// Keys and values of one layer: `(P, Z, K, D)` contiguous, or `(P, K, Z, D)` where `Step::heads_first`. Codes
+// (kInt8Codes) stand for code * scale, with scales `(P, Z, K)` float32 contiguous; with other dtypes the
+// scales are null. Where `Step::past` is not 0, past keys and values are `(P, K, past, D)` contiguous and are
+// copied to the start of each page.
 struct Cache {
     void *k, *v;
     float *k_scales, *v_scales;
     const void *past_k, *past_v;
 };
 
+// Causal attention of packed queries to a paged cache.
 struct PagedAttentionCall {
     const void* q; // `(T, H, D)` contiguous
-    void* out;     // same
+    void* out;     // `(T, H, D)` contiguous, same dtype
     Cache cache;
     int64_t heads, kv_heads, head_dim;
     int32_t dtype, cache_dtype;
     Mask mask;
-    Step step; // `slots` is not read
+    Step step; // `slots` is not read; nothing is written to the cache
 };
 
-// `(batch, rows, heads, D)` in any order, by the elements between neighbours; D is contiguous.
+// A `(batch, rows, heads, D)` tensor with arbitrary strides, except that D is contiguous.
 struct Strided {
     const void* data;
     int64_t batch, row, head;
 };
 
-// What is added to scores, or kBoolean: zero hides a key. Element (n, h, i, j) is data[n * batch + h * head +
-// i * row + j]; a stride of 0 says the same to all.
+// What is added to the scores, or a mask where `dtype` is kBoolean: zero hides a key. Element (n, h, i, j) is
+// data[n * batch + h * head + i * row + j]; a stride of 0 broadcasts.
 struct Bias {
     const void* data; // or null
     int64_t batch, head, row;
     int32_t dtype, unused;
 };
 
-// Attention over padded batches: queries `(B, S, H, D)`, keys and values `(B, L, K, D)`.
+// Attention over padded batches: queries `(B, S, H, D)`, keys and values `(B, L, K, D)`, all of one dtype.
 struct AttentionCall {
     Strided q, k, v;
     void* out; // `(B, S, H, D)` contiguous
     int64_t batch, queries, keys, heads, kv_heads, head_dim;
     int32_t dtype;
-    int32_t causal; // query i sees keys up to i + L - S
-    Mask mask;      // window and slopes count from query i's own place, i + L - S
+    int32_t causal; // query i sees keys 0 to i + L - S
+    Mask mask;      // window and slopes take i + L - S as the position of query i; no `relative`
     Bias bias;
 };
 
+// All blocks of a model, one after another.
 struct StackCall {
     const void* x; // `(T, C)` contiguous
-    void* out;     // `(T, C)`, may be x
+    void* out;     // `(T, C)` contiguous, same dtype; may be x
     const Block* blocks;
     int64_t num_blocks;
-    const Cache* caches; // one per block, updated; or null: tokens see those of their own sequence alone
+    const Cache* caches; // one per block, updated; null: tokens attend only to their own sequence
     const Table* tables;
     int64_t num_tables;
-    const int64_t* positions; // `(T,)`, the row of each token in the tables; null: token t has row t
+    const int64_t* positions; // `(T,)`: each token's row in the tables; null: token t has row t
     int32_t dtype, cache_dtype;
-    Step step; // without caches the tokens, the sequences, their starts and kv_lens are read
-    // Where matrices are there for a while only: called by one thread before each block, and again after it,
-    // while the others wait; it sets `failed`, after which the rest is left out and nothing is written. Or
-    // null.
+    Step step; // without caches only tokens, sequences, query_starts and kv_lens are read
+    // For matrices that are available only temporarily; or null. Called by one thread before each block and
+    // again after it, while the other threads wait. If it sets `failed`, the remaining blocks are skipped and
+    // nothing is written to `out`.
     void (*turn)(int64_t block);
     const int32_t* failed;
 };
 
-// What a table holds of each token.
+// One table of embeddings to look up, and the row of each token.
 struct Lookup {
-    const void* table; // `(rows, width)` contiguous, or null: nothing
+    const void* table; // `(rows, width)` contiguous, or null: no table
     int64_t rows;
-    const int64_t* at;     // `(T,)`, each token's row; null: token t has row first + t % period
+    const int64_t* at;     // `(T,)`: each token's row; null: token t has row first + t % period
     int64_t first, period; // period > 0
     int32_t dtype, unused;
 };
 
-// An encoder of text: the sum of what the tables hold, its norm and projection enter the blocks; of what
-// leaves them, one row of each sequence is pooled. A matrix without outputs is absent.
+// A text encoder: the sum of the looked-up embeddings, its norm and projection enter the blocks; one row of
+// each sequence is then taken from the last block's output and pooled. A matrix with 0 outputs is absent.
 struct TextCall {
-    StackCall stack; // without caches; `x` is not read
-    Lookup lookups[3];
-    int64_t width; // of the tables
+    StackCall stack;   // without caches; `x` is not read
+    Lookup lookups[3]; // the first one is required
+    int64_t width;     // of the tables' rows
     Norm norm;
     Matrix project_in, pooler;
-    const int64_t* pooled_tokens; // `(N,)`, -1: zeros; null: the first of each sequence
-    void* pooled;                 // `(N, pooler.outputs)` contiguous, same dtype as `out`: tanh(pooler x)
+    const int64_t* pooled_tokens; // `(N,)`: the token to pool, -1: zeros; null: the first of each sequence
+    void* pooled;                 // `(N, pooler.outputs)` contiguous, same dtype as `out`: tanh(pooler(x))
 };
 
 struct NormCall {
     const void* x; // `(rows, width)` contiguous
-    void* out;     // same, may be x
+    void* out;     // `(rows, width)` contiguous, same dtype; may be x
     int64_t rows, width;
     int32_t dtype, unused;
-    Norm norm; // of rms or layer
+    Norm norm; // kRms or kLayer
 };
 
+// Packs a dense matrix.
 struct PackCall {
-    const void* dense; // `(outputs, inputs)`, `stride` elements between rows; finite
+    const void* dense; // `(outputs, inputs)` with `stride` elements between rows; finite
     int64_t stride;
     int32_t dtype, unused;
     Matrix packed; // its planes are written; no bias
@@ -301,12 +331,18 @@ struct PackCall {
 #define SLIPSTREAM_API __attribute__((visibility("default")))
 
 extern "C" {
+// Return `kAbi`, for the loader to compare.
 SLIPSTREAM_API int32_t slipstream_abi();
-// Index of an instruction set for the calls below, or -1: unknown, not built, or not in this processor.
+// Return the index of an instruction set for the calls below, or -1 if it is unknown, not built, or not
+// supported by this processor.
 SLIPSTREAM_API int32_t slipstream_isa(const char* name);
+// Return a static English description of a status.
 SLIPSTREAM_API const char* slipstream_error(int32_t status);
-// Announces a call: threads that are parked get up meanwhile, and wait for it a moment.
+// Announce a call: parked worker threads wake up and wait for it for a moment.
 SLIPSTREAM_API void slipstream_rouse();
+// Run a call on the instruction set with index `isa` (from `slipstream_isa`) and at most `threads` threads
+// (at least one, at most as many as the process may use processors); return a `Status` once the call is
+// complete. The arguments are checked before anything is read through them. Scratch memory is internal.
 SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
 SLIPSTREAM_API int32_t slipstream_feed(int32_t isa, int32_t threads, const slipstream::FeedCall* call);
 SLIPSTREAM_API int32_t slipstream_draw(int32_t isa, int32_t threads, const slipstream::DrawCall* call);

@@ -3,102 +3,114 @@
 
 namespace slipstream {
 
-// What stands around the blocks of a causal language model. A matrix without outputs is absent; the rest is
-// as in the Python docstring of `FrameSpec`.
+// What precedes and follows the blocks of a causal language model. A matrix with 0 outputs is absent; the
+// rest is as in the Python docstring of `FrameSpec`.
 struct Frame {
-    const void* pos_embed; // `(pos_rows, C)` contiguous, or null
+    const void* pos_embed; // `(pos_rows, C)` contiguous, or null; row: position + pos_offset
     int64_t pos_rows, pos_offset;
-    int64_t pos_padding;                     // tokens of this id have the row of that index; negative: none
+    int64_t pos_padding;                     // tokens with this id use this row instead; negative: none
     float embed_scale, logit_scale, softcap; // softcap 0: none
     int32_t pos_dtype;
-    int32_t pos_after_norm, unused; // 1: positions are added after `embed_norm`
+    int32_t pos_after_norm, unused; // 1: positions are added after `embed_norm`, not before
     Norm embed_norm, final_norm;
-    Matrix embed, project_in, project_out, head; // `embed` has a row per token id, and is not transposed
+    // `embed` has one row per token id, and its runs are not transposed
+    Matrix embed, project_in, project_out, head;
 };
 
-// Words of a Mersenne twister's state.
+// Number of words in the state of a Mersenne Twister.
 constexpr int64_t kTwisted = 624;
 
-// How the state of torch's generator of CPUs begins, as `torch.Generator.get_state` gives it.
+// The leading fields of the state of torch's CPU generator, as `torch.Generator.get_state` returns it.
 // Source: `CPUGeneratorImplStateLegacy` of torch's ATen/CPUGeneratorImpl.cpp.
 struct Generator {
     uint64_t seed;
-    int32_t left, seeded; // left: words until new ones are made, and 1
-    uint64_t next;        // which of them comes next
+    int32_t left, seeded; // left: words until the state is regenerated, plus 1
+    uint64_t next;        // index of the next word in `state`
     uint64_t state[kTwisted];
 };
 
-// How tokens are drawn; see ops/draw.py. Each row of a batch has noise of its own, whether it draws or not.
+// How tokens are sampled; see ops/draw.py. Every row of a batch consumes its own noise, whether or not it
+// samples. Here `rows` is the size of the whole batch, R the number of rows that sample.
 struct Draw {
-    const float* numbers;  // `(4,)`: temperature, k, 1 - p or negative, floor
-    const float* noise;    // `(steps, rows, V)`, or null: as the generator makes it
-    Generator* generator;  // updated; not read where noise is given
-    const int64_t* places; // `(R,)`, which of the batch's rows each one is; null: its own
-    uint8_t* seen; // `(rows, V)`, not 0: tokens that are penalised, to which those chosen are added; or null
-    int64_t rows;  // of the batch
-    float penalty; // divides scores of tokens that were seen, multiplies those below 0
-    int32_t best;  // not 0: not drawn but the first of the highest (or NaN); noise, generator and all but
-                   // the temperature are not read
+    const float* numbers;  // `(4,)`: temperature > 0, top k >= 1, 1 - top p (negative: off), min p in [0, 1]
+    const float* noise;    // `(steps, rows, V)` exponential noise; null: taken from `generator`
+    Generator* generator;  // updated; not read where `noise` is given
+    const int64_t* places; // `(R,)`: index of each row in the batch; null: the row's own index
+    uint8_t* seen;         // `(rows, V)`, or null: nonzero for penalized tokens; chosen tokens are added
+    int64_t rows;          // of the whole batch
+    float penalty;         // divides positive scores of penalized tokens, multiplies negative ones
+    // not 0: take the first highest score (or first NaN) instead of sampling; noise and generator are then
+    // not read, and `numbers` are checked but have no effect
+    int32_t best;
 };
 
 struct DrawCall {
     const void* scores; // `(rows, vocabulary)` contiguous
-    int64_t* out;       // `(rows,)`; -1: NaN, infinity or nothing that may be drawn
+    // `(rows,)`: tokens; -1 where, in sampling, a score is NaN or +infinity, or all are -infinity
+    int64_t* out;
     int64_t rows, vocabulary;
     int32_t dtype, unused;
     Draw draw;
 };
 
-// What bounds the scores of all tokens, so that the best one of a single row is found without reading the
-// whole vocabulary projection; see kernels/cpu/sketch.py.
+// Bounds on the scores of all tokens, with which the best token of a single row is found without reading the
+// whole vocabulary projection; see kernels/cpu/sketch.py. K is the number of directions.
 struct Screen {
-    Matrix sketch; // `(V, C + K)`: the head's rows, and what these lack along each direction; its bias
+    // `(V, C + K)`: the approximated rows of the head, then what they lack along each direction; with the
+    // head's bias
+    Matrix sketch;
     const float* directions; // `(K, C)` contiguous
-    const float* weights;    // `(C,)`, of what a row has beside the directions
-    const float* errors;     // `(V,)`, times the length of a row in these weights: how much the sketch is off
-    int64_t num_directions;  // K
-    float stretch, along; // of what a row has along the directions: as it enters the sketch, and its weight
-    float norms;          // the longest row of the head and of the sketch, added up
+    // `(C,)`: weights of an input row's channels, after its part along the directions is removed
+    const float* weights;
+    // `(V,)`: the error of a score is at most this times the weighted length of the input row
+    const float* errors;
+    int64_t num_directions; // K
+    // scale of the input's components along the directions in the sketch, and their weight in the length
+    float stretch, along;
+    float norms; // upper bound on the length of a head row plus that of its sketch
     int32_t unused;
 };
 
-// Makes a sketch, and what bounds it, of some rows of a plain or packed matrix.
+// Makes the sketch of some rows of a plain or packed head, with the bounds on its errors.
 struct SketchCall {
-    Matrix head;             // `(V, C)`, not transposed
-    Matrix sketch;           // int4 `(V, C + K)`, whole groups of each; its planes are written
+    Matrix head;             // `(V, C)`, not transposed, no bias
+    Matrix sketch;           // int4 `(V, C + K)`, C and K multiples of the group; its planes are written
     const float* directions; // `(K, C)` contiguous
-    const float* weights;    // `(C,)`
-    float* errors;           // `(V,)`, infinity where a row holds NaN or infinity
-    float* lengths;          // `(count,)`, of a row of the head and of the sketch, added up
-    int64_t first, count;    // tokens
+    const float* weights;    // `(C,)`, not 0
+    float* errors;           // `(V,)`, written: infinity where a row holds NaN or infinity
+    float* lengths;          // `(count,)`, written: length of a head row plus that of its sketch
+    int64_t first, count;    // the tokens (rows of the head) [first, first + count)
     float stretch, along;    // not 0
 };
 
-// From token ids to logits, or to the best token of each row alone, or one that is drawn. Several steps at
-// once take one token per sequence, and its successor in the next: they write to a copy of what `stack.step`
-// points to, and end early after a step in which some sequence's token is one of the ends, or none can be
-// drawn.
+// From token ids to logits, or to each row's best or sampled token. With several steps, every sequence has
+// one token, whose successor is the input of the next step. Positions, slots and lengths advance in a copy of
+// what `stack.step` points to. The call ends early after a step in which a sequence's token is one of `ends`,
+// or no token could be drawn.
 struct ModelCall {
-    StackCall stack; // `x`, `out` and `dtype` are not read
+    // `x` and `out` are not used; `dtype` only selects how attention multiplies with int8 caches
+    StackCall stack;
     const Frame* frame;
-    const int64_t *token_ids, *positions; // `(T,)`
-    const int64_t* logit_rows;            // `(R,)`, tokens
-    float* logits;                        // `(R, V)` contiguous, or null; only of a single step
-    int64_t* best;                        // `(R, steps)`, the first of the highest (or NaN) logits; or null
-    const Draw* draw;                     // `best` is drawn, and -1 as in DrawCall; or null
-    int64_t rows, steps;                  // R, and how many steps at most
-    const int64_t* ends;                  // `(num_ends,)`
+    const int64_t *token_ids, *positions; // `(T,)`, positions from 0
+    const int64_t* logit_rows;            // `(R,)`: indices of the tokens whose logits are computed
+    float* logits;                        // `(R, V)` contiguous, written, or null; only with steps == 1
+    int64_t* best;       // `(R, steps)`, written, or null: the first highest logit (or first NaN)
+    const Draw* draw;    // or null: `best` is sampled instead; -1 as in `DrawCall`
+    int64_t rows, steps; // rows: R; steps: maximum number of steps
+    const int64_t* ends; // `(num_ends,)`
     int64_t num_ends;
-    int64_t* done; // how many steps were run; may be null for a single one
-    // Called by the thread that called when a step's tokens are in `best`, but not for the last of the call,
-    // while other threads are at the next one. It may call this library. Not 0: none follows that. Or null.
+    int64_t* done; // written: number of steps that were run; may be null with steps == 1
+    // Called by the calling thread once the tokens of `step` are in `best`, except for the last step of the
+    // call, while the other threads run the next step. It may call this library. A nonzero result makes the
+    // step that is running the last one. May be null.
     int32_t (*told)(int64_t step);
-    const Screen* screen; // only of the best tokens of a single row; or null
-    float* entered;       // `(steps, num_entered, C)`: what the head is multiplied with for the last tokens
-                          // of the first sequence, if there is one alone; or null
-    int64_t num_entered;  // more than 1 only of a single step, without a project_out
-    int64_t* looked;      // `(steps,)`, rows of the head that each step has multiplied; with a screen
-    const int64_t* suppressed; // `(num_suppressed,)`, rising: tokens not to be `best`, fewer than all
+    const Screen* screen; // or null; only with `best`, one row, and no `draw`
+    // `(steps, num_entered, C)`, written, or null: the head's input of row 0, or, where num_entered > 1, of
+    // the last num_entered tokens
+    float* entered;
+    int64_t num_entered; // more than 1 only with one step, one sequence and no project_out
+    int64_t* looked;     // `(steps,)`, written with a screen: how many rows of the head each step multiplied
+    const int64_t* suppressed; // `(num_suppressed,)`, ascending: tokens that `best` must not be, fewer than V
     int64_t num_suppressed;
 };
 

@@ -1,4 +1,4 @@
-// The public functions: choose the instruction set, check, get scratch, run.
+// The public functions: select the instruction set, check the arguments, allocate scratch, run.
 #include <cstdlib>
 #include <cstring>
 
@@ -24,7 +24,8 @@ bool always() {
 }
 
 #ifdef SLIPSTREAM_X86
-// The compiler's own test, which asks the processor and whether the system keeps the wide registers.
+// The compiler's own test, which checks the processor and whether the operating system saves the wide
+// registers.
 [[maybe_unused]] bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -40,13 +41,13 @@ bool always() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-// Cooper Lake alone has the products and lacks the permutations of bytes; it runs as plain AVX-512.
+// Cooper Lake has the bfloat16 dot products but lacks the byte permutations (VBMI); it runs as plain AVX-512.
 [[maybe_unused]] bool has_avx512_bf16() {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
            __builtin_cpu_supports("avx512vnni");
 }
 #endif
-// Linux gives the tiles' memory only to a process that asks, once for all of its threads.
+// Linux enables the AMX tile state only for a process that requests it, once for all of its threads.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(__x86_64__)
     constexpr long kAskForComponent = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -83,7 +84,7 @@ constexpr Isa kIsas[] = {
 };
 constexpr int32_t kNumIsas = sizeof(kIsas) / sizeof(kIsas[0]);
 
-// Scratch of one calling thread, kept between its calls while it is small.
+// The scratch memory of one calling thread, kept between its calls if it is at most `kKept` bytes.
 class Arena {
 public:
     ~Arena() { std::free(base_); }
@@ -135,7 +136,7 @@ int32_t start(int32_t isa, int32_t threads, const Call* call, int64_t (*Kernels:
     const Kernels& kernels = *kIsas[isa].kernels;
     const Crew crew(team_size(threads));
     thread_local Arena kept;
-    Arena own; // of a call that another one of this thread makes while it runs
+    Arena own; // for a call that this thread makes from within another call
     Arena& arena = kept.is_lent() ? own : kept;
     Work<Call> work = {call, arena.lend((kernels.*bytes)(*call, crew.size())), kernels.*run_one};
     if (!work.scratch) {

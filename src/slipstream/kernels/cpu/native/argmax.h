@@ -1,16 +1,18 @@
-// The best of scores: the first of the highest, or of those that are NaN.
+// The best of a row of scores, as torch.argmax defines it: the first NaN if there is one, otherwise the first
+// highest score.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The best logit so far of one row; index -1 where none was seen.
+// The best logit of a row so far; index -1 if none was examined yet.
 struct Best {
     float value;
     int64_t index;
 };
 
-// torch.argmax: NaN is above everything, and the lowest index wins among equals.
+// Return whether `a` precedes `b` in the order of torch.argmax: NaN is above everything, and the lowest index
+// wins among equals.
 inline bool is_better(Best a, Best b) {
     if (b.index < 0 || a.index < 0)
         return a.index >= 0;
@@ -20,19 +22,19 @@ inline bool is_better(Best a, Best b) {
     return a.value > b.value || ((a_nan || a.value == b.value) && a.index < b.index);
 }
 
-// Tokens that are not to be chosen, in rising order.
+// Tokens that must not be chosen, in ascending order.
 struct Suppressed {
     const int64_t* ids;
     int64_t count;
 
-    // Hides those among scores [begin, end), which begin at x.
+    // Set the scores of the suppressed tokens in [begin, end) to -infinity; `x` starts at token `begin`.
     void hide(float* x, int64_t begin, int64_t end) const {
         for (int64_t i = below(begin); i < count && ids[i] < end; ++i)
             x[ids[i] - begin] = kNever;
     }
 
-    // How many are below a token. Not std::lower_bound: the linker would keep one copy of it, compiled for
-    // any of the instruction sets.
+    // Return how many suppressed tokens are below `token`. Not std::lower_bound: the linker would keep a
+    // single copy of it, compiled for any one of the instruction sets.
     int64_t below(int64_t token) const {
         int64_t low = 0, high = count;
         while (low < high) {
@@ -46,13 +48,14 @@ struct Suppressed {
     }
 };
 
-// Looks through logits [first, first + n) of a row; most pieces hold none that is better.
+// Update `best` with logits [first, first + n) of a row. A vectorized maximum skips pieces that hold nothing
+// better, which are most of them.
 inline void look_through(const float* x, int64_t n, int64_t first, Best& best) {
     Vec top = Vec::load(x, least(n, Vec::kWidth)), odd = Vec::set(0);
     for (int64_t j = 0; j < n; j += Vec::kWidth) {
         const Vec part = Vec::load(x + j, least(n - j, Vec::kWidth));
         top = max(top, part);
-        odd = fma(part, Vec::set(0), odd); // NaN where there is one, or infinity
+        odd = fma(part, Vec::set(0), odd); // NaN if any value is NaN or infinite
     }
     float lanes[Vec::kWidth], highest;
     top.store(lanes);
@@ -67,7 +70,7 @@ inline void look_through(const float* x, int64_t n, int64_t first, Best& best) {
             best = {x[j], first + j};
 }
 
-// The place of the best of n scores, piece by piece.
+// Return the index of the best of n scores, searched in pieces.
 inline int64_t best_place(const float* x, int64_t n) {
     constexpr int64_t kPiece = 512;
     Best best = {0.0f, -1};

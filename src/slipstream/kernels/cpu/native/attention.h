@@ -1,11 +1,11 @@
-// Attention over a paged cache or over plain rows: causal or not, with windows, soft caps, slopes, sinks and
-// masks. Scores of more than a strip of rows never exist.
+// Attention over a paged cache or over plain rows: causal or not, with sliding windows, softcaps, ALiBi
+// slopes, sinks and masks. The scores of at most one strip of rows exist at a time.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// One item, worked on by one thread. Row r is query r % count of head r / count.
+// Processes one item in one thread. Row r is query r % count of head r / count of the item.
 template <class P>
 class Worker {
 public:
@@ -33,7 +33,7 @@ public:
                 write(r, room_.sums + r * width_, total_of(r));
     }
 
-    // Puts together what the parts of an item kept. Run on any of them.
+    // Combine the partial results of all parts of an item. May run in the worker of any of these parts.
     void merge(const float* partial) {
         const int64_t size = width_ + 2;
         const float* first = partial + (item_.partial - item_.part * rows_) * size;
@@ -108,7 +108,7 @@ private:
 
     static void clear(float* x, int64_t n) { std::memset(x, 0, static_cast<size_t>(n) * sizeof(float)); }
 
-    // Where keys [key, key + n) lie, as tokens of the views.
+    // Compute the token index in the views of each key in [key, key + n).
     void locate(int64_t key, int64_t n, int64_t* at) const {
         if (!a_.pages) {
             for (int64_t j = 0; j < n; ++j)
@@ -133,8 +133,8 @@ private:
                at * view.token;
     }
 
-    // The next tile's rows are asked for while this one's are worked on: they lie apart, and no processor
-    // guesses them in time.
+    // Prefetch the next tile's rows while this one is processed: they are scattered, so that no hardware
+    // prefetcher predicts them in time.
     template <class T>
     void fetch(const View& view, int64_t head, int64_t n) const {
         const int64_t bytes = a_.heads.dim * static_cast<int64_t>(sizeof(T));
@@ -145,7 +145,7 @@ private:
         }
     }
 
-    // Keys and values of one kv head where they lie.
+    // Pointers to the unpacked keys and values of one kv head.
     template <class T>
     struct Found {
         const T *keys[kTileKeys], *values[kTileKeys];
@@ -161,7 +161,7 @@ private:
         found.n = n;
     }
 
-    // Tile by tile and kv head by kv head; what comes next is asked for in between.
+    // Process the keys in place, tile by tile and kv head by kv head; prefetch the next ones in between.
     template <class T>
     void go_through(int64_t first, int64_t end) {
         const int64_t bytes = a_.heads.dim * static_cast<int64_t>(sizeof(T));
@@ -186,7 +186,7 @@ private:
         }
     }
 
-    // The same by way of a layout of keys and values that many rows share.
+    // Process the keys by packing each tile of keys and values into a layout that its many rows share.
     template <class T>
     void pack_through(int64_t first, int64_t end) {
         Found<T> found;
@@ -208,7 +208,7 @@ private:
         }
     }
 
-    // All rows of one kv head against keys [key, key + n).
+    // Process all rows of one kv head against keys [key, key + n).
     template <class T>
     void strips(int64_t kv, int64_t key, int64_t n, const T* const* keys, const T* const* values,
                 Soon<T> soon_keys, Soon<T> soon_values) {
@@ -227,7 +227,7 @@ private:
         }
     }
 
-    // The keys [first, end) that causality and window leave to the query at a position.
+    // The keys [first, end) that causality and window allow for the query at a position.
     int64_t first_of(int64_t position) const {
         const int64_t window = a_.mask->window;
         return !window ? 0 : position - (a_.causal ? window - 1 : window / 2);
@@ -237,15 +237,15 @@ private:
         return a_.causal ? position + 1 : window ? position + window / 2 + 1 : item_.end;
     }
 
-    // Keys that a row sees, of [key, key + n).
+    // Compute the range [from, to) within [key, key + n) that a row sees.
     void range(int64_t row, int64_t key, int64_t n, int64_t& from, int64_t& to) const {
         const int64_t position = item_.position + room_.query[row];
         to = most(0, least(n, end_of(position) - key));
         from = least(to, most(0, first_of(position) - key));
     }
 
-    // Whether the rows of a strip see keys from `key` on, up to an end of their own, with nothing but a
-    // scale.
+    // Whether each row of a strip sees all keys from `key` up to its own end, with no modification of the
+    // scores but the scale.
     bool sees_plainly(int64_t row, int64_t count, int64_t key) const {
         const Mask& mask = *a_.mask;
         if (mask.alibi || mask.relative || a_.bias || a_.k_scales || mask.softcap != 0.0f ||
@@ -257,7 +257,7 @@ private:
         return first_of(item_.position + (one_head ? room_.query[row + count - 1] : item_.count - 1)) <= key;
     }
 
-    // A strip that sees plainly.
+    // Process a strip for which `sees_plainly` holds.
     void plain_strip(int64_t row, int64_t count, int64_t key, int64_t n) {
         int64_t ends[kMostStripRows], high = 0;
         for (int64_t i = 0; i < count; ++i) {
@@ -273,7 +273,7 @@ private:
         const auto scores = [&](int64_t i) {
             return PlainRow{room_.scores + i * kTileKeys, ends[i], width, a_.mask->scale * kLog2E};
         };
-        float highest[kMostStripRows]; // of all rows first: none waits for the one before it
+        float highest[kMostStripRows]; // all rows first, so that the reductions are independent of each other
         for (int64_t i = 0; i < count; ++i)
             highest[i] = scores(i).highest();
         for (int64_t i = 0; i < count; ++i)
@@ -387,11 +387,11 @@ private:
 
     const Attention& a_;
     const Item& item_;
-    const int64_t slots_, width_; // of a row of queries, and of its sums
+    const int64_t slots_, width_; // slots in a row of queries, floats in a row of sums
     const ItemRoom room_;
     const int64_t group_, rows_;
-    const bool few_;                          // rows meet keys and values where they lie
-    int64_t at_[kTileKeys], next_[kTileKeys]; // where this tile's keys lie, and the next one's
+    const bool few_;                          // rows multiply with keys and values in place
+    int64_t at_[kTileKeys], next_[kTileKeys]; // token indices of this tile's keys, and of the next tile's
 };
 
 } // namespace

@@ -1,5 +1,5 @@
-// Attention by tiles of AMX: sixteen rows at a time. Fewer rows are filled up with rows that nobody reads:
-// vectors would take as long for two rows alone.
+// Attention with AMX tiles, sixteen rows at a time. Fewer rows are padded with rows whose results are unused:
+// vectors take as long for only two rows.
 #pragma once
 
 namespace slipstream {
@@ -30,7 +30,8 @@ struct TileSlots : PairSlots {
 private:
     static constexpr int64_t kFloat = sizeof(float);
 
-    // Filling rows are read, and overwritten where sums begin with zeros; where sums are added to, they stay.
+    // Padding rows are read; without kAdd they are also overwritten, with kAdd their sums go to a separate
+    // buffer.
     template <bool kAdd, int C>
     static void some(const float* a, int64_t as, int64_t rows, const float* b, int64_t bs, int64_t depth,
                      float* out, int64_t os) {
@@ -43,7 +44,7 @@ private:
                 (Vec::load(out + j) + Vec::load(part + r * C * 16 + j)).store(out + j);
     }
 
-    // Sixteen rows by C times sixteen columns: tiles 0 to 3 sum, 4 is of the rows, 5 and 6 of the columns.
+    // Sixteen rows by C * 16 columns: tiles 0 to 3 hold the sums, tile 4 the rows, tiles 5 and 6 the columns.
     template <bool kAdd, int C>
     static void columns(const float* a, int64_t as, const float* b, int64_t bs, int64_t depth, float* out,
                         int64_t os) {

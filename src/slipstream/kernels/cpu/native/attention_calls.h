@@ -1,4 +1,4 @@
-// The two calls of attention by itself: over a paged cache, and over a padded batch.
+// The two standalone attention calls: over a paged cache, and over a padded batch.
 #pragma once
 
 namespace slipstream {
@@ -37,9 +37,9 @@ inline void paged_attention(const PagedAttentionCall& call, char* base, Team& te
     attend(a, team, rank, scratch.room);
 }
 
-// Heads of a call in which every query sees all keys, as of an image: its tiles are as large as leaves some
-// for each thread, for laying out the keys of a tile is most of the work at small head dims. Measured with
-// 4096 queries and keys of 8 heads of 40: 184 ms by tiles of 64, 104 by 512.
+// Return the heads and tile sizes of a call. If every query sees all keys, as in an image, tiles are as large
+// as possible while leaving several per thread, because packing a tile's keys is most of the work for small
+// head dims. Measured with 4096 queries and keys and 8 heads of 40: 184 ms with tiles of 64, 104 ms with 512.
 inline Heads heads_of(const AttentionCall& call, int threads) {
     constexpr int64_t kLargestTile = 512, kTiles = 4, kFloats = 1 << 16;
     Heads heads = {call.heads, call.kv_heads, call.head_dim};
@@ -70,7 +70,7 @@ struct AttentionScratch {
     Spans spans;
     AttentionRoom room;
     int32_t* seen;
-    bool trims; // the mask hides the same keys from all queries: those at the end need not be looked at
+    bool trims; // the mask hides the same keys from all queries, so trailing hidden keys can be skipped
     int64_t bytes;
 };
 
@@ -78,7 +78,8 @@ inline int64_t attention_bytes(const AttentionCall& call, int threads) {
     return AttentionScratch(call, nullptr, threads).bytes;
 }
 
-// Keys up to the last one that a mask does not hide from sequence n; all of them where it hides all alike.
+// Return the number of keys up to the last one that the mask does not hide from sequence n; all keys if it
+// hides every one.
 inline int32_t visible_keys(const AttentionCall& call, int64_t n) {
     constexpr float kAsGoodAsHidden = -1.0e30f;
     for (int64_t keys = call.keys; keys > 0; --keys) {

@@ -1,19 +1,19 @@
-// A few rows of queries against keys and values where they lie: a decode step turns and packs nothing, for it
-// reads each key once.
+// A few rows of queries against keys and values in place: a decode step reads each key once, so transposing
+// and packing would not pay.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Rows of queries per kv head up to which that is faster.
+// Maximum query rows per kv head for which this is faster.
 constexpr int64_t kFewQueries = 8;
 
-// Rows that are worked on next, asked for while others are: few at a time, for a processor waits where it has
-// asked for more than it can.
+// Rows that are processed next, prefetched in small batches: the processor stalls if more prefetches are
+// issued than it can track.
 template <class T>
 struct Soon {
     const T* const* rows;
-    int64_t n, bytes; // of a row
+    int64_t n, bytes; // bytes of a row
     void ask(int64_t begin, int64_t end) const {
         for (int64_t j = begin; j < least(end, n); ++j)
             for (int64_t line = 0; line < bytes; line += 64)
@@ -21,8 +21,8 @@ struct Soon {
     }
 };
 
-// scores[i * kTileKeys + j] = row i of queries . key j, for R rows; up to the next whole block of keys they
-// are those of the last key.
+// scores[i * kTileKeys + j] = row i of queries . key j, for R rows. The last block of keys is filled up with
+// copies of the last key.
 template <class P, int R, class T>
 inline void few_scores(const float* q, int64_t slots, const T* const* rows, int64_t n, int64_t dim,
                        const Soon<T>& soon, float* scores) {
@@ -66,7 +66,7 @@ inline void few_scores(const float* q, int64_t slots, const T* const* rows, int6
     }
 }
 
-// out[i * os + d] += the sum over keys j of weight (i, j) * value j[d], for R rows and C vectors of columns.
+// out[i * os + d] += sum over keys j of weight (i, j) * value j[d], for R rows and C vectors of columns.
 template <class P, int R, int C, class T>
 inline void few_values(const float* weights, const T* const* rows, int64_t n, int64_t d, int64_t dim,
                        const Soon<T>& soon, float* out, int64_t os) {
@@ -109,7 +109,7 @@ inline void few_values(const float* weights, const T* const* rows, int64_t n, in
             sums[i][c].store(out + i * os + d + c * Vec::kWidth);
 }
 
-// The two products of a strip of rows with one kv head's keys and values, those in `rows`.
+// The two products of a strip of rows: with the keys and with the values of one kv head.
 template <class P, class T>
 struct FewRows {
     const float* q;
@@ -144,7 +144,7 @@ struct FewRows {
     }
 
 private:
-    // Calls `f` with the number of rows, known to the compiler, and the first of them.
+    // Call `f` with a compile-time number of rows, and the first of these rows.
     template <class F>
     static void blocks(int64_t count, F f) {
         int64_t r = 0;

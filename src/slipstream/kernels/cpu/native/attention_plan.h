@@ -1,37 +1,40 @@
-// Shares attention out: which queries, kv heads and keys are worked on together, the longest work first.
+// Divides attention into work items: which queries, kv heads and keys a thread processes together, in order
+// of decreasing cost.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-constexpr int64_t kTileRows = 128;  // query heads times queries; the layout of keys is paid for by them
-constexpr int64_t kTileTokens = 64; // queries of one sequence
-constexpr int64_t kPieces = 4;      // per thread, to even them out
-constexpr int64_t kLeastKeys = 128; // of a part, where the keys of a tile are shared out
-constexpr int64_t kFewPieces = 2;   // and kLeastFew the same of tiles of a few rows, which the memory bounds
+// Maximum rows (query heads times queries) of a tile; they share the cost of packing the keys.
+constexpr int64_t kTileRows = 128;
+constexpr int64_t kTileTokens = 64; // maximum queries of one sequence in a tile
+constexpr int64_t kPieces = 4;      // items per thread, for load balance
+constexpr int64_t kLeastKeys = 128; // minimum keys of a part, where the keys of a tile are divided
+// kPieces and kLeastKeys for tiles of few rows, which are memory-bound.
+constexpr int64_t kFewPieces = 2;
 constexpr int64_t kLeastFew = 64;
 
-// The sequences of a call: where their queries lie and how many keys each has.
+// The sequences of a call: where their queries are and how many keys each has.
 struct Spans {
     int64_t sequences;
-    const int32_t* query_starts; // `(N + 1,)` of packed tokens, or null: `queries` each, padded
-    const int32_t* kv_lens;      // `(N,)`, or null: `keys` each, or where packed as many as queries
+    const int32_t* query_starts; // `(N + 1,)` for packed tokens; null: padded, `queries` each
+    const int32_t* kv_lens;      // `(N,)`; null: `keys` each, or, if packed, as many as queries
     int64_t queries, keys;
-    bool causal;         // query i sees keys up to i + keys - queries; otherwise all of them
-    bool packed;         // keys lie as the queries do, in the rows from query_starts on
-    const int32_t* seen; // `(N,)`, keys from which on a mask hides all; or null
+    bool causal;         // query i sees keys up to i + keys - queries; otherwise all keys
+    bool packed;         // keys are in the same rows as the queries, from query_starts on
+    const int32_t* seen; // `(N,)`: a mask hides all keys from this one on; or null
 };
 
-// Some queries of one sequence, some kv heads, some of the keys.
+// A unit of work: some queries of one sequence, some kv heads, some of the keys.
 struct Item {
     int64_t sequence, token, count; // queries [token, token + count)
-    int64_t position;               // of the first of them among the keys
-    int64_t keys_at;                // the row of key 0, where they lie in rows
-    int64_t begin, end;             // keys
+    int64_t position;               // of the first of these queries, counted in keys
+    int64_t keys_at;                // row of key 0, if keys are in plain rows
+    int64_t begin, end;             // keys [begin, end)
     int64_t kv, kvs;                // kv heads [kv, kv + kvs)
-    int64_t part, parts;            // of the keys
-    int64_t partial;                // the first row of this part's result, where there are several
-    int64_t join;                   // which of the counters of parts that are done
+    int64_t part, parts;            // this item is part `part` of `parts` along the keys
+    int64_t partial; // index of the first row of this part's result, if there are several parts
+    int64_t join;    // index of the counter of finished parts
     int64_t cost;
 };
 
@@ -39,21 +42,22 @@ struct Heads {
     int64_t heads, kv_heads, dim;
     int64_t tile_rows = kTileRows, tile_tokens = kTileTokens;
     int64_t group() const { return heads / kv_heads; }
-    // Whether so many queries of a sequence meet keys where they lie.
+    // Whether this many queries of a sequence multiply with keys in place, without packing them.
     bool few(int64_t queries) const { return queries * group() <= kFewQueries; }
     int64_t width() const { return ceil_div(dim, Vec::kWidth) * Vec::kWidth; }
     int64_t most_rows() const { return most(tile_rows, group()); }
     int64_t most_tokens() const { return most(1, least(tile_tokens, tile_rows / group())); }
 };
 
-// What was decided; kept in scratch, made by one thread and read by all.
+// The list of items, kept in scratch; written by one thread and read by all.
 struct Plan {
     Item* items;
     int64_t count, partial_rows;
 };
 
-// Bounds of a plan that hold whatever the sequences' lengths are, for those may grow from step to step: there
-// are kPieces per thread of the whole cost at most, and a part of an item costs a piece or ends it.
+// Upper bounds on the size of a plan that hold for any lengths of the sequences, which may grow from step to
+// step: the total cost amounts to at most kPieces per thread, and each part of an item either has the cost of
+// a piece or is the item's last.
 struct PlanBounds {
     PlanBounds(const Spans& spans, const Heads& heads, int threads) {
         const int64_t size = heads.most_tokens(), pieces = kPieces * static_cast<int64_t>(threads);
@@ -91,8 +95,8 @@ private:
             const int64_t own = spans_.packed ? end - begin : spans_.keys;
             const int64_t keys = spans_.kv_lens ? spans_.kv_lens[n] : own;
             for (int64_t t = begin; t < end; t += size) {
-                // Packed sequences are complete, and may end with tokens that are no keys; other queries are
-                // the last tokens of their sequence.
+                // Packed sequences are complete, and may end with tokens that are not keys; otherwise the
+                // queries are the last tokens of their sequence.
                 const int64_t count = least(size, end - t);
                 const int64_t position = spans_.packed ? t - begin : keys - (end - t);
                 const int64_t last = spans_.causal ? least(position + count, keys) : keys;
@@ -102,8 +106,9 @@ private:
         }
     }
 
-    // A tile of one kv head as items: several kv heads together while their rows are few, for their keys lie
-    // side by side; a part of the keys each where that leaves threads without work.
+    // Add the items of a tile, given for one kv head. While the rows are few, an item covers several kv
+    // heads, whose keys are adjacent in memory; where threads would otherwise be idle, the keys are divided
+    // into parts.
     void add(Item item) {
         const int64_t rows = item.count * heads_.group(), each = item.cost;
         const bool few = heads_.few(item.count);
@@ -125,12 +130,13 @@ private:
         }
     }
 
-    // What a piece costs at most: a few pieces per thread even them out; one thread needs no pieces.
+    // Return the maximum cost of an item: a few items per thread balance the load; a single thread needs no
+    // division.
     int64_t limit_of(bool few) const {
         return threads_ > 1 ? ceil_div(total_, (few ? kFewPieces : kPieces) * threads_) : total_;
     }
 
-    // Parts of `size` keys.
+    // Add one item per part of `size` keys.
     void share(Item part, int64_t size) {
         const int64_t end = part.end, rows = part.count * heads_.group() * part.kvs;
         part.parts = most(1, ceil_div(end, most(size, 1)));
@@ -145,7 +151,7 @@ private:
         }
     }
 
-    // By falling cost. Source: Shell 1959 (CACM 2:7), with Knuth's steps.
+    // Sort by descending cost. Source: Shell 1959 (CACM 2:7), with Knuth's steps.
     void sort() {
         int64_t step = 1;
         while (step < plan_.count / 3)

@@ -1,12 +1,12 @@
-// The scratch of attention: of one thread, and of a call.
+// Scratch memory of attention: per thread, and per call.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// What one thread holds of an item.
+// Buffers in which one thread processes an item.
 struct ItemRoom {
-    // Slots of the queries and of the keys; P is the way to multiply.
+    // Number of slots in a padded row of queries or keys; P selects how slots are multiplied.
     template <class P>
     static int64_t slots_of(const Heads& heads) {
         return ceil_div(ceil_div(heads.dim, P::kDepth), P::kSlots) * P::kSlots;
@@ -14,7 +14,7 @@ struct ItemRoom {
     ItemRoom(const Heads& heads, int64_t slots, int64_t strip, float* base) {
         const int64_t rows = heads.most_rows();
         Scratch scratch(reinterpret_cast<char*>(base));
-        q = scratch.part<float>((rows + kMostStripRows - 1) * slots); // the last strip may read a whole one
+        q = scratch.part<float>((rows + kMostStripRows - 1) * slots); // the last strip may read a full one
         sums = scratch.part<float>(rows * heads.width());
         top = scratch.part<float>(rows);
         slope = scratch.part<float>(rows);
@@ -30,18 +30,19 @@ struct ItemRoom {
         bias = scratch.part<float>(kTileKeys);
         floats = scratch.used() / static_cast<int64_t>(sizeof(float));
     }
-    float *q, *sums, *keys, *values; // slots: queries, packed keys and values; sums of weighted values
-    float *top, *total;              // of each row: the highest score, the lanes of the weights' sum
-    float* slope;                    // of each row, in units of ln 2
-    int32_t *query, *head;           // of each row: which of the item's queries and heads; divisions are slow
-    float *scores, *weights;         // of a strip
+    // In slots: queries, packed keys and packed values. `sums`: weighted sums of values.
+    float *q, *sums, *keys, *values;
+    float *top, *total;      // per row: the highest score; the sum of the weights, lane by lane
+    float* slope;            // per row, in units of ln 2
+    int32_t *query, *head;   // per row: its query and head within the item, stored to avoid divisions
+    float *scores, *weights; // of one strip
     float *k_scales, *v_scales, *bias;
     int64_t floats;
 };
 
-// Scratch for attention: of one shape, or the most of several.
+// Scratch for the attention of one call shape, or the maximum over several.
 struct AttentionRoom {
-    // Counts what calls of this shape need.
+    // Enlarge the sizes to what a call of this shape needs.
     void include(const Spans& spans, const Heads& heads, int threads) {
         const PlanBounds bounds(spans, heads, threads);
         num_items = most(num_items, bounds.items);
@@ -59,11 +60,11 @@ struct AttentionRoom {
     int64_t num_items = 0, num_partial = 0, own_floats = 0;
     Plan* plan = nullptr;
     Item* items = nullptr;
-    int32_t* done = nullptr; // finished parts of each item, by its `join`; zeros between calls
+    int32_t* done = nullptr; // finished parts of each item, indexed by `join`; zero between calls
     float *partial = nullptr, *own = nullptr;
 };
 
-// Shares a call out. One thread does it, before the team meets; the plan holds for all calls of the same
+// Plan a call. Run by one thread before the team's barrier; the plan is valid for all calls with the same
 // spans and heads.
 inline void make_plan(const Spans& spans, const Heads& heads, const Team& team, const AttentionRoom& room) {
     *room.plan = Planner(spans, heads, team.size(), room.items).plan();

@@ -1,4 +1,4 @@
-// A planned call of attention by a team: each thread takes item after item.
+// Runs a planned attention call on a team: each thread takes one item after another.
 #pragma once
 
 namespace slipstream {
@@ -14,7 +14,7 @@ inline void attend_with(const Attention& a, Team& team, int rank, const Attentio
         const Item& item = plan.items[i];
         Worker<P> worker(a, item, own);
         worker.run(room.partial);
-        // Whoever ends the last part puts them together.
+        // The thread that finishes the last part combines all parts.
         if (item.parts > 1 && __atomic_add_fetch(room.done + item.join, 1, __ATOMIC_ACQ_REL) == item.parts) {
             room.done[item.join] = 0;
             worker.merge(room.partial);
@@ -22,7 +22,7 @@ inline void attend_with(const Attention& a, Team& team, int rank, const Attentio
     });
 }
 
-// All of a planned call, by the whole team.
+// Run a planned call on the whole team, with the multiplication that the unit supports.
 inline void attend(const Attention& a, Team& team, int rank, const AttentionRoom& room) {
 #if defined(SLIPSTREAM_AMX)
     if (a.pairs) {

@@ -1,10 +1,9 @@
 // The arithmetic of attention on one tile: some rows (queries of heads that share a kv head) against
-// kTileKeys keys. Keys and values are brought once into the layout that the products want, and serve all
-// rows.
+// kTileKeys keys. Keys and values are packed once into the layout of the products, and used by all rows.
 //
-// A slot is 32 bits along the products' depth: one float, or a pair of bfloat16. Rows of queries and of
-// weights are `depth` slots. Packed keys are `[slot of dims][kTileKeys]` slots, packed values
-// `[slot of keys][width]` slots: what the bfloat16 tiles of AMX read as well.
+// A slot is 32 bits along the reduction dimension: one float, or a pair of bfloat16. Rows of queries and of
+// weights have `depth` slots. Packed keys are `[slot of dims][kTileKeys]` slots, packed values `[slot of
+// keys][width]` slots, which is also the layout that the bfloat16 tiles of AMX read.
 //
 // Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv 2205.14135),
 // algorithm 1.
@@ -13,25 +12,26 @@
 namespace slipstream {
 namespace {
 
-// Sums are fetched and put back once for each tile: beside 128 keys, 64 take 1.03 to 1.08 of the time at 40
-// to 128 dims, and 256 take 0.96, for which small second caches have no room, nor the first one beside tiles
-// of AMX.
+// Sums are loaded and stored once per tile. Compared with 128 keys, 64 take 1.03 to 1.08 times as long at 40
+// to 128 dims. 256 take 0.96 of the time, but do not fit into small second-level caches, nor into the first
+// level together with AMX tiles.
 #if defined(SLIPSTREAM_AMX)
 constexpr int64_t kTileKeys = 128;
 #else
 constexpr int64_t kTileKeys = Vec::kWidth == 16 ? 256 : 128;
 #endif
-constexpr int64_t kFewKeys = 64;       // where a few rows meet them as they lie
-constexpr int64_t kMostStripRows = 16; // rows whose scores exist at a time
-constexpr int64_t kMostPadding = 16;   // slots that a row may be padded to
-constexpr float kNothing = -3.0e38f;   // below every score; the difference of two of them is no NaN
-// What a mask says with the lowest number scores this: where a row has nothing else, such keys count alike.
+constexpr int64_t kFewKeys = 64;       // for few rows, which multiply with keys in place
+constexpr int64_t kMostStripRows = 16; // maximum rows whose scores exist at a time
+constexpr int64_t kMostPadding = 16;   // maximum slots that are added to a row as padding
+constexpr float kNothing = -3.0e38f;   // below every score; the difference of two of them is not NaN
+// The score of a key that a mask hides with the lowest finite number: in a row with no other keys, all such
+// keys weigh the same.
 constexpr float kHidden = -3.4e38f;
-constexpr float kGreatest = 3.40282347e38f;    // finite
-constexpr float kNever = -__builtin_inff();    // no weight at all
-constexpr float kLog2E = 1.44269504088896341f; // scores are kept in units of ln 2: weights are powers of two
+constexpr float kGreatest = 3.40282347e38f;    // largest finite number
+constexpr float kNever = -__builtin_inff();    // score of a key that has no weight at all
+constexpr float kLog2E = 1.44269504088896341f; // scores are in units of ln 2: weights are powers of two
 
-// What products of slots are made of; `add` is one step of them.
+// The multiply-add of products of slots: `add` is one step.
 struct FloatSum {
     static Vec add(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 };
@@ -41,8 +41,8 @@ struct PairSum {
 };
 #endif
 
-// Keys in rows `rows[0, n)` of `dim` elements each, turned: slot s of key j to `to[s * kTileKeys + j]`. Keys
-// up to the next whole vector become zeros.
+// Pack keys `rows[0, n)` of `dim` elements each, transposed: slot s of key j goes to `to[s * kTileKeys + j]`.
+// Keys are padded with zeros to a whole vector.
 template <class P, class T>
 inline void pack_keys(const T* const* rows, int64_t n, int64_t dim, float* to) {
     constexpr int64_t kWidth = Vec::kWidth, kElements = P::kDepth * kWidth;
@@ -60,7 +60,8 @@ inline void pack_keys(const T* const* rows, int64_t n, int64_t dim, float* to) {
         }
 }
 
-// Values in rows `rows[0, n)`: slot s of column d to `to[s * width + d]`, columns up to `width` zeros.
+// Pack values `rows[0, n)`: slot s of column d goes to `to[s * width + d]`; columns from `dim` to `width`
+// become zero.
 template <class P, class T>
 inline void pack_values(const T* const* rows, int64_t n, int64_t dim, int64_t width, float* to) {
     for (int64_t j = 0; j < n; j += P::kDepth, to += width) {
@@ -115,8 +116,8 @@ inline void product_rows(const float* a, int64_t as, const float* b, int64_t bs,
         product_block<P, kAdd, R, 1>(a, as, b + j, bs, depth, out + j, os);
 }
 
-// The same for twice as many rows and fewer columns than a block has: with the rows of one block alone each
-// sum would wait for the one before.
+// `product_block` for twice as many rows and the remaining columns, fewer than a block has: with the rows of
+// one block there would be too few independent sums to hide the latency.
 template <class P, bool kAdd>
 inline void product_narrow(const float* a, int64_t as, const float* b, int64_t bs, int64_t depth,
                            int64_t width, float* out, int64_t os) {
@@ -128,7 +129,7 @@ inline void product_narrow(const float* a, int64_t as, const float* b, int64_t b
     product_block<P, kAdd, kRows, 1>(a, as, b, bs, depth, out, os);
 }
 
-// The same for any rows and a whole number of vectors of columns.
+// The product for any number of rows and whole vectors of columns.
 template <class P, bool kAdd>
 inline void product(const float* a, int64_t as, int64_t rows, const float* b, int64_t bs, int64_t depth,
                     int64_t width, float* out, int64_t os) {
@@ -148,15 +149,15 @@ inline void product(const float* a, int64_t as, int64_t rows, const float* b, in
         product_rows<P, kAdd, 1>(a + r * as, as, b, bs, depth, width, out + r * os, os);
 }
 
-// One way to multiply: what a slot holds, how it is filled, and the product of rows of slots.
+// A multiplication policy: what a slot holds, how it is filled, and the product of rows of slots.
 //
-// Sum         of products of slots
+// Sum         the multiply-add of slots
 // kDepth      elements in a slot
-// kSlots      slots that a depth is padded to, with zeros
-// kKeys       keys that products begin and end at
-// kStripRows  rows whose scores exist at a time; of `a` and, where nothing is added, of `out` all are there
+// kSlots      a reduction depth is padded with zeros to a multiple of this many slots
+// kKeys       products start and end at multiples of this many keys
+// kStripRows  rows whose scores exist at a time; `a`, and without kAdd `out`, always has room for all of them
 // kTerms      of the polynomial in `power`
-// Session     lives while a thread multiplies
+// Session     exists while a thread multiplies
 struct FloatSlots {
     struct Session {};
     using Sum = FloatSum;
@@ -184,7 +185,7 @@ struct FloatSlots {
 };
 
 #ifdef SLIPSTREAM_BF16_DOT
-// Pairs rounded to bfloat16, summed in float32.
+// Pairs rounded to bfloat16, accumulated in float32.
 struct PairSlots {
     struct Session {};
     using Sum = PairSum;
@@ -211,10 +212,11 @@ struct PairSlots {
 };
 #endif
 
-// 2^x for x <= 0, and 2^-100 below that: nothing beside a weight of 1, and yet far from where products of
-// bfloat16 are flushed to zero, so that rows which hide every key alike have a mean. A NaN stays one. With 7
-// terms the relative error is below 2e-7, with 4 below 8e-5, which is little beside the rounding to bfloat16.
-// Source: Cephes exp2f (Moshier); of the 4 terms Remez' algorithm.
+// Return 2^x for x <= 0, and 2^-100 for x below -100: negligible beside a weight of 1, but well above where
+// products of bfloat16 are flushed to zero, so that a row that hides all keys equally yields their mean. NaN
+// stays NaN. With 7 terms the relative error is below 2e-7; with 4 it is below 8e-5, which is small compared
+// with the rounding to bfloat16.
+// Source: Cephes exp2f (Moshier); Remez' algorithm for the 4 terms.
 template <int kTerms>
 inline Vec power(Vec x) {
     const Vec bounded = max(Vec::set(-100.0f), x), n = round(bounded), r = bounded - n;
@@ -239,21 +241,21 @@ inline float power(float x) {
 
 alignas(64) constexpr float kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// What one row makes of its raw scores.
+// How the raw scores of a row are transformed.
 struct Bend {
     float scale, softcap;  // softcap 0: none
     float slope, distance; // slope * (j + distance) is added to the score of key j
-    const float* k_scales; // multiply the scores, key by key; or null
-    const float* v_scales; // multiply the weights after they are summed; or null
-    const float* bias;     // added, or null
+    const float* k_scales; // multiplied with the scores, per key; or null
+    const float* v_scales; // multiplied with the weights once they are summed, per key; or null
+    const float* bias;     // added to the scores; or null
 };
 
-// The keys of a strip, [low, high) by whole vectors, and of one row of it, [from, to).
+// The keys of a strip, [low, high) in whole vectors, and those that one row of it sees, [from, to).
 struct Seen {
     int64_t low, high, from, to;
 };
 
-// Whether raw scores need nothing but a positive scale, and no key of the range is hidden.
+// Whether raw scores only need a positive scale, and no key of the range is hidden.
 inline bool is_plain(const Bend& b, const Seen& keys) {
     return keys.from <= keys.low && keys.high <= keys.to && b.scale > 0.0f && b.softcap == 0.0f &&
            b.slope == 0.0f && !b.k_scales && !b.bias;
@@ -266,15 +268,15 @@ inline float highest_of(const float* scores, const Seen& keys) {
     return highest.highest();
 }
 
-// x where its place is in [from, to), `other` elsewhere; its first lane is at j.
+// Return x where its index is in [from, to) and `other` elsewhere; lane 0 has index j.
 inline Vec within(Vec x, int64_t j, int64_t from, int64_t to, Vec other) {
     const Vec index = Vec::load(kCount) + Vec::set(static_cast<float>(j));
     x = if_less(index, Vec::set(static_cast<float>(from)), other, x);
     return if_less(index, Vec::set(static_cast<float>(to)), x, other);
 }
 
-// Raw scores become scores in units of ln 2; returns the highest of those that the row sees, the others are
-// hidden.
+// Transform raw scores into scores in units of ln 2, and hide those that the row does not see; return the
+// highest of the others.
 inline float bend(const Bend& b, float* scores, const Seen& keys) {
     const Vec count = Vec::load(kCount), hidden = Vec::set(kHidden);
     Vec highest = hidden;
@@ -296,9 +298,10 @@ inline float bend(const Bend& b, float* scores, const Seen& keys) {
     return highest.highest();
 }
 
-// Scores become weights 2^(scale * score - top), stored as rows of slots; their sum is added to `total`, lane
-// by lane. Keys that the row does not see, or never, weigh nothing. Products are rounded as that of the top
-// was: a sum in one step would be off by what rounding left, which is above 2^7 from scores of 2^31 on.
+// Turn scores into weights 2^(scale * score - top), stored as rows of slots, and add their sum to `total`,
+// lane by lane. Keys that the row does not see, or with score kNever, get weight 0. The product is rounded
+// before the subtraction, as it was for `top`: a fused multiply-add would differ by the rounding error, which
+// exceeds 2^7 for scores from 2^31 on.
 template <class P>
 inline void weigh(const Bend& b, const float* scores, float scale, const Seen& keys, float top,
                   float* weights, float* total) {
@@ -324,15 +327,15 @@ inline void scale_all(float* x, Vec factor, int64_t width) {
         (Vec::load(x + j) * factor).store(x + j);
 }
 
-// Raw scores of one row that need nothing but a positive scale; it sees the first `end` of n keys, a whole
-// number of vectors.
+// The raw scores of one row that only need a positive scale. The row sees the first `end` of n keys; n is a
+// whole number of vectors.
 struct PlainRow {
     float* scores;
     int64_t end, n;
     float scale;
 
     int64_t whole() const { return end / Vec::kWidth * Vec::kWidth; }
-    // Hides what the row does not see; the highest of the others, scaled, or kNothing.
+    // Hide what the row does not see; return the highest other score, scaled, or kNothing if there is none.
     float highest() const {
         if (end == 0)
             return kNothing;
@@ -342,7 +345,8 @@ struct PlainRow {
     }
 };
 
-// All of that for such a row once its highest score is known; keys that it does not see weigh nothing.
+// Turn the scores of such a row into weights, and update `top`, `total` and `sums`, given the row's highest
+// score; keys that it does not see get weight 0.
 template <class P>
 inline void weigh_plain(const PlainRow& row, float high, float* weights, float* top, float* total,
                         float* sums, int64_t width) {
@@ -355,7 +359,7 @@ inline void weigh_plain(const PlainRow& row, float high, float* weights, float* 
     }
     Vec sum = Vec::load(total);
     if (high > *top) {
-        if (*top > kNothing) { // before the first keys there is nothing to scale
+        if (*top > kNothing) { // before the first keys there is nothing to rescale
             const Vec factor = power<7>(Vec::set(*top - high));
             sum = sum * factor;
             scale_all(sums, factor, width);

@@ -1,50 +1,51 @@
-// What attention reads and writes: rows of queries, keys and values, plain or in the pages of a cache.
+// The operands of attention: rows of queries, keys and values, plain or in the pages of a cache.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Rows of heads, each `dim` contiguous elements: that of token t and head h of sequence n begins at
-// data + n * sequence + t * token + h * head. Packed tokens are counted through all sequences.
+// Rows of heads of `dim` contiguous elements each: token t, head h of sequence n starts at data + n *
+// sequence + t * token + h * head. Packed tokens are numbered across all sequences.
 struct View {
     const void* data;
     int32_t dtype;
     int64_t sequence, token, head;
 };
 
-// Where keys lie in pages: token t of sequence n in page table[n * table_width + t / block_size].
+// Paged keys and values: token t of sequence n is in page table[n * table_width + t / block_size].
 struct Pages {
     const int32_t* table;
     int64_t table_width, block_size;
-    bool heads_first; // within a page all tokens of a head lie side by side
+    bool heads_first; // within a page, all tokens of a head are contiguous: `(K, Z, D)`
 };
 
-// What is added to the scores of (n, h, query, key): data[n * sequence + h * head + query * token + key] of a
-// floating dtype, or kBoolean: hidden where it is zero.
+// What is added to the score of (n, h, query, key), data[n * sequence + h * head + query * token + key]: a
+// floating dtype, or kBoolean, where zero hides the key.
 using Scores = View;
 
-// One call, upon a cache (`upon_cache`) or within packed sequences (`within_rows`).
+// One attention call: over a cache (`upon_cache`), within packed sequences (`within_rows`), or over an
+// encoder's states (`to_states`).
 struct Attention {
     Heads heads;
     View q, k, v;
     View out;                         // written
-    Bf16* rounded;                    // the same again in bfloat16, with the strides of out; or null
-    const Pages* pages;               // of k and v, or null: plain rows
-    const float *k_scales, *v_scales; // of int8 keys and values, `(P, Z, K)`; otherwise null
+    Bf16* rounded;                    // a second output, in bfloat16 with the strides of `out`; or null
+    const Pages* pages;               // of k and v; null: plain rows
+    const float *k_scales, *v_scales; // `(P, Z, K)`, for int8 keys and values; otherwise null
     const Mask* mask;
     const Scores* bias; // or null
     bool causal;
-    bool pairs; // multiply in bfloat16 where the processor does; what is stored wider is rounded
+    bool pairs; // multiply pairs of bfloat16 where the processor can; wider operands are rounded
 };
 
-// The sequences of a step: upon a paged cache, or packed side by side where there is none.
+// Return the sequences of a step: over a paged cache, or packed side by side without one.
 inline Spans spans_of(const Step& step, bool cached = true, bool causal = true) {
     return {step.sequences, step.query_starts, step.kv_lens, 0, 0, causal, !cached, nullptr};
 }
 inline Pages pages_of(const Step& step) {
     return {step.block_table, step.table_width, step.block_size, step.heads_first != 0};
 }
-// Causal attention upon a layer's cache; what is left to say is `q`, `out` and `pairs`.
+// Attention over a layer's cache; the caller sets `q`, `out` and `pairs`.
 inline Attention upon_cache(const Heads& heads, const Cache& cache, int32_t dtype, const Pages& pages,
                             const Mask& mask) {
     Attention a = {};
@@ -64,8 +65,8 @@ inline Attention upon_cache(const Heads& heads, const Cache& cache, int32_t dtyp
     return a;
 }
 
-// Attention within packed sequences that have no cache: heads of queries, keys and values side by side in
-// rows `qkv`; what is left to say is `out` and `pairs`.
+// Attention within packed sequences without a cache: each row of `qkv` holds a token's query, key and value
+// heads side by side. The caller sets `out` and `pairs`.
 inline Attention within_rows(const Heads& heads, const float* qkv, const Mask& mask, bool causal) {
     const int64_t q = heads.heads * heads.dim, kv = heads.kv_heads * heads.dim;
     Attention a = {};
@@ -79,7 +80,7 @@ inline Attention within_rows(const Heads& heads, const float* qkv, const Mask& m
     return a;
 }
 
-// Attention to an encoder's states; what is left to say is `q`, `out` and `pairs`.
+// Cross-attention to an encoder's states; the caller sets `q`, `out` and `pairs`.
 inline Attention to_states(const Heads& heads, const Across& across) {
     Attention a = {};
     a.heads = heads;
@@ -91,12 +92,13 @@ inline Attention to_states(const Heads& heads, const Across& across) {
     return a;
 }
 
-// Whether products are made in bfloat16: where that is what is stored, or what the caller computes in.
+// Whether products are computed in bfloat16: if the keys are stored in it, or are int8 codes and the call's
+// dtype is bfloat16.
 inline bool multiplies_pairs(int32_t dtype, int32_t cache_dtype) {
     return Vec::kBf16Dot && (cache_dtype == kBfloat16 || (cache_dtype == kInt8Codes && dtype == kBfloat16));
 }
 
-// One head as codes; returns their scale. Codes reach from -127 to 127; a row of zeros has the scale 0.
+// Quantize one head to int8 codes from -127 to 127 and return their scale, which is 0 for a row of zeros.
 inline float quantize_row(const float* x, int8_t* codes, int64_t n) {
     Vec widest = Vec::set(0);
     for (int64_t j = 0; j < n; j += Vec::kWidth)
@@ -113,7 +115,7 @@ inline float quantize_row(const float* x, int8_t* codes, int64_t n) {
     return scale;
 }
 
-// The past of one kv head in one page, `row` of `(P, K)`, goes before what is new.
+// Copy the past of one kv head in one page to the start of the page; `row` is its index in `(P, K)`.
 inline void copy_past(const Cache& cache, int32_t dtype, const Step& step, int64_t row, int64_t dim) {
     const int64_t item = dim * (dtype == kFloat32 ? 4 : 2), size = step.past * item;
     const int64_t to = row * step.block_size * item, from = row * size;
@@ -123,7 +125,7 @@ inline void copy_past(const Cache& cache, int32_t dtype, const Step& step, int64
                 static_cast<size_t>(size));
 }
 
-// The key and the value of token t, `(K, D)` each, go into their slot.
+// Write the key and the value of token t, `(K, D)` each, into its slot of the cache.
 inline void write_cache(const Cache& cache, int32_t dtype, const Heads& heads, const Step& step, int64_t t,
                         const float* k, const float* v) {
     const int64_t width = heads.kv_heads * heads.dim, slot = step.slots[t];
@@ -150,7 +152,7 @@ inline void write_cache(const Cache& cache, int32_t dtype, const Heads& heads, c
     }
 }
 
-// Calls `f` with a null pointer of the type that keys are stored in.
+// Call `f` with a null pointer of the type in which keys are stored.
 template <class F>
 inline void with_key_dtype(int32_t dtype, F f) {
     if (dtype == kInt8Codes)

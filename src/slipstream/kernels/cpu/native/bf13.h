@@ -1,28 +1,28 @@
-// Blocks of bf13, and what decoders share.
+// Decoding of bf13 blocks, and definitions that several decoders share.
 //
-// Source: the docstring of formats/bf13.py, which draws the bytes.
+// Source: the docstring of formats/bf13.py, which shows the byte layout.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Inputs that are decoded at a time: one block of fp6 or bf13, two of int4.
+// Number of inputs decoded at a time: one block of fp6 or bf13, two of int4.
 constexpr int64_t kPackedBlock = 64;
 constexpr int64_t kBf13Bytes = kPackedBlock / 8 * 13; // of a block
 
-// Where a block begins, with input `from` of a row.
+// Return the byte offset of the block that starts with input `from` of a row.
 constexpr int64_t bf13_at(int64_t from) {
     return from / kPackedBlock * kBf13Bytes;
 }
 
-// Asks for what lies behind a block, which is part of two or three lines.
+// Prefetch the block `ahead` bytes further on; a block extends over two or three cache lines.
 inline void ask_bf13(const uint8_t* block, int64_t ahead) {
     prefetch(block + ahead);
     prefetch(block + ahead + kBf13Bytes / 2);
 }
 
-// Sixteen bytes at a time, which the compiler's own vectors are on any machine: byte by byte it cannot know
-// that nothing overlaps, and what is written in smaller parts is slow to read as a whole.
+// Sixteen bytes as a compiler vector, which exists on every machine: byte by byte, the compiler cannot rule
+// out aliasing, and wide loads of data that was written by narrow stores are slow.
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 typedef uint16_t Words16 __attribute__((vector_size(32)));
 
@@ -33,8 +33,8 @@ inline Bytes16 sixteen(const uint8_t* from) {
 }
 
 #ifdef __AVX2__
-// The upper byte of a number, by its sign and the lower three of the four bits of its exponent; `above` where
-// the last of the four is set.
+// The upper byte of a bfloat16 by its sign and the lower three of its exponent's four stored bits; `above` is
+// for codes whose fourth bit is set.
 struct Bf13Upper {
     static __m128i below() {
         return _mm_set_epi8(-73, -74, -75, -76, -77, -78, -79, -128, 55, 54, 53, 52, 51, 50, 49, 0);
@@ -46,7 +46,8 @@ struct Bf13Upper {
 #endif
 
 #ifdef __AVX2__
-// Calls take(at, numbers at to at + 16 of a block): a lane of sixteen bytes has eight of each half.
+// Call take(at, numbers at to at + 16 of a block). In the packed bytes, each lane of sixteen holds eight
+// numbers of either half of the block.
 template <class F>
 [[gnu::always_inline]] inline void each_bf13(const uint8_t* block, F take) {
     const auto load = [&](int at) {
@@ -73,7 +74,7 @@ template <class F>
 }
 #endif
 
-// The numbers of a block in their order.
+// Decode the numbers of a block in order.
 #ifdef __AVX2__
 inline void join_bf13(const uint8_t* block, Bf16* to) {
     each_bf13(block, [&](int at, __m256i numbers) {
@@ -90,7 +91,7 @@ inline void join_bf13(const uint8_t* block, Bf16* to) {
         const uint8_t first = fifth[2 * lane], second = fifth[2 * lane + 1];
         const Bytes16 ones = {first,  first,  first,  first,  first,  first,  first,  first,
                               second, second, second, second, second, second, second, second};
-        const auto one = static_cast<Bytes16>((ones & kBits) != 0); // all bits where it is set
+        const auto one = static_cast<Bytes16>((ones & kBits) != 0); // all ones where the bit is set
         const Bytes16 upper = (four & 7) | (one & 8);
         const Bytes16 high = (static_cast<Bytes16>(upper != 0) & (upper + 48)) | (four & 8) << 4;
         const Words16 words = __builtin_convertvector(sixteen(block + lane * 16), Words16) |

@@ -1,6 +1,7 @@
-// Rows rounded to bytes times rows of int8, both as they lie: sums in int32, exact up to 65,536 inputs.
+// Products of input rows rounded to bytes with int8 weight rows, both in memory order; int32 sums are exact
+// up to 65,536 inputs.
 //
-// With x = (code - zero) * scale, a product is scale * (code . w - zero * the sum of w): that sum is taken
+// With x = (code - zero) * scale, a product is scale * (code . w - zero * sum(w)); the sum of w is computed
 // along with the products.
 #pragma once
 
@@ -9,7 +10,7 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// The sum of n codes of int8.
+// Return the sum of n int8 codes.
 inline int32_t sum_codes(const uint8_t* w, int64_t n) {
     Vec sum = Vec::set(0);
     for (int64_t k = 0; k < n; k += 64)
@@ -17,7 +18,7 @@ inline int32_t sum_codes(const uint8_t* w, int64_t n) {
     return sum_of_integers(sum);
 }
 
-// out[i * os + c] = x row r + i . w row c, for R rows and C columns kept in registers.
+// out[i * os + c] = x row r + i . w row c, for R rows and C columns held in registers.
 template <int R, int C>
 inline void codes_block(const Operand& x, int64_t r, const uint8_t* w, int64_t n, float* out, int64_t os) {
     const uint8_t* codes = x.codes + r * x.stride;
@@ -85,9 +86,10 @@ inline void codes_rows(const Operand& x, const uint8_t* w, int64_t n, float* out
         codes_block<1, C>(x, r, w, n, out + r * os, os);
 }
 
-// The only row of x . one row of w, in units of its scale; memory is asked for in the order in which it lies.
+// Return the lanes of (the only row of x) . (one row of w), in units of the row's scale. The prefetches
+// follow the order of the memory.
 inline Vec codes_in_order(const Operand& x, const uint8_t* w, int64_t n, Vec zero) {
-    Vec sums[2], totals[2]; // chains that do not wait for each other
+    Vec sums[2], totals[2]; // independent dependency chains
     for (int i = 0; i < 2; ++i)
         sums[i] = totals[i] = integers(0);
     const auto add = [&](int i, int64_t k, Codes column) {
@@ -119,7 +121,7 @@ inline void multiply_codes_in_order(const Operand& x, const uint8_t* w, int64_t 
     }
 }
 
-// out[r * os + o - begin] = x row r . row o of a matrix of int8, before its multiplier.
+// out[r * os + o - begin] = x row r . row o of an int8 matrix, before the row's factor is applied.
 inline void multiply_codes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                            int64_t os) {
     const auto* w = static_cast<const uint8_t*>(m.planes[kCodes]) + begin * m.inputs;

@@ -5,7 +5,7 @@
 namespace slipstream {
 namespace {
 
-// `more` tokens of every sequence may follow before the step is over.
+// A step with a paged cache; each sequence may grow by `more` tokens during the call.
 Status step(const Step& s, bool writes, int64_t more = 0) {
     if (!is_size(s.tokens) || !is_size(s.sequences) || !is_size(s.table_width))
         return kShape;
@@ -42,7 +42,7 @@ Status step(const Step& s, bool writes, int64_t more = 0) {
     return kOk;
 }
 
-// A step without a cache: the keys of a sequence are its first tokens.
+// A step without a cache: the first kv_lens[n] tokens of a sequence are its keys.
 Status packed_step(const Step& s) {
     if (!is_size(s.tokens) || !is_size(s.sequences))
         return kShape;
@@ -98,7 +98,7 @@ Status block(const Block& b, const StackCall& call) {
     return first_of(status, mask(b.mask));
 }
 
-// The angles of every token are in the tables.
+// The tables of angles, which must have a row for the position of every token.
 Status tables(const StackCall& call, int64_t more) {
     int64_t highest = call.step.tokens - 1, lowest = 0;
     if (call.positions && !is_aligned(call.positions, 8))
@@ -162,7 +162,7 @@ Status embeds(const ModelCall& call, const Frame& f) {
     return optional(f.pos_embed, f.pos_dtype);
 }
 
-// Several steps at once: one token per sequence, each of which is wanted.
+// Several steps in one call require one token per sequence, and that every one of them is wanted.
 Status steps(const ModelCall& call) {
     const Step& s = call.stack.step;
     if (!is_aligned(call.ends, 8) || !is_aligned(call.done, 8))
@@ -178,14 +178,14 @@ Status steps(const ModelCall& call) {
     for (int64_t r = 0; r < call.rows; ++r)
         if (s.query_starts[r] != r || call.logit_rows[r] != r)
             return kUnsupported;
-    // Those of the first step lead to those of the next ones.
+    // The rotary positions of later steps are derived from the positions of the first one.
     for (int64_t r = 0; call.stack.positions && r < call.rows; ++r)
         if (call.stack.positions[r] != call.positions[r])
             return kUnsupported;
     return kOk;
 }
 
-// What a model's call has beside its layers, which are checked before.
+// Everything of a model call except its layers, which are checked before.
 Status around(const ModelCall& call) {
     if (!call.frame || !call.logit_rows || (!call.logits && !call.best))
         return kNull;
@@ -247,7 +247,7 @@ Status lookup(const Lookup& l, int64_t tokens) {
     return kOk;
 }
 
-// What a text's call has beside its layers, which are checked before.
+// Everything of a text call except its layers, which are checked before.
 Status around(const TextCall& call) {
     const Step& s = call.stack.step;
     const int64_t hidden = call.stack.blocks[0].hidden;
@@ -269,7 +269,7 @@ Status around(const TextCall& call) {
     if (!is_aligned(call.pooled_tokens, 8))
         return first_of(status, kAlignment);
     for (int64_t n = 0; status == kOk && n < s.sequences; ++n) {
-        // A sequence without tokens has no first one.
+        // A sequence without tokens has no first token.
         const int64_t t = call.pooled_tokens ? call.pooled_tokens[n] : s.query_starts[n];
         if (t < -1 || t >= s.tokens || (!call.pooled_tokens && s.query_starts[n + 1] == t))
             return kRange;

@@ -1,4 +1,4 @@
-// What every call must prove before anything is followed; inputs may be anything.
+// Validation of every call before any of its pointers is followed; the inputs may be arbitrary.
 #pragma once
 
 #include "abi.h"

@@ -1,4 +1,4 @@
-// What the checks of calls are made of: sizes, tensors, matrices, what else is in several. Included by
+// Building blocks of the checks: sizes, tensors, matrices, and structs that several calls share. Included by
 // check.cpp alone.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace slipstream {
 namespace {
 
-// Larger sizes are no tensors, and their products would overflow.
+// Larger sizes are invalid, and products of them would overflow.
 constexpr int64_t kLargest = int64_t{1} << 31;
 
 bool is_size(int64_t n) {
@@ -18,7 +18,7 @@ bool is_size(int64_t n) {
 bool is_dtype(int32_t dtype) {
     return dtype == kFloat32 || dtype == kBfloat16 || dtype == kFloat16;
 }
-// Whether so many numbers are no more than any memory has: scratch counts some times as many bytes.
+// Whether rows * width numbers could fit into memory; scratch sizes are small multiples of this.
 bool fits(int64_t rows, int64_t width) {
     constexpr int64_t kMost = int64_t{1} << 40;
     return rows <= kMost / width;
@@ -34,7 +34,7 @@ Status first_of(Status a, Status b) {
     return a != kOk ? a : b;
 }
 
-// A tensor that must be there.
+// A required tensor.
 Status tensor(const void* p, int32_t dtype) {
     if (!is_dtype(dtype))
         return kDtype;
@@ -72,7 +72,7 @@ Status strides(std::initializer_list<int64_t> elements) {
     return kOk;
 }
 
-// One plane of a packed matrix, `row_bytes` for each of its rows; none where that is 0.
+// One plane of a packed matrix with `row_bytes` bytes per row; 0 means that the plane must be absent.
 Status plane(const Matrix& m, Plane which, int64_t row_bytes, uintptr_t item) {
     const void* p = m.planes[which];
     if (m.plane_bytes[which] != m.outputs * row_bytes)
@@ -84,7 +84,7 @@ Status plane(const Matrix& m, Plane which, int64_t row_bytes, uintptr_t item) {
     return is_aligned(p, item) ? kOk : kAlignment;
 }
 
-// Whether the inputs are rounded in a way that there is: sums of products of bytes must fit 32 bits.
+// Whether the rounding of the inputs is supported: sums of byte products must fit into 32 bits.
 bool rounding(const Matrix& m) {
     constexpr int64_t kMostInputs = 1 << 16;
     if (m.input_bits == 0)
@@ -135,7 +135,7 @@ Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
         return kNull;
     int64_t rows = 0;
     for (int64_t i = 0; i < m.num_runs; ++i) {
-        if (rows >= outputs) // each run has a row at least, and this one need not be there
+        if (rows >= outputs) // each run has a row at least: this one is surplus, and may be unreadable
             return kShape;
         const Run& run = m.runs[i];
         if (!is_size(run.rows) || run.stride < (run.transposed ? run.rows : inputs) || run.stride >= kLargest)
@@ -148,7 +148,7 @@ Status matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
     return rows == outputs ? optional(m.bias, m.bias_dtype) : kShape;
 }
 
-// One that multiplies rows as they are.
+// A matrix that does not round its inputs.
 Status exact_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
     const Status status = matrix(m, outputs, inputs);
     return status == kOk && m.input_bits ? kUnsupported : status;
@@ -177,13 +177,13 @@ Status mask(const Mask& m) {
     return optional(m.sinks, m.sinks_dtype);
 }
 
-// One of a call that has no table of distances.
+// The mask of a call that supports no bias by distance.
 Status absolute_mask(const Mask& m) {
     return m.relative ? kUnsupported : mask(m);
 }
 
 Status heads(int64_t heads, int64_t kv_heads, int64_t dim) {
-    constexpr int64_t kWidest = 1 << 16; // of a head, and of all of them together a tensor
+    constexpr int64_t kWidest = 1 << 16; // head dim; the heads together are bounded like any tensor
     if (!is_size(heads) || !is_size(kv_heads) || !is_size(dim) || dim > kWidest)
         return kShape;
     return heads % kv_heads == 0 && is_size(heads * dim) ? kOk : kShape;
@@ -213,7 +213,7 @@ Status draw(const Draw& d, int64_t rows, int64_t vocabulary) {
     return d.generator->left >= 1 && d.generator->left <= kTwisted ? kOk : kRange;
 }
 
-// What a sketch is made of.
+// The arguments of `slipstream_sketch`.
 Status sketch(const SketchCall& call) {
     const Matrix &head = call.head, &s = call.sketch;
     const Status status =
@@ -235,7 +235,7 @@ Status sketch(const SketchCall& call) {
     return whole ? kOk : kAlignment;
 }
 
-// What bounds the scores of a single row.
+// The screen of a model call, which bounds the scores of a single row.
 Status screen(const ModelCall& call) {
     const Screen& s = *call.screen;
     const Frame& f = *call.frame;
@@ -254,7 +254,7 @@ bool is_activation(int32_t activation, int32_t gated) {
     return activation >= 0 && activation < kActivations && (activation != kSwigluOai || gated);
 }
 
-// A matrix that may be absent.
+// A matrix that may be absent (0 outputs).
 Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
     return m.outputs == 0 ? kOk : exact_matrix(m, outputs, inputs);
 }
@@ -282,7 +282,7 @@ Status experts(const Moe& moe, const Block& b, int64_t tokens) {
     return first_of(status, some_matrix(moe.shared_gate, 1, b.hidden));
 }
 
-// A block's attention to an encoder's states.
+// A block's cross-attention to an encoder's states.
 Status across(const Across& a, const Block& b, int64_t sequences) {
     const int64_t joined = b.heads * b.head_dim;
     Status status = first_of(exact_matrix(a.q, joined, b.hidden), exact_matrix(a.out, b.hidden, joined));
@@ -305,7 +305,7 @@ Status across(const Across& a, const Block& b, int64_t sequences) {
     return kOk;
 }
 
-// No token has as many before it as the table of a bias by distance reaches.
+// No sequence may become longer than a table of biases by distance covers.
 Status distances(const StackCall& call, int64_t more) {
     for (int64_t i = 0; i < call.num_blocks; ++i)
         for (int64_t n = 0; call.blocks[i].mask.relative && n < call.step.sequences; ++n)
@@ -314,7 +314,7 @@ Status distances(const StackCall& call, int64_t more) {
     return kOk;
 }
 
-// Tokens that are not to be chosen, fewer than all.
+// Suppressed tokens: valid, strictly ascending, and fewer than the vocabulary.
 Status suppressed(const int64_t* ids, int64_t count, int64_t vocabulary) {
     if (count < 0 || count >= vocabulary)
         return kShape;

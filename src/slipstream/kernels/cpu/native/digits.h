@@ -1,4 +1,4 @@
-// A row as whole numbers: the digits, of eight bits with a sign, that products of bytes take.
+// Represents a row as integers whose signed 8-bit digits are the operands of byte products.
 #pragma once
 
 namespace slipstream {
@@ -8,23 +8,24 @@ inline bool is_int4(const Matrix& m) {
     return m.format == kInt4 || m.format == kInt4Symmetric;
 }
 
-// Digits that hold what the dtype of a matrix does: 15 bits and a sign, scaled to the row's largest, or 23
-// and a sign in float32; for rows rounded on input, the width they were rounded to.
+// Return how many digits represent the dtype of a matrix: two for 15 bits and a sign, relative to the row's
+// largest magnitude, or three for 23 bits and a sign (float32). Rows that are rounded on input need as many
+// as their rounded width.
 inline int digits_of(const Matrix& m) {
     if (m.input_bits)
         return m.input_zero ? 2 : 1;
     return m.dtype == kFloat32 ? 3 : 2;
 }
 
-// Whether rounded rows meet the codes of a matrix as the bytes that they are rounded to. Beside a format with
-// groups they are whole numbers, like the digits of any other row.
+// Whether rounded rows are multiplied as their byte codes. With formats that have groups they are integers in
+// digits, like any other row.
 inline bool in_codes(const Matrix& m) {
     return m.input_bits && m.format == kInt8;
 }
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// Whether a row becomes digits; lanes of int32 hold the sums of so many inputs.
+// Whether a row is split into digits; the int32 lanes can hold the sums of at most this many inputs.
 inline bool takes_digits(const Matrix& m) {
     return in_bytes(m) && m.inputs <= 1 << 19;
 }
@@ -33,13 +34,13 @@ inline bool is_fp6(const Matrix& m) {
     return m.format == kFp6E2m3 || m.format == kFp6E3m2;
 }
 
-// Inputs of fp6 that are taken 256 at a time; of others none.
+// Return how many inputs of fp6 are processed 256 at a time; 0 for other formats.
 inline int64_t turned_sixes(const Matrix& m) {
     return is_fp6(m) ? ceil_div(m.inputs, m.group) * m.group / Sixes::kTurned * Sixes::kTurned : 0;
 }
 
-// Where digits lie: of int4 those that meet the halves of bytes are apart, see Nibbles; of fp6 those that
-// meet one register of Sixes::turned are together.
+// The position of each digit. For int4, digits that multiply with low and high nibbles are separated, see
+// Nibbles; for fp6, those that multiply with one register of Sixes::turned are adjacent.
 struct DigitOrder {
     explicit DigitOrder(const Matrix& m) : int4(is_int4(m)), turned(turned_sixes(m)) {}
     int64_t at(int64_t j) const {
@@ -51,20 +52,21 @@ struct DigitOrder {
     int64_t turned;
 };
 
-// How a row becomes whole numbers: by what it is multiplied, and of what they are multiples then. The unit is
-// NaN where the row holds NaN or infinity; rows that are rounded are whole numbers already.
+// How a row is converted to integers: the factor, and the unit that the integers are multiples of. The unit
+// is NaN if the row holds NaN or infinity. Rounded rows are integers already.
 struct Places {
     float times, unit;
     static Places of(const float* x, const Matrix& m) {
         if (m.input_bits)
             return {1, 1};
-        const Grid grid = grid_of(x, m.inputs, false); // of the highest digit
+        const Grid grid = grid_of(x, m.inputs, false); // grid of the highest digit
         const float below = digits_of(m) == 2 ? 256.0f : 65536.0f;
         return {grid.times * below, grid.scale / below};
     }
 };
 
-// The row in units of what is returned, `stride` digits of each place, and zeros behind the inputs.
+// Split the row into integers and return their unit; the digits of each place take `stride` bytes, with zeros
+// beyond the inputs.
 inline float split_digits(const float* x, const Matrix& m, uint8_t* digits, int64_t stride) {
     const DigitOrder order(m);
     const int count = digits_of(m);
@@ -79,7 +81,8 @@ inline float split_digits(const float* x, const Matrix& m, uint8_t* digits, int6
     return places.unit;
 }
 
-// Start values of the sums, 16 lanes for each digit: they cancel what was added to the codes.
+// Compute the start values of the sums, 16 lanes per digit, which cancel the offset that was added to the
+// codes.
 inline void start_digits(const uint8_t* digits, int64_t stride, int count, int32_t* starts) {
     for (int i = 0; i < count; ++i, digits += stride, starts += 16) {
         CodeSums sums = CodeSums::of(Vec::set(0));
@@ -90,7 +93,7 @@ inline void start_digits(const uint8_t* digits, int64_t stride, int count, int32
     }
 }
 
-// The same of fp6, for each 256 inputs and each 64 behind them; as digit_dot_sixes takes them.
+// Compute the start values for fp6: per 256 inputs, then per 64 of the rest, as digit_dot_sixes expects them.
 inline void start_sixes(const uint8_t* digits, int64_t stride, int count, const Matrix& m, int32_t* starts) {
     const int64_t turned = turned_sixes(m);
     for (int64_t k = 0; k < m.inputs;) {
@@ -109,16 +112,16 @@ inline void start_sixes(const uint8_t* digits, int64_t stride, int count, const 
     }
 }
 
-// Inputs that rows in lanes are multiplied with at a time: the products of their two highest digits with int8
-// codes, added up, fit in int32.
+// Inputs after which the int32 sums of rows in lanes are flushed: the combined products of the two highest
+// digits with int8 codes still fit.
 constexpr int64_t kBytesDeep = 512;
 
-// How many of those share a scale: a group, or all of them where the format has no groups.
+// Return how many of these inputs share a scale: a group, or all of them if the format has no groups.
 inline int64_t lane_span(const Matrix& m) {
     return m.format == kInt8 ? kBytesDeep : m.group;
 }
 
-// Whether rows in lanes are multiplied by the tiles of AMX, which take signed codes.
+// Whether rows in lanes are multiplied by AMX tiles, which take signed codes.
 constexpr bool kByTiles =
 #ifdef SLIPSTREAM_AMX
     true;
@@ -126,23 +129,24 @@ constexpr bool kByTiles =
     false;
 #endif
 
-// What is added to the codes, which vectors take without a sign. Tiles take int8 as it is, and int4 with
-// minima begins at code 0.
+// Return the offset added to the codes, because the vector instructions take them unsigned. Tiles take int8
+// as it is; int4 with minima starts at code 0.
 inline int added_in_lanes(const Matrix& m) {
     if (kByTiles && (m.format == kInt8 || m.format == kInt4))
         return 0;
     return m.format == kInt8 ? Int8Bytes::kAdded : is_int4(m) ? 8 : Fp6Bytes::kAdded;
 }
 
-// Room for one group of rows in lanes, in items. A row has one of sixteen lanes; where no more than eight
-// rows are left, each has two, which take turns at fours of inputs, or with tiles one for each of two digits.
+// Sizes of one group of rows in lanes, in items. A row has one of sixteen lanes; if at most eight rows are
+// left, each has two lanes, which alternate between fours of inputs or, with tiles, hold one of two digits
+// each.
 //
 // digits   [fours of inputs][row in group][input]
-//          zeros beyond the rows and the inputs; those of all groups together
+//          zeros beyond the rows and the inputs; the digits of all groups are contiguous
 // starts   [span][digit][lane]
-//          start values of the sums, which cancel what was added to the codes
+//          start values of the sums, which cancel the offset of the codes
 // sums     [span][lane]
-//          of the rows, in their units
+//          sums of the rows, in their units
 struct ByteRoom {
     ByteRoom(const Matrix& m, int count)
         : digits(ceil_div(m.inputs, 64) * 64 * kLaneGroup),
@@ -151,7 +155,7 @@ struct ByteRoom {
     int64_t digits, starts, sums;
 };
 
-// 64 bytes of each of sixteen rows, or of eight, as lanes of one four or two.
+// Transpose 64 bytes of each of sixteen rows in groups of four, or of eight rows in groups of eight.
 inline void turn_bytes(const uint8_t* square, int lanes, uint8_t* to) {
     if (lanes == 1)
         return transpose(reinterpret_cast<const float*>(square), kLaneGroup, reinterpret_cast<float*>(to),
@@ -159,8 +163,8 @@ inline void turn_bytes(const uint8_t* square, int lanes, uint8_t* to) {
     transpose_eight(square, 64, to);
 }
 
-// A group of rows with so many lanes each; the digits of each place are `apart` from those of the next.
-// `pairs`: of two digits each has a lane of its own, and they lie in one place. The units are of lanes.
+// Fill a group of rows with `lanes` lanes per row; digit places are `apart` bytes from each other. With
+// `pairs`, two digits have a lane each and share one place. `units` has one entry per lane.
 inline void fill_digits(const Rows& x, int lanes, bool pairs, const Matrix& m, uint8_t* digits, int64_t apart,
                         float* units) {
     alignas(64) uint8_t squares[3][kLaneGroup * 64];
@@ -186,8 +190,8 @@ inline void fill_digits(const Rows& x, int lanes, bool pairs, const Matrix& m, u
     }
 }
 
-// Start values of sums over the lanes, which cancel what was added to the codes; and, unless `sums` is null,
-// the sums of the lanes themselves.
+// Compute the start values of the sums per lane, which cancel the offset of the codes, and, unless `sums` is
+// null, the sums of the lanes themselves.
 inline void start_lanes(const uint8_t* digits, int64_t apart, int lanes, int count, const Matrix& m,
                         int32_t* starts, float* sums) {
     const int64_t span = lane_span(m);
@@ -212,10 +216,10 @@ inline void start_lanes(const uint8_t* digits, int64_t apart, int lanes, int cou
     }
 }
 
-// The sums of the row, in its units, over each group of int4; zeros behind them.
+// Compute the sums of the row over each group of int4, in the row's unit, followed by zeros.
 inline void sum_digits(const uint8_t* digits, int64_t stride, int count, int64_t group, float* sums,
                        int64_t room) {
-    const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2); // from blocks of 32 to groups
+    const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2); // from blocks of 32 inputs to groups
     std::memset(sums, 0, static_cast<size_t>(room) * sizeof(float));
     for (int64_t k = 0; k < stride; k += 128) {
         CodeSums all = CodeSums::of(Vec::set(0));

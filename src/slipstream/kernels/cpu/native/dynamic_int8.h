@@ -1,32 +1,32 @@
-// Rows rounded to eight bits before they meet a matrix: to a grid of 255 or 256 values of each row's own.
-// Where the unit multiplies bytes they become codes, elsewhere floats on the grid.
+// Dynamic rounding of input rows to eight bits before a matrix product: each row to its own grid of 255 or
+// 256 values. Units with byte products use the codes, others floats on the grid.
 //
-// Source: the docstring of `Rounding` in ops/linear.py; the operations are the same, one by one.
+// Source: the docstring of `Rounding` in ops/linear.py; the operations are the same, in the same order.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Rows as the matrices take them: in float32, and where a matrix is in bfloat16 (or packed and would be
-// unpacked to that) and rows are many also rounded to that.
+// Input rows of a product: in float32 and, if the matrix is in bfloat16 (or packed and would be unpacked to
+// it) and there are several rows, also rounded to bfloat16.
 struct Rows {
     const float* full;
-    const Bf16* rounded; // null: not wanted
+    const Bf16* rounded; // null if not needed
     int64_t stride, count;
     Rows from(int64_t first) const {
         return {full + first * stride, rounded ? rounded + first * stride : nullptr, stride, count - first};
     }
 };
 
-// A code is round(x * times) + zero, and stands for (code - zero) * scale.
+// A quantization grid: a code is round(x * times) + zero, and represents (code - zero) * scale.
 struct Grid {
     float times, scale, zero;
 };
 
-// The grid of a row between -bottom and top, 0 among them; `odd` is 0, and NaN where the row holds NaN or
-// infinity. Its scale is NaN then.
+// Return the grid of a row with values from -bottom to top, including 0. `odd` is 0, or NaN if the row holds
+// NaN or infinity; the scale is then NaN.
 inline Grid grid_between(float bottom, float top, float odd, bool with_zero) {
-    constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: rows of less count as zeros
+    constexpr float kLeast = 7.888609052210118e-31f; // 2^-100: rows with a smaller range count as zeros
     const float steps = with_zero ? 255.0f : 127.0f;
     const float range = with_zero ? top + bottom : (top > bottom ? top : bottom);
     const float times = range >= kLeast ? steps / range : 0.0f;
@@ -55,12 +55,12 @@ inline Grid grid_of(const T* x, int64_t n, bool with_zero) {
     return grid_between(bottom, top, odd.sum(), with_zero);
 }
 
-// What numbers become.
+// Return the codes of x, as floats.
 inline Vec code_of(Vec x, Vec times, Vec zero) {
     return max(min(round(x * times) + zero, Vec::set(255)), Vec::set(0));
 }
 
-// n numbers of a row as codes, or as the floats that those stand for.
+// Round n numbers of a row to codes, or to the floats that the codes represent.
 template <class T, class To>
 inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
     const Vec times = Vec::set(grid.times), zero = Vec::set(grid.zero), scale = Vec::set(grid.scale);
@@ -82,7 +82,7 @@ inline void round_row(const T* x, int64_t n, const Grid& grid, To* to) {
     }
 }
 
-// Rows that are whole numbers become what those are multiples of.
+// Multiply each row, which consists of integers, by the scale of its grid.
 inline void scale_rows(float* x, const Grid* grids, int64_t rows, int64_t columns, int64_t stride) {
     for (int64_t r = 0; r < rows; ++r) {
         const Vec scale = Vec::set(grids[r].scale);

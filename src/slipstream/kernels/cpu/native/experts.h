@@ -1,5 +1,6 @@
-// A mixture of experts: what those that see a token say, summed. Few tokens pass all experts together, so
-// that no thread waits; of many the experts hear theirs in turn, as products of many rows.
+// A mixture of experts: the weighted sum of the outputs of each token's experts. With few tokens all experts
+// are computed together, so that no thread is idle; with many, one expert after another, each as a product of
+// many rows.
 //
 // Source: Shazeer et al. 2017 (arXiv 1701.06538), eq. 1.
 #pragma once
@@ -7,8 +8,8 @@
 namespace slipstream {
 namespace {
 
-// What every expert says of each of its rows is kept until it is summed, from a token's best to its last,
-// whichever thread does it.
+// Computes all experts together. Every expert's output rows are kept until they are summed, in order of a
+// token's choices, best first, independently of the thread.
 class ExpertsTogether {
 public:
     void take(Scratch& scratch, const MostOfExperts& room, int64_t tokens, int threads) {
@@ -41,8 +42,8 @@ public:
     }
 
 private:
-    // Calls `work(expert, x, begin, end)` for pieces of the outputs of every expert that has rows; a thread's
-    // pieces follow each other, for memory is read faster so.
+    // Call `work(expert, x, begin, end)` for ranges of the outputs of every expert that has rows. A thread's
+    // ranges are consecutive, which makes reading from memory faster.
     template <class F>
     void over_experts(const Routing& routing, const Matrix* matrices, int64_t outputs, const float* full,
                       const Bf16* rounded, Team& team, int rank, F work) const {
@@ -108,7 +109,8 @@ private:
     char* operands_;
 };
 
-// What an expert says is added to its tokens at once, so that no more is kept than some rows of one expert.
+// Computes one expert after another and adds its output to its tokens immediately, so that only some rows of
+// one expert are kept.
 class ExpertsInTurn {
 public:
     void take(Scratch& scratch, const MostOfExperts& room, int64_t tokens, int threads) {
@@ -122,7 +124,7 @@ public:
         few_.take(scratch, most(room.hidden, room.ffn), room.ffn, few, threads);
     }
 
-    // `own`: kProductBytes of this thread's.
+    // `own`: kProductBytes of scratch of this thread.
     void run(const Block& b, const Routing& routing, const float* x, float* out, bool adds, char* own,
              Team& team, int rank) const {
         each_one(team, tokens_, [&](int64_t t) {
@@ -143,7 +145,7 @@ public:
     }
 
 private:
-    // What expert e says of the rows that lie at `count` places from `place` on.
+    // Add the output of expert e for the rows at places [place, place + count).
     void hear(const Block& b, int64_t e, const Routing& routing, int64_t place, int64_t count, const float* x,
               float* out, char* own, Team& team, int rank) const {
         const Moe& moe = *b.moe;
@@ -157,7 +159,7 @@ private:
             if (rounded)
                 copy_row(row, rounded + r * b.hidden, b.hidden);
         });
-        // Outputs [begin, begin + n) of one of the rows; no other thread adds to them now.
+        // Add outputs [begin, begin + n) of row r; no other thread adds to them at this time.
         const auto add = [&](int64_t r, int64_t begin, const float* values, int64_t n) {
             const int64_t choice = routing.choice(place + r);
             const Vec weight = Vec::set(routing.weight(choice));
@@ -190,9 +192,9 @@ private:
     FewScratch few_;
 };
 
-// Tokens from which on experts hear theirs in turn. Measured on a Zen 4 beside all of them together, time of
-// a prefill of 80, 300 and 512 tokens: two of 8 experts in bfloat16 1.00, 0.96 and 0.92, in int8 0.90, 0.85
-// and 0.81; eight of 128 experts in bfloat16 1.04, 0.95 and 0.89.
+// Number of tokens from which experts are computed one after another. Measured on a Zen 4 relative to all
+// experts together, time of a prefill of 80, 300 and 512 tokens: 2 of 8 experts in bfloat16 1.00, 0.96 and
+// 0.92, in int8 0.90, 0.85 and 0.81; 8 of 128 experts in bfloat16 1.04, 0.95 and 0.89.
 constexpr int64_t kTokensInTurn = 65;
 
 class Experts {
@@ -209,9 +211,9 @@ public:
             in_turn_.take(scratch, room, tokens_, threads);
     }
 
-    // out += or, where `adds` is not set, = what the experts say of rows x, `(T, C)`. With a gate for the
-    // shared experts, what they said (in out) is multiplied by it first. `own`: kProductBytes of this
-    // thread's where there are many tokens.
+    // Compute the weighted output of the experts for rows x, `(T, C)`, and add it to `out`, or, unless
+    // `adds`, store it there. If there is a gate for the shared experts, their output (in `out`) is
+    // multiplied by it first. `own`: kProductBytes of scratch of this thread, if there are many tokens.
     void run(const Block& b, const float* x, float* out, bool adds, char* own, Team& team, int rank) const {
         routing_.decide(*b.moe, x, team, rank);
         if (tokens_ < kTokensInTurn)

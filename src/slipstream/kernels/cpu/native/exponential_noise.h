@@ -1,8 +1,9 @@
-// Exponential noise as torch's default generator of CPUs makes it: a Mersenne twister of 32 bits, two words
-// of it for each number.
+// Exponential noise as torch's default CPU generator produces it: from a 32-bit Mersenne Twister, two words
+// per number.
 //
-// Source: Matsumoto and Nishimura 1998 (MT19937); torch's ATen/core/MT19937RNGEngine.h for where its state
-// stands, TransformationHelper.h and DistributionsHelper.h for how 53 bits of two words become a number.
+// Source: Matsumoto and Nishimura 1998 (MT19937); torch's ATen/core/MT19937RNGEngine.h for the layout of the
+// state, TransformationHelper.h and DistributionsHelper.h for the conversion of 53 bits of two words to a
+// number.
 #pragma once
 
 #include <cmath>
@@ -10,7 +11,7 @@
 namespace slipstream {
 namespace {
 
-// A word of the sequence as it is given away.
+// Apply the output transform (tempering) to a state word.
 inline uint32_t tempered(uint32_t y) {
     y ^= y >> 11;
     y ^= (y << 7) & 0x9d2c5680u;
@@ -18,7 +19,7 @@ inline uint32_t tempered(uint32_t y) {
     return y ^ (y >> 18);
 }
 
-// Continues the sequence: writes `count` words behind the first kTwisted.
+// Continue the sequence: write `count` state words after the first kTwisted.
 inline void twist(uint32_t* words, int64_t count) {
     constexpr int64_t kBefore = 397;
     for (int64_t i = 0; i < count; ++i) {
@@ -27,7 +28,7 @@ inline void twist(uint32_t* words, int64_t count) {
     }
 }
 
-// Noise that was made before.
+// Noise that the caller provides.
 struct GivenNoise {
     const float* noise;
 
@@ -37,11 +38,12 @@ struct GivenNoise {
     }
 };
 
-// Noise of words, -ln(1 - u), of which few numbers are ever needed exactly: u is never above it.
+// Noise computed from words, -ln(1 - u). Few numbers are needed exactly: u, the lower bound, is cheap and
+// never exceeds them.
 struct WordNoise {
     const uint32_t* words;
 
-    static constexpr uint32_t kUpper = (1u << 21) - 1; // of the first word; the second is the lower 32 bits
+    static constexpr uint32_t kUpper = (1u << 21) - 1; // the first word's bits; the second is the lower 32
     float exact(int64_t j) const {
         const uint64_t bits = static_cast<uint64_t>(tempered(words[2 * j]) & kUpper) << 32;
         const auto u = static_cast<double>(bits | tempered(words[2 * j + 1])) * 0x1p-53;

@@ -1,26 +1,26 @@
-// The feed-forward: two matrices, and what happens between them. Of many rows what leaves the activation is
-// packed for the second matrix at once, and never lies anywhere in float32.
+// The feed-forward: two matrices with an activation between them. With many rows, the output of the
+// activation is packed for the second matrix immediately, and is never stored in float32 as a whole.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The two matrices, and what happens between them.
+// The two matrices and the activation between them.
 struct FeedForward {
     const Matrix &first, &last;
-    int64_t width; // of what enters `last`
+    int64_t width; // inputs of `last`
     int32_t activation;
-    bool gated, gate_last; // gate_last: the gate is the second half of what `first` answers
+    bool gated, gate_last; // gate_last: the gate is the second half of the output of `first`
 };
 
-// Whether rows pass both matrices by panels.
+// Whether the rows pass through both matrices by panels.
 inline bool feeds_many(const FeedForward& f, int64_t rows) {
     return many(rows, f.first) && many(rows, f.last);
 }
 
 // Scratch for few rows.
 struct FewScratch {
-    // `inputs`: the most that either matrix has; `width`: the most of what enters the second one.
+    // `inputs`: maximum inputs of either matrix; `width`: maximum inputs of the second one.
     void take(Scratch& scratch, int64_t inputs, int64_t width, int64_t rows, int threads) {
         inner = scratch.part<float>(rows * width);
         rounded_inner = scratch.part<Bf16>(Vec::kBf16Dot ? rows * width : 0);
@@ -33,8 +33,8 @@ struct FewScratch {
     int64_t operand_size = 0;
 };
 
-// Few rows: calls `finish(inner, begin, end)` for pieces of what the second matrix answers, with the rows
-// that enter it. `own`: room for kMostColumns floats of each row.
+// Feed-forward of few rows: calls `finish(inner, begin, end)` for ranges of the second matrix's outputs, with
+// the operand that it multiplies. `own`: room for kMostColumns floats per row.
 template <class F>
 inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& scratch, Team& team, int rank,
                      float* own, F finish) {
@@ -60,13 +60,15 @@ inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& s
                  [&](int64_t begin, int64_t end) { finish(inner, begin, end); });
 }
 
-// The product of packed rows with the first matrix, through the activation, and packed for the second one;
-// where that packs whole rows, they are left in float32, by tokens or as rounded_hidden.h has them.
+// Multiply packed rows with the first matrix, apply the activation, and pack the result for the second one.
+// If that one packs whole rows, the result is left in float32, by tokens or in the layout of
+// rounded_hidden.h.
 inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens, char* inner, Team& team,
                        char* own) {
     float* whole = reinterpret_cast<float*>(inner);
     const bool codes = packs_whole(f.last);
-    // Rounding to codes has its own scales: only what becomes bfloat16 is rounded for sure.
+    // Rounding to codes uses scales of its own; only values that become bfloat16 are certain to be rounded to
+    // it.
     const bool rounds = Vec::kBf16Dot && f.last.dtype == kBfloat16 && !codes;
     const auto finish = [&](Piece piece) {
         if (f.gate_last)
@@ -95,9 +97,9 @@ inline void feed_inner(const FeedForward& f, const char* packed, int64_t tokens,
     });
 }
 
-// Many rows `(rows, C)`: calls `finish(piece)` for all that the second matrix answers. `packed`
-// has room for what enters the first matrix, and where the second packs whole rows for those as well. `next`
-// is what has its turn after both.
+// Feed-forward of many rows `(rows, C)`: calls `finish(piece)` for all outputs of the second matrix. `packed`
+// has room for the inputs of the first matrix and, if the second one packs whole rows, for the inputs of that
+// as well. `next` is the matrix that is multiplied afterwards.
 template <class T, class F>
 inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* packed, char* inner, Team& team,
                       char* own, F finish, const Following& next = {}) {
@@ -116,7 +118,8 @@ inline void feed_many(const FeedForward& f, const T* x, int64_t rows, char* pack
     });
 }
 
-// Rows that pass both matrices before the next ones do: what is between the two stays in the second cache.
+// Rows that pass through both matrices before the next ones do, so that the intermediate rows stay in the
+// second-level cache.
 constexpr int64_t kFeedRows = 512;
 
 struct FeedScratch {

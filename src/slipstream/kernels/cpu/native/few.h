@@ -1,5 +1,5 @@
-// A few rows times a packed matrix that is read once: its codes become lanes of bfloat16 in registers, where
-// all rows meet them.
+// A few rows times a packed matrix that is read once: its codes are converted to lanes of bfloat16 in
+// registers, and multiplied with all rows there.
 #pragma once
 
 namespace slipstream {
@@ -7,7 +7,7 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// out[i * os + c] = the sum of v[c][i].
+// out[i * os + c] = sum of the lanes of v[c][i].
 template <int R, int C>
 inline void store_columns(const Vec (&v)[C][R], float* out, int64_t os) {
     Vec rows[R][C];
@@ -17,8 +17,8 @@ inline void store_columns(const Vec (&v)[C][R], float* out, int64_t os) {
     store_sums(rows, out, os);
 }
 
-// sums[i] += x row i . the inputs in `w`, for R rows of x in N terms; parts of one row follow each other in
-// its lanes.
+// sums[i] += x row i . the inputs in `w`, for R rows of x in N terms. The lanes of `w` cover consecutive
+// inputs of one matrix row.
 template <int R, int L, int N>
 inline void few_dots(const Bf16* x, int64_t apart, const Bf16Lanes (&w)[L], Vec (&sums)[R]) {
 #pragma GCC unroll 8
@@ -30,7 +30,7 @@ inline void few_dots(const Bf16* x, int64_t apart, const Bf16Lanes (&w)[L], Vec 
                 sums[i] = dot(sums[i], Bf16Lanes::load(x + n * apart + i * kOperandStep + 32 * l), w[l]);
 }
 
-// The same for C rows of the matrix at once, which share what is loaded of x.
+// The same for C rows of the matrix at once, which share the loads of x.
 template <int R, int C, int L, int N>
 inline void few_tile(const Bf16* x, int64_t apart, const Bf16Lanes (&w)[C][L], Vec (&sums)[R][C]) {
 #pragma GCC unroll 8
@@ -45,8 +45,8 @@ inline void few_tile(const Bf16* x, int64_t apart, const Bf16Lanes (&w)[C][L], V
             }
 }
 
-// sums[i][c] += inputs [from, to) of x row r + i . those of matrix row c, of a format with one multiplier per
-// row; `from` is a multiple of kOperandStep.
+// sums[i][c] += inputs [from, to) of x row r + i . matrix row c, for a format with one factor per row; `from`
+// is a multiple of kOperandStep.
 template <class F, int R, int C, int N>
 [[gnu::always_inline]] inline void few_inputs(const Operand& x, int64_t r, const F& codes,
                                               const PackedRow (&rows)[C], int64_t from, int64_t to,
@@ -81,13 +81,14 @@ template <class F, int R, int C, int N>
     store_sums(sums, out, os);
 }
 
-// The matrix is multiplied block by block, kPassColumns of its rows by kPassInputs of their inputs, where the
-// rows of x have kFewestPassed numbers or more: all of them would not stay in a first cache of 32 KB.
-// Measured on a Zen 5: int8 of 5632 inputs takes 0.70 of the time of all inputs at once, fp6 0.69. On a Zen 4
-// eight rows of 2048 take 0.8 beside fp8, 0.95 beside bf13; fewer inputs lose by it, and so do four rows.
+// If the rows of x have kFewestPassed numbers or more, the matrix is multiplied in blocks of kPassColumns of
+// its rows by kPassInputs inputs, because the rows of x would not all stay in a first-level cache of 32 KB.
+// Measured on a Zen 5: int8 with 5632 inputs takes 0.70 of the time of all inputs at once, fp6 0.69. On a Zen
+// 4, eight rows of 2048 take 0.8 of the time with fp8, 0.95 with bf13; fewer inputs, or four rows, become
+// slower.
 constexpr int64_t kPassColumns = 8, kPassInputs = 1024, kFewestPassed = 8 * 2048;
 
-// The same for more than four rows and `columns` <= kPassColumns.
+// `few_block` in passes, for more than four rows of x and `columns` <= kPassColumns.
 template <class F, int R, int N>
 [[gnu::noinline]] void few_passes(const Operand& x, int64_t r, const F& codes, const Matrix& m,
                                   const PackedRows& all, int64_t o, int64_t columns, float* out, int64_t os) {
@@ -116,14 +117,14 @@ template <class F, int R, int N>
     }
 }
 
-// A single row of x: the rows of the matrix are read one after another, as they lie in memory.
+// A single row of x: the rows of the matrix are read one after another, in memory order.
 template <class F, int C, int N>
 inline void few_in_order(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
                          const Matrix& m, float* out) {
     const Bf16* terms = x.terms + r * x.stride;
     Vec sums[1][C];
     for (int c = 0; c < C; ++c) {
-        Vec parts[N][F::kLanes]; // short chains of additions
+        Vec parts[N][F::kLanes]; // several accumulators keep the dependency chains short
 #pragma GCC unroll 3
         for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
@@ -150,7 +151,7 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
         }
         sums[0][c] = Vec::set(0);
 #pragma GCC unroll 3
-        for (int n = N - 1; n >= 0; --n) // the smallest first
+        for (int n = N - 1; n >= 0; --n) // the smallest term first
 #pragma GCC unroll 4
             for (int l = 0; l < F::kLanes; ++l)
                 sums[0][c] = sums[0][c] + parts[n][l];
@@ -158,7 +159,7 @@ inline void few_in_order(const Operand& x, int64_t r, const F& codes, const Pack
     store_sums(sums, out, 0);
 }
 
-// One or two rows times int4: sixteen groups at a time, whose scales and minima become float32 together.
+// One or two rows times int4: the scales and minima of sixteen groups are converted to float32 at a time.
 template <class F, int R, int C, int N>
 inline void few_grouped(const Operand& x, int64_t r, const F& codes, const PackedRow (&rows)[C],
                         const Matrix& m, float* out, int64_t os) {
@@ -209,7 +210,7 @@ inline void few_grouped(const Operand& x, int64_t r, const F& codes, const Packe
     store_columns(sums, out, os);
 }
 
-// out[i * os + c] = x row r + i . matrix row o + c for R rows and `columns` <= C rows of the matrix.
+// out[i * os + c] = x row r + i . matrix row o + c, for R rows and `columns` <= C rows of the matrix.
 template <class F, int R, int C, int N>
 [[gnu::always_inline]] inline void few_columns(const Operand& x, int64_t r, const F& codes, const Matrix& m,
                                                const PackedRows& all, int64_t o, int64_t columns, float* out,
@@ -246,13 +247,14 @@ inline void few_group(const Operand& x, int64_t r, const F& codes, const Matrix&
         if constexpr (R > 4)
             if (R * m.inputs >= kFewestPassed)
                 return few_passes<F, R, N>(x, r, codes, m, all, o, columns, out, os);
-        constexpr int C = R > 4 ? 2 : 4; // what registers hold
+        constexpr int C = R > 4 ? 2 : 4; // as many as fit into registers
         for (int64_t c = 0; c < columns; c += C)
             few_columns<F, R, C, N>(x, r, codes, m, all, o + c, least(C, columns - c), out + c, os);
     }
 }
 
-// The most rows that meet codes together; those that go in lanes of bytes are not among them.
+// Maximum number of rows that are multiplied with codes at once, without those that are processed in lanes of
+// bytes.
 template <class F>
 constexpr int kFewTogether =
     std::is_same<F, Int8Codes>::value || std::is_same<F, Grouped>::value ? kFewestNarrow - 1 : 8;
@@ -276,7 +278,7 @@ inline void few_rows(const Operand& x, const F& codes, const Matrix& m, int64_t 
     }
 }
 
-// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier.
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before the row's factor is applied.
 inline void multiply_few(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                          int64_t os) {
     const auto run = [&](const auto& codes) {

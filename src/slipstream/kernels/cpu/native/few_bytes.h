@@ -1,4 +1,4 @@
-// A few rows in lanes of bytes times a packed matrix whose codes are whole numbers, of whichever format.
+// A few rows in lanes of bytes times a packed matrix of any format with integer codes.
 #pragma once
 
 namespace slipstream {
@@ -6,7 +6,8 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier, for the rows in lanes.
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before the row's factor is applied, for the
+// rows in lanes.
 inline void multiply_bytes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                            int64_t os) {
     const auto run = [&](auto codes, auto minima) {
@@ -17,7 +18,7 @@ inline void multiply_bytes(const Operand& x, const Matrix& m, int64_t begin, int
             multiply_byte_lanes<F, 2, kMinima>(x, m, begin, end, out, os);
         else if (digits == 3)
             multiply_byte_lanes<F, 3, kMinima>(x, m, begin, end, out, os);
-        else if constexpr (std::is_same<F, BytesOfInt4>::value) // rounded rows
+        else if constexpr (std::is_same<F, BytesOfInt4>::value) // rows that are rounded on input
             multiply_byte_lanes<F, 1, kMinima>(x, m, begin, end, out, os);
     };
     switch (m.format) {

@@ -1,7 +1,7 @@
-// A few rows in float32 times codes that are small floats, with AVX2: they go from their bytes to the
-// products without a way through memory. Measured on a Zen 3, one thread, out of memory, beside that way: one
-// row of 2048 x 2048 takes 0.50 (fp8) and 0.75 (bf13) of the time, two rows of several shapes 0.32 to 0.50,
-// eight 0.49 to 0.62, 47 rows 0.71 to 0.79.
+// A few rows in float32 times codes that are small floats, with AVX2: the codes are converted in registers,
+// without a detour through memory. Measured on a Zen 3, one thread, weights not in the caches, relative to
+// that detour: one row of 2048 x 2048 takes 0.50 (fp8) and 0.75 (bf13) of the time, two rows of several
+// shapes 0.32 to 0.50, eight 0.49 to 0.62, 47 rows 0.71 to 0.79.
 #pragma once
 
 namespace slipstream {
@@ -9,13 +9,13 @@ namespace {
 
 #ifdef SLIPSTREAM_FLOATS_OF_BYTES
 
-constexpr int kRowsOfFloats = 8; // that meet a code together
+constexpr int kRowsOfFloats = 8; // rows that are multiplied with a code at once
 
 struct Bf13Floats {
-    static constexpr int64_t kBytes = kBf13Bytes; // of kPackedBlock inputs
+    static constexpr int64_t kBytes = kBf13Bytes; // per kPackedBlock inputs
     static constexpr float kUnit = 1;
     static void ask(const uint8_t* block, int64_t ahead) { ask_bf13(block, ahead); }
-    // Calls take(at, weights of inputs at to at + 8), in the order of `put`.
+    // Call take(at, weights of inputs at to at + 8), in the order of `put`.
     template <class F>
     [[gnu::always_inline]] static void each(const uint8_t* block, int64_t, F take) {
         const __m256i zero = _mm256_setzero_si256();
@@ -24,8 +24,9 @@ struct Bf13Floats {
             take(at + 8, Vec{_mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, numbers))});
         });
     }
-    // Bytes become float32 in two steps that keep to lanes of sixteen bytes, so that of each sixteen inputs
-    // the second four and the third change places; those of a row do once.
+    // Store sixteen inputs in the order in which the weights are converted. The conversion to float32 in two
+    // steps stays within 16-byte lanes, which swaps the second and the third four of each sixteen weights;
+    // instead, the inputs of a row are swapped once.
     static void put(Vec first, Vec second, float* to) {
         _mm256_storeu_ps(to, _mm256_permute2f128_ps(first.v, second.v, 0x20));
         _mm256_storeu_ps(to + 8, _mm256_permute2f128_ps(first.v, second.v, 0x31));
@@ -56,8 +57,8 @@ inline bool in_floats(const Matrix& m) {
     return m.format == kBf13 || m.format == kFp8;
 }
 
-// How R rows lie that meet codes together: so many inputs of each of them, one row after the other, then the
-// next inputs. They share the first cache with the codes.
+// Inputs per block of R rows that are multiplied at once: that many inputs of each row, one row after
+// another, then the next inputs. The rows of a block share the first-level cache with the codes.
 template <int R>
 constexpr int64_t kFloatsDeep = R == 1 ? int64_t{1} << 40 : 6144 / R / kPackedBlock * kPackedBlock;
 
@@ -73,14 +74,15 @@ inline void put_floats(const float* x, int64_t stride, int64_t inputs, float* to
             }
 }
 
-// out[r * os + o - begin] = row r . row o of the matrix, before its multiplier.
+// out[r * os + o - begin] = row r . row o of the matrix, before the row's factor is applied.
 template <class F, int R>
 [[gnu::noinline]] void multiply_floats(const float* x, const Matrix& m, int64_t begin, int64_t end,
                                        float* out, int64_t os) {
-    constexpr int kChains = R <= 2 ? 4 : (R <= 4 ? 2 : 1); // so many sums that none waits for another
+    constexpr int kChains = R <= 2 ? 4 : (R <= 4 ? 2 : 1); // enough independent sums to hide the latency
     const PackedRows all(m);
     const int64_t whole = ceil_div(m.inputs, kPackedBlock) * kPackedBlock;
-    // One row reads on and on; of several the parts of two rows are some way apart.
+    // One row of x reads the matrix continuously; with several, the parts of two matrix rows are some
+    // distance apart.
     const int64_t ahead = R == 1 || whole <= kFloatsDeep<R> ? kAhead : 2 * m.plane_bytes[kCodes] / m.outputs;
     for (int64_t from = 0; from < whole; from += kFloatsDeep<R>) {
         const int64_t n = least(kFloatsDeep<R>, whole - from);
@@ -116,7 +118,7 @@ template <class F, int R>
     }
 }
 
-// Calls f(first row, rows as a constant, the format) for rows that meet codes together.
+// Call f(first row, number of rows as a constant, format) for each block of rows that are multiplied at once.
 template <class F>
 inline void each_of_floats(const Matrix& m, int64_t rows, F f) {
     for (int64_t r = 0; r < rows; r += kRowsOfFloats)
@@ -128,7 +130,7 @@ inline void each_of_floats(const Matrix& m, int64_t rows, F f) {
         });
 }
 
-// Rows as they are multiplied, `stride` apart.
+// Store rows in the order in which they are multiplied, `stride` apart.
 inline void float_rows(const float* x, int64_t pitch, int64_t rows, const Matrix& m, float* to,
                        int64_t stride) {
     each_of_floats(m, rows, [&](int64_t r, auto count, auto format) {

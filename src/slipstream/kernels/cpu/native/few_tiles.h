@@ -1,5 +1,5 @@
-// A few rows times a packed matrix whose codes are no whole numbers, by the tiles of AMX: sixteen rows become
-// bfloat16, some inputs at a time, and meet the rows of x in lanes.
+// A few rows times a packed matrix whose codes are not integers, with AMX tiles: some inputs of sixteen
+// matrix rows are converted to bfloat16 at a time, and multiplied with the rows of x in lanes.
 #pragma once
 
 namespace slipstream {
@@ -9,15 +9,15 @@ template <class F, int S>
 inline void decoded_bands(const Operand& x, const F& codes, const Matrix& m, int64_t begin, int64_t end,
                           float* out, int64_t os) {
     using Sums = TileSums<1, S>;
-    constexpr int64_t kTile = Sums::kBand * kLaneLine, kInputs = 256; // 8 KB at once
+    constexpr int64_t kTile = Sums::kBand * kLaneLine, kInputs = 256; // 8 KB at a time
     alignas(64) Bf16 panel[kInputs / kLaneLine * kTile];
     const PackedRows all(m);
     const TileSession session;
     for (int64_t o = begin; o < end; o += Sums::kBand, out += Sums::kBand) {
         const int64_t columns = least(Sums::kBand, end - o);
         const Sums sums(x.lanes, m.inputs);
-        // The rows after these are asked for as they lie in memory: what lies ahead in a row would come too
-        // late for those that are passed in between.
+        // The next band's rows are prefetched in memory order: prefetching further along the current rows
+        // would be too late for the rows in between.
         const PackedRow coming = all.row(o + Sums::kBand);
         int64_t asked = 0;
         for (int64_t from = 0; from < m.inputs; from += kInputs) {
@@ -48,7 +48,7 @@ inline void decoded_bands(const Operand& x, const F& codes, const Matrix& m, int
     }
 }
 
-// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier.
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before the row's factor is applied.
 inline void multiply_decoded_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                                    int64_t os) {
     const auto run = [&](const auto& codes) {

@@ -1,9 +1,10 @@
-// Four rows or more times int4, and any few times fp6, in an order in which each lane has inputs of one
-// group alone: sums are multiplied by scales once for 512 inputs (256 of fp6), where `few_grouped` does so
-// for 128.
+// Four or more rows times int4, and any few rows times fp6, in an order in which each lane only has inputs of
+// one group: sums are multiplied by scales once per 512 inputs (256 of fp6), where `few_grouped` does so per
+// 128.
 //
-// Measured against the latter in L2, one thread of a Zen 5: 4 rows of 576, 1536 and 2048 inputs take 0.91,
-// 0.92 and 0.88 of its time, 8 rows 0.92, 0.98 and 0.98; products alone would take half of that.
+// Measured relative to `few_grouped`, weights in L2, one thread of a Zen 5: 4 rows of 576, 1536 and 2048
+// inputs take 0.91, 0.92 and 0.88 of its time, 8 rows 0.92, 0.98 and 0.98; the products alone would take half
+// of that.
 #pragma once
 
 namespace slipstream {
@@ -11,18 +12,18 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// Where input k of the first of R rows lies.
+// Return the offset of input k of the first of R rows.
 template <int R>
 inline int64_t operand_at(int64_t k) {
     return k / kOperandStep * (R * kOperandStep) + k % kOperandStep;
 }
 
-// What all rows of a matrix of int4 have in common: divisions take longer than a short row.
+// Quantities that all rows of an int4 matrix share; the divisions take longer than a short row.
 struct Grouped : Int4Codes {
     explicit Grouped(const Matrix& m)
         : order(m.inputs, m.group, kFewestTurned), spread(m.group), groups(order.inputs / m.group),
           in_turned(Nibbled::kTurned / m.group), in_step(kOperandStep / m.group), minima(m.format == kInt4) {}
-    static constexpr int64_t kFits = 12288; // inputs of all rows of x, see turned_columns
+    static constexpr int64_t kFits = 12288; // inputs of all rows of x together, see turned_columns
     int64_t padded() const { return order.inputs; }
     Nibbled order;
     TurnedSpread spread;
@@ -30,17 +31,17 @@ struct Grouped : Int4Codes {
     bool minima;
 };
 
-// The same of fp6.
+// Quantities that all rows of an fp6 matrix share.
 struct GroupedSixes : Fp6Codes {
     explicit GroupedSixes(const Matrix& m)
         : Fp6Codes(m), numbers(32), inputs(ceil_div(m.inputs, m.group) * m.group) {}
     static constexpr int64_t kFits = 16384;
     int64_t padded() const { return inputs; }
-    GroupNumbers numbers; // a quarter of the lanes each
+    GroupNumbers numbers; // one number per quarter of the lanes
     int64_t inputs;
 };
 
-// sums[i] += the sum of x row r + i times what code 8 stands for, which the tables leave out.
+// sums[i] += the sum of x row r + i in each group, times the value of code 8, which the code table omits.
 template <int R>
 [[gnu::always_inline]] inline void add_middles(const Operand& x, int64_t r, const Grouped& g,
                                                const PackedRow& row, Vec (&sums)[R]) {
@@ -56,12 +57,12 @@ template <int R>
     }
 }
 
-// sums[i] += R rows of x, in N terms, times W registers of codes of which each word has J, and their scales.
+// sums[i] += R rows of x, in N terms, times W registers with J codes per word, times the scales of the lanes.
 template <int R, int N, int J, class F, int W>
 [[gnu::always_inline]] inline void turned_dots(const F& codes, const Codes (&raw)[W], const Bf16* x,
                                                int64_t apart, Vec scales, Vec (&sums)[R]) {
-    constexpr int64_t kRegisters = kOperandStep / 32; // of a row, before those of the next
-    // So many that none waits for the sum before it, and a power of two.
+    constexpr int64_t kRegisters = kOperandStep / 32; // of one row, before those of the next row
+    // Enough independent sums to hide the latency; a power of two.
     constexpr int kChains = static_cast<int>(least(W * J, R > 4 ? 2 : (R > 2 ? 4 : (R > 1 ? 8 : 16))));
     Vec parts[kChains][R];
     for (auto& chain : parts)
@@ -87,13 +88,13 @@ template <int R, int N, int J, class F, int W>
         sums[i] = fma(parts[0][i], scales, sums[i]);
 }
 
-// sums[i] += what is the same for all inputs of a group.
+// sums[i] += what is the same for all inputs of a group: nothing for fp6.
 template <int R>
 [[gnu::always_inline]] inline void add_middles(const Operand&, int64_t, const GroupedSixes&, const PackedRow&,
                                                Vec (&)[R]) {}
 
-// sums[i] += inputs [from, to) of x row r + i . those of a row of the matrix; `from` is a multiple of 512,
-// and so is `to`, or it is the end.
+// sums[i] += inputs [from, to) of x row r + i . one row of the matrix; `from` is a multiple of 512, and so is
+// `to` unless it is the end.
 template <int R, int N>
 [[gnu::always_inline]] inline void turned_inputs(const Operand& x, int64_t r, const GroupedSixes& g,
                                                  const PackedRow& row, int64_t from, int64_t to,
@@ -153,10 +154,11 @@ template <int R, int N>
 // Rows of the matrix in one block, see turned_deep.
 constexpr int64_t kTurnedColumns = 8;
 
-// Inputs of one block: rows of x stay in the first cache while they meet rows of the matrix. Measured
-// on a Zen 5 with int4: 8 rows of 5632 inputs take 0.41 of the time of all inputs at once, of 2048 0.78 where
-// the matrix comes from memory; where all fit, sums that are put away in between cost 5 %. With fp6, whose
-// codes take more operations, 8 rows of 5632 take 0.8 and of 2048 1.05.
+// Return the inputs per block, such that rows of x stay in the first-level cache while they are multiplied
+// with the rows of the matrix. Measured on a Zen 5 with int4: 8 rows of 5632 inputs take 0.41 of the time of
+// all inputs at once, and 8 rows of 2048 take 0.78 if the matrix comes from memory; where all inputs fit,
+// storing sums in between costs 5 %. With fp6, whose codes take more operations, 8 rows of 5632 take 0.8 and
+// of 2048 1.05.
 template <int R, class G>
 inline int64_t turned_deep(const G& g) {
     constexpr int64_t kFits = G::kFits / R, kDeep = 8192 / R / Nibbled::kTurned * Nibbled::kTurned;

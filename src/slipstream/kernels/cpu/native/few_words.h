@@ -1,13 +1,13 @@
-// A few rows in words times a packed matrix whose codes are whole numbers, both as they lie: some rows of the
-// matrix meet some rows of x sixteen inputs at a time, and what is loaded of either serves all of the other.
+// A few rows in words times a packed matrix with integer codes, both in memory order: some rows of the matrix
+// are multiplied with some rows of x, sixteen inputs at a time, so that each load serves several products.
 // Sums are exact in int32 until they are multiplied by a scale.
 //
-// Measured on a Zen 3 with AVX2, one thread, 1536 x 576 and 512 x 2048 out of memory, beside rows in lanes:
-// two rows of int4 take 0.63 of the time, three 0.57, four 0.7, six 0.8 and eight 0.95; of fp6 two take 0.75,
-// four 0.8 and six 1.1; of int8 three take 0.9, four 0.77, six 0.87, eight 1.0, and two 1.1 of the time that
-// they take in float32. Rows in float32, two words of each number, beside products in float32: two rows of
+// Measured on a Zen 3 with AVX2, one thread, 1536 x 576 and 512 x 2048 not in the caches, relative to rows in
+// lanes: two rows of int4 take 0.63 of the time, three 0.57, four 0.7, six 0.8 and eight 0.95; of fp6 two
+// take 0.75, four 0.8 and six 1.1; of int8 three take 0.9, four 0.77, six 0.87, eight 1.0, and two 1.1 of the
+// time of float32. Rows in float32, with two words per number, relative to products in float32: two rows of
 // int4 take 0.4 of the time, four 0.65, six 0.6; of fp6 0.31, 0.6 and 0.87. The baseline multiplies two rows
-// of int8 in 0.18 of that time, and two of int4 in 0.8 of the time in lanes, four in 1.1.
+// of int8 in 0.18 of that time, and two of int4 in 0.8 of the time of rows in lanes, four in 1.1.
 #pragma once
 
 namespace slipstream {
@@ -15,11 +15,12 @@ namespace {
 
 #ifndef SLIPSTREAM_BF16_DOT
 
-// Rows of the matrix beside T rows of x: what registers hold, kWords of codes each as well.
+// Rows of the matrix that are multiplied with T rows of x at once: as many as fit into registers with kWords
+// registers of codes each.
 template <int kWords, int T>
 constexpr int kBesideWords = kWords > 2 ? 1 : (T <= 2 ? 4 : 2);
 
-// out[t * os + r] = row t of x . row r, from totals of T rows of words; a row of x is N of those.
+// out[t * os + r] = row t of x . row r, from the totals of T rows of words, N of which make up a row of x.
 template <int N, int T, int R>
 [[gnu::always_inline]] inline void store_totals(const WordTotals (&totals)[R][T], float* out, int64_t os) {
 #pragma GCC unroll 4
@@ -30,7 +31,7 @@ template <int N, int T, int R>
 }
 
 // out[t * os + r] = row t of x, of T rows of words, . row r of R rows of codes in groups of B blocks, before
-// the units. `beyond`: as many scales as a vector has lie behind them.
+// the units are applied. `beyond`: at least a whole vector of scales may be read past the end.
 template <class F, int B, int N, int T, int R>
 [[gnu::always_inline]] inline void words_by_rows(const Operand& x, int64_t first, const PackedRow (&rows)[R],
                                                  int64_t groups, bool beyond, float* out, int64_t os) {
@@ -94,11 +95,11 @@ template <class F, int B, int N, int T, int R>
     store_totals<N>(totals, out, os);
 }
 
-// The same of int8, which has no groups, and of rows in one word.
+// The same for int8, which has no groups, and rows of one word per number.
 template <int T, int R>
 [[gnu::always_inline]] inline void int8_by_rows(const Operand& x, int64_t first, const PackedRow (&rows)[R],
                                                 int64_t inputs, float* out, int64_t os) {
-    constexpr int64_t kSpan = 512; // so many products fit in int32
+    constexpr int64_t kSpan = 512; // this many products fit into int32
     const int16_t* words = x.words + first * x.stride;
     WordTotals totals[R][T];
     for (int64_t from = 0; from < inputs; from += kSpan) {
@@ -146,7 +147,7 @@ template <int T, int R>
     store_totals<1>(totals, out, os);
 }
 
-// Calls run(rows, number of the last, out) with R rows of a matrix at a time, and those that are left one by
+// Call run(rows, index of the last, out) for R rows of a matrix at a time, and for the remaining ones one by
 // one.
 template <int R, class F>
 inline void each_rows(const PackedRows& all, int64_t begin, int64_t end, float* out, F run) {
@@ -163,7 +164,7 @@ inline void each_rows(const PackedRows& all, int64_t begin, int64_t end, float* 
     }
 }
 
-// T rows of words, from `first` on; a row of x is N of them.
+// Multiply T rows of words, from `first` on; N of them make up a row of x.
 template <int N, int T>
 [[gnu::noinline]] void some_by_rows(const Operand& x, int64_t first, const Matrix& m, int64_t begin,
                                     int64_t end, float* out, int64_t os) {
@@ -194,7 +195,7 @@ template <int N, int T>
         grouped(HalvesOfBytes(), std::integral_constant<int, 4>());
 }
 
-// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier.
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before the row's factor is applied.
 inline void multiply_by_rows(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                              int64_t os) {
     const int64_t rows = x.rows.count;
@@ -205,7 +206,7 @@ inline void multiply_by_rows(const Operand& x, const Matrix& m, int64_t begin, i
         if (r < 2 * rows)
             some_by_rows<2, 2>(x, r, m, begin, end, out, os);
     }
-    for (int64_t r = 0; words_of(m) == 1 && r < rows;) { // never one alone
+    for (int64_t r = 0; words_of(m) == 1 && r < rows;) { // never a single row
         const int64_t left = rows - r, some = left == 5 ? 3 : least(left, 4);
         if (some == 4)
             some_by_rows<1, 4>(x, r, m, begin, end, out, os);

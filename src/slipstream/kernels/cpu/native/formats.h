@@ -1,34 +1,35 @@
-// Decoders of packed weights: the one place that knows what their bytes stand for. Few rows and many rows
-// (panels of a blocked product) are multiplied by what `decode` makes of them.
+// Decoders of packed weights: the only place that knows the meaning of their bytes. Products of few rows and
+// of many rows (panels of a blocked product) both use what `decode` produces.
 //
-// Source: the docstrings of formats/int8.py, int4.py, fp8.py, fp6.py and bf13.py, which draw the bytes.
+// Source: the docstrings of formats/int8.py, int4.py, fp8.py, fp6.py and bf13.py, which show the byte
+// layouts.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// How far ahead of their use weights are asked for where they are read as they lie, one row after another.
+// Prefetch distance in bytes for weights that are read in memory order, one row after another.
 constexpr int64_t kAhead = 6 << 10;
-// The same of packed weights of which several rows are read at once.
+// Prefetch distance in bytes for packed weights of which several rows are read at once.
 constexpr int64_t kPackedAhead = 12 << 10;
 
-// The multiplier of each row of a packed matrix, to be applied to the finished sum; null where dense.
+// The factor of each row of a packed matrix, applied to the finished sum; null if the matrix is dense.
 inline const float* row_factors(const Matrix& m) {
     return static_cast<const float*>(m.planes[kFactors]);
 }
 
-// Whether codes are whole numbers of something, which products of bytes take.
+// Whether the codes are integer multiples of a unit, so that integer byte products apply.
 inline bool in_bytes(const Matrix& m) {
     return m.format != kFp8 && m.format != kFp6E3m2 && m.format != kBf13;
 }
 
-// A row of the planes.
+// Pointers to one row in each plane.
 struct PackedRow {
-    const uint8_t *codes, *crumbs; // a code's lower bits (or all), and the upper two of fp6
-    const Half *scales, *minima;   // null where the format has none, as are the upper bits
+    const uint8_t *codes, *crumbs; // the lower bits (or all bits) of a code, and for fp6 the upper two
+    const Half *scales, *minima;   // null where the format has none; so is `crumbs`
 };
 
-// Where rows lie. The divisions for it are done once: they take longer than a block of a row.
+// Locates rows in the planes. The divisions are done once: they take longer than decoding a block of a row.
 class PackedRows {
 public:
     explicit PackedRows(const Matrix& m)
@@ -57,14 +58,14 @@ private:
 inline float widen_one(const Half* x) {
 #ifdef __F16C__
     return _cvtsh_ss(x->bits);
-#else // read where it lies: a copy on the stack would be read as a vector before it is written
+#else // load in place: a copy on the stack would be loaded as a vector before its store has completed
     return Vec::load(x, 1).sum();
 #endif
 }
 
-// Sixteen small floats by way of float16, whose fields are the same but wider; kBits of exponent and
-// mantissa, and kShift to the float16's mantissa. They come out as 2^(bias - 15) of their value times
-// `factor`.
+// Convert sixteen minifloats by way of float16, whose fields have the same order but are wider: kBits is the
+// number of exponent and mantissa bits, kShift the shift to float16's mantissa. The results are 2^(bias - 15)
+// of the values, times `factor`.
 template <int kBits, int kShift, class F>
 inline void minifloats(Bytes16 codes, Vec factor, F take) {
     const Words16 wide = __builtin_convertvector(codes, Words16);
@@ -77,9 +78,9 @@ inline void minifloats(Bytes16 codes, Vec factor, F take) {
         take(j, Vec::load(halves + j) * factor);
 }
 
-// Calls take(j, weights j to j + Vec::kWidth) with the weights of a block, before the multiplier of their
-// row: those of `row` from input `from` on, a multiple of kPackedBlock. There are `n` of them, and
-// kPackedBlock where it is whole; what is taken behind them is nothing's. A group has 1 << group_shift
+// Call take(j, weights j to j + Vec::kWidth) for the weights of one block, before the row's factor is
+// applied: the weights of `row` from input `from` on, a multiple of kPackedBlock. There are `n` of them,
+// which is kPackedBlock if `kWhole`; values passed beyond `n` are undefined. A group has 1 << group_shift
 // inputs.
 template <bool kWhole, class F>
 [[gnu::always_inline]] inline void decode_block(const Matrix& m, const PackedRow& row, int group_shift,
@@ -132,7 +133,8 @@ template <bool kWhole, class F>
             take(j, Vec::load(numbers + j));
         return;
     default:
-        const Vec scale = Vec::set(widen_one(row.scales + (from >> group_shift))); // a code times it is exact
+        // The product of a scale and a code is exact.
+        const Vec scale = Vec::set(widen_one(row.scales + (from >> group_shift)));
         const Bytes16 crumbs = sixteen(row.crumbs + from / 4);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) { // sixteen codes each
@@ -146,12 +148,12 @@ template <bool kWhole, class F>
     }
 }
 
-// The inputs of a group are 1 << this.
+// Return the shift s such that a group has 1 << s inputs.
 inline int group_shift(const Matrix& m) {
     return m.group == 32 ? 5 : (m.group == 64 ? 6 : 7);
 }
 
-// Asks for what lies behind a block.
+// Prefetch a later block of the row.
 inline void ask_ahead(const Matrix& m, const PackedRow& row, int64_t from) {
     if (m.format == kInt8 || m.format == kFp8)
         prefetch(row.codes + from + kPackedAhead);
@@ -161,9 +163,9 @@ inline void ask_ahead(const Matrix& m, const PackedRow& row, int64_t from) {
         prefetch(row.codes + from / 2 + kPackedAhead);
 }
 
-// Weights before the multiplier of their row: out[i * stride + j] = weight (o + i, k + j), for `rows` rows
-// and `n` inputs of a packed matrix. k is a multiple of kPackedBlock; exactly n numbers of each row are
-// written. To is float or Bf16; the codes of formats without groups are exact in both.
+// Decode weights, before the row's factor is applied: out[i * stride + j] = weight (o + i, k + j) for `rows`
+// rows and `n` inputs of a packed matrix. k is a multiple of kPackedBlock; exactly n numbers of each row are
+// written. To is float or Bf16; codes of formats without groups are exact in both.
 template <class To>
 inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, To* out, int64_t stride) {
     const int shift = group_shift(m);
@@ -179,7 +181,7 @@ inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t 
         }
         if (b < n)
             decode_block<false>(m, row, shift, k + b, n - b, [&](int j, Vec w) {
-                if (b + j + Vec::kWidth <= n) // parts of a vector are slow but with AVX-512
+                if (b + j + Vec::kWidth <= n) // partial stores are slow except with AVX-512
                     w.store(to + b + j);
                 else if (b + j < n)
                     w.store(to + b + j, n - b - j);
@@ -187,8 +189,8 @@ inline void decode(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t 
     }
 }
 
-// out[o - begin] = x . row o of a packed matrix, before its multiplier: weights are multiplied as they are
-// decoded.
+// out[o - begin] = x . row o of a packed matrix, before the row's factor is applied; weights are multiplied
+// as they are decoded.
 inline void multiply_decoded(const float* x, const Matrix& m, int64_t begin, int64_t end, float* out) {
     const int shift = group_shift(m);
     const PackedRows all(m);

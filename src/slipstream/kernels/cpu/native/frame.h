@@ -1,5 +1,5 @@
 // A causal language model in one job: embedding, the stack of blocks, final norm, vocabulary projection, and
-// the choice of the best token, or of one by chance.
+// the choice of the best token or of a sampled one.
 #pragma once
 
 #include <optional>
@@ -60,7 +60,7 @@ public:
     }
 
 private:
-    // Rows that a matrix multiplies, in the forms that it wants.
+    // The rows that a matrix multiplies, in the representations that it requires.
     struct Input {
         float* full = nullptr;
         Bf16* rounded = nullptr;
@@ -80,13 +80,13 @@ private:
             if (rounded)
                 copy_row(row(r), rounded + r * width, width);
         }
-        // What one thread multiplies, once the rows are complete.
+        // The operand of one thread, once the rows are complete.
         Operand operand(const Matrix& m, int rank) const {
             return prepare({full, rounded, width, count}, m, operands + operand_size * rank);
         }
     };
 
-    // What changes from one step of several to the next.
+    // What changes from step to step when a call runs several steps.
     struct Moving {
         int64_t *token_ids, *positions, *slots;
         int32_t* kv_lens;
@@ -117,8 +117,8 @@ private:
             stops_ = call_.told(step) != 0;
     }
 
-    // Lets each sequence's token follow it; returns whether one of them ends its sequence, is none or has no
-    // embedding, all is done, or no more is wanted.
+    // Make each sequence's token the input of the next step. Return whether the call ends: a token is one of
+    // the ends, is -1 or has no embedding, the last step is done, or the callback has requested it.
     bool advance(int64_t step) const {
         const Step& s = call_.stack.step;
         bool ended = stops_ || step + 1 == call_.steps;
@@ -233,7 +233,8 @@ private:
             take_best(best, team.size(), step);
     }
 
-    // Reports what enters the projection, also for tokens whose logits nobody asks for.
+    // Write the inputs of the projection to `entered`, including those of tokens whose logits are not
+    // computed.
     void write_down(const Input& input, Team& team, int rank, int64_t step) {
         const int64_t count = call_.num_entered, width = frame_.head.inputs;
         if (count == 1) {
@@ -248,7 +249,8 @@ private:
         });
     }
 
-    // The best token of a single row, computed only for tokens that may be the best.
+    // Find the best token of a single row; logits are computed only for tokens that the screen cannot rule
+    // out.
     void screened(const Operand& x, Team& team, int rank, int64_t step) {
         const Matrix& m = frame_.head;
         Best& best = best_[rank];
@@ -266,7 +268,7 @@ private:
         }
     }
 
-    // The best of what each thread has found, for each row.
+    // Reduce the best tokens that the threads have found, for each row.
     void take_best(Best* best, int threads, int64_t step) const {
         for (int64_t r = 0; r < call_.rows; ++r) {
             for (int other = 1; other < threads; ++other)
@@ -292,16 +294,16 @@ private:
     const ModelCall& call_;
     const Frame& frame_;
     const int64_t hidden_;
-    StackCall layers_; // as it was given, or of the step that runs now
+    StackCall layers_; // the caller's, with the arrays of `moving_` if there are several steps
     Stack stack_;
     const int64_t *token_ids_, *positions_;
-    const Suppressed suppressed_; // none where logits are wanted
+    const Suppressed suppressed_; // empty if no best tokens are wanted
     Moving moving_ = {};
     int64_t* ended_ = nullptr;
-    bool stops_ = false; // who was told of a step wants no more; known to the first thread
+    bool stops_ = false; // the callback has requested the end; set by the first thread only
     Input embedded_, normed_, projected_;
     float *entering_, *own_;
-    float* logits_ = nullptr; // of all rows, where all are wanted
+    float* logits_ = nullptr; // of all rows, if complete logits are needed
     std::optional<Draws> draws_;
     std::optional<Screening> screening_;
     Best* best_;

@@ -1,10 +1,11 @@
-// Exponential, hyperbolic tangent and the activations, on vectors.
+// Vectorized exponential, hyperbolic tangent and activations.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Relative error below 2e-7; zero below -87.3, bounded above 88. A NaN stays one: bounds come first.
+// e^x with a relative error below 2e-7; zero for x below -87.3, and x is capped at 88. NaN stays NaN, because
+// the bounds are the first operands of max and min.
 // Source: Cephes expf (Moshier), a polynomial of degree 5 on [-ln 2 / 2, ln 2 / 2].
 inline Vec exponential(Vec x) {
     const Vec bounded = max(Vec::set(-87.3f), min(Vec::set(88.0f), x));
@@ -21,7 +22,7 @@ inline Vec exponential(Vec x) {
     return if_less(x, Vec::set(-87.3f), Vec::set(0.0f), p * power_of_two(n));
 }
 
-// Source: Cephes tanhf (Moshier).
+// Hyperbolic tangent. Source: Cephes tanhf (Moshier).
 inline Vec tangent(Vec x) {
     const Vec one = Vec::set(1.0f), size = abs(x), z = x * x;
     Vec p = Vec::set(-5.70498872745e-3f);
@@ -57,7 +58,7 @@ inline Vec gelu_tanh(Vec x) {
     return Vec::set(0.5f) * x * (Vec::set(1.0f) + tangent(inner));
 }
 
-// x tanh(ln(1 + e^x)), with e^x capped where the factor is one.
+// x tanh(ln(1 + e^x)); e^x is capped where the factor is one.
 inline Vec mish(Vec x) {
     const Vec e = exponential(min(x, Vec::set(20.0f))), two = Vec::set(2.0f);
     const Vec square = e * (e + two);
@@ -102,7 +103,7 @@ inline void activate_row(int32_t kind, float* x, const float* up, int64_t n) {
         const int64_t count = least(n - j, Vec::kWidth);
         Vec g = Vec::load(x + j, count);
         if (kind == kSwigluOai) {
-            // The number comes second, which is what is left of NaN.
+            // The input is the second operand, which min and max return if either is NaN.
             const Vec limit = Vec::set(7.0f), bounded = min(limit, g);
             const Vec u = max(Vec::set(-7.0f), min(limit, Vec::load(up + j, count)));
             g = (u + Vec::set(1.0f)) * (bounded * sigmoid(bounded * Vec::set(1.702f)));

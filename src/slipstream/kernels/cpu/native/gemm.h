@@ -1,11 +1,11 @@
 // Many rows times a matrix. The rows of x are packed once, so that a vector holds the same inputs of a group
-// of tokens; a thread brings a panel of the matrix into its scratch and passes all tokens over it while it is
-// in the cache. A word is what one product takes of a row: a float or two Bf16. A line is as many words as a
-// group has tokens.
+// of tokens; a thread copies a panel of the matrix into its scratch and multiplies all tokens with it while
+// it is in the cache. A word is what one product instruction takes of a row: a float or two Bf16. A line is
+// as many words as a group has tokens.
 //
 // packed   [group][word][token in group]      inputs padded with zeros to whole lines
-// panel    [row][word]                        likewise; the distance of rows is no power of two
-// result   [row][token]                       transposed: what finishes it may turn it or pack it again
+// panel    [row][word]                        likewise; the row pitch is not a power of two
+// result   [row][token]                       transposed: its consumer may transpose it or pack it again
 //
 // Source: Goto and van de Geijn 2008 (ACM TOMS 34:3), sections 4 and 5, with x in the role of B.
 #pragma once
@@ -14,36 +14,36 @@ namespace slipstream {
 namespace {
 
 constexpr int64_t kGroup = Vec::kWidth;
-constexpr int64_t kTokensAtOnce = 528; // what is packed of so many tokens stays near while panels pass
+constexpr int64_t kTokensAtOnce = 528; // their packed rows stay in the cache while panels pass
 
-// A panel is shared by all units that compute in registers.
+// Panel parameters shared by all units that compute in registers; the `...Word` structs inherit them.
 struct InRegisters {
-    static constexpr int64_t kPanelRows = 64;             // in two halves where gate and up go together
-    static constexpr int64_t kPanelBytes = 768 << 10;     // deeper panels are summed in several passes
-    static constexpr int64_t kDeepRows = kPanelRows;      // that a panel of any depth has room for
+    static constexpr int64_t kPanelRows = 64;         // in two halves if gate and up are computed together
+    static constexpr int64_t kPanelBytes = 768 << 10; // deeper panels are summed in several passes
+    static constexpr int64_t kDeepRows = kPanelRows;  // rows that fit into a panel of any depth
     static constexpr int64_t kGroups = Vec::kBlockGroups; // of tokens, with Vec::kBlockRows rows in registers
-    static constexpr int64_t kBlock = 0;                  // rows that panels want a multiple of, 0: any
-    // Items that lie between each `kSpan` inputs: of a packed token, and of a row of a panel.
+    static constexpr int64_t kBlock = 0; // panels should have a multiple of this many rows; 0: any number
+    // Items that are inserted after every `kSpan` inputs of a packed token, and of a row of a panel.
     static constexpr int64_t kSpan = 1, kBetween = 0, kBetweenRow = 0;
-    static constexpr int64_t kAlign = 1;      // rows of a panel end at a multiple of so many inputs
-    static constexpr bool kPacksRows = false; // by a function of its own
+    static constexpr int64_t kAlign = 1;      // rows of a panel are padded to a multiple of this many inputs
+    static constexpr bool kPacksRows = false; // whether a function of the unit packs the rows
     static constexpr int kPadding = 0;        // the code of zero
-    using Sum = int32_t;                      // of a row, which zero points are multiplied by
-    static constexpr bool kZeros = true;      // zero points of rows that are rounded are left for the result
-    // What sums are while they are added to, and in memory.
+    using Sum = int32_t;                      // of a row of the matrix, which zero points are multiplied by
+    static constexpr bool kZeros = true;      // zero points of rounded rows are subtracted from the result
+    // Conversions between the type of sums during accumulation and Vec, as which they are stored.
     static Vec sum_of(Vec stored) { return stored; }
     static Vec stored(Vec sum) { return sum; }
 };
 
 struct FloatWord : InRegisters {
     using Item = float;
-    static constexpr bool kRounds = false; // rows are codes of a grid
+    static constexpr bool kRounds = false; // whether rows are codes of a grid
     static constexpr int32_t kStored = kFloat32;
     static constexpr int64_t kItems = 1;
     static Vec lanes(const Item* p) { return Vec::load(p); }
     static Vec spread(const Item* p) { return Vec::set(*p); }
     static Vec add(Vec sum, Vec x, Vec w) { return fma(x, w, sum); }
-    // Packs rows of a result, which are inputs of the next matrix: one word of a group.
+    // Pack rows of a result, which are inputs of the next matrix: one word of each token in a group.
     static void pack(const float* rows, int64_t, int64_t, Item* out) { Vec::load(rows).store(out); }
 };
 
@@ -61,7 +61,7 @@ struct Bf16Word : InRegisters {
     }
 };
 
-// Sums are of int32 until they are settled.
+// Sums are int32 until they are finished.
 struct ByteWord : InRegisters {
     using Item = uint8_t;
     static constexpr bool kRounds = true;
@@ -73,7 +73,7 @@ struct ByteWord : InRegisters {
     static Vec stored(CodeSums sum) { return sum.bits(); }
     static CodeSums add(CodeSums sum, Codes x, Codes w) { return dot(sum, x, w); }
     static Vec less_zeros(Vec sums, Vec zeros, Sum row) { return less_product(sums, zeros, integers(row)); }
-    // A word of each lane's row.
+    // Combine four inputs of each lane's row into a word.
     static Codes word(Vec a, Vec b, Vec c, Vec d) { return four_of(a, b, c, d); }
 };
 #else
@@ -85,29 +85,28 @@ constexpr int64_t line_items() {
     return kGroup * U::kItems;
 }
 
-// Inputs of a row with their padding.
+// Return the inputs of a row including padding.
 template <class U>
 inline int64_t padded(int64_t inputs) {
     constexpr int64_t kStep = most(line_items<U>(), U::kAlign);
     return ceil_div(inputs, kStep) * kStep;
 }
 
-// Items that so many inputs of a packed token take, whole lines of them.
+// Return the items that this many inputs of a packed token take, in whole lines.
 template <class U>
 constexpr int64_t packed_items(int64_t inputs) {
     return inputs + inputs / U::kSpan * U::kBetween;
 }
 
-// Bytes of the packed rows of a call, whichever unit takes them.
+// Return an upper bound, for any unit, on the bytes of the packed rows of a call.
 inline int64_t packed_bytes(int64_t tokens, int64_t inputs) {
-    constexpr int64_t kGrid = 2; // of a token that is rounded
-    // Words of the smallest matrices take more than floats.
+    constexpr int64_t kGrid = 2; // numbers per rounded token: scale and zero point
+    // Padding may make words of very small matrices take more than floats.
     const int64_t width = most(padded<Bf16Word>(inputs), Vec::kBf16Dot ? 0 : ceil_div(inputs, 64) * 64);
     return ceil_div(tokens, kGroup) * kGroup * (width + kGrid) * static_cast<int64_t>(sizeof(float));
 }
 
-// The scales of packed codes, one for each token of whole groups, and behind them as many zero points
-// (int32).
+// Return the scales of packed codes: one per token, in whole groups, followed by as many zero points (int32).
 template <class U>
 inline float* packed_grids(const typename U::Item* packed, int64_t tokens, int64_t inputs) {
     auto* codes = const_cast<typename U::Item*>(packed);
@@ -124,8 +123,8 @@ inline void copy_padded(const From* from, int64_t n, To* to, int64_t width) {
     std::memset(static_cast<void*>(to + n), 0, static_cast<size_t>(width - n) * sizeof(To));
 }
 
-// Packs one group of at most kGroup tokens; `out` is where the group begins. `grids` are the tokens' own
-// where they are rounded, else null.
+// Pack one group of at most kGroup tokens; `out` is the start of the group. `grids` has one grid per token if
+// they are rounded, otherwise it is null.
 template <class U, class T>
 inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs, const Grid* grids,
                        typename U::Item* out) {
@@ -135,7 +134,7 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
     for (int64_t i = 0; i < inputs; i += line, out += kGroup * packed_items<U>(line)) {
         const int64_t n = least(line, inputs - i);
         if constexpr (std::is_same<T, typename U::Item>::value && !U::kRounds) {
-            if (!grids && n == line && count == kGroup && stride % U::kItems == 0) { // a square as it lies
+            if (!grids && n == line && count == kGroup && stride % U::kItems == 0) { // read directly from x
                 transpose(reinterpret_cast<const float*>(x + i), stride / U::kItems,
                           reinterpret_cast<float*>(out), kGroup);
                 continue;
@@ -146,14 +145,14 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
             typename U::Item* to = square + t * line;
             if (grids) {
                 round_row(from, n, grids[t], to);
-                if (n < line) // even nothing takes long to fill
+                if (n < line) // skip this for full lines: even a memset of zero bytes takes time
                     std::memset(static_cast<void*>(to + n), U::kPadding,
                                 static_cast<size_t>(line - n) * sizeof(typename U::Item));
                 continue;
             }
             if constexpr (!U::kRounds) {
                 if (n == line)
-                    copy_row(from, to, line); // as many vectors as the compiler knows
+                    copy_row(from, to, line); // a constant number of vectors
                 else
                     copy_padded(from, n, to, line);
             }
@@ -164,7 +163,7 @@ inline void pack_group(const T* x, int64_t stride, int64_t count, int64_t inputs
     }
 }
 
-// The grids of a group of tokens, from token t on, to their places beside what is packed.
+// Store the grids of a group of tokens, from token t on, behind the packed codes.
 template <class U>
 inline void store_grids(const Grid* grids, int64_t t, int64_t tokens, int64_t inputs,
                         typename U::Item* packed) {
@@ -177,7 +176,7 @@ inline void store_grids(const Grid* grids, int64_t t, int64_t tokens, int64_t in
     }
 }
 
-// The same for a row-major x of any dtype, the whole team, as `m` takes its inputs.
+// Pack a row-major x of any dtype in the form that `m` requires; run by the whole team.
 template <class U>
 inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, const Matrix& m, void* packed,
                       Team& team) {
@@ -209,19 +208,19 @@ inline void pack_rows(const void* x, int32_t dtype, int64_t tokens, const Matrix
 template <class Item>
 struct Pass {
     const Item* panel;
-    int64_t pitch, rows; // items between rows
+    int64_t pitch, rows; // pitch: items between rows
     const Item* x;
-    int64_t group, groups, words; // items of a group, and words to sum over
-    bool first;                   // c is written, not added to
-    const float* start;           // what the sums of each row begin with, where that is not c
+    int64_t group, groups, words; // items of a group; words to sum over
+    bool first;                   // c is overwritten, not added to
+    const float* start;           // initial values of the sums of each row, used if `first`
     float* c;
     int64_t stride;
     Ahead* ahead;
 };
 
-// c[r][s] = what it holds, or where `first` what the rows start with, plus the products of R rows, from `row`
-// on, with S groups. A function of its own: within its callers the compiler runs out of registers, and the
-// innermost loop then waits for memory (a third of its rate was lost that way).
+// c[r][s] = its previous value, or, if `first`, the row's start value, plus the products of R rows, from
+// `row` on, with S groups. A separate function: inlined into its callers, the compiler runs out of registers
+// and the innermost loop waits for memory, which cost a third of its rate.
 template <class U, int R, int S>
 [[gnu::noinline]] void multiply_block(const Pass<typename U::Item>& p, int64_t row) {
     using Item = typename U::Item;
@@ -255,7 +254,7 @@ template <class U, int R, int S>
             U::stored(sums[r][s]).store(c + r * p.stride + s * kGroup);
 }
 
-// Inputs [from, from + n) of row `row` on of a run of `T`, into `rows` rows of a panel.
+// Copy inputs [from, from + n) of `rows` rows of a run of `T`, starting with `row`, into a panel.
 template <class U, class T>
 inline void fill_run(const Run& run, int64_t row, int64_t rows, int64_t from, int64_t n,
                      typename U::Item* panel, int64_t pitch) {
@@ -283,7 +282,8 @@ inline void fill_run(const Run& run, int64_t row, int64_t rows, int64_t from, in
     }
 }
 
-// The same of rows [begin, begin + rows) of a matrix; of a packed one before their multipliers.
+// Copy inputs [from, from + n) of rows [begin, begin + rows) of a matrix into a panel; weights of a packed
+// matrix are stored before their factors are applied.
 template <class U>
 inline void fill_words(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
                        typename U::Item* panel, int64_t pitch) {
@@ -319,15 +319,15 @@ inline void fill_rows(const Matrix& m, int64_t begin, int64_t rows, int64_t from
     }
 }
 
-// How a unit that computes in registers has its panels: row by row.
+// The panels of units that compute in registers: row by row.
 template <class U>
 struct RowPanel {
     using Item = typename U::Item;
-    struct Session {}; // nothing to be had for the time of a product
+    struct Session {}; // no state is needed during a product
     static constexpr bool kStarts = true;
     static int64_t pitch(int64_t deep) { return deep + line_items<U>(); }
 
-    // The same rows where they lie, and their distance in items; null where they have to be brought.
+    // Return the rows in place, with their pitch in items, or null if they have to be copied into a panel.
     static const Item* here(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n,
                             int64_t* pitch) {
         if (rows % Vec::kBlockRows || n % line_items<U>())
@@ -348,7 +348,7 @@ struct RowPanel {
         return static_cast<const Item*>(run.data) + (begin - first) * run.stride + from;
     }
 
-    // `rows` rows of a matrix, and zeros up to a whole number of groups.
+    // Copy `rows` rows of a matrix into a panel, followed by zero rows up to a whole number of groups.
     static void bring(const Matrix& m, int64_t begin, int64_t rows, int64_t from, int64_t n, Item* panel,
                       int64_t pitch) {
         fill_rows<U>(m, begin, rows, from, n, panel, pitch);

@@ -1,17 +1,19 @@
-// The panels of AMX. A product of tiles takes sixteen rows of the matrix, a line of inputs each (32 of
-// bfloat16 or 64 of a byte), as they lie, and the same inputs of sixteen tokens as they are packed: a line of
-// a group is a tile.
+// Panels of AMX. A product of tiles takes sixteen rows of the matrix, with one line of inputs each (32 of
+// bfloat16 or 64 bytes), in row order, and the same inputs of sixteen tokens in their packed order: one line
+// of a group is a tile.
 //
-// panel    [band of 16 rows][line][row in band][inputs of a line]      each tile in one piece
+// panel    [band of 16 rows][line][row in band][inputs of a line]      each tile is contiguous
 //
-// Four tiles sum, two bands by two groups of tokens, or four bands by one, over all lines of a panel at once.
-// Measured on an Emerald Rapids that does 2.8 TFLOP/s on registers alone, tiles out of the second cache, two
-// bands by two groups, some lines at a time past four such blocks so that tokens stay in the first cache, and
-// all at once: 64 lines in parts of 8 1.65 and 1.90, of 16 1.67; 18 lines in parts of 9 1.74 and 1.84. A tile
-// of sums takes 23 cycles to load and 45 to store, a product 16.
+// Four tiles hold the sums, of two bands by two groups of tokens or of four bands by one, over all lines of a
+// panel at once. Measured on an Emerald Rapids that reaches 2.8 TFLOP/s with all operands in registers, in
+// TFLOP/s, tiles from the second-level cache, two bands by two groups; either some lines at a time for four
+// such blocks, so that tokens stay in the first-level cache, or all lines at once: 64 lines in parts of 8
+// 1.65 and all at once 1.90, in parts of 16 1.67; 18 lines in parts of 9 1.74 and all at once 1.84. A tile of
+// sums takes 23 cycles to load and 45 to store, a product 16.
 //
-// All bands of a panel pass before its first one comes again, while the tokens beside them stay: bands are
-// loaded so that they need not be in the first cache, where two groups of tokens have room up to 20 lines.
+// All bands of a panel are processed before the first one is used again, while the tokens stay the same.
+// Bands are therefore loaded with a hint that they need not stay in the first-level cache, which has room for
+// two groups of tokens of up to 20 lines.
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TILELOADDT1.
 #pragma once
 
@@ -19,13 +21,13 @@ namespace slipstream {
 namespace {
 
 struct TileWord : Bf16Word {
-    // For every panel all tokens come anew, out of the third cache where the second has no room for them:
-    // wide panels, of half the second cache, save that. Tried where tiles are stood in for by vectors with as
-    // many loads and cycles, with half of a Zen 5's second cache: 512 tokens of SmolLM2 take 49 ms, and 54 by
-    // 128 rows.
-    static constexpr int64_t kPanelRows = 512; // as far as kPanelBytes go
+    // All tokens are read again for each panel, from the third-level cache if they do not fit into the
+    // second: wide panels, of half the second-level cache, reduce that. Tested with tiles emulated by vectors
+    // with as many loads and cycles, and half of a Zen 5's second-level cache: 512 tokens of SmolLM2 take 49
+    // ms, and 54 ms with panels of 128 rows.
+    static constexpr int64_t kPanelRows = 512; // as long as kPanelBytes suffice
     static constexpr int64_t kPanelBytes = 1 << 20;
-    static constexpr int64_t kDeepRows = 128; // that a panel has at least, whatever its depth
+    static constexpr int64_t kDeepRows = 128; // minimum rows of a panel, whatever its depth
     static constexpr int64_t kGroups = 2;
     static constexpr int64_t kBlock = 32; // rows of a block of tiles
     template <int C, int A, int B>
@@ -50,10 +52,10 @@ template <class U>
 struct TilePanel {
     using Item = typename U::Item;
     using Session = TileSession;
-    static constexpr bool kStarts = false;                        // sums begin as zeros
-    static constexpr int64_t kBand = 16, kLine = line_items<U>(); // rows of a tile, and items of each
+    static constexpr bool kStarts = false;                        // sums start at zero
+    static constexpr int64_t kBand = 16, kLine = line_items<U>(); // rows of a tile, and items per row of it
     static constexpr int64_t kTile = kBand * kLine;
-    static int64_t pitch(int64_t deep) { return deep; } // a band has its rows side by side
+    static int64_t pitch(int64_t deep) { return deep; } // rows of a band are interleaved by lines
 
     static const Item* here(const Matrix&, int64_t, int64_t, int64_t, int64_t, int64_t*) { return nullptr; }
 
@@ -79,9 +81,9 @@ struct TilePanel {
         }
     }
 
-    // Parts of a pass in which some of what comes next is asked for: lines of blocks. All that goes with a
-    // block at once would keep what the block itself loads waiting (512 tokens of 2048 x 2048: 2.69 and 2.56
-    // ms).
+    // Return the number of steps of a pass in which a part of the following data is prefetched: one per line
+    // of each block. Prefetching once per block would delay the block's own loads (512 tokens of 2048 x 2048:
+    // 2.69 ms, instead of 2.56 ms).
     static int64_t blocks(int64_t rows, int64_t words) {
         return ceil_div(rows, 2 * kBand) * (words / kGroup);
     }
@@ -95,7 +97,8 @@ struct TilePanel {
     }
 
 private:
-    // The inputs of a band, `apart` items from row to row, to its tiles; the last line is whole.
+    // Copy the inputs of a band, whose rows are `apart` items from each other, into tiles; the last line is
+    // whole.
     static void copy_tiles(const Item* from, int64_t apart, int64_t inputs, Item* to) {
         for (int64_t k = 0; k < inputs; k += kLine, to += kTile)
             for (int64_t i = 0; i < kBand; ++i)
@@ -122,7 +125,7 @@ private:
             block<1, 1>(p, band);
     }
 
-    // R bands by S groups. Tiles 0 to 3 sum, 4 and 5 are of tokens, 6 and 7 of the matrix.
+    // R bands by S groups. Tiles 0 to 3 hold the sums, 4 and 5 tokens, 6 and 7 rows of the matrix.
     template <int R, int S>
     static void block(const Pass<Item>& p, int64_t band) {
         const Item* w = p.panel + band * kBand * p.pitch;
@@ -148,7 +151,7 @@ private:
             row<R, S, I + 1>(w, band);
     }
 
-    // Sums begin as zeros or as what c has, and go back there.
+    // Initialize the sums with zeros or from c, or (`back`) store them there.
     template <int R, int S, int I = 0>
     static void each_sum(float* c, int64_t stride, bool zero, bool back) {
         float* at = c + I / S * kBand * stride + I % S * kGroup;

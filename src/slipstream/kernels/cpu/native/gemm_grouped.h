@@ -1,14 +1,15 @@
-// Many rows of whole numbers in a byte times int4: sums are exact in int32 over a span of 32 inputs, and are
-// multiplied by their scale then. What goes with a span lies behind it, on both sides, in float32:
+// Many rows rounded to bytes times int4. Sums are exact in int32 over a span of 32 inputs, and then
+// multiplied by the span's scale. The numbers that belong to a span follow it in float32, on both sides:
 //
-// packed   [group][span][word][token in group]      then of each token the sum of the span
-// panel    [row][span][input]                       then the scale, and what code 0 stands for
+// packed   [group][span][word][token in group]      then the sum of the span, of each token
+// panel    [row][span][input]                       then the scale, and the value of code 0
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Whether rows become such numbers: where tiles multiply bfloat16, those take the codes of int4 as fast.
+// Whether rows are rounded to bytes for this: where tiles multiply bfloat16, those are as fast with the codes
+// of int4.
 inline bool in_grouped_codes(const Matrix& m) {
 #if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX)
     return m.input_bits && is_int4(m);
@@ -27,16 +28,18 @@ struct GroupedWord : InRegisters {
     static constexpr int64_t kSpan = 32, kBetween = 4, kBetweenRow = 8;
     static constexpr int kPadding = 128;
     using Sum = float;
-    // Numbers are codes less 128 and not less their zero point, whose share is the sum of the row.
+    // The bytes are the codes minus 128, rather than minus the zero point; the difference, times the sum of
+    // the matrix row, is subtracted from the sums.
     static Vec less_zeros(Vec sums, Vec zeros, Sum row) {
         return fma(as_floats(CodeSums::of(zeros)) - Vec::set(kPadding), Vec::set(-row), sums);
     }
 
     static Codes word(Vec a, Vec b, Vec c, Vec d) { return four_of(a, b, c, d); }
-    // A line of a group as it was rounded, whose codes begin at zero, in two spans.
+    // Convert a line of a group from unsigned codes, in two spans, and add the sums of the spans.
     static void part(Item* line) {
         constexpr int64_t kWords = kSpan / kItems, kBytes = kGroup * kItems;
-        for (int64_t span = 1; span >= 0; --span) { // the second one makes room for the sums of the first
+        // Back to front: the sums of the first span shift the second.
+        for (int64_t span = 1; span >= 0; --span) {
             CodeSums sums = CodeSums::of(Vec::set(0));
             Codes words[kWords];
             for (int64_t i = 0; i < kWords; ++i) {
@@ -58,7 +61,7 @@ struct GroupedPanel {
     static constexpr int64_t kRows = 4; // of the panel, in registers with three groups of tokens
     static constexpr int64_t kSpanItems = GroupedWord::kSpan + GroupedWord::kBetweenRow;
 
-    // No power of two apart.
+    // The pitch is not a power of two.
     static int64_t pitch(int64_t deep) {
         return padded<GroupedWord>(deep) / GroupedWord::kSpan * kSpanItems + 64;
     }
@@ -75,7 +78,7 @@ struct GroupedPanel {
         std::memset(panel + rows * pitch, 0, static_cast<size_t>((whole - rows) * pitch));
     }
 
-    // The sum of n weights of a row that was brought.
+    // Return the sum of n weights of a row in a panel.
     static float sum(const Item* row, int64_t n) {
         float all = 0;
         for (int64_t k = 0; k < n; k += GroupedWord::kSpan, row += kSpanItems) {
@@ -104,7 +107,7 @@ struct GroupedPanel {
     }
 
 private:
-    // Spans from input `from` on, of `inputs` that the planes have.
+    // Copy `spans` spans of a row, from input `from` on; the planes have `inputs` inputs.
     static void bring_row(const Matrix& m, const PackedRow& row, int64_t from, int64_t inputs, int64_t spans,
                           Item* to) {
         constexpr int64_t kSpan = GroupedWord::kSpan, kAtOnce = 4;
@@ -127,7 +130,7 @@ private:
         }
     }
 
-    // c[r][s] = what it holds, or where `first` zero, plus the products of rows from `row` on with S groups.
+    // c[r][s] = its previous value, or 0 if `first`, plus the products of rows from `row` on with S groups.
     template <int S>
     [[gnu::noinline]] static void block(const Pass<Item>& p, int64_t row) {
         constexpr int R = kRows;

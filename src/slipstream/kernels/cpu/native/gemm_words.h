@@ -1,13 +1,13 @@
-// Many rows in words times a packed matrix whose codes are whole numbers, where there are no products of
-// bytes: a panel has its codes in words, so that one instruction takes the place of two products in float32.
-// Sums are exact in int32 over a span of inputs.
+// Many rows in words times a packed matrix with integer codes, for units without byte products: a panel holds
+// the codes as words, so that one instruction replaces two products in float32. Sums are exact in int32 over
+// a span of inputs.
 //
 // packed   [group][span][pair of inputs][token in group][input]
-//          of formats with groups then of each token the sum of the span, in float32
-// panel    [row][input], and then what CodeWords brings of each span
+//          with formats that have groups, then the sum of the span of each token, in float32
+// panel    [row][input], with the numbers that CodeWords adds per span
 //
-// Measured on a Zen 3 with AVX2, one thread, 512 rows and 1536 x 576, beside products in float32: int8 takes
-// 0.67 of the time, int4 and fp6 0.80.
+// Measured on a Zen 3 with AVX2, one thread, 512 rows and 1536 x 576, relative to products in float32: int8
+// takes 0.67 of the time, int4 and fp6 0.80.
 #pragma once
 
 namespace slipstream {
@@ -15,7 +15,7 @@ namespace {
 
 #ifndef SLIPSTREAM_BF16_DOT
 
-// P: what lanes take of them, see Pairs and Fours; where codes have groups a span is the smallest of those.
+// P: the contents of a lane, see Pairs and Fours. If the codes have groups, a span is the smallest group.
 template <class P>
 struct WholeWord : InRegisters {
     using Item = typename std::conditional<P::kInputs == 4, uint8_t, int16_t>::type;
@@ -24,7 +24,7 @@ struct WholeWord : InRegisters {
     static constexpr int64_t kSize = sizeof(Item);
     static constexpr int64_t kItems = 4 / kSize, kAlign = kWordStep;
     static constexpr int64_t kPanelBytes = kPanelRows * (2048 + 64);
-    static constexpr int64_t kInputs = P::kNumbers ? 32 : kWordSpan; // of a span
+    static constexpr int64_t kInputs = P::kNumbers ? 32 : kWordSpan; // per span
     static constexpr int64_t kSpan = P::kNumbers ? kInputs : 1;
     static constexpr int64_t kBetween = P::kNumbers ? 4 / kSize : 0, kBetweenRow = 2 * kBetween;
     using Sum = float;
@@ -45,7 +45,7 @@ struct WordPanel {
     struct Session {};
     static constexpr bool kStarts = false;
     static constexpr int kRows = 4; // in registers with up to three groups of tokens
-    // No power of two apart, and room for a vector behind the numbers.
+    // The pitch is not a power of two, and leaves room for a vector behind the numbers.
     static int64_t pitch(int64_t deep) {
         return deep + deep / Word::kSpan * Word::kBetweenRow + 64 / Word::kSize;
     }

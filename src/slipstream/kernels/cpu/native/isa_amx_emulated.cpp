@@ -1,3 +1,3 @@
-// The unit of AMX with tiles in plain C++, for tests on machines without them.
+// The AMX unit with tiles emulated in plain C++, for tests on machines without AMX.
 #define SLIPSTREAM_EMULATE_AMX 1
 #include "isa_amx.cpp"

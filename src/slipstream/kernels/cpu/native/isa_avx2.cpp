@@ -117,7 +117,8 @@ inline Vec power_of_two(Vec a) {
 inline Vec times_power_of_two(Vec p, Vec n) {
     return p * power_of_two(n);
 }
-// Bits of float16 without a sign, divided by 2^kShift: the nearest integer, ties to even, at most kMost.
+// Return the bits of float16 magnitudes divided by 2^kShift, rounded to the nearest integer, ties to even, at
+// most kMost.
 template <int kShift, int kMost>
 inline __m128i short_halves(__m128i size) {
     const __m128i odd = _mm_and_si128(_mm_srli_epi16(size, kShift), _mm_set1_epi16(1));
@@ -137,19 +138,19 @@ inline void store_short(Vec v, uint8_t* codes) {
     const __m128i code = _mm_or_si128(size, _mm_slli_epi16(_mm_srli_epi16(half, 15), kSign));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(code, code));
 }
-// The low bytes of whole numbers of at most 15 bits beside the sign.
+// Store the low bytes of integers of at most 15 bits plus sign.
 inline void store_low_bytes(Vec x, uint8_t* p) {
     const __m256i whole = _mm256_and_si256(_mm256_cvtps_epi32(x.v), _mm256_set1_epi32(0xff));
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
 }
-// Whole numbers of at most 15 bits beside the sign.
+// Store integers of at most 15 bits plus sign as words.
 inline void store_words(Vec x, int16_t* p) {
     const __m256i whole = _mm256_cvtps_epi32(x.v);
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), words);
 }
-// Row i becomes column i.
+// Transpose a square.
 inline void transpose(Vec (&v)[8]) {
     __m256 quads[8];
 #pragma GCC unroll 16
@@ -170,7 +171,7 @@ inline void transpose(Vec (&v)[8]) {
     }
 }
 
-// Columns 0 to 3 of eight rows, halves of which come together as they are loaded.
+// Load columns 0 to 3 of eight rows; the halves of two rows are joined while they are loaded.
 inline void load_columns(const float* in, int64_t is, Vec (&v)[4]) {
     __m256 rows[4];
 #pragma GCC unroll 4
@@ -196,5 +197,5 @@ inline void load_columns(const float* in, int64_t is, Vec (&v)[4]) {
 
 namespace slipstream {
 constexpr Kernels kAvx2 =
-    table(); // known at compile time: nothing of this unit runs when the library is loaded
+    table(); // a compile-time constant: no code of this unit runs when the library is loaded
 }

@@ -1,6 +1,6 @@
-// Products of bytes, four inputs in a lane of 32 bits, beside codes of four bits: sums of them fit in sixteen
-// bits over 32 inputs, so that they take half as many products and additions as words do. Inputs of more than
-// eight bits, as two such digits, would take as many; measured on a Zen 3, 1.1 times the time of words.
+// Products of bytes, four inputs per 32-bit lane, with 4-bit codes: their sums fit into sixteen bits over 32
+// inputs, which takes half as many multiplications and additions as words do. Inputs of more than eight bits,
+// as two such digits, would take as many; measured on a Zen 3, 1.1 times the time of words.
 #pragma once
 #define SLIPSTREAM_FOURS 1
 
@@ -9,29 +9,29 @@
 namespace slipstream {
 namespace {
 
-// Two sums of sixteen bits in each lane; a product of a code, up to 15, and a byte, up to 127, is added to
-// each of them sixteen times at most.
+// Two 16-bit sums per lane. A product of a code, up to 15, and a byte, up to 127, is added to each of them at
+// most sixteen times.
 struct FourSums {
     __m256i v;
-    // The products of codes without a sign with bytes that have one.
+    // The products of unsigned codes with signed bytes.
     static FourSums of(WordPairs bytes, WordPairs codes) { return {_mm256_maddubs_epi16(codes.v, bytes.v)}; }
     Vec floats() const { return {_mm256_cvtepi32_ps(_mm256_madd_epi16(v, _mm256_set1_epi16(1)))}; }
 };
 inline FourSums dot(FourSums sum, WordPairs bytes, WordPairs codes) {
-    __m256i products; // in one piece, see PairSums
+    __m256i products; // both instructions in one asm statement, see PairSums
     __asm__("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0"
             : "+x"(sum.v), "=&x"(products)
             : "xm"(bytes.v), "x"(codes.v));
     return sum;
 }
 
-// 32 words that hold a byte with a sign each as such bytes.
+// Narrow 32 words, each of which holds a signed byte, to bytes.
 inline void narrow_words(const int16_t* words, int8_t* to) {
     const __m256i packed = _mm256_packs_epi16(Words::load(words).v, Words::load(words + 16).v);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-// 64 codes of four bits as bytes.
+// Unpack 64 4-bit codes to bytes.
 inline void part_halves(const uint8_t* codes, uint8_t* to) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
     const __m256i low = _mm256_and_si256(both, _mm256_set1_epi8(15));

@@ -1,4 +1,4 @@
-// Products of whole numbers of sixteen bits, sixteen at a time, for units that sum none of bytes in int32.
+// Products of 16-bit integers, sixteen at a time, for units that cannot sum byte products in int32.
 #pragma once
 
 namespace slipstream {
@@ -14,14 +14,14 @@ struct Words {
     static Words load(const int8_t* p) {
         return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
     }
-    // The lower and the upper halves of as many bytes.
+    // Unpack the low and the high nibbles of kWidth bytes.
     static void halves(const uint8_t* p, Words& low, Words& high) {
         const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         low.v = _mm256_and_si256(both, _mm256_set1_epi16(15));
         high.v = _mm256_srli_epi16(both, 4);
     }
-    // 64 codes of fp6 with three bits of mantissa: their values are whole numbers of eighths, up to 60. Below
-    // 16 a code is its own value; the others are looked up.
+    // Convert 64 fp6 codes with three mantissa bits to words. Their values are integer multiples of 1/8, up
+    // to 60 of them. A code below 16 is its own value; the others are looked up.
     static void eighths(const uint8_t* codes, const uint8_t* crumbs, Words (&to)[4]) {
         const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
         const __m256i two =
@@ -31,7 +31,7 @@ struct Words {
                              24, 26, 28, 30, 32, 36, 40, 44, 48, 52, 56, 60);
 #pragma GCC unroll 2
         for (int half = 0; half < 2;
-             ++half) { // sixteen codes from number 16 * half on, and from 32 further on
+             ++half) { // codes 16 * half to 16 * half + 16, and the sixteen that are 32 further on
             const __m256i four =
                 _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
             const __m256i upper = _mm256_srlv_epi64(two, half ? _mm256_setr_epi64x(2, 2, 6, 6)
@@ -46,7 +46,7 @@ struct Words {
     }
 };
 
-// Sums of such products in int32.
+// Sums of the products of words, in int32.
 struct WordSums {
     __m256i v = _mm256_setzero_si256();
 };
@@ -54,12 +54,12 @@ inline WordSums dot(WordSums sum, Words a, Words b) {
     return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
 }
 
-// As wide as Vec: pairs of words in lanes of 32 bits, and sums of their products.
+// Pairs of words in 32-bit lanes, and sums of their products; as wide as Vec.
 #ifdef SLIPSTREAM_AVX512
 struct WordPairs {
     __m512i v;
     static WordPairs load(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
-    // The W pairs at `p`, in turns.
+    // The W pairs at `p`, repeated over all lanes.
     template <int W>
     static WordPairs spread(const int16_t* p) {
         static_assert(W == 1 || W == 2 || W == 4, "as there are instructions");
@@ -90,7 +90,7 @@ inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
 struct WordPairs {
     __m256i v;
     static WordPairs load(const int16_t* p) { return {Words::load(p).v}; }
-    // The W pairs at `p`, in turns.
+    // The W pairs at `p`, repeated over all lanes.
     template <int W>
     static WordPairs spread(const int16_t* p) {
         static_assert(W == 1 || W == 2 || W == 4, "as there are instructions");
@@ -114,19 +114,19 @@ struct PairSums {
     Vec floats() const { return {_mm256_cvtepi32_ps(v)}; }
 };
 inline PairSums dot(PairSums sum, WordPairs a, WordPairs b) {
-    // One piece of assembly: else gcc makes all products of a block before it adds them, and keeps them on
-    // the stack; with the order alone prescribed it copies each sum once in every step.
+    // A single asm statement: otherwise gcc computes all products of a block before it adds them, and spills
+    // them to the stack; if only the order is enforced, it copies each sum once per step.
     __m256i products;
     __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(sum.v), "=&x"(products) : "xm"(a.v), "x"(b.v));
     return sum;
 }
 #endif
 
-// Such sums in float32.
+// The sums in float32.
 struct WordTotals {
     __m256 v = _mm256_setzero_ps();
     static WordTotals of(WordSums sum) { return {_mm256_cvtepi32_ps(sum.v)}; }
-    // Of the same sum.
+    // Reduce a Vec to half its width, where it is wider than WordTotals; the total is the same.
     static WordTotals folded(Vec x) {
 #ifdef SLIPSTREAM_AVX512
         return {_mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1))};
@@ -140,7 +140,7 @@ struct WordTotals {
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
     }
 };
-// a * factor + b
+// Return a * factor + b.
 inline WordTotals fma(WordTotals a, float factor, WordTotals b) {
     return {_mm256_fmadd_ps(a.v, _mm256_set1_ps(factor), b.v)};
 }

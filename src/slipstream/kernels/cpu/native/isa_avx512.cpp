@@ -3,5 +3,5 @@
 
 namespace slipstream {
 constexpr Kernels kAvx512 =
-    table(); // known at compile time: nothing of this unit runs when the library is loaded
+    table(); // a compile-time constant: no code of this unit runs when the library is loaded
 }

@@ -1,5 +1,5 @@
-// AVX-512 (F, BW, DQ, VL): sixteen floats at a time; with SLIPSTREAM_BF16_DOT also pairs of bfloat16 and
-// fours of bytes at once.
+// AVX-512 (F, BW, DQ, VL): sixteen floats at a time; with SLIPSTREAM_BF16_DOT also products of pairs of
+// bfloat16 and of fours of bytes.
 #pragma once
 
 #define SLIPSTREAM_AVX512 1
@@ -79,18 +79,18 @@ struct Vec {
     float highest() const { return _mm512_reduce_max_ps(v); }
 };
 
-// Pairs of quarters: [a0 + a1, a2 + a3, b0 + b1, b2 + b3].
+// Add adjacent quarters (128-bit lanes): [a0 + a1, a2 + a3, b0 + b1, b2 + b3].
 inline __m512 fold(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
-// The sum of v[i / C][i % C] in lane i, for sixteen of them: side by side, which takes a third of the
-// instructions.
+// Return the sum of v[i / C][i % C] in lane i, for sixteen vectors, which are reduced together in a third of
+// the instructions.
 template <int R, int C>
 [[gnu::always_inline]] inline __m512 sixteen_sums(const Vec (&v)[R][C]) {
     static_assert(R * C == 16, "a lane for each");
     const auto at = [&](int r, int c) { return v[(4 * r + c) / C][(4 * r + c) % C].v; };
-    __m512 quarter[4]; // by column of four by four; quarter r is what is left of row r
+    __m512 quarter[4]; // by column of a 4 x 4 arrangement; quarter r holds the partial sums of row r
 #pragma GCC unroll 16
     for (int c = 0; c < 4; ++c)
         quarter[c] = fold(fold(at(0, c), at(1, c)), fold(at(2, c), at(3, c)));
@@ -103,7 +103,7 @@ template <int R, int C>
                          _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
 }
 
-// out[r * os + c] = the sum of v[r][c].
+// out[r * os + c] = sum of the lanes of v[r][c].
 template <int R, int C>
 [[gnu::always_inline]] inline void store_sums(const Vec (&v)[R][C], float* out, int64_t os) {
     if constexpr (R == 8 && C == 2) {
@@ -113,7 +113,7 @@ template <int R, int C>
         for (int r = 0; r < 8; ++r)
             std::memcpy(out + r * os, sums + 2 * r, 2 * sizeof(float));
     } else if constexpr (R > 4 && C == 2) {
-        Vec all[8][2]; // some of them twice
+        Vec all[8][2]; // rows are repeated to fill the eight
         for (int r = 0; r < 8; ++r)
             for (int c = 0; c < 2; ++c)
                 all[r][c] = v[r % R][c];
@@ -180,16 +180,17 @@ inline Vec power_of_two(Vec a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(shifted, 23))};
 }
 
-// 1 / x to 14 bits.
+// Return 1 / x, accurate to 14 bits.
 inline Vec near_reciprocal(Vec x) {
     return {_mm512_rcp14_ps(x.v)};
 }
 
-// p * 2^n
+// Return p * 2^n.
 inline Vec times_power_of_two(Vec p, Vec n) {
     return {_mm512_scalef_ps(p.v, n.v)};
 }
-// Bits of float16 without a sign, divided by 2^kShift: the nearest integer, ties to even, at most kMost.
+// Return the bits of float16 magnitudes divided by 2^kShift, rounded to the nearest integer, ties to even, at
+// most kMost.
 template <int kShift, int kMost>
 inline __m256i short_halves(__m256i size) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(size, kShift), _mm256_set1_epi16(1));
@@ -210,16 +211,16 @@ inline void store_short(Vec v, uint8_t* codes) {
     const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(half, 15), kSign);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_cvtepi16_epi8(_mm256_or_si256(size, sign)));
 }
-// The low bytes of whole numbers.
+// Store the low bytes of integers.
 inline void store_low_bytes(Vec x, uint8_t* p) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
-// Whole numbers of at most 15 bits beside the sign.
+// Store integers of at most 15 bits plus sign as words.
 inline void store_words(Vec x, int16_t* p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.v)));
 }
 #ifdef SLIPSTREAM_BF16_DOT
-// Four bytes again and again, or eight; of fewer, with zeros behind them.
+// Repeat four or eight bytes over all lanes; if fewer bytes are given, the rest of each repetition is zero.
 template <int N>
 inline __m512i spread_bytes(const void* p, int64_t bytes = N) {
     typename std::conditional<N == 4, int32_t, int64_t>::type all = 0;
@@ -230,14 +231,14 @@ inline __m512i spread_bytes(const void* p, int64_t bytes = N) {
     else
         return _mm512_set1_epi64(all);
 }
-// Sums of products of 32 pairs, in float32.
+// 32 numbers in bfloat16; `dot` sums the products of pairs in float32.
 struct Bf16Lanes {
     __m512i v;
     static Bf16Lanes load(const Bf16* p) { return {_mm512_loadu_si512(p)}; }
     static Bf16Lanes load(const Bf16* p, int64_t n) {
         return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p)};
     }
-    // W pairs from `p` on in all lanes, which take turns; the last of a row may be n numbers.
+    // The W pairs at `p`, repeated over all lanes; the last of a row may have only n numbers.
     template <int W>
     static Bf16Lanes spread(const Bf16* p, int64_t n = 2 * W) {
         return {spread_bytes<4 * W>(p, 2 * n)};
@@ -252,15 +253,16 @@ struct Bf16Lanes {
 inline Vec dot(Vec sum, Bf16Lanes a, Bf16Lanes b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
-// Lanes 2i and 2i + 1 of a and of b as one: sums 0 and 1 of a, 0 and 1 of b, 2 and 3 of a, and so on.
+// Add lanes 2i and 2i + 1 of a and of b; the order of the sums is 0 and 1 of a, 0 and 1 of b, 2 and 3 of a,
+// and so on.
 inline Vec fold(Vec a, Vec b) {
     return {_mm512_add_ps(_mm512_shuffle_ps(a.v, b.v, 0x88), _mm512_shuffle_ps(a.v, b.v, 0xdd))};
 }
-// As `dot`, of lanes whose 32 bits hold a pair.
+// `dot` for operands whose 32-bit lanes hold a pair of bfloat16 each.
 inline Vec dot_pairs(Vec sum, Vec a, Vec b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
 }
-// Pairs (p[0], p[1]), (p[2], p[3]), ... of n <= 32 elements, and zeros after them.
+// Pairs (p[0], p[1]), (p[2], p[3]), ... of n <= 32 elements, followed by zeros.
 inline Vec pairs_along(const Bf16* p, int64_t n) {
     return {_mm512_castsi512_ps(Bf16Lanes::load(p, n).v)};
 }
@@ -276,7 +278,7 @@ template <class T>
 inline __m512i bf16_bits(const T* p, int64_t n) {
     return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(Vec::load(p, n).v));
 }
-// Codes are exact in bfloat16: the upper half of the float.
+// Codes are exact in bfloat16, which is the upper half of their float.
 inline Vec pairs_across(const int8_t* p, const int8_t* q, int64_t n) {
     __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(Vec::load(p, n).v), 16);
     if (q) {
@@ -285,7 +287,7 @@ inline Vec pairs_across(const int8_t* p, const int8_t* q, int64_t n) {
     }
     return {_mm512_castsi512_ps(bits)};
 }
-// Pairs (p[0], q[0]), (p[1], q[1]), ... of n <= 16 elements each; q may be null and counts as zeros.
+// Pairs (p[0], q[0]), (p[1], q[1]), ... of n <= 16 elements each; if q is null, its elements are zeros.
 template <class T>
 inline Vec pairs_across(const T* p, const T* q, int64_t n) {
     __m512i bits = bf16_bits(p, n);
@@ -293,7 +295,7 @@ inline Vec pairs_across(const T* p, const T* q, int64_t n) {
         bits = _mm512_or_si512(bits, _mm512_slli_epi32(bf16_bits(q, n), 16));
     return {_mm512_castsi512_ps(bits)};
 }
-// The same of whole vectors, which follow each other.
+// C vectors of pairs (p[j], q[j]) of consecutive elements.
 template <class T, int C>
 inline void pairs_across(const T* p, const T* q, Vec (&v)[C]) {
     for (int c = 0; c < C; ++c)

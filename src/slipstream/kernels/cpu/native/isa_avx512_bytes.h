@@ -1,10 +1,11 @@
-// Products of bytes (AVX-512 VNNI), and codes of packed weights as such.
+// Products of bytes (AVX-512 VNNI), and conversion of packed codes to bytes.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Sums of products of 64 bytes in fours, those of the left side unsigned, in int32: the bits of a Vec.
+// 64 bytes; `dot` sums products of four bytes each in int32, the left operand being unsigned. A Vec holds the
+// bits of such sums.
 struct Codes {
     __m512i v;
     static Codes set(uint8_t x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
@@ -13,13 +14,13 @@ struct Codes {
         return {_mm512_maskz_loadu_epi8(n < 64 ? (uint64_t{1} << n) - 1 : ~uint64_t{0}, p)};
     }
     void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
-    // W fours from `p` on in all lanes, which take turns; the last of a row may be n numbers.
+    // The W fours at `p`, repeated over all lanes; the last of a row may have only n numbers.
     template <int W>
     static Codes spread(const uint8_t* p, int64_t n = 4 * W) {
         return {spread_bytes<4 * W>(p, n)};
     }
 };
-// Four whole numbers below 256 of each lane, as its bytes.
+// Combine four integers below 256 per lane into its bytes.
 inline Codes four_of(Vec a, Vec b, Vec c, Vec d) {
     const __m512i low =
         _mm512_or_si512(_mm512_cvtps_epi32(a.v), _mm512_slli_epi32(_mm512_cvtps_epi32(b.v), 8));
@@ -30,7 +31,8 @@ inline Codes four_of(Vec a, Vec b, Vec c, Vec d) {
 inline Vec dot(Vec sum, Codes x, Codes w) {
     return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), x.v, w.v))};
 }
-// Such sums of int32, of the type that the instruction has: gcc 12 copies others to the stack in every step.
+// Such sums in int32, of the type that the instruction takes: gcc 12 copies other types to the stack in every
+// step.
 struct CodeSums {
     typedef int32_t Lanes __attribute__((vector_size(64)));
     Lanes v;
@@ -40,7 +42,7 @@ struct CodeSums {
 inline CodeSums dot(CodeSums sum, Codes x, Codes w) {
     return {(CodeSums::Lanes)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
 }
-// What such sums of the next lower digits are added to: 256 * sum.
+// Return 256 * sum, to which the sums of the next lower digits are added.
 inline CodeSums raise(CodeSums sum) {
     return {(CodeSums::Lanes)_mm512_slli_epi32((__m512i)sum.v, 8)};
 }
@@ -50,21 +52,21 @@ inline CodeSums operator+(CodeSums a, CodeSums b) {
 inline Vec as_floats(CodeSums sum) {
     return {_mm512_cvtepi32_ps((__m512i)sum.v)};
 }
-// Lanes 2i and 2i + 1 of a and of b as one, in the order of `fold` of floats.
+// Add lanes 2i and 2i + 1 of a and of b, in the order of the `fold` of floats.
 inline CodeSums fold(CodeSums a, CodeSums b) {
     const __m512 x = a.bits().v, y = b.bits().v;
     const __m512i first = _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88));
     return {(CodeSums::Lanes)_mm512_add_epi32(first, _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)))};
 }
-// Bytes between -128 and 127 as those between 0 and 255.
+// Shift bytes from [-128, 127] to [0, 255].
 inline Codes less_least(Codes x) {
     return {_mm512_xor_si512(x.v, _mm512_set1_epi8(-128))};
 }
-// The same of the first n, and zeros.
+// Shift the first n bytes from [-128, 127] to [0, 255]; the others become zero.
 inline Codes less_least(Codes x, int64_t n) {
     return {_mm512_maskz_mov_epi8((uint64_t{1} << n) - 1, less_least(x).v)};
 }
-// The sums of each four lanes.
+// Store the sum of each four adjacent lanes.
 inline void store_fours(CodeSums sum, float* out) {
     __m512 s = as_floats(sum).v;
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
@@ -72,8 +74,8 @@ inline void store_fours(CodeSums sum, float* out) {
     const __m512i first = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
 }
-// Whole numbers as digits of eight bits with a sign, the highest first, `apart` from each other: the sum of
-// digit i * 256^(count - 1 - i).
+// Store integers as signed 8-bit digits, the highest first, `apart` bytes from each other: the integer is the
+// sum of digit i * 256^(count - 1 - i).
 inline void store_digits(Vec whole, int count, uint8_t* p, int64_t apart) {
     __m512i left = _mm512_cvtps_epi32(whole.v);
     for (int i = count - 1; i >= 0; --i) {
@@ -81,7 +83,7 @@ inline void store_digits(Vec whole, int count, uint8_t* p, int64_t apart) {
         left = _mm512_srai_epi32(_mm512_add_epi32(left, _mm512_set1_epi32(128)), 8);
     }
 }
-// sum - a * b of integers, in float32.
+// Return sum - a * b, of integers, in float32.
 inline Vec less_product(Vec sum, Vec a, Vec b) {
     const __m512i product = _mm512_mullo_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));
     return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(sum.v), product))};
@@ -92,7 +94,7 @@ inline Vec integers(int32_t x) {
 inline int32_t sum_of_integers(Vec x) {
     return _mm512_reduce_add_epi32(_mm512_castps_si512(x.v));
 }
-// 64 codes of eight bits less the least, which makes them unsigned; `kLeast` is what was added.
+// 64 int8 codes plus kAdded, which makes them unsigned.
 struct Int8Bytes {
     static constexpr int kAdded = 128;
     static constexpr float kUnit = 1;
@@ -103,7 +105,8 @@ struct Int8Bytes {
     }
 };
 
-// The same of fp6 with three bits of mantissa, whose values are whole numbers of eighths, up to 60 of them.
+// The unsigned bytes of fp6 codes with three mantissa bits, whose values are integer multiples of 1/8, up to
+// 60 of them: the multiple plus Fp6Bytes::kAdded.
 struct ByteEighths {
     alignas(64) uint8_t values[64] = {};
 };
@@ -125,18 +128,18 @@ struct Fp6Bytes {
     }
 };
 
-// 128 codes of int4: those of each 32 inputs lie in 16 bytes, the first sixteen in the lower halves.
+// 128 int4 codes: the codes of each 32 inputs are in 16 bytes, the first sixteen in the low nibbles.
 struct Nibbles {
     Codes low, high;
     explicit Nibbles(Codes both) {
 #ifndef SLIPSTREAM_EMULATE_AVX512
-        __asm__("" : "+v"(both.v)); // or it is loaded twice
+        __asm__("" : "+v"(both.v)); // otherwise it is loaded twice
 #endif
         const __m512i mask = _mm512_set1_epi8(15);
         low.v = _mm512_and_si512(both.v, mask);
         high.v = _mm512_and_si512(_mm512_srli_epi16(both.v, 4), mask);
     }
-    // In the order of the inputs, the second 64 of them `apart` from the first.
+    // Store the codes in input order, the second 64 of them `apart` bytes from the first.
     void store(uint8_t* p, int64_t apart = 64) const {
         const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
         const __m512i second = _mm512_add_epi64(first, _mm512_set1_epi64(4));

@@ -1,12 +1,12 @@
-// Codes of packed weights as rows of bfloat16 in memory, for products of many rows: what `decode` of
-// formats.h does by way of float32, in a fifth of its instructions.
+// Decoding of packed codes to rows of bfloat16 in memory, for products of many rows. Does what `decode` of
+// formats.h does by way of float32, in a fifth of the instructions.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The first n numbers. No loop: the compiler would make one instruction of it that copies memory, which takes
-// 40 cycles to begin (512 tokens beside 1536 x 576 of int8 took 1.2 times as long as beside bfloat16).
+// Store the first n numbers. Not a loop: the compiler would turn it into one memory copy instruction, which
+// takes 40 cycles to start (512 tokens times 1536 x 576 of int8 took 1.2 times as long as bfloat16).
 template <int L>
 [[gnu::always_inline]] inline void store_lanes(const Bf16Lanes (&v)[L], int64_t n, Bf16* to) {
 #pragma GCC unroll 2
@@ -23,7 +23,7 @@ inline Bf16Lanes rounded_lanes(__m512 low, __m512 high) {
     return {(__m512i)_mm512_cvtne2ps_pbh(high, low)};
 }
 
-// Not by a table of seven bits: codes from elsewhere may be -128.
+// Conversion of int8 codes by arithmetic, not by a table of seven bits: codes from other sources may be -128.
 struct WideInt8 {
     explicit WideInt8(const Matrix&) {}
     static __m512 wide(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)); }
@@ -58,7 +58,7 @@ inline void decode_bytes(const Matrix& m, int64_t o, int64_t rows, int64_t k, in
     }
 }
 
-// int4: the scales and minima of up to sixteen groups become float32 together.
+// Decode int4: the scales and minima of up to sixteen groups are converted to float32 at a time.
 inline void decode_nibbles(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, Bf16* out,
                            int64_t stride) {
     constexpr int64_t kAtOnce = 16 * 32;
@@ -91,7 +91,7 @@ inline void decode_nibbles(const Matrix& m, int64_t o, int64_t rows, int64_t k, 
     }
 }
 
-// The magnitudes of fp6 without their sign.
+// The magnitudes of the fp6 codes without their sign.
 struct Magnitudes {
     alignas(64) float values[32] = {};
 };
@@ -107,7 +107,7 @@ constexpr Magnitudes magnitudes(int mantissa, int bias) {
 }
 constexpr Magnitudes kE2m3Magnitudes = magnitudes(3, 1), kE3m2Magnitudes = magnitudes(2, 3);
 
-// fp6: what all magnitudes stand for with the scale of a group, rounded, is one table.
+// Decode fp6: the rounded products of all magnitudes with the scale of a group form one lookup table.
 inline void decode_sixes(const Matrix& m, int64_t o, int64_t rows, int64_t k, int64_t n, Bf16* out,
                          int64_t stride) {
     const Magnitudes& t = m.format == kFp6E2m3 ? kE2m3Magnitudes : kE3m2Magnitudes;

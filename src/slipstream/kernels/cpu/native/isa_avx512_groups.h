@@ -1,20 +1,21 @@
-// The scales and minima of groups of packed weights, each in the lanes of a product that it belongs to.
+// The scales and minima of groups of packed weights, distributed to the lanes of the products that they apply
+// to.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The numbers of the groups in 128 inputs, in the lanes of theirs: lane j of a sum over Nibbles belongs to
-// the 32 inputs number j / 4.
+// Distributes the numbers of the groups in 128 inputs: lane j of a sum over Nibbles belongs to the 32 inputs
+// with index j / 4.
 struct GroupNumbers {
     explicit GroupNumbers(int64_t group) {
         const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2);
         const __m128i block = _mm_srl_epi16(_mm_set_epi16(3, 3, 2, 2, 1, 1, 0, 0), _mm_cvtsi32_si128(shift));
-        const __m256i pairs = _mm256_cvtepu16_epi32(block); // the lower byte of a number, and the upper
+        const __m256i pairs = _mm256_cvtepu16_epi32(block); // the lower byte of a number, and the upper one
         index = _mm256_add_epi8(_mm256_mullo_epi32(pairs, _mm256_set1_epi32(0x02020202)),
                                 _mm256_set1_epi32(0x01000100));
     }
-    // `count` numbers are read, as many as 128 inputs have or fewer.
+    // Reads `count` (or kCount) numbers, at most as many as 128 inputs have.
     template <int kCount>
     Vec of(const Half* p) const {
         int64_t numbers = 0;
@@ -30,19 +31,19 @@ struct GroupNumbers {
     __m256i index;
 };
 
-// One number in all lanes.
+// Return one number in all lanes.
 inline Vec everywhere(const Half* p) {
     return {_mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(p->bits)))};
 }
 
-// Which of sixteen numbers each lane takes.
+// Selects one of sixteen numbers for each lane.
 struct Lanes16 {
     __m512i index;
     Vec of(Vec numbers) const { return {_mm512_permutexvar_ps(index, numbers.v)}; }
 };
 
-// Lane j of a product of Int4Codes belongs to the 32 inputs number j / 4: of sixteen numbers, one per group,
-// those of the lanes of chunk `t` of 128 inputs.
+// Distributes sixteen numbers, one per group, to the lanes of products of Int4Codes, whose lane j belongs to
+// the 32 inputs with index j / 4; `t` is the index of the chunk of 128 inputs.
 struct GroupSpread {
     explicit GroupSpread(int64_t group) {
         const int shift = group == 32 ? 0 : (group == 64 ? 1 : 2);
@@ -57,8 +58,8 @@ struct GroupSpread {
     int step;
 };
 
-// The last 64 inputs or fewer of two rows of int4, the second's in the upper half of a register: `bytes` of
-// codes, and one group or two.
+// The last 64 inputs or fewer of two rows of int4, with the second row in the upper half of a register:
+// `bytes` bytes of codes and one or two groups each.
 struct RowEnds {
     RowEnds(int64_t bytes, int64_t groups)
         : codes_there(static_cast<__mmask32>((uint64_t{1} << bytes) - 1)),
@@ -73,24 +74,24 @@ struct RowEnds {
         const __m256i first = _mm256_castsi128_si256(_mm_maskz_loadu_epi16(numbers_there, a));
         return {_mm512_cvtph_ps(_mm256_inserti128_si256(first, _mm_maskz_loadu_epi16(numbers_there, b), 1))};
     }
-    // What both are multiplied by.
+    // Load what both rows are multiplied by into both halves.
     static Codes both(const uint8_t* p) {
         return {_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
     }
     static Vec both(const float* p) { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
-    // Adds each row's half to its sum.
+    // Add each half to the sum of its row.
     static void part(Vec pair, Vec& a, Vec& b) {
         a.v = _mm512_mask_add_ps(a.v, 0x00ff, a.v, pair.v);
         b.v = _mm512_mask_add_ps(b.v, 0xff00, b.v, pair.v);
     }
     __mmask32 codes_there;
     __mmask8 numbers_there;
-    Lanes16 lanes; // of `numbers`, those of each lane of a product
+    Lanes16 lanes; // selects the entry of `numbers` for each lane of a product
 };
 
-// Of the numbers of the groups that begin with some inputs, those of the lanes of a product: `turned` with
-// 512 inputs of Int4Codes::turned, `quarters` with 128, of which lane j has some of the 32 number j / 4, and
-// `halves` with the 64 of Int4Codes::wide.
+// Distributes the numbers of the groups of consecutive inputs to the lanes of products: `turned` with 512
+// inputs of Int4Codes::turned, `quarters` with 128 inputs, of which lane j has some of the 32 with index j /
+// 4, and `halves` with the 64 inputs of Int4Codes::wide.
 struct TurnedSpread {
     explicit TurnedSpread(int64_t group) {
         const __m128i shift = _mm_cvtsi32_si128(group == 32 ? 0 : (group == 64 ? 1 : 2));

@@ -1,11 +1,11 @@
-// Codes of packed weights as lanes of bfloat16, by tables in registers (AVX-512 VBMI); every code of every
-// format is exact there.
+// Conversion of packed codes to lanes of bfloat16 by lookup tables in registers (AVX-512 VBMI); every code of
+// every format is exact in bfloat16.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The bits of m * 2^e in bfloat16, m < 256.
+// Return the bits of m * 2^e in bfloat16, for m < 256.
 constexpr uint16_t bf16_bits(int m, int e) {
     if (m == 0)
         return 0;
@@ -16,13 +16,13 @@ constexpr uint16_t bf16_bits(int m, int e) {
     return static_cast<uint16_t>((e + 7 + 127) << 7 | (m & 127));
 }
 
-// A small float of `mantissa` bits below the exponent.
+// Return the bfloat16 bits of a minifloat with `mantissa` bits below the exponent.
 constexpr uint16_t minifloat_bits(int code, int mantissa, int bias) {
     const int m = code & ((1 << mantissa) - 1), e = code >> mantissa;
     return e ? bf16_bits(m + (1 << mantissa), e - bias - mantissa) : bf16_bits(m, 1 - bias - mantissa);
 }
 
-// The two bytes of the bfloat16 of each code (without its sign, or of six bits with it).
+// The two bytes of the bfloat16 of each code: of 7-bit codes without their sign, or of 6-bit codes with it.
 struct ByteTable {
     alignas(64) uint8_t high[128] = {}, low[128] = {};
     constexpr void put(int code, int bits) {
@@ -55,7 +55,7 @@ constexpr ByteTable kE2m3Table = fp6_table(3, 1), kE3m2Table = fp6_table(2, 3);
 struct WordTable {
     alignas(64) uint16_t values[32] = {};
 };
-// The codes of int4 less eight, twice, so that an index of five bits needs no mask.
+// The int4 codes minus eight, stored twice, so that an index of five bits needs no mask.
 constexpr WordTable nibble_table() {
     WordTable t;
     for (int c = 0; c < 32; ++c) {
@@ -77,8 +77,9 @@ inline void copy_lanes(const Bf16* from, Bf16* to) {
         _mm512_storeu_si512(to + j, _mm512_loadu_si512(from + j));
 }
 
-// 128 inputs in the order in which `Int4::load` makes their weights: lane w of register i has the weight of
-// nibble i of word w of 64 bytes of codes, which is input 32 * (w / 8) + 2 * (w % 8) + i / 2 + 16 * (i % 2).
+// Reorder 128 inputs to the order in which `Int4Codes::load` produces their weights: lane w of register i has
+// the weight of nibble i of word w of 64 bytes of codes, which is input 32 * (w / 8) + 2 * (w % 8) + i / 2 +
+// 16 * (i % 2).
 inline void interleave_nibbles(const Bf16* from, Bf16* to) {
     const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
     const __m512i c = _mm512_loadu_si512(from + 64), d = _mm512_loadu_si512(from + 96);
@@ -92,7 +93,7 @@ inline void interleave_nibbles(const Bf16* from, Bf16* to) {
     }
 }
 
-// Dword d of the 128 bits of lane l of register q becomes dword q of theirs of register d.
+// Within each 128-bit lane: dword d of register q becomes dword q of register d.
 inline void turn_dwords(__m512i (&v)[4]) {
     const __m512i low = _mm512_unpacklo_epi32(v[0], v[1]), high = _mm512_unpackhi_epi32(v[0], v[1]);
     const __m512i next_low = _mm512_unpacklo_epi32(v[2], v[3]), next_high = _mm512_unpackhi_epi32(v[2], v[3]);
@@ -102,7 +103,8 @@ inline void turn_dwords(__m512i (&v)[4]) {
     v[3] = _mm512_unpackhi_epi64(high, next_high);
 }
 
-// Four times 128 inputs of `interleave_nibbles`, `step` elements apart, become those of `Int4Codes::turned`.
+// Reorder four times 128 inputs from `interleave_nibbles`, `step` elements apart, to the order of
+// `Int4Codes::turned`.
 inline void turn_nibbles(Bf16* x, int64_t step) {
     for (int64_t j = 0; j < 128; j += 32) {
         __m512i v[4];
@@ -114,14 +116,15 @@ inline void turn_nibbles(Bf16* x, int64_t step) {
     }
 }
 
-// 64 inputs in the order of `Int4Codes::wide`: the first half of each 32, and the second.
+// Reorder 64 inputs to the order of `Int4Codes::wide`: the first half of each 32, then the second.
 inline void part_nibbles(const Bf16* from, Bf16* to) {
     const __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
     _mm512_storeu_si512(to, _mm512_shuffle_i64x2(a, b, 0x44));
     _mm512_storeu_si512(to + 32, _mm512_shuffle_i64x2(a, b, 0xee));
 }
 
-// 64 codes of a byte each, or assembled to one, as two registers of bfloat16 in their order.
+// Conversion of 64 codes, which are bytes or have been assembled to bytes, to two registers of bfloat16 in
+// order.
 struct ByteCodes {
     static constexpr int kLanes = 2, kStep = 64;
     static __m512i order() { return _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0); }
@@ -131,7 +134,7 @@ struct ByteCodes {
     }
 };
 
-// Codes with a sign bit and seven more; `kAbsolute` where they are in two's complement.
+// Codes with a sign bit and seven more bits; `kAbsolute`: in two's complement.
 template <bool kAbsolute>
 struct SignedBytes : ByteCodes {
     explicit SignedBytes(const Matrix&) {
@@ -164,7 +167,7 @@ struct SignedBytes : ByteCodes {
 using Int8Codes = SignedBytes<true>;
 using Fp8Codes = SignedBytes<false>;
 
-// Numbers of bf13, whose bytes lie in the order in which joining them leaves words in theirs.
+// Conversion of bf13, whose bytes are stored in the order in which joining them yields words in input order.
 struct Bf13Codes {
     static constexpr int kLanes = 2, kStep = 64;
     explicit Bf13Codes(const Matrix&)
@@ -187,19 +190,19 @@ struct Bf13Codes {
         to[0].v = _mm512_unpacklo_epi8(low, high);
         to[1].v = _mm512_unpackhi_epi8(low, high);
     }
-    // A block goes on to its end.
+    // The last block is padded, and is read to its end.
     [[gnu::always_inline]] void load(const PackedRow& row, int64_t k, int64_t, Bf16Lanes* to) const {
         load(row, k, to);
     }
     __m512i table, above;
 };
 
-// Codes of six bits, a byte each with two bits above that say nothing: of 64 inputs in their order, or of
-// 256, four registers of which have sixteen of each group in a quarter of their own, so that a lane of any
-// sum over them belongs to one group.
+// Six-bit codes in one byte each, whose two upper bits are undefined. `plain` yields 64 inputs in order.
+// `turned` yields 256 inputs in four registers, each of which has sixteen of each group in a separate
+// quarter, so that a lane of any sum over them belongs to one group.
 struct Sixes {
     static constexpr int64_t kTurned = 256;
-    // Bits of `four` below, else of `two`.
+    // Combine the low four bits of `four` with the other bits of `two`.
     static Codes join(__m512i four, __m512i two) {
         return {_mm512_ternarylogic_epi32(two, four, _mm512_set1_epi8(15), 0xd8)};
     }
@@ -219,7 +222,7 @@ struct Sixes {
         to[2] = join(second, two);
         to[3] = join(_mm512_srli_epi16(second, 4), _mm512_srli_epi16(two, 2));
     }
-    // Asks for what lies behind 256 inputs.
+    // Prefetch what follows 256 inputs.
     template <int64_t kDistance>
     static void ask(const uint8_t* codes, const uint8_t* upper, const Half* scales) {
         prefetch(codes + kDistance);
@@ -229,7 +232,8 @@ struct Sixes {
     }
 };
 
-// Codes of a register of Sixes as two of bfloat16, in the order that unpacking bytes leaves them in.
+// Conversion of a register of Sixes to two registers of bfloat16, in the order in which byte unpacking leaves
+// them.
 struct Fp6Codes {
     explicit Fp6Codes(const Matrix& m) {
         const ByteTable& t = m.format == kFp6E2m3 ? kE2m3Table : kE3m2Table;
@@ -255,7 +259,7 @@ inline void turn_quarters(__m512i (&v)[4]) {
     v[3] = _mm512_shuffle_i64x2(odd, next_odd, 0xdd);
 }
 
-// Twice 128 inputs, `step` elements apart, in the order of Sixes::turned and Fp6Codes.
+// Reorder twice 128 inputs, `step` elements apart, to the order of Sixes::turned with Fp6Codes.
 inline void turn_sixes(Bf16* x, int64_t step) {
     __m512i v[2][4];
     for (int half = 0; half < 2; ++half) {
@@ -268,7 +272,7 @@ inline void turn_sixes(Bf16* x, int64_t step) {
             _mm512_storeu_si512(x + half * step + i * 32, v[half][i]);
 }
 
-// 64 inputs as Sixes::plain and Fp6Codes have them.
+// Reorder 64 inputs to the order of Sixes::plain with Fp6Codes.
 inline void part_sixes(Bf16* x) {
     const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32);
     const __m512i first = _mm512_set_epi64(13, 12, 9, 8, 5, 4, 1, 0);
@@ -277,8 +281,8 @@ inline void part_sixes(Bf16* x) {
                         _mm512_permutex2var_epi64(a, _mm512_add_epi64(first, _mm512_set1_epi64(2)), b));
 }
 
-// 128 codes of four bits as four registers, in the order of `interleave_nibbles`; sums over them are still to
-// be multiplied by the group's scale.
+// Conversion of 128 four-bit codes to four registers of bfloat16, in the order of `interleave_nibbles`; the
+// sums of products still have to be multiplied by the group's scale.
 struct Int4Codes {
     static constexpr int kLanes = 4, kStep = 128;
     Int4Codes() : table(_mm512_load_si512(kNibbleTable.values)) {}
@@ -296,7 +300,8 @@ struct Int4Codes {
     [[gnu::always_inline]] Bf16Lanes some(Codes codes, int i) const {
         return {_mm512_permutexvar_epi16(i ? _mm512_srli_epi16(codes.v, 4 * i) : codes.v, table)};
     }
-    // 512 codes so that a lane has those of 32 inputs alone: lane 4 * l + q those of number 4 * q + l.
+    // Load 512 codes such that a lane only has codes of one 32-input block: lane 4 * l + q those of block 4 *
+    // q + l.
     [[gnu::always_inline]] static void turned(const uint8_t* p, Codes (&to)[4]) {
         __m512i v[4];
         for (int q = 0; q < 4; ++q)
@@ -305,7 +310,7 @@ struct Int4Codes {
         for (int q = 0; q < 4; ++q)
             to[q].v = v[q];
     }
-    // n <= 32 bytes, each with a word of its own.
+    // Load n <= 32 bytes, each into a word of its own.
     [[gnu::always_inline]] static Codes wide(const uint8_t* p, int64_t n) {
         const auto some = static_cast<__mmask32>((uint64_t{1} << n) - 1);
         return {_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(some, p))};

@@ -1,10 +1,10 @@
-// Squares of words of 32 or 64 bits: rows become columns. Elements are only moved, whatever their bits mean.
+// Transposition of squares of 32-bit or 64-bit words. Elements are only moved, whatever their bits represent.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// One after the other: a whole line.
+// Store two vectors one after the other, which is a whole cache line.
 inline void store_both(Vec a, Vec b, Half* p) {
     _mm512_storeu_si512(p, _mm512_inserti64x4(_mm512_castsi256_si512(a.narrow(p)), b.narrow(p), 1));
 }
@@ -15,7 +15,7 @@ inline void store_both(Vec a, Vec b, Bf16* p) {
     _mm512_storeu_si512(p, _mm512_inserti64x4(_mm512_castsi256_si512(a.narrow(p)), b.narrow(p), 1));
 #endif
 }
-// Row i becomes column i.
+// Transpose a square.
 inline void transpose(Vec (&v)[16]) {
     __m512d pairs[16];
 #pragma GCC unroll 16
@@ -42,9 +42,10 @@ inline void transpose(Vec (&v)[16]) {
         v[12 + i].v = _mm512_shuffle_f32x4(odd, next_odd, 0xdd);
     }
 }
-// Columns 0 to 3 of sixteen rows. Quarters of rows come together as they are loaded, which leaves half of the
-// shuffles: Intel's processors have one port for those. Measured on a Zen 5, turned results of 512 x 512
-// stored as bfloat16: 0.72 of the time, and 0.53 where rows of theirs are 4 KB apart, as lines are whole.
+// Load columns 0 to 3 of sixteen rows. Quarters of rows are joined while they are loaded, which saves half of
+// the shuffles: Intel's processors have one port for those. Measured on a Zen 5, storing transposed results
+// of 512 x 512 as bfloat16: 0.72 of the time, and 0.53 where the output rows are 4 KB apart, because whole
+// cache lines are written.
 // Source: Intel 64 and IA-32 Architectures Optimization Reference Manual, on transposing and port 5.
 inline void load_columns(const float* in, int64_t is, Vec (&v)[4]) {
     __m512 rows[4];
@@ -66,7 +67,7 @@ inline void load_columns(const float* in, int64_t is, Vec (&v)[4]) {
     v[3].v = _mm512_castpd_ps(_mm512_unpackhi_pd(high, next_high));
 }
 #ifdef SLIPSTREAM_BF16_DOT
-// out[8 * c + r] = in[r * is + c] of eight words of 64 bits by eight; `is` in bytes.
+// out[8 * c + r] = in[r * is + c] of an 8 x 8 square of 64-bit words; `is` is in bytes.
 inline void transpose_eight(const void* in, int64_t is, void* out) {
     __m512i pairs[8];
 #pragma GCC unroll 4

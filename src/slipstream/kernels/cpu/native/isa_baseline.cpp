@@ -1,4 +1,4 @@
-// Any processor: four floats at a time in the compiler's own vectors.
+// Any processor: four floats at a time, in the compiler's own vector types.
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -131,7 +131,7 @@ inline Vec operator/(Vec a, Vec b) {
 inline Vec fma(Vec a, Vec b, Vec c) {
     return {a.v * b.v + c.v};
 }
-// As the x86 instructions: the second operand where either is NaN.
+// Like the x86 instructions, max and min return the second operand if either is NaN.
 inline Vec max(Vec a, Vec b) {
     return {a.v > b.v ? a.v : b.v};
 }
@@ -145,16 +145,16 @@ inline Vec abs(Vec a) {
     std::memcpy(&a.v, &bits, sizeof(bits));
     return a;
 }
-// a < b ? yes : no, lane by lane.
+// Return a < b ? yes : no for each lane.
 inline Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {a.v < b.v ? yes.v : no.v};
 }
-// To the nearest integer, |a| < 2^22.
+// Round to the nearest integer, for |a| < 2^22.
 inline Vec round(Vec a) {
     const F4 magic = F4{12582912, 12582912, 12582912, 12582912};
     return {(a.v + magic) - magic};
 }
-// 2^a of integers from -126 to 127.
+// Return 2^a for integers from -126 to 127.
 inline Vec power_of_two(Vec a) {
     const I4 bits = (__builtin_convertvector(a.v, I4) + 127) << 23;
     Vec r;
@@ -164,7 +164,8 @@ inline Vec power_of_two(Vec a) {
 inline Vec times_power_of_two(Vec p, Vec n) {
     return p * power_of_two(n);
 }
-// Bits of float16 without a sign, divided by 2^kShift: the nearest integer, ties to even, at most kMost.
+// Return the bits of float16 magnitudes divided by 2^kShift, rounded to the nearest integer, ties to even, at
+// most kMost.
 template <int kShift, int kMost>
 inline int short_half(int size) {
     const int code = (size + ((size >> kShift) & 1) + (1 << (kShift - 1)) - 1) >> kShift;
@@ -188,17 +189,17 @@ inline void store_short(Vec v, uint8_t* codes) {
         codes[i] = static_cast<uint8_t>(code | (halves[i].bits >> 15) << kSign);
     }
 }
-// The low bytes of whole numbers.
+// Store the low bytes of integers.
 inline void store_low_bytes(Vec x, uint8_t* p) {
     for (int i = 0; i < 4; ++i)
         p[i] = static_cast<uint8_t>(static_cast<int>(x.v[i]));
 }
-// Whole numbers of at most 15 bits beside the sign.
+// Store integers of at most 15 bits plus sign as words.
 inline void store_words(Vec x, int16_t* p) {
     for (int i = 0; i < 4; ++i)
         p[i] = static_cast<int16_t>(x.v[i]);
 }
-// Row i becomes column i.
+// Transpose a square.
 inline void transpose(Vec (&v)[4]) {
     for (int i = 0; i < 4; ++i)
         for (int j = 0; j < i; ++j) {
@@ -208,13 +209,13 @@ inline void transpose(Vec (&v)[4]) {
         }
 }
 
-// Columns 0 to 3 of four rows, which are moved as bits.
+// Load columns 0 to 3 of four rows; they are moved as bits.
 inline void load_columns(const float* in, int64_t is, Vec (&v)[4]) {
     for (int r = 0; r < 4; ++r)
         for (int c = 0; c < 4; ++c)
             std::memcpy(reinterpret_cast<char*>(&v[c].v) + r * sizeof(float), in + r * is + c, sizeof(float));
 }
-// Whole numbers of sixteen bits, see isa_avx2_words.h.
+// 16-bit integers, see isa_avx2_words.h.
 struct Words {
     typedef int16_t Lanes __attribute__((vector_size(16)));
     static constexpr int kWidth = 8;
@@ -271,7 +272,7 @@ inline WordSums dot(WordSums sum, Words a, Words b) {
 }
 struct WordPairs : Words {
     static WordPairs load(const int16_t* p) { return {Words::load(p)}; }
-    // The W pairs at `p`, in turns.
+    // The W pairs at `p`, repeated over all lanes.
     template <int W>
     static WordPairs spread(const int16_t* p) {
         static_assert(W == 1 || W == 2 || W == 4, "whole parts of a vector");
@@ -317,5 +318,5 @@ inline WordTotals operator+(WordTotals a, WordTotals b) {
 
 namespace slipstream {
 constexpr Kernels kBaseline =
-    table(); // known at compile time: nothing of this unit runs when the library is loaded
+    table(); // a compile-time constant: no code of this unit runs when the library is loaded
 }

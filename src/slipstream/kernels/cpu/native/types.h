@@ -1,9 +1,11 @@
-// Storage types, small arithmetic and the dispatch over dtypes. Included by the isa_*.cpp alone: everything
-// is in an anonymous namespace, so that no unit's code can be taken for another's.
+// Storage types, small arithmetic helpers and the dispatch over dtypes. Included only by the isa_*.cpp files:
+// everything is in an anonymous namespace, so that the linker cannot merge code of units compiled for
+// different instruction sets.
 //
-// Loops over arrays of registers are marked `#pragma GCC unroll` wherever they stand: gcc 12 takes an array
-// apart before it unrolls on its own account, and so keeps an unmarked one in memory around the innermost
-// loop. A product of 8 rows, 256 columns and 20 steps then ran at 0.78 of the rate, and at 0.97 so marked.
+// Loops over arrays of registers are always marked `#pragma GCC unroll`: gcc 12 splits arrays into scalars
+// before its own unrolling, and therefore keeps an unmarked array in memory across the innermost loop. A
+// product of 8 rows, 256 columns and 20 steps ran at 0.78 of the peak rate without the marks, and at 0.97
+// with them.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +39,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-// Calls `f` with a null pointer of the storage type.
+// Call `f` with a null pointer of the storage type of a dtype.
 template <class F>
 inline void with_dtype(int32_t dtype, F f) {
     if (dtype == kFloat32)
@@ -48,7 +50,7 @@ inline void with_dtype(int32_t dtype, F f) {
         f(static_cast<Half*>(nullptr));
 }
 
-// Calls `f` with a number of rows, of at most kMost (6 or more), as a constant.
+// Call `f` with `rows`, which is at most kMost (6 or more), as a compile-time constant.
 template <int kMost, class F>
 inline void with_rows(int64_t rows, F f) {
     if (rows == 1)
@@ -79,14 +81,14 @@ constexpr int32_t dtype_of(const Half*) {
     return kFloat16;
 }
 
-// Asks for the line at `p`, which need not be there, to come into the second cache. On the way to
-// the first it keeps others waiting: one row of int4 then came at 0.55 of the rate, and a step of decode
-// behind 4096 tokens took 1.6 times as long.
+// Prefetch the cache line at `p`, which need not be mapped, into the second-level cache. Prefetching into the
+// first level delays other accesses: one row of int4 then ran at 0.55 of the rate, and a decode step with a
+// context of 4096 tokens took 1.6 times as long.
 inline void prefetch(const void* p) {
     __builtin_prefetch(p, 0, 2);
 }
 
-// Asks for a piece of memory before it is needed, and then for another one, a little at a time.
+// Prefetches one range of memory and then another, `lines` cache lines per call of `some`.
 struct Ahead {
     const char *at = nullptr, *end = nullptr;
     int64_t lines = 0;
@@ -103,7 +105,7 @@ struct Ahead {
     }
 };
 
-// Shares [0, count) out to the team in pieces of `grain`, and returns when all of it is done.
+// Distribute [0, count) over the team in pieces of `grain`; return when all of it is done.
 template <class F>
 inline void each(Team& team, int64_t count, int64_t grain, F f) {
     for (int64_t begin; (begin = team.take(grain)) < count;)
@@ -111,7 +113,7 @@ inline void each(Team& team, int64_t count, int64_t grain, F f) {
     team.meet();
 }
 
-// Calls f(i) for i of [0, count), in two pieces per thread.
+// Call f(i) for each i in [0, count), in two pieces per thread.
 template <class F>
 inline void each_one(Team& team, int64_t count, F f) {
     each(team, count, ceil_div(count, 2 * static_cast<int64_t>(team.size())),
@@ -121,7 +123,8 @@ inline void each_one(Team& team, int64_t count, F f) {
          });
 }
 
-// Shares out what is read from memory in order: each thread keeps to a run of its own as long as it can.
+// Distribute what is read from memory sequentially: each thread works on its own contiguous run for as long
+// as possible.
 template <class F>
 inline void each_in_runs(Team& team, int rank, int64_t count, int64_t grain, F f) {
     for (int64_t begin, end; team.take_run(rank, count, grain, &begin, &end);)
@@ -129,7 +132,7 @@ inline void each_in_runs(Team& team, int rank, int64_t count, int64_t grain, F f
     team.meet();
 }
 
-// Cuts scratch into parts, each aligned to 64 bytes; with a null base it only counts.
+// Divides scratch memory into parts aligned to 64 bytes. With a null base it only computes the size.
 class Scratch {
 public:
     explicit Scratch(char* base) : base_(base) {}
