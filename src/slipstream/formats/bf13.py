@@ -1,7 +1,8 @@
-"""bfloat16 in 13 bits, the same numbers: `w = row * code`, a code being a bfloat16 that leaves 3 bits out.
+"""bfloat16 stored losslessly in 13 bits: `w = row * code`, where a code is a bfloat16 without 3 of its bits.
 
-The weights of a row lie within few powers of two. With the row's largest magnitude brought to [1, 2) by a
-power of two, those of at least 2^-29 have one of fifteen upper parts of the exponent, which take four bits:
+The magnitudes of a row's weights span few powers of two. When the row's largest magnitude is scaled to [1, 2)
+by a power of two, weights of at least 2^-29 have one of fifteen upper parts of the exponent, stored in four
+bits:
 
 bit        15 | 14 ... 8 | 7 | 6 ... 0
 bfloat16    s | e7 .. e1 | e0 | mantissa
@@ -9,8 +10,8 @@ upper       s | (e7 .. e1) - 48, or 0 for zeros        5 bits, s at bit 4; e7 ..
 lower                      e0 | mantissa               8 bits
 
 A row is padded with zeros to P, a multiple of 64 inputs. Of each 64, input 32 h + 8 l + t is number
-16 l + 8 h + t, so that a processor joins the bytes of all weights with two instructions; and what belongs to
-them lies together, for several streams out of memory are slower than one:
+16 l + 8 h + t, so that a processor joins the bytes of all weights with two instructions. All bytes of 64
+weights are contiguous, because reading several streams from memory is slower than reading one:
 
 plane 0   byte j of 104, for 64 inputs                                    uint8 `(..., O, P / 8 * 13)`
            0 - 63    lower[j]
@@ -18,12 +19,11 @@ plane 0   byte j of 104, for 64 inputs                                    uint8 
           96 - 103   bit b: the upper[3] of number 8 (j - 96) + b
 plane 1   row[0] row[1] ...                            powers of two      float32 `(..., O)`
 
-What is packed is rounded to bfloat16 first, to the nearest. A number of bfloat16 comes out as it went in,
-unless it is smaller than 2^-29 of its row's largest, as one in two hundred million normally distributed
-weights is: then it becomes 0 or that 2^-29, whichever is nearer. Rows without a magnitude of 2^-96 become
-zeros.
+Packing first rounds to the nearest bfloat16. A bfloat16 weight is unpacked to the same value, unless it is
+smaller than 2^-29 of its row's largest, as one in two hundred million normally distributed weights is: then
+it becomes 0 or that 2^-29, whichever is nearer. Rows whose magnitudes are all below 2^-96 become zeros.
 
-Source: the fields of bfloat16; how few exponents weights have: Zhang et al. 2025 (arXiv 2504.11651).
+Source: the fields of bfloat16; Zhang et al. 2025 (arXiv 2504.11651) for how few exponents weights have.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = ["BF13"]
 
 _BLOCK, _BYTES = 64, 104
 _ONE, _LEAST = 127, 98
-"""Exponents of 1, and of the least number."""
+"""Biased exponents of 1, and of the smallest nonzero number."""
 _BELOW = 48
-"""Upper parts of exponents less this are codes."""
+"""Subtracted from the upper part of an exponent to make its code."""
 _SIGN = 0x8000
 
 
 def _in_lanes(x: Tensor) -> Tensor:
-    """`(R, P)` in the order of their bytes."""
+    """Permute the inputs of `(R, P)` to the order in which their bytes are stored."""
     lanes: Tensor = x.unflatten(-1, (-1, 2, 4, 8)).transpose(-3, -2)
     return lanes.flatten(-4)
 
@@ -60,10 +60,14 @@ def _in_order(lanes: Tensor) -> Tensor:
 
 
 def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Bits of bfloat16 as int32, of rows whose largest lie in [1, 2), and by which power of two that is.
+    """Scale rows by a power of two so that their largest magnitudes lie in [1, 2), and round to bfloat16.
 
     Args:
         x: `(R, I)` float32.
+
+    Returns:
+        The bits of the scaled bfloat16 numbers `(R, I)` as int32, and `(R,)`, the exponent of the power of
+        two that each row was divided by.
     """
     bits = x.to(torch.bfloat16).view(torch.int16).int()
     exponents = bits >> 7 & 0xFF
@@ -72,8 +76,8 @@ def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
     shift = torch.where(zeros, 0, largest - _ONE)
     exponents, shifts = exponents - shift[:, None], (shift << 7)[:, None]
     nearest = torch.where(exponents == _LEAST - 1, _LEAST << 7, 0)
-    found = torch.where(exponents >= _LEAST, (bits & 0x7FFF) - shifts, nearest)
-    return torch.where(zeros[:, None], 0, found) | bits & _SIGN, shift
+    magnitudes = torch.where(exponents >= _LEAST, (bits & 0x7FFF) - shifts, nearest)
+    return torch.where(zeros[:, None], 0, magnitudes) | bits & _SIGN, shift
 
 
 def _pack(dense: Tensor) -> tuple[Tensor, ...]:
@@ -112,7 +116,7 @@ def _unpack(planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dty
 
 
 def _columns(planes: tuple[Tensor, ...], run: range) -> tuple[Tensor, ...]:
-    """Those of a run of inputs that starts at a block, and ends at one or with the row."""
+    """Return the planes of a run of inputs that starts at a block and ends at a block or at the row's end."""
     codes, row = planes
     first, last = run.start // _BLOCK, -(-run.stop // _BLOCK)
     return codes[..., first * _BYTES : last * _BYTES].contiguous(), row

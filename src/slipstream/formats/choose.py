@@ -1,4 +1,4 @@
-"""From what a configuration says of weights to the format that does it, or the reason why none does."""
+"""Select the weight format for a configuration's settings, or raise with the reason why none fits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from slipstream.ops.linear import Rounding
 __all__ = ["FORMATS", "VARIANTS", "format_of", "rounding_inputs"]
 
 FORMATS: dict[str, Format] = {f.name: f for f in (PLAIN, INT8, INT4, FP8, FP6, BF13)}
-"""Plain weights, and each kind of packed ones in its usual form, by name."""
+"""The plain format, and each packed format in its default variant, by name."""
 
 VARIANTS: dict[str, Format] = {f.name: f for f in (*INT4_VARIANTS, FP6_E3M2)}
-"""Other forms of these, by name: int4 with other groups or without a minimum, fp6 with other bits."""
+"""Other variants of these, by name: int4 with other groups or without a minimum, fp6 with other fields."""
 
 FP8_ABOVE = 128
-"""Products of more rows are bound by arithmetic, of which fp8 has twice; fewer would lose precision alone."""
+"""Inputs are rounded to fp8 only for products of more rows than this: those are compute-bound, and fp8 has
+twice the arithmetic rate. With fewer rows rounding would only lose precision."""
 
 _BY_BITS = {8: "int8", 4: "int4", 6: "fp6"}
 _GROUPS = (128, 64, 32)
@@ -37,29 +38,29 @@ def format_of(
     *,
     width: int | None = None,
 ) -> Format:
-    """Choose the format that a configuration asks for.
+    """Return the format that a configuration requests.
 
-    DeepSpeed's `q_groups` counts the groups of a row of the model's hidden width. One (its default) means the
-    format's own groups; more than one makes groups of `width / q_groups` inputs, in every matrix.
+    DeepSpeed's `q_groups` is the number of groups in a row of the model's hidden width. 1 (its default) means
+    the format's own groups; more than one makes groups of `width / q_groups` inputs, in every matrix.
 
     Args:
         name: `quant.weight.format`, a key of `FORMATS` or `VARIANTS`; None takes it from `num_bits`.
         num_bits: 8, 4 or 6.
-        q_groups: Groups of a row of `width` inputs.
-        q_type: "symmetric" or "asymmetric" where it was asked for; None for the format's own.
-        width: The model's hidden width, where it is known.
+        q_groups: The number of groups in a row of `width` inputs.
+        q_type: "symmetric" or "asymmetric" if requested; None for the format's default.
+        width: The model's hidden width, if known.
 
     Raises:
-        ConfigError: No format has those bits, groups and type together.
+        ConfigError: No format has this combination of bits, groups and type.
     """
     known = FORMATS | VARIANTS
     name = name or _BY_BITS.get(num_bits)
     if name not in known:
         raise ConfigError(f"no weight format has {num_bits} bits; num_bits is 4, 6 or 8")
-    found = known[name]
+    base = known[name]
     if not name.startswith("int4"):
         if q_groups != 1:
-            scales = f"groups of {found.group} inputs" if found.group else "one scale per row"
+            scales = f"groups of {base.group} inputs" if base.group else "one scale per row"
             raise ConfigError(
                 f"q_groups={q_groups} does not go with {name}, which has {scales}; leave "
                 'q_groups at 1, or use format="int4"'
@@ -69,32 +70,32 @@ def format_of(
                 f'q_type="asymmetric" does not go with {name}, which has no zero point; leave q_type out, '
                 'or use format="int4"'
             )
-        return found
-    group = found.group if q_groups == 1 else _group(q_groups, width)
-    symmetric = found.name.endswith("-sym") if q_type is None else q_type == "symmetric"
-    wanted = int4(group, symmetric=symmetric)
-    return known[wanted.name]
+        return base
+    group = base.group if q_groups == 1 else _group(q_groups, width)
+    symmetric = base.name.endswith("-sym") if q_type is None else q_type == "symmetric"
+    variant = int4(group, symmetric=symmetric)
+    return known[variant.name]
 
 
 def rounding_inputs(
     packed: Format, *, symmetric: bool = True, groups: int = 1, width: int | None = None
 ) -> Format:
-    """The same format for matrices whose input rows are rounded to 8 bits.
+    """Return the format for matrices whose input rows are rounded to 8 bits.
 
     Args:
-        packed: `int8`, an `int4` or `fp8`, or what packs it faster.
+        packed: `int8`, an `int4` variant or `fp8`; its packing functions may be replaced by faster ones.
         symmetric: Without a zero point.
-        groups: Of a row, with a scale of their own.
-        width: The model's hidden width, where it is known.
+        groups: The number of groups in a row, each with its own scale.
+        width: The model's hidden width, if known.
 
     Raises:
-        ConfigError: Rows of the hidden width do not divide into so many groups.
+        ConfigError: `groups` does not divide the hidden width.
     """
     if groups > 1 and width is not None and width % groups:
-        less = next(n for n in range(min(groups, width), 0, -1) if width % n == 0)
+        divisor = next(n for n in range(min(groups, width), 0, -1) if width % n == 0)
         raise ConfigError(
             f"activation.q_groups={groups} does not divide rows of {width} inputs (the config's hidden "
-            f"width); {f'use {less} or 1' if less > 1 else 'leave it at 1'}"
+            f"width); {f'use {divisor} or 1' if divisor > 1 else 'leave it at 1'}"
         )
     in_fp8 = packed.name == "fp8"
     rounding = Rounding(codes="fp8", above=FP8_ABOVE) if in_fp8 else Rounding(symmetric, groups)
@@ -108,10 +109,10 @@ def _group(q_groups: int, width: int | None) -> int:
             "leave it at 1"
         )
     if width % q_groups or width // q_groups not in _GROUPS:
-        sizes = [width // group for group in _GROUPS if width % group == 0 and width > group]
-        way_out = f"use {', '.join(map(str, sizes))} or 1" if sizes else "leave it at 1"
+        counts = [width // group for group in _GROUPS if width % group == 0 and width > group]
+        advice = f"use {', '.join(map(str, counts))} or 1" if counts else "leave it at 1"
         raise ConfigError(
             f"q_groups={q_groups} makes groups of {width / q_groups:g} in rows of {width} inputs (the "
-            f"config's hidden width), and int4 has groups of 32, 64 or 128; {way_out}"
+            f"config's hidden width), and int4 has groups of 32, 64 or 128; {advice}"
         )
     return width // q_groups

@@ -5,9 +5,9 @@ e2m3      s | e e | m m m        (-1)^s * 2^(e - 1) * (1 + m / 8), or m / 8 wher
 bit       5    4 3 2    1 0
 e3m2      s | e e e | m m        (-1)^s * 2^(e - 3) * (1 + m / 4), or 2^-2 * m / 4 where e = 0; at most 28
 
-A row is padded with zeros to P, a multiple of 64 inputs. Bits 3-0 of 32 weights lie in 16 bytes of plane 0,
-bits 5-4 of 64 weights in 16 bytes of plane 1, so that one field of 16 consecutive bytes holds 16 consecutive
-weights:
+A row is padded with zeros to P, a multiple of 64 inputs. Bits 3-0 of 32 weights are stored in 16 bytes of
+plane 0, bits 5-4 of 64 weights in 16 bytes of plane 1, so that one bit field of 16 consecutive bytes holds 16
+consecutive weights:
 
 plane 0   byte j (0-15) of a 32-block:   low[j] | low[j+16] << 4                    uint8   `(..., O, P / 2)`
 plane 1   byte j (0-15) of a 64-block:   high[j] | high[j+16] << 2 | high[j+32] << 4 | high[j+48] << 6
@@ -15,15 +15,15 @@ plane 1   byte j (0-15) of a 64-block:   high[j] | high[j+16] << 2 | high[j+32] 
 plane 2   scale of group 0, 1, ...       not negative, 0 for a group of zeros       float16 `(..., O, P / 64)`
 plane 3   row[0] row[1] ...                                                         float32 `(..., O)`
 
-The row's multiplier is that of int4, see `row_multiplier`. The largest magnitude of a group becomes 7.5, 7,
-6.5, 6, 5.5 or 5 (e2m3), or 28, 24, 20 or 16 (e3m2), whichever makes the squared error of the group least:
-against 7.5 alone it falls by a sixth. No weight is off by more than 1/20 of its group's largest magnitude
-(e2m3), or 1/10 (e3m2), and 2^-11 of itself for rounding by way of float16. Where a group is so much smaller
-than others of its row that its scale is no normal float16, it is 2^-11 (e2m3) or 2^-10 (e3m2) of the row's
-largest magnitude.
+The row's multiplier is that of int4, see `row_multiplier`. The largest magnitude of a group is scaled to 7.5,
+7, 6.5, 6, 5.5 or 5 (e2m3), or 28, 24, 20 or 16 (e3m2), whichever minimises the squared error of the group:
+compared with 7.5 alone, the error falls by a sixth. No weight is off by more than 1/20 of its group's largest
+magnitude (e2m3), or 1/10 (e3m2), plus 2^-11 of itself for rounding through float16. If a group is so much
+smaller than others of its row that its scale is a subnormal float16, the bound is 2^-11 (e2m3) or 2^-10
+(e3m2) of the row's largest magnitude.
 
-Source: formats: OCP Microscaling Formats 1.0, section 5.3.2; the split in 4 + 2 bits: Xia et al. 2024
-(arXiv 2401.14112), section 5.2, with another order of the weights.
+Source: OCP Microscaling Formats 1.0, section 5.3.2, for the formats; Xia et al. 2024 (arXiv 2401.14112),
+section 5.2, for the split into 4 + 2 bits, with another order of the weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _pack(dense: Tensor, *, kind: MiniFloat, targets: tuple[float, ...]) -> tupl
         x = read_chunk(dense, index)
         row[index] = multiplier = row_multiplier(x)
         x = F.pad(x * (1.0 / multiplier)[:, None], (0, padded - inputs))
-        # The group's inputs come first: then sums, and what is the same for a group, run along whole vectors.
+        # Inputs of a group along the first dimension: sums and values per group then use whole vectors.
         columns = x.view(-1, _GROUP).t().contiguous()
         scale = fit_float(columns, targets, kind.rounded)
         codes = kind.encode(columns.mul_(inverse(scale))).t().reshape(-1, padded)
@@ -84,9 +84,9 @@ def _unpack(
     low, high, scales, row = planes
 
     def values(index: tuple[int | slice, ...]) -> Tensor:
-        found: Tensor = kind.decode(from_nibbles(low[index]) | from_crumbs(high[index]) << 4)
-        found = found.unflatten(-1, (-1, _GROUP)).mul_(scales[index].float()[..., None])
-        return found.flatten(-2)
+        weights: Tensor = kind.decode(from_nibbles(low[index]) | from_crumbs(high[index]) << 4)
+        weights = weights.unflatten(-1, (-1, _GROUP)).mul_(scales[index].float()[..., None])
+        return weights.flatten(-2)
 
     return unpack_rows(shape, dtype, row, values)
 

@@ -6,10 +6,10 @@ code      s | e e e e | m m m     (-1)^s * 2^(e - 7) * (1 + m / 8), or 2^-6 * m 
 plane 0   code[0,0] code[0,1] ... code[0,I-1] | code[1,0] ...   uint8 `(..., O, I)`, bits of `float8_e4m3fn`
 plane 1   row[0] row[1] ...                                     float32 `(..., O)`
 
-Nothing is padded. The row's largest magnitude becomes 448, 384, 320 or 256, whichever makes the squared error
-of the row least: where the numbers lie between two powers of two decides how finely the bulk is rounded. No
-weight is off by more than 1/16 of its own size (or 2^-10 of the row's scale), nor by more than 1/20 of the
-largest magnitude, and 2^-11 of itself for rounding by way of float16.
+Nothing is padded. The row's largest magnitude is scaled to 448, 384, 320 or 256, whichever minimises the
+squared error of the row: where the bulk of the numbers lies between two powers of two decides how finely it
+is rounded. No weight is off by more than 1/16 of its own magnitude (or 2^-10 of the row's scale), nor by more
+than 1/20 of the largest magnitude, plus 2^-11 of itself for rounding through float16.
 
 Source: Micikevicius et al. 2022 (arXiv 2209.05433), table 1.
 """

@@ -3,8 +3,9 @@
 plane 0   code[0,0] code[0,1] ... code[0,I-1] | code[1,0] ...   int8 `(..., O, I)`, a byte each
 plane 1   row[0] row[1] ...                                      float32 `(..., O)`
 
-Nothing is padded. The row's largest magnitude becomes 127, or up to half a step more, whichever makes the
-squared error of the row least; no weight is off by more than half a step, 1/254 of the largest magnitude.
+Nothing is padded. The row's largest magnitude is scaled to 127, or up to half a step more, whichever
+minimises the squared error of the row; no weight is off by more than half a step, 1/254 of the largest
+magnitude.
 
 Source: Jacob et al. 2018 (arXiv 1712.05877), eq. 1 with Z = 0; Dettmers et al. 2022 (arXiv 2208.07339),
 section 2.1, for rows of language models.

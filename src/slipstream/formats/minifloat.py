@@ -1,8 +1,8 @@
-"""Floating point numbers of fewer than nine bits, by way of float16, whose fields are the same but wider.
+"""Floating-point numbers of at most eight bits, converted through float16, whose fields are wider.
 
-A code is `sign | exponent | mantissa`. Scaled by `2^(bias - 15)`, a small float has in float16 the exponent
-field that its own code has, subnormals too, so that rounding the mantissa of the float16 and shifting it down
-makes the code.
+A code is `sign | exponent | mantissa`. Scaled by `2^(bias - 15)`, a small float has the same exponent field
+in float16 as in its own code, including subnormals, so that rounding the mantissa of the float16 and shifting
+it down gives the code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MiniFloat:
     Attributes:
         exponent: Bits of the exponent, at most 4; its bias is `2^(exponent - 1) - 1`.
         mantissa: Bits of the mantissa.
-        largest: The largest magnitude; what exceeds it is rounded down to it.
+        largest: The largest magnitude; larger values are rounded down to it.
     """
 
     exponent: int
@@ -46,17 +46,17 @@ class MiniFloat:
         return self.exponent + self.mantissa
 
     def rounded(self, values: Tensor) -> Tensor:
-        """The nearest numbers that have codes, ties to even, float32 for float32."""
+        """Round float32 values to the nearest representable numbers, ties to even, in float32."""
         magnitude = self._magnitude(self._half(values)) << self._shift
         return magnitude.view(torch.float16).float().mul_(1 / self._factor).copysign_(values)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Codes of the nearest numbers, uint8 for float32."""
+        """Return the uint8 codes of the numbers nearest to float32 values."""
         half = self._half(values)
         return (self._magnitude(half) | (half < 0).to(torch.int16) << self._sign).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """What codes stand for, float32 for uint8."""
+        """Return the float32 values of uint8 codes."""
         wide = codes.to(torch.int16)
         magnitude = (wide & (1 << self._sign) - 1) << self._shift
         half = magnitude | (wide >> self._sign) << 15
@@ -66,7 +66,7 @@ class MiniFloat:
         return (values * self._factor).half().view(torch.int16)
 
     def _magnitude(self, half: Tensor) -> Tensor:
-        """The code without its sign, int16."""
+        """Return the code without its sign, as int16."""
         magnitude = half & _HALF_MAGNITUDE
         last = magnitude >> self._shift & 1
         largest = (

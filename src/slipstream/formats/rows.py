@@ -1,4 +1,4 @@
-"""What the packed formats share: work in chunks of rows, a scale per row, bit fields in lanes of sixteen.
+"""Shared by the packed formats: chunks of rows, a scale per row, bit fields in lanes of sixteen.
 
 Shapes: O rows of a matrix, I inputs, R rows of one chunk, P inputs padded to the format's multiple.
 """
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 _CHUNK = {"cpu": 1 << 17}
-"""Weights at a time: on a CPU the chunk and its temporaries stay in the second-level cache (3x as fast)."""
+"""Weights per chunk: on a CPU the chunk and its temporaries stay in the L2 cache (3x as fast)."""
 _CHUNK_ELSEWHERE = 1 << 24
 _LEAST = 2.0**-100
-"""Rows without a larger magnitude are packed as zeros: their scales would not be normal numbers."""
+"""Rows whose magnitudes are all below this are packed as zeros: their scales would be subnormal."""
 _LANES = 16
 _LOW, _STEP, _MOST_STEPS = -10, 24, 5
-"""Rows are brought to magnitudes of [2^-10, 2^14) by up to five steps of 2^24: any normal number is."""
+"""Rows are scaled to magnitudes in [2^-10, 2^14) by up to five steps of 2^24; any normal number can be."""
 
 
 def chunks(tensor: Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Indices that cut `(..., O, I)` into pieces `(R, I)`; they cut its planes `(..., O, n)` alike."""
+    """Yield indices that cut `(..., O, I)` into chunks `(R, I)`, and its planes `(..., O, n)` likewise."""
     *lead, rows, width = tensor.shape
     step = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE) // max(1, width))
     for place in itertools.product(*(range(count) for count in lead)):
@@ -46,24 +46,24 @@ def chunks(tensor: Tensor) -> Iterator[tuple[int | slice, ...]]:
 
 
 def read_chunk(dense: Tensor, index: tuple[int | slice, ...]) -> Tensor:
-    """A chunk as a contiguous float32 matrix `(R, I)`, which may be the tensor's own memory."""
+    """Return a chunk as a contiguous float32 matrix `(R, I)`, which may share the tensor's memory."""
     return dense[index].float().contiguous()
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """`1 / scale`, and 0 where that is 0."""
+    """Return `1 / scale`, and 0 where `scale` is 0."""
     return torch.where(scale == 0, 0.0, 1.0 / scale)
 
 
 def row_multiplier(x: Tensor) -> Tensor:
-    """What brings rows into the range of float16, in which groups have their scales.
+    """Return multipliers that, divided out, bring rows into the range of float16, the dtype of scales.
 
     Args:
         x: `(R, I)` float32.
 
     Returns:
-        `(R,)` float32: 1 where the row's largest magnitude lies in [2^-10, 2^14), as that of trained weights
-        does, and for a row of zeros; else the power of 2^24 that brings it there when it is divided out.
+        `(R,)` float32: 1 if the row's largest magnitude lies in [2^-10, 2^14), as that of trained weights
+        does, and for a row of zeros; otherwise the power of 2^24 that brings it there when divided out.
     """
     largest = x.abs().amax(dim=-1)
     _, exponent = torch.frexp(largest)  # the magnitude is in [2^(exponent - 1), 2^exponent)
@@ -72,16 +72,16 @@ def row_multiplier(x: Tensor) -> Tensor:
 
 
 def fit_rows(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """Choose the scale of each row by the squared error of the whole row.
+    """Choose the scale of each row that minimises the squared error of the whole row.
 
-    The scale keeps 16 bits of its mantissa, so that a code times the scale is exact in float32 and packing
-    what was unpacked finds the same scale again (or, for a row of one magnitude, another one for the same
+    The scale's mantissa is rounded to 16 bits, so that a code times the scale is exact in float32 and packing
+    unpacked weights finds the same scale again (or, for a row of a single magnitude, another one for the same
     numbers).
 
     Args:
         x: `(R, I)` float32.
-        targets: Values that the row's largest magnitude may be scaled to, before it is rounded.
-        rounded: Rounds scaled weights, a tensor of its own that it may change, to what codes stand for.
+        targets: Values that the row's largest magnitude may be scaled to, before rounding.
+        rounded: Rounds scaled weights to representable values; may overwrite its argument, a fresh tensor.
 
     Returns:
         `(R,)` float32; 0 for a row of zeros.
@@ -89,7 +89,7 @@ def fit_rows(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], Te
     largest = x.abs().amax(dim=-1)
     largest = torch.where(largest < _LEAST, 0.0, largest)
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent.clamp(max=126))
-    x, largest = x * (1 / unit)[:, None], largest / unit  # squares of what is left are within range
+    x, largest = x * (1 / unit)[:, None], largest / unit  # squares of these are within range
     best = torch.zeros_like(largest)
     least = torch.full_like(largest, torch.inf, dtype=torch.float64)
     for target in targets:
@@ -102,27 +102,28 @@ def fit_rows(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], Te
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """Of each row of `x`, which is overwritten; in float64, so that the order of the sum decides nothing."""
+    """Sum the squares of each row, in float64 so that the order does not matter; `x` is overwritten."""
     return x.square_().sum(dim=-1, dtype=torch.float64)
 
 
 def _sixteen_bits(scale: Tensor) -> Tensor:
-    """Positive float32 with the mantissa rounded to 16 bits."""
+    """Round the mantissas of positive float32 numbers to 16 bits."""
     return ((scale.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
 
 
 def byte_columns(planes: tuple[Tensor, ...], run: range) -> tuple[Tensor, ...]:
-    """A run of inputs of codes of a byte each, `(..., O, I)`, beside multipliers `(..., O)`."""
+    """Return the planes of a run of inputs, for one-byte codes `(..., O, I)` and multipliers `(..., O)`."""
     codes, row = planes
     return codes[..., run.start : run.stop].contiguous(), row
 
 
 def group_columns(planes: tuple[Tensor, ...], run: range, *, group: int) -> tuple[Tensor, ...]:
-    """A run of inputs that starts at a group, and ends at one or with the row.
+    """Return the planes of a run of inputs that starts at a group and ends at a group or at the row's end.
 
     Args:
-        planes: Of any number of inputs of each group, the last the scales, then the multipliers `(..., O)`.
-        run: Of inputs.
+        planes: Planes with any number of elements per group, the last of them with one (scales or minima),
+            then the multipliers `(..., O)`.
+        run: The inputs.
         group: Inputs per group.
     """
     *codes, row = planes
@@ -146,9 +147,9 @@ def unpack_rows(
 
     Args:
         shape: `(..., O, I)`.
-        dtype: Of the result.
+        dtype: Dtype of the result.
         row: `(..., O)` float32, the multiplier of each row.
-        values: The float32 values `(R, P)` of a chunk, before the multiplier.
+        values: Returns the float32 values `(R, P)` of a chunk, before the multiplier.
     """
     dense = torch.empty(shape, dtype=dtype, device=row.device)
     for index in chunks(dense):
@@ -158,12 +159,12 @@ def unpack_rows(
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounding up must not turn float16's largest weights into infinity."""
+    """Clamp to the range of float16, so that rounding up does not turn its largest weights into infinity."""
     return values.clamp_(-65504.0, 65504.0) if dtype == torch.float16 else values
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """4-bit codes `(..., P)` uint8 as `(..., P / 2)`, 32 codes in 16 bytes: `code[j] | code[j+16] << 4`."""
+    """Pack 4-bit codes `(..., P)` uint8 to `(..., P / 2)`, 32 in 16 bytes: `code[j] | code[j+16] << 4`."""
     first, second = codes.unflatten(-1, (-1, 2, _LANES)).unbind(-2)
     packed: Tensor = first | second << 4
     return packed.flatten(-2)
@@ -176,7 +177,7 @@ def from_nibbles(packed: Tensor) -> Tensor:
 
 
 def crumbs(codes: Tensor) -> Tensor:
-    """2-bit codes `(..., P)` uint8 as `(..., P / 4)`, 64 codes in 16 bytes: `code[j + 16 k] << 2 k`."""
+    """Pack 2-bit codes `(..., P)` uint8 to `(..., P / 4)`, 64 in 16 bytes: `code[j + 16 k] << 2 k`."""
     lanes = codes.unflatten(-1, (-1, 4, _LANES))
     first, second, third, fourth = lanes.unbind(-2)
     packed: Tensor = first | second << 2 | third << 4 | fourth << 6

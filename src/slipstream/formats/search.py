@@ -1,8 +1,9 @@
-"""Finds the scale (and minimum) of groups of 4-bit integers or small floats that makes squared errors least.
+"""Find the scale (and minimum) of groups of 4-bit integers or small floats that minimises the squared error.
 
-What is found of integers uses the codes at both ends of the range, of floats a code that its search begins
-with. Packing what was unpacked therefore starts from the very same range and finds no better one: it gives
-the same numbers, and but for groups of one magnitude the same planes.
+The result for integers always uses the codes at both ends of the range; for floats, the largest magnitude
+gets one of the codes that the search starts with. Packing unpacked weights therefore starts from the same
+range and finds no better one: it gives the same numbers and, except for groups of a single magnitude, the
+same planes.
 
 Shapes: g weights of a group, N groups; tensors are `(g, N)`, results `(N,)`.
 """
@@ -20,31 +21,32 @@ __all__ = ["fit_float", "fit_range", "fit_signed"]
 
 _LEVELS = 15
 _WIDER = 0.9
-"""A second start: a range of 0.9 steps more, so that its ends are clipped by nearly half a step. Starts at
--0.9, -0.45 and 0.45 lower the root mean square of the error by another 1 % and double the time."""
+"""A second start: the range is divided into 0.9 steps more, so that its ends are clipped by nearly half a
+step. Further starts at -0.9, -0.45 and 0.45 lower the root mean square error by another 1 % and double the
+time."""
 _EDGE = 0.499
-"""Steps that an end of the range may be away from the last code: below a half, so that it rounds to it."""
+"""How many steps an end of the range may be off the last code: below a half, so that it rounds to it."""
 _NOISE = 4e-6
 """Errors are compared by sums that are exact to about this share of the sum of squares."""
 _ONE_NUMBER = 1 / 32
-"""Groups whose range is below this share of their minimum are one number: rounding the minimum alone would
-be off by a good part of a step."""
+"""Groups whose range is below this share of their minimum are stored as a single number: rounding the minimum
+alone would be off by a good part of a step."""
 
 
 def fit_range(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum for codes 0 to 15, float32 numbers that float16 holds.
+    """Find the scale and the minimum for codes 0 to 15, as float32 numbers that are exact in float16.
 
     Args:
         x: `(g, N)` float32; not changed.
 
     Returns:
-        Scales, not negative, and minima; the scale is 0 for a group that is one number.
+        Nonnegative scales, and minima; the scale is 0 for a group that is stored as a single number.
     """
     low, high = x.aminmax(dim=0)
     start = _half(low)
     scale, minimum = _toward_zero((high - start) / _LEVELS), start
     flat = _LEVELS * scale < start.abs() * _ONE_NUMBER
-    y = x - start  # sums of what is left are exact enough where the group lies far from zero
+    y = x - start  # makes sums exact enough for groups that lie far from zero
     low, high, reach = low - start, high - start, high - low
     codes, spare = torch.empty_like(x), torch.empty_like(x)
     sums = (_sum(y, spare), _sum(torch.mul(y, y, out=spare), spare))
@@ -75,7 +77,7 @@ def _better(
     sums: tuple[Tensor, Tensor],
     spare: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The least squares fit of given codes, where that beats the best so far."""
+    """Replace the best fit so far by the least squares fit for the given codes where that is better."""
     n = len(codes)
     (low, high), (sum_y, sum_yy) = ends, sums
     sum_q = _sum(codes, spare)
@@ -100,10 +102,9 @@ def _better(
 
 
 def fit_signed(x: Tensor) -> Tensor:
-    """Scale for codes -8 to 7, a float32 number that float16 holds.
+    """Find the scale for codes -8 to 7, as a float32 number that is exact in float16.
 
-    The largest magnitude of a group is stored as -8, with a negative scale where it is positive, or as 7 in
-    either direction.
+    The largest magnitude of a group is stored as -8 (with a negative scale if it is positive) or as 7 or -7.
 
     Args:
         x: `(g, N)` float32; not changed.
@@ -135,9 +136,9 @@ def fit_signed(x: Tensor) -> Tensor:
         sum_qx = _sum(torch.mul(codes, x, out=spare), spare)
         fit = _half(sum_qx * inverse(sum_qq))
         error = sum_xx + fit * (fit * sum_qq - 2 * sum_qx)
-        where = peak * inverse(fit)
-        fits = (where + 8).abs() <= _EDGE
-        fits |= ((where.abs() - 7).abs() <= _EDGE) & (fit > 0)
+        position = peak * inverse(fit)
+        fits = (position + 8).abs() <= _EDGE
+        fits |= ((position.abs() - 7).abs() <= _EDGE) & (fit > 0)
         fits &= other * inverse(fit) <= 8
         fits &= error < least - _NOISE * sum_xx
         scale, least = torch.where(fits, fit, scale), torch.where(fits, error, least)
@@ -145,22 +146,23 @@ def fit_signed(x: Tensor) -> Tensor:
 
 
 def fit_float(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """Scale for codes of small floats, a float32 number that float16 holds.
+    """Find the scale for codes of small floats, as a float32 number that is exact in float16.
 
     Args:
         x: `(g, N)` float32; not changed.
-        targets: Values of codes that the group's largest magnitude may have. The scale is rounded down to
-            what float16 holds, so that this magnitude is a little more and rounds to the same code.
-        rounded: Rounds scaled weights, a tensor of its own that it may change, to what codes stand for.
+        targets: Representable values that the group's largest magnitude may be scaled to. The scale is
+            rounded down to a float16, so that the scaled magnitude is slightly larger and rounds to the same
+            code.
+        rounded: Rounds scaled weights to representable values; may overwrite its argument, a fresh tensor.
 
     Returns:
-        Scales, not negative; 0 for a group of zeros.
+        Nonnegative scales; 0 for a group of zeros.
     """
     largest = x.abs().amax(dim=0)
     best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     spare = torch.empty_like(x)
     for target in targets:
-        # A number over a tensor would multiply by the reciprocal on a GPU.
+        # Dividing by a Python number would multiply by its reciprocal on a GPU.
         scale = _toward_zero(largest / torch.full_like(largest, target))
         values = rounded(x * inverse(scale))
         error = _sum(values.mul_(scale).sub_(x).square_(), spare)
@@ -170,7 +172,7 @@ def fit_float(x: Tensor, targets: Sequence[float], rounded: Callable[[Tensor], T
 
 
 def _sum(x: Tensor, spare: Tensor) -> Tensor:
-    """Sum over the group, by halves: `Tensor.sum` adds in another order where there are more groups.
+    """Sum over the group, adding halves: the order of `Tensor.sum` would depend on the number of groups.
 
     Args:
         x: `(g, N)`, g a power of two; may be `spare` itself.
@@ -188,7 +190,7 @@ def _half(x: Tensor) -> Tensor:
 
 
 def _toward_zero(x: Tensor) -> Tensor:
-    """The nearest number of float16 that is not larger: with it the end of a range has the last code."""
+    """Round to the nearest float16 of no larger magnitude: then the end of a range gets the last code."""
     half = x.half()
     above = (half.float().abs() > x.abs()).to(torch.int16)
     return (half.view(torch.int16) - above).view(torch.float16).float()

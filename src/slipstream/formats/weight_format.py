@@ -1,4 +1,4 @@
-"""What a weight format is: two functions, a bound on the error, and how the planes lie in memory."""
+"""The description of a weight format: how to pack and unpack, an error bound, the layout of the planes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ class Format:
 
     Planes are contiguous and keep the matrix's leading dims and rows: plane `p` of a matrix `(..., O, I)` is
     `(..., O, n_p)`; the last one of every packed format is `(..., O)`, the float32 multiplier of each row. A
-    run of rows of every plane is therefore what packing that run of rows gives; a run of columns is what
-    packing those gives where the format has groups, the run starts and ends at one, and rows have the same
-    multipliers without the others.
+    run of rows of every plane therefore equals the result of packing that run of rows. A run of columns
+    equals the result of packing those columns if the format has groups, the run starts and ends at group
+    boundaries, and the rows have the same multipliers without the other columns.
 
     Attributes:
-        name: What configurations and reports call it.
-        bits: Bits per weight, the scales of groups included; a packed row has 32 more. 0 where the dtype
+        name: The name in configurations and reports.
+        bits: Bits per weight, including the scales of groups; a packed row has 32 more. 0 if the dtype
             decides.
         error: Bound on `|unpacked - dense|`, relative to the largest magnitude of the weight's group.
-        pack: Dense `(..., O, I)`, of any floating dtype and finite, to planes; its argument is not changed.
-        unpack: Planes, shape and dtype to a new dense tensor.
-        group: Inputs that share a scale, or lie together; 0 where each stands for itself.
+        pack: Packs a dense `(..., O, I)`, of any floating dtype and finite, into planes; its argument is not
+            changed.
+        unpack: Unpacks planes, given the shape and a dtype, into a new dense tensor.
+        group: Inputs that share a scale, or are stored together; 0 if each input is stored on its own.
         multiple: The planes hold a multiple of this many inputs; `I` is padded up to it.
-        floor: What is added to the bound, relative to the largest magnitude of the row: the scales of groups
-            have a narrower range than the weights.
-        planes: Of each plane but the last the dtype, and how many inputs one element of it serves.
-        columns: The planes of a run of inputs out of those of all, with the row's own multiplier, where the
-            run starts and ends with groups; None where there is nothing to unpack.
-        pack_into: Packs into planes that are there already, and says whether it did; None where nothing can.
-        rounding: Of the rows that its matrices multiply; its suffix ends the name. Stacks of matrices, the
-            experts', have none.
+        floor: Added to the bound, relative to the largest magnitude of the row: the scales of groups have a
+            narrower range than the weights.
+        planes: For each plane but the last, the dtype, and the number of inputs per element.
+        columns: Returns the planes of a run of inputs from those of all inputs, with the row's multiplier;
+            the run must start and end at group boundaries. None if the format is not packed.
+        pack_into: Packs into existing planes and returns whether it did; None if there is no such function.
+        rounding: Rounding of the rows that its matrices multiply; its suffix ends the name. Stacks of
+            matrices (experts) have none.
     """
 
     name: str
@@ -59,11 +60,11 @@ class Format:
 
     @property
     def packed_as(self) -> str:
-        """Name of the format without what is done to rows."""
+        """The format's name without the suffix for the rounding of rows."""
         return self.name if self.rounding is None else self.name.removesuffix(self.rounding.suffix)
 
     def layout(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each plane of a matrix `(..., O, I)` in a packed format."""
+        """Return the shape and dtype of each plane of a matrix `(..., O, I)` in this (packed) format."""
         *rows, inputs = shape
         padded = -(-inputs // self.multiple) * self.multiple
         planes = [((*rows, padded // each), dtype) for dtype, each in self.planes]
@@ -73,7 +74,7 @@ class Format:
         """Pack a dense matrix, `(O, I)` or `(experts, O, I)`, with its bias; it unpacks to the same dtype.
 
         Raises:
-            WeightError: A matrix on the meta device, which has no values.
+            WeightError: The matrix is on the meta device, so it has no values.
         """
         if self.bits and dense.is_meta:
             raise WeightError(f"a matrix of shape {tuple(dense.shape)} on the meta device has no values")
@@ -86,7 +87,7 @@ class Format:
     def part(self, dense: Tensor, bias: Tensor | None, run: range) -> Weight:
         """Pack a run of the inputs of a dense matrix `(..., O, I)` with the scales of the whole matrix.
 
-        A group that the run begins or ends within is held whole, and said to be by `Weight.inside`.
+        If the run begins or ends within a group, the whole group is kept, and `Weight.inside` holds the run.
         """
         if self.columns is None:
             return self.weight(dense[..., run.start : run.stop], bias)
@@ -98,10 +99,10 @@ class Format:
         )
 
     def whole_groups(self, run: range, inputs: int) -> range:
-        """The inputs, of so many, of all groups that a run has a part of."""
+        """Return the inputs of all groups that a run overlaps, for a matrix of `inputs` inputs."""
         group = self.group or 1
         return range(run.start // group * group, min(-(-run.stop // group) * group, inputs))
 
     def inside(self, run: range, wide: range) -> range | None:
-        """Where a run stands in what `whole_groups` says of it; None where it is all of that."""
+        """Return a run's position within the result of `whole_groups`; None if both are equal."""
         return None if wide == run else range(run.start - wide.start, run.stop - wide.start)

@@ -1,4 +1,4 @@
-"""The ops: each file has a signature, its reference in plain torch, and the cases that kernels must pass."""
+"""The ops: each file defines a signature, its reference in plain torch, and the test cases for kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPS: dict[str, Op] = {
 
 @dataclass(frozen=True)
 class Ops:
-    """The implementations that one kind of block was bound to; the fields are the ops' names."""
+    """The implementations bound for one kind of block; the fields are the ops' names."""
 
     activation: Bound
     attention: Bound
@@ -58,11 +58,11 @@ class Ops:
     sample: Bound
 
     def names(self) -> dict[str, str]:
-        """Implementation by op, for the report."""
+        """Return the name of each op's implementation, for the report."""
         return {f.name: getattr(self, f.name).name for f in fields(self)}
 
 
 def bind_ops(facts: Facts, kernels: Iterable[Kernel] = ()) -> Ops:
-    """Bind every op for these facts, asking `kernels` in order before the reference."""
+    """Bind every op for these facts, trying `kernels` in order before the reference."""
     candidates = tuple(kernels)
     return Ops(**{name: bind(op, facts, candidates) for name, op in OPS.items()})

@@ -61,10 +61,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "linear": torch.clone,
     }
 )
-"""Activation by name. Names outside of this table make a family decline the layer."""
+"""Activation functions by name. A family declines a layer whose activation is not in this table."""
 
 LEARNED = frozenset({"xielu"})
-"""Activations with numbers of their own, which a layer learns."""
+"""Activations with learned parameters."""
 
 KINDS: Mapping[str, int] = MappingProxyType(
     {
@@ -89,7 +89,7 @@ KINDS: Mapping[str, int] = MappingProxyType(
         "swiglu_oai": 12,
     }
 )
-"""Number by which compiled kernels know each activation; the last one is gated only."""
+"""The number of each activation in compiled kernels; the last one exists only gated."""
 
 _OAI_LIMIT = 7.0
 _OAI_ALPHA = 1.702
@@ -99,13 +99,13 @@ def activate(x: Tensor, *, name: str, gated: bool) -> Tensor:
     """Apply the feed-forward's activation.
 
     Plain: `f(x)`. Gated: `f(gate) * up` with `gate, up` the halves of the last dimension. "swiglu_oai" is
-        GPT-OSS's
-    `(clamp(up) + 1) * gate' * sigmoid(1.702 gate')` with `gate' = min(gate, 7)` and `up` clamped to 7.
+    GPT-OSS's `(clamp(up) + 1) * gate' * sigmoid(1.702 gate')` with `gate' = min(gate, 7)` and `up` clamped to
+    [-7, 7].
 
     Source: Shazeer 2020 (arXiv 2002.05202), eq. 5-6.
 
     Args:
-        x: `(..., F)`, or `(..., 2F)` where gated.
+        x: `(..., F)`, or `(..., 2F)` if gated.
         name: A key of `ACTIVATIONS`, or "swiglu_oai".
         gated: Whether `x` holds a gate and an up half.
 

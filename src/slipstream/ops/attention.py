@@ -1,4 +1,4 @@
-"""Attention over a padded batch with the mask that transformers made: the compatible road's attention.
+"""Attention over a padded batch with transformers' mask, used by the compatible road (`engine(...)`).
 
 Shapes: B batch, S queries, L keys, H heads, K kv heads, D head dim.
 """
@@ -36,14 +36,14 @@ def attention(
         k: `(B, K, L, D)`.
         v: `(B, K, L, D)`.
         mask: `(B | 1, H | 1, S | 1, L)`; bool (true: visible) or floating (added to the scores), or None.
-        causal: With no mask, query `i` sees keys up to `i + L - S`. A mask already says it all.
+        causal: Without a mask, query `i` sees keys up to `i + L - S`. Ignored if there is a mask.
         scale: Multiplies the scores.
         softcap: Bounds the scores before the mask is added.
         sinks: `(H,)`, a logit per head that takes part in the softmax and carries no value.
 
     Returns:
-        `(B, S, H, D)`, contiguous, in the dtype of `q`. Rows that see nothing are finite and otherwise
-        undefined.
+        `(B, S, H, D)`, contiguous, in the dtype of `q`. Rows of queries that see no key are finite but
+        otherwise undefined.
     """
     queries, keys = q.shape[2], k.shape[2]
     if mask is None and causal and queries > 1:
@@ -67,9 +67,9 @@ def scores_to_output(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with the scores written out in float32; the definition that `attention` takes short cuts to.
+    """Compute attention with explicit float32 scores: the definition, for which `attention` has fast paths.
 
-    Arguments and result as in `attention`; a mask of None sees everything.
+    Arguments and result as in `attention`; if the mask is None, every key is visible.
     """
     group = q.shape[1] // k.shape[1]
     keys = k.repeat_interleave(group, dim=1).float()
@@ -103,7 +103,7 @@ def _case(
         k, v = (torch.randn(batch, kv_heads, keys, dim, generator=generator).to(dtype) for _ in range(2))
         mask = None
         if "hidden" in options:
-            # Whole sequences, seen alike by all queries.
+            # The last keys of one sequence are hidden from all queries.
             mask = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
             mask[0, ..., keys - options["hidden"] :] = False
             mask = mask.expand(-1, -1, queries, -1) if options.get("expanded") else mask
@@ -121,7 +121,7 @@ def _case(
         if "bias" in options:
             mask = torch.randn(1, heads, queries, keys, generator=generator).to(dtype)
         if options.get("strided"):
-            # As projections leave them: heads beside each other within a token.
+            # The layout of a projection's output: the heads of a token are contiguous.
             q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
         sinks = torch.randn(heads, generator=generator).to(dtype) if options.get("sinks") else None
         return {

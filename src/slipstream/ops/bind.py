@@ -1,8 +1,8 @@
-"""Chooses, once and before the first token, which implementation runs each op, and notes why others did not.
+"""Select, once and before the first token, the implementation of each op, and record why others declined.
 
-An op is a name, a reference in plain torch and a table of cases. A kernel is another implementation of the
-same signature for one device. `bind` asks the kernels in order; each accepts or says why not; the reference
-always accepts.
+An op is a name, a reference in plain torch and a table of test cases. A kernel is another implementation of
+the same signature for one device. `bind` tries the kernels in order; each accepts or returns a reason for
+declining; the reference always accepts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Bound", "Case", "Facts", "Kernel", "Op", "bind"]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of an op's table: how to make its arguments.
+    """One test case of an op: how to make its arguments.
 
     Attributes:
-        name: What is awkward about it ("one row", "prime width").
+        name: What is special about the case ("one row", "prime width").
         make: Called with a seeded generator and a dtype; returns the keyword arguments of the op, on the CPU.
     """
 
@@ -33,13 +33,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Op:
-    """A signature that every implementation shares.
+    """An op: a signature that all implementations share.
 
     Attributes:
-        name: The op's file.
-        reference: The definition, in plain torch, right on every device.
-        cases: What each kernel is compared on.
-        writes: Arguments that it updates in place, which are compared as well.
+        name: The name of the op and of its file.
+        reference: The definition, in plain torch, correct on every device.
+        cases: Cases on which each kernel is compared with the reference.
+        writes: Arguments that the op updates in place, which are compared as well.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a kernel may ask before it accepts.
+    """The facts by which a kernel decides whether it accepts.
 
     Attributes:
-        device: Where it would run.
-        dtype: Of the activations.
-        spec: The block it would serve; None for ops outside of a block.
+        device: The device that the op would run on.
+        dtype: Dtype of the activations.
+        spec: The block that the op belongs to; None for ops outside of a block.
         format: The weight format ("plain" for a dense matrix).
     """
 
@@ -71,12 +71,12 @@ class Kernel:
 
     Attributes:
         op: The op's name.
-        name: What the report calls it.
+        name: The kernel's name in the report.
         device: The device type it runs on ("cpu", "cuda").
-        refuse: Why it cannot serve these facts, or None if it can.
+        refuse: Returns why it cannot run with these facts, or None if it can.
         run: The implementation, with the op's signature.
-        by_rows: Of a linear: it reads a matrix faster whose rows lie one after the other than one that lies
-            transposed, so that such are laid out anew when an engine is built.
+        by_rows: For a linear: it reads row-major matrices faster than transposed ones, so that transposed
+            ones are converted when an engine is built.
     """
 
     op: str
@@ -94,8 +94,8 @@ class Bound:
     Attributes:
         op: The op's name.
         name: The implementation's name; "reference" for plain torch.
-        run: What to call.
-        refused: Reason by name of each kernel that was asked and declined.
+        run: The function to call.
+        refused: For each kernel that was tried and declined, its name and reason.
         by_rows: See `Kernel`.
     """
 
@@ -110,7 +110,7 @@ def bind(op: Op, facts: Facts, kernels: Iterable[Kernel]) -> Bound:
     """Return the first kernel that accepts, or the reference.
 
     Args:
-        op: What is to be implemented.
+        op: The op to bind.
         facts: Device, dtype, spec and weight format.
         kernels: Candidates in order of preference, for any op.
     """

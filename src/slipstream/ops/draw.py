@@ -1,4 +1,4 @@
-"""The choice of the next token by chance: temperature, the best k, the nucleus, a floor, then a draw.
+"""Sampling of the next token: temperature, top-k, top-p (nucleus), min-p (floor), then a random draw.
 
 Shapes: N sequences, V vocabulary.
 """
@@ -20,13 +20,13 @@ __all__ = ["OP", "Warp", "draw"]
 
 @dataclass(frozen=True)
 class Warp:
-    """What decides which tokens may be drawn, and how sharply.
+    """Sampling parameters, applied in this order.
 
     Attributes:
         temperature: Divides the scores.
-        top_k: So many of the best remain, and those that equal the last of them; 0 for all.
-        top_p: Of what remains, the least set of the best with this share of the chances; 1 for all.
-        min_p: Of what remains, those with at least this share of the best one's chance; 0 for all.
+        top_k: Keep this many of the best tokens, and those whose scores equal the last of them; 0 for all.
+        top_p: Of these, keep the smallest set of best tokens with this share of the probability; 1 for all.
+        min_p: Of these, keep those with at least this share of the best token's probability; 0 for all.
     """
 
     temperature: float = 1.0
@@ -35,19 +35,19 @@ class Warp:
     min_p: float = 0.0
 
     def numbers(self, vocabulary: int, device: torch.device) -> Tensor:
-        """As `draw` takes it, `(4,)` float32: a step that was captured reads it anew."""
-        most = min(self.top_k or vocabulary, vocabulary)
+        """Return the argument `numbers` of `draw`, `(4,)` float32, which captured steps read anew."""
+        k = min(self.top_k or vocabulary, vocabulary)
         rest = 1 - self.top_p if self.top_p < 1 else -1.0
-        return torch.tensor([self.temperature, most, rest, self.min_p], device=device, dtype=torch.float32)
+        return torch.tensor([self.temperature, k, rest, self.min_p], device=device, dtype=torch.float32)
 
 
 def draw(
     scores: Tensor, noise: Tensor | None, numbers: Tensor, *, following: Following | None = None
 ) -> Tensor:
-    """Return a token of each row, drawn from what remains of `softmax(scores / temperature)`.
+    """Draw a token for each row from the tokens that the filters keep of `softmax(scores / temperature)`.
 
-    With noise from torch's generator this is `torch.multinomial` of one sample, after transformers' warpers
-    in their order: the same seed draws the same tokens.
+    With noise from torch's generator this equals `torch.multinomial` of one sample after transformers'
+    warpers in their order: the same seed draws the same tokens.
 
     Source: transformers, generation/logits_process.py; Holtzman et al. 2020 (arXiv 1904.09751) for the
     nucleus; Nguyen et al. 2024 (arXiv 2407.01082) for the floor; Efraimidis and Spirakis 2006 for the draw by
@@ -55,26 +55,26 @@ def draw(
 
     Args:
         scores: `(N, V)` float32, or logits in a model's own dtype; `-inf` for tokens that must not be chosen.
-        noise: `(N, V)` float32, independent and exponential with mean 1; None for what torch's default
-            generator makes next.
-        numbers: `(4,)` float32, from `Warp.numbers`: temperature, k, `1 - p` (negative for
-            no nucleus), floor.
-        following: Takes the tokens for the step after this one.
+        noise: `(N, V)` float32, independent and exponential with mean 1; None for the next noise of torch's
+            default generator.
+        numbers: `(4,)` float32, from `Warp.numbers`: temperature, k, `1 - p` (negative for no nucleus),
+            floor.
+        following: Receives the tokens for the next step.
 
     Returns:
         `(N,)` int64.
     """
     if noise is None:
         noise = exponential(scores.shape, scores.device)
-    temperature, most, rest, floor = numbers.unbind()
+    temperature, k, rest, floor = numbers.unbind()
     hidden = float("-inf")
     scores = scores.float() / temperature
-    place = (scores.shape[-1] - most).long().expand(scores.shape[0], 1)
+    place = (scores.shape[-1] - k).long().expand(scores.shape[0], 1)
     scores = scores.masked_fill(scores < scores.sort(-1).values.gather(-1, place), hidden)
     ordered, index = scores.sort(-1)
-    out = ordered.softmax(-1).cumsum(-1) <= rest
-    out[:, -1:] = False
-    scores = scores.masked_fill(out.scatter(-1, index, out), hidden)
+    removed = ordered.softmax(-1).cumsum(-1) <= rest
+    removed[:, -1:] = False
+    scores = scores.masked_fill(removed.scatter(-1, index, removed), hidden)
     chances = scores.softmax(-1)
     scores = scores.masked_fill(chances < floor * chances.amax(-1, keepdim=True), hidden)
     chosen = (scores.softmax(-1) / noise).argmax(-1)

@@ -1,4 +1,4 @@
-"""What the layers of a decoder hear of an encoder, once per generation."""
+"""The keys and values that a decoder's layers cross-attend to, made once per generation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ __all__ = ["Heard"]
 
 @dataclass(frozen=True)
 class Heard:
-    """Of each layer in order.
+    """The cross-attention inputs of a decoder, with one item per layer in each sequence.
 
-    Shapes: B batch, M states, K kv heads, H heads, D head dim, L positions that a generation may reach.
+    Shapes: B batch, M encoder states, K kv heads, H heads, D head dim, L positions that a generation may
+    reach.
 
     Attributes:
-        keys: Of the states, `(B, K, M, D)` contiguous.
-        values: Likewise.
-        seen: `(B,)` int32, how many states each sequence sees, from the first; None for all.
-        relatives: What is added to the scores by distance, `(H, L)` float32, of a key so many tokens before
-            its query; None for nothing.
+        keys: Keys of the encoder states, `(B, K, M, D)` contiguous, by layer.
+        values: Values of the encoder states, `(B, K, M, D)` contiguous, by layer.
+        seen: `(B,)` int32, how many states each sequence sees, counted from the first; None for all.
+        relatives: The bias of self-attention scores by relative position, by layer: `(H, L)` float32, indexed
+            by how many tokens the key is before its query; None for no bias.
     """
 
     keys: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""A feed-forward of two matrices and what happens between them.
+"""A feed-forward: two matrices with an activation between them.
 
 Shapes: T packed tokens, C input width, F width between the matrices, O output width.
 """
@@ -21,17 +21,17 @@ __all__ = ["OP", "feed_forward"]
 def feed_forward(
     x: Tensor, first: Weight, last: Weight, *, name: str, gated: bool, gate_last: bool = False
 ) -> Tensor:
-    """Return `last` times what the activation makes of `first` times `x`.
+    """Return `last` times the activation of `first` times `x`.
 
     Source: Shazeer 2020 (arXiv 2002.05202), eq. 5-6.
 
     Args:
         x: `(T, C)`, any floating dtype.
-        first: `(F, C)`, or `(2F, C)` where gated.
+        first: `(F, C)`, or `(2F, C)` if gated.
         last: `(O, F)`.
-        name: The activation, as `ops.activation` knows it.
-        gated: Whether `first` answers a gate and an up half.
-        gate_last: The gate is the second half.
+        name: The activation, a name that `activate` accepts.
+        gated: Whether the output of `first` consists of a gate and an up half.
+        gate_last: Whether the gate is the second half.
 
     Returns:
         `(T, O)` in the dtype of `x`.
@@ -76,7 +76,7 @@ OP = Op(
         _case(17, (40, 37, 8), "gelu", gated=True, gate_last=True),
         _case(131, (129, 65, 33), "gelu", gated=True, gate_last=True, bias=False),
         _case(65, (32, 48, 32), "swiglu_oai", gated=True),
-        # More rows than go through together, and widths that take several passes.
+        # More rows than are processed at once, and widths that need several passes.
         _case(577, (33, 130, 20), "quick_gelu"),
         _case(49, (24, 6500, 20), "gelu", gated=True),
     ),

@@ -1,4 +1,4 @@
-"""How keys and values lie in a paged cache: as they are, or as int8 codes with a scale per token and kv head.
+"""Storage of keys and values in a paged cache: dense, or as int8 codes with a scale per token and kv head.
 
 Shapes: T packed tokens, K kv heads, D head dim, P blocks (pages), Z tokens per block.
 """
@@ -15,9 +15,10 @@ __all__ = ["CachePart", "Int8Cache", "read_cache", "tensors_of", "write_cache"]
 
 @dataclass(frozen=True)
 class Int8Cache:
-    """Keys, or values, as `code * scale`: half the bytes of bfloat16.
+    """Keys or values as `code * scale`, in half the bytes of bfloat16.
 
-    A row of D values has the scale `max |x| / 127`: each is off by half a scale at most, `max |x| / 254`.
+    A row of D values has the scale `max |x| / 127`: each value is off by at most half a scale, `max |x| /
+    254`.
 
     Attributes:
         codes: `(P, Z, K, D)` int8, contiguous, from -127 to 127; updated in place.
@@ -34,7 +35,7 @@ class Int8Cache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """Dtype of the codes."""
         return self.codes.dtype
 
     @property
@@ -44,21 +45,21 @@ class Int8Cache:
 
 
 CachePart = Tensor | Int8Cache
-"""Keys, or values, of one layer, `(P, Z, K, D)`."""
+"""Keys or values of one layer, `(P, Z, K, D)`."""
 
 
 def tensors_of(cache: CachePart) -> tuple[Tensor, ...]:
-    """The tensors of keys, or of values, each with its blocks first."""
+    """Return the tensors of keys or values; the first dimension of each is the blocks."""
     return (cache.codes, cache.scales) if isinstance(cache, Int8Cache) else (cache,)
 
 
 def read_cache(cache: CachePart, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return blocks of a cache as they were written.
+    """Return blocks of a cache, dequantized if they are int8.
 
     Args:
         cache: Keys or values, `(P, Z, K, D)`.
-        blocks: Indices of any shape, int64.
-        dtype: Of the result.
+        blocks: Block indices of any shape, int64.
+        dtype: Dtype of the result.
 
     Returns:
         `(*blocks.shape, Z, K, D)`, a copy.

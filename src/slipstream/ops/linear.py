@@ -1,4 +1,4 @@
-"""A matrix in any weight format, times packed rows, with its bias.
+"""Packed rows times a matrix in any weight format, plus its bias.
 
 Shapes: T packed tokens, I input width, O output width.
 """
@@ -19,31 +19,31 @@ from slipstream.ops.bind import Case, Op
 __all__ = ["OP", "Beside", "Rounding", "Weight", "among_all", "linear", "round_rows", "rows_of", "times"]
 
 _LEAST = 2.0**-100
-"""Rows that span less count as zeros: the reciprocal of their step would overflow."""
+"""Rows with a smaller range are rounded to zeros: the reciprocal of their step would overflow."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a matrix has its input rows rounded to 8 bits before they are multiplied.
+    """How the input rows of a matrix are rounded to 8 bits before they are multiplied.
 
     With `code = round(x * times) + zero`, a row becomes `(code - zero) * scale`. Symmetric: `times = 127 / m`
-    and `scale = m / 127` for the row's largest magnitude m, zero 0. Asymmetric: `times = 255 / r` and
-    `scale = r / 255` for the range r from the least to the largest number (0 counted among them),
-    `zero = round(-least * times)`, codes 0 to 255. All of it in float32, to the nearest even; a row that
-    holds NaN or infinity becomes NaN.
+    and `scale = m / 127` for the row's largest magnitude m, and zero is 0. Asymmetric: `times = 255 / r` and
+    `scale = r / 255` for the range r from the smallest to the largest number (0 included), with
+    `zero = round(-least * times)` and codes 0 to 255. Everything is computed in float32, rounding to the
+    nearest even; a row that holds NaN or infinity becomes NaN.
 
-    In fp8 a code is the e4m3 number nearest to `x / scale`, and the scale the least power of two with which
-    the row's largest magnitude is at most 448: so a rounded row is exact in bfloat16.
+    In fp8 a code is the e4m3 number nearest to `x / scale`, and the scale is the smallest power of two with
+    which the row's largest magnitude is at most 448; a rounded row is therefore exact in bfloat16.
 
     Source: Dettmers et al. 2022 (arXiv 2208.07339), section 2.1, rows of x; Jacob et al. 2018
     (arXiv 1712.05877), eq. 1, for the zero point; Micikevicius et al. 2022 (arXiv 2209.05433) for e4m3.
 
     Attributes:
         symmetric: Without a zero point.
-        groups: Parts of a row that have a scale each: the first ones have one number more where the row does
-            not divide, and a row of fewer numbers has a part for each.
-        codes: "int8" or "fp8", which is symmetric and has no groups.
-        above: Products of so many rows or fewer take them as they are.
+        groups: The number of parts of a row that have a scale each. If it does not divide the row, the first
+            parts have one number more; a row with fewer numbers than groups has a part for each number.
+        codes: "int8" or "fp8"; "fp8" is symmetric and has no groups.
+        above: Only products of more rows than this round them.
     """
 
     symmetric: bool = True
@@ -53,7 +53,7 @@ class Rounding:
 
     @property
     def suffix(self) -> str:
-        """What a format's name ends with when its inputs are rounded like this."""
+        """The suffix of the name of a format whose inputs are rounded like this."""
         return f"-a8{'' if self.symmetric else '-asym'}{'' if self.groups == 1 else f'-g{self.groups}'}"
 
 
@@ -68,15 +68,15 @@ def round_rows(x: Tensor, rounding: Rounding) -> Tensor:
         parts = x.tensor_split(min(rounding.groups, x.shape[-1]), dim=-1)
         whole = Rounding(rounding.symmetric)
         return torch.cat([round_rows(part, whole) for part in parts], dim=-1)
-    odd = (x * 0).sum(-1, keepdim=True)
+    zero_or_nan = (x * 0).sum(-1, keepdim=True)
     if rounding.symmetric:
         span, steps = x.abs().amax(-1, keepdim=True), 127.0
     else:
         least = x.amin(-1, keepdim=True).clamp(max=0)
         span, steps = x.amax(-1, keepdim=True).clamp(min=0) - least, 255.0
-    full = torch.full_like(span, steps)  # a number over a tensor would multiply by the reciprocal
+    full = torch.full_like(span, steps)  # dividing with a Python number would multiply by the reciprocal
     times = torch.where(span >= _LEAST, full / span, 0.0)
-    scale = span / full + odd
+    scale = span / full + zero_or_nan
     if rounding.symmetric:
         return (x * times).round() * scale
     zero = (-least * times).round()
@@ -94,12 +94,12 @@ def _in_fp8(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Beside:
-    """A product of low rank that is added to a matrix, and kept apart from it: `x -> (x @ a.T) @ b.T`.
+    """A low-rank product (LoRA) added to a matrix's product, not merged into it: `x -> (x @ a.T) @ b.T`.
 
-    Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1; its scale is a factor of `b` already.
+    Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1; its scale is already multiplied into `b`.
 
     Attributes:
-        a: `(R, I)`, of one or of several adapters on top of each other.
+        a: `(R, I)`, of one adapter, or of several stacked along R.
         b: `(O, R)`.
     """
 
@@ -107,11 +107,11 @@ class Beside:
     b: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """What is added for rows `(..., I)`, `(..., O)` in their dtype."""
+        """Return the addend `(..., O)` for rows `(..., I)`, in their dtype."""
         return F.linear(F.linear(x.to(self.a.dtype), self.a), self.b).to(x.dtype)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> Beside:
-        """Return the same with `fn`, a move or a cast, applied to both."""
+        """Return a copy with `fn`, a move or a cast, applied to both matrices."""
         return Beside(fn(self.a), fn(self.b))
 
 
@@ -121,18 +121,19 @@ class Weight:
 
     Attributes:
         format: The format's name; "plain" is a dense tensor.
-        shape: `(O, I)` or `(experts, O, I)` of the matrix that the planes stand for.
-        planes: The format's tensors. Plain has runs of rows, one or several, which lie on top of each other
-            and make up `shape`: on the CPU the model's own q, k and v, say, for joining them would copy the
-            model and gain nothing. Of a packed format each has the experts first, then the rows.
-        unpack: Makes the dense matrix out of planes, its shape and a dtype; not used for plain.
+        shape: Shape `(O, I)` or `(experts, O, I)` of the matrix that the planes represent.
+        planes: The format's tensors. Plain has one or several runs of rows, which concatenate to `shape`: on
+            the CPU, for example, the model's own q, k and v, because joining them would copy the model
+            without any gain. In a packed format the dimensions of each plane are the experts first, then the
+            rows.
+        unpack: Makes the dense matrix from the planes, its shape and a dtype; not used for plain.
         bias: `(O,)` or `(experts, O)`, or None.
-        dtype: That a packed matrix is unpacked to; None for plain, whose plane has its own.
-        rounding: Of the rows that it multiplies; None for rows as they are.
-        beside: What adapters add to the product, which no implementation of the op knows of: `times` adds it.
-            It is no part of what the planes stand for.
-        inside: The inputs, of those of `shape`, that the rows have which it multiplies, where they have not
-            all of them: ranks may share a group of inputs with one scale. `times` puts zeros beside them.
+        dtype: The dtype that a packed matrix is unpacked to; None for plain, whose plane has its own.
+        rounding: Rounding of the rows that it multiplies; None for no rounding.
+        beside: Unmerged adapters. Implementations of the op ignore them; `times` adds their product. They are
+            not part of the matrix that the planes represent.
+        inside: The range of the inputs of `shape` that the multiplied rows have, if they do not have all of
+            them: ranks may share a group of inputs with one scale. `times` pads the rows with zeros.
     """
 
     format: str
@@ -147,34 +148,34 @@ class Weight:
 
     @property
     def computes_in(self) -> torch.dtype:
-        """The dtype of the rows that it multiplies."""
+        """The dtype in which rows are multiplied."""
         return self.planes[0].dtype if self.dtype is None else self.dtype
 
     @property
     def packed_as(self) -> str:
-        """Name of the format that packs it, whatever is done to the rows that it multiplies."""
+        """The format's name without the suffix for the rounding of rows."""
         return self.format if self.rounding is None else self.format.removesuffix(self.rounding.suffix)
 
     def dense(self) -> Tensor:
-        """Return the dense tensor of `shape`, or what is `inside`: a new one, of "plain" the stored one."""
+        """Return the dense matrix, restricted to `inside`; for "plain" in a single run the stored tensor."""
         if self.dtype is not None:
             dense = self.unpack(self.planes, self.shape, self.dtype)
             return dense if self.inside is None else dense[..., self.inside.start : self.inside.stop]
         return self.planes[0] if len(self.planes) == 1 else torch.cat(self.planes, dim=-2)
 
     def at(self, index: int) -> Weight:
-        """Return one expert's matrix with its bias, over the same memory."""
+        """Return one expert's matrix with its bias, sharing memory."""
         planes, bias = tuple(plane[index] for plane in self.planes), self.bias
         return replace(self, shape=self.shape[1:], planes=planes, bias=None if bias is None else bias[index])
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows of a matrix, `(n, I)`, without unpacking the others.
+        """Return rows of the matrix, `(n, I)`, without unpacking the others.
 
         Args:
-            index: `(n,)` int64 within the rows, in any order.
+            index: `(n,)` int64 row indices, in any order.
 
         Raises:
-            IndexError: A row that is not there.
+            IndexError: An index is out of range.
         """
         if self.dtype is None:
             return self.dense().index_select(0, index)
@@ -190,7 +191,7 @@ class Weight:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> Weight:
         """Return the weight with `fn`, a move or a cast, applied to each of its tensors.
 
-        A cast leaves packed planes as they are and changes what they are unpacked to.
+        A cast does not change packed planes but the dtype that they are unpacked to.
         """
         bias = None if self.bias is None else fn(self.bias)
         beside = None if self.beside is None else self.beside.apply(fn)
@@ -207,9 +208,10 @@ def _moved(plane: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """Return `x @ dense(weight).T + bias`, with the rows of x rounded first where the weight says so.
+    """Return `x @ dense(weight).T + bias`, with the rows of x rounded first if the weight has a `rounding`.
 
-    Rounded rows are multiplied in float32: codes of 8 bits and their scales are exact in no 16.
+    Rounded rows are multiplied in float32, because 8-bit codes times their scales are exact in no 16-bit
+    dtype.
 
     Args:
         x: `(T, I)`, any floating dtype.
@@ -234,18 +236,18 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 
 def times(run: Callable[[Tensor, Weight], Tensor], x: Tensor, weight: Weight) -> Tensor:
-    """Return the product by an implementation of the op, with what adapters add to it."""
+    """Return the product, computed by an implementation of the op, plus that of unmerged adapters."""
     product = run(among_all(x, weight), weight)
     return product if weight.beside is None else product + weight.beside.of(x)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`(..., I)` as `(T, I)`, also where I is 0: -1 would be any number then."""
+    """Reshape `(..., I)` to `(T, I)`, also if I is 0, where a dimension of -1 would be ambiguous."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def among_all(x: Tensor, weight: Weight) -> Tensor:
-    """Return rows `(T, I)` of which the matrix has more inputs than they have, with zeros for the others."""
+    """Pad rows with zeros to all inputs of the matrix, if they have only those of `weight.inside`."""
     if weight.inside is None:
         return x
     return F.pad(x, (weight.inside.start, weight.shape[-1] - weight.inside.stop))
@@ -268,7 +270,7 @@ def _rounded(
     name: str, rows: int, inputs: int, outputs: int, rounding: Rounding, *, bias: bool = False
 ) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-        # Rows of many sizes, none centred, one of zeros and one too small to be told from it.
+        # Rows of many magnitudes, none centred, one of zeros and one too small to be distinguished from it.
         x = (torch.randn(rows, inputs, generator=generator) + 0.3) * torch.logspace(-2, 2, rows)[:, None]
         x[rows // 2 :][:1] = 0
         codes = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Passes over whole tensors that a device may have a faster way for than torch."""
+"""Passes over whole tensors for which a device may have faster implementations than torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["TORCH", "Passes"]
 
 @dataclass(frozen=True)
 class Passes:
-    """What each does, or declines, and then torch does it.
+    """The implementations of a device; each may decline a tensor, which torch then processes.
 
     Attributes:
-        copied: Copies the first tensor into the second, which has its shape; whether it did.
-        is_finite: Whether a tensor has neither NaN nor infinity; None where it did not look.
+        copied: Copies the first tensor into the second, which has the same shape; returns whether it did.
+        is_finite: Returns whether a tensor has neither NaN nor infinity; None if it declines.
     """
 
     copied: Callable[[Tensor, Tensor], bool]

@@ -1,4 +1,4 @@
-"""The mixture of experts: which experts see a token, and the sum of what they say.
+"""The mixture of experts: the choice of experts for each token, and the weighted sum of their outputs.
 
 Shapes: T packed tokens, C hidden, E experts, F feed-forward width of one expert, k experts per token.
 """
@@ -20,11 +20,11 @@ from slipstream.spec import MoE
 __all__ = ["OP", "Routed", "chosen_by", "mix", "moe", "route", "router_logits"]
 
 Routed = tuple[Tensor, Tensor]
-"""A choice: weights `(T, k)` float32 and experts `(T, k)` int64."""
+"""A routing decision: weights `(T, k)` float32 and experts `(T, k)` int64."""
 
 
 def router_logits(x: Tensor, router: Weight, spec: MoE) -> Tensor:
-    """The router's logits `(T, E)`, in the dtype of `x` or where the spec says so in float32."""
+    """Return the router's logits `(T, E)`, in float32 if `spec.exact`, else in the dtype of `x`."""
     if spec.exact:
         return F.linear(
             x.float(), router.dense().float(), None if router.bias is None else router.bias.float()
@@ -40,7 +40,7 @@ def route(logits: Tensor, spec: MoE, choice: Tensor | None = None) -> tuple[Tens
     Args:
         logits: `(T, E)`.
         spec: Scoring, `top_k` and normalisation.
-        choice: `(E,)`, added to the scores for the choice only.
+        choice: `(E,)`, a bias that is added to the scores only to choose the experts.
 
     Returns:
         Weights `(T, k)` float32 and experts `(T, k)` int64, best first.
@@ -55,34 +55,36 @@ def route(logits: Tensor, spec: MoE, choice: Tensor | None = None) -> tuple[Tens
         experts = (logits if choice is None else logits + choice).topk(spec.top_k, dim=-1).indices
         return _weighted(logits.gather(-1, experts).sigmoid(), spec), experts
     scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
-    by = scores if choice is None else scores + choice
-    experts = _among_the_best_groups(by, spec).topk(spec.top_k, dim=-1).indices
+    ranking = scores if choice is None else scores + choice
+    experts = _among_the_best_groups(ranking, spec).topk(spec.top_k, dim=-1).indices
     return _weighted(scores.gather(-1, experts), spec), experts
 
 
 def _weighted(scores: Tensor, spec: MoE) -> Tensor:
-    """The chosen scores `(T, k)` as weights."""
+    """Turn the scores of the chosen experts, `(T, k)`, into weights."""
     if spec.normalize:
         scores = scores / (scores.sum(-1, keepdim=True) + spec.more_sum).clamp(min=spec.least_sum)
     return scores * spec.factor
 
 
 def _among_the_best_groups(scores: Tensor, spec: MoE) -> Tensor:
-    """The scores, with those of all but the best groups lowered to minus infinity."""
+    """Return the scores with those outside the best groups set to minus infinity."""
     if spec.top_groups >= spec.groups:
         return scores
     grouped = scores.unflatten(-1, (spec.groups, -1))
-    worth = grouped.topk(2, dim=-1).values.sum(-1) if spec.group_score == "top2" else grouped.amax(-1)
-    kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(spec.top_groups).indices, True)
-    lowered: Tensor = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-    return lowered
+    group_scores = grouped.topk(2, dim=-1).values.sum(-1) if spec.group_score == "top2" else grouped.amax(-1)
+    kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(
+        -1, group_scores.topk(spec.top_groups).indices, True
+    )
+    masked: Tensor = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    return masked
 
 
 def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Two experts, each weighted by a softmax over the logits that lie close to the best remaining one.
+    """Choose two experts, each weighted by a softmax over the logits close to the best remaining one.
 
-    Computed in the dtype of the logits, as the original does: whether an expert counts as close is a
-    threshold, and other rounding would put some on its other side.
+    Computed in the dtype of the logits, like the original: closeness is decided by a threshold, and different
+    rounding would move some experts across it.
 
     Source: Liu et al. 2023 (arXiv 2310.00811), as PhiMoE uses it at inference (without noise).
     """
@@ -98,7 +100,7 @@ def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
 
 
 def chosen_by(x: Tensor, router: Weight | Routed, spec: MoE, choice: Tensor | None) -> Routed:
-    """The choice that a router makes, or that was made before."""
+    """Return the router's choice for `x`, or the given choice if it was made before."""
     return router if isinstance(router, tuple) else route(router_logits(x, router, spec), spec, choice)
 
 
@@ -119,14 +121,14 @@ def moe(
 
     Args:
         x: `(T, C)`.
-        router: `(E, C)`; or the choice, where it was made before: the experts here may be some of all then,
-            numbered from 0, and -1 stands for one that is elsewhere and adds nothing.
-        experts_in: `(E, 2F, C)`, rows `[gate | up]`, or `(E, F, C)` where not gated.
+        router: `(E, C)`; or the choice, if it was made before. The given experts may then be a subset of all,
+            numbered from 0, and -1 stands for an expert on another rank, which adds nothing.
+        experts_in: `(E, 2F, C)`, rows `[gate | up]`, or `(E, F, C)` if not gated.
         experts_out: `(E, C, F)`.
         spec: Scoring, `top_k` and normalisation.
-        activation: A name that `activate` knows.
+        activation: A name that `activate` accepts.
         gated: Whether the experts' first matrix holds gate and up halves.
-        choice: `(E,)`, added to the experts' scores for the choice only.
+        choice: `(E,)`, a bias that is added to the experts' scores only to choose the experts.
 
     Returns:
         `(T, C)` in the dtype of `x`.
@@ -148,15 +150,15 @@ def mix(
     spec: MoE,
     feed: Callable[[Tensor, Weight, Weight], Tensor],
 ) -> Tensor:
-    """`moe` once the choice is made: each expert runs on its tokens, and the answers are summed in float32.
+    """Run each expert on its tokens and sum the weighted outputs in float32: `moe` after the choice.
 
     Args:
         x: `(T, C)`.
         routed: The choice.
         experts_in: As in `moe`.
         experts_out: As in `moe`.
-        spec: Whether the weights are applied to what enters.
-        feed: What one expert says of rows `(n, C)`, by both of its matrices.
+        spec: Determines whether the weights are applied to the experts' inputs or outputs.
+        feed: Computes the output of one expert for rows `(n, C)`, given its two matrices.
 
     Returns:
         `(T, C)` in the dtype of `x`.
@@ -166,8 +168,8 @@ def mix(
     for expert in (e for e in chosen.unique().tolist() if e >= 0):
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
         weight = weights[tokens, place, None]
-        entry = x[tokens] * weight.to(x.dtype) if spec.weighs_input else x[tokens]
-        y = feed(entry, experts_in.at(expert), experts_out.at(expert)).float()
+        rows = x[tokens] * weight.to(x.dtype) if spec.weighs_input else x[tokens]
+        y = feed(rows, experts_in.at(expert), experts_out.at(expert)).float()
         out.index_add_(0, tokens, y if spec.weighs_input else y * weight)
     return out.to(x.dtype)
 
@@ -197,7 +199,7 @@ def _case(
         def chosen() -> Routed:
             scores = torch.rand(tokens, spec.experts + 1, generator=generator)
             weights, experts = scores.topk(spec.top_k)
-            return weights, experts - 1  # each expert once at most, and some elsewhere
+            return weights, experts - 1  # each expert at most once per token, and -1 for some
 
         return {
             "x": torch.randn(tokens, hidden, generator=generator).to(dtype),

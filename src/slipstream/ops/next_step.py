@@ -1,4 +1,4 @@
-"""The step after a decode step: chosen tokens are put where the next step reads them, without the host.
+"""The next decode step, prepared on the device: chosen tokens are written where that step reads them.
 
 Shapes: N sequences, A steps ahead, W blocks of a sequence.
 """
@@ -15,17 +15,17 @@ __all__ = ["Following"]
 
 @dataclass(frozen=True)
 class Following:
-    """Tensors of a step of one token per sequence, which stay: `take` makes the next step of them.
+    """Persistent tensors of a step of one token per sequence; `take` advances them to the next step.
 
     Attributes:
-        tokens: `(N, A)` int64, what was chosen since `counts` was zero.
-        counts: `(N,)` int64, how many those are; below A.
+        tokens: `(N, A)` int64, the tokens chosen since `counts` was zero.
+        counts: `(N,)` int64, the number of these tokens; below A.
         token_ids: `(N,)` int64.
         positions: `(N,)` int64.
         kv_lens: `(N,)` int32.
         slots: `(N,)` int64.
-        block_table: `(N, W)` int32. A sequence that goes beyond it stays in its last block.
-        arrived: `(N,)` int32 zeros, which a kernel may count in and leaves as they were.
+        block_table: `(N, W)` int32. A sequence that exceeds it stays in its last block.
+        arrived: `(N,)` int32 zeros, which a kernel may use as counters and resets to zero.
         block_size: Tokens per cache block.
     """
 
@@ -40,12 +40,12 @@ class Following:
     block_size: int
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in the order above."""
+        """Return all tensors, in the order of the attributes."""
         first = [self.tokens, self.counts, self.token_ids, self.positions, self.kv_lens]
         return [*first, self.slots, self.block_table, self.arrived]
 
     def take(self, chosen: Tensor) -> None:
-        """Change them into those of the step that runs the tokens `(N,)` int64."""
+        """Advance the tensors to the step that runs the chosen tokens, `(N,)` int64."""
         self.tokens.scatter_(1, self.counts[:, None], chosen[:, None])
         self.counts.add_(1)
         self.token_ids.copy_(chosen)

@@ -35,7 +35,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -
         `(..., C)` in the dtype of `x`.
     """
     if spec.offset == 0.0 and _is_row(weight, x) and _is_row(bias, x):
-        # torch's own round once, at the end, too; 1.4x (rms) and 5x (layer) as fast as the steps one by one.
+        # torch's functions also round once, at the end; 1.4x (rms) and 5x (layer) as fast as separate steps.
         if spec.kind == "layer":
             return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)
         if bias is None:
@@ -59,7 +59,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -
 
 
 def _is_row(weight: Tensor | None, x: Tensor) -> bool:
-    """Whether torch's own norms take a weight or bias: `(C,)` in the dtype of `x`, or None."""
+    """Whether torch's norms accept a weight or bias: `(C,)` in the dtype of `x`, or None."""
     return weight is None or (weight.shape == x.shape[-1:] and weight.dtype == x.dtype)
 
 

@@ -27,8 +27,8 @@ def paged_attention(
 
     Args:
         q: `(T, H, D)`.
-        k_cache: `(P, Z, K, D)`, as they are or in int8, with this step's keys already written.
-        v_cache: `(P, Z, K, D)`, likewise; slots that no step has written may hold anything, NaN among it.
+        k_cache: `(P, Z, K, D)`, dense or int8, with this step's keys already written.
+        v_cache: `(P, Z, K, D)`, likewise; slots that no step has written may hold anything, including NaN.
         step: Lengths and block table.
         mask: Window, soft cap, slopes, sinks.
 
@@ -57,7 +57,7 @@ def paged_attention(
 
 
 def _decode(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask: AttentionMask) -> Tensor:
-    """One query per sequence: the caches are gathered side by side and masked to their lengths."""
+    """Attend with one query per sequence: gather the caches into a batch and mask them to their lengths."""
     size = k_cache.shape[1]
     blocks = step.block_table[:, : -(-step.max_kv_len // size)].long()
     k, v = (
@@ -66,8 +66,8 @@ def _decode(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask:
     )
     keys = torch.arange(step.max_kv_len, device=q.device)[None, None]
     if len(blocks) > 1 or step.max_kv_len == step.block_table.shape[1] * size:
-        # What lies beyond a sequence's end belongs to others, or to nobody; a NaN there survives a weight of
-        # zero.
+        # Keys beyond a sequence's end belong to other sequences or are unused; NaN there would survive a
+        # weight of zero.
         beyond = (keys >= step.kv_lens[:, None, None]).unsqueeze(-1)
         k, v = k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
     visible, bias = _visibility((step.kv_lens.long() - 1)[:, None, None], keys, mask)
@@ -76,7 +76,7 @@ def _decode(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask:
 
 
 def _static(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask: AttentionMask) -> Tensor:
-    """The lengths are not read: every query meets the keys of every sequence, and its own's answer counts."""
+    """Attend without reading lengths back: each query attends to every sequence; its own's result is kept."""
     size, out = k_cache.shape[1], torch.zeros_like(q)
     rows = torch.arange(q.shape[0], device=q.device, dtype=step.query_starts.dtype)
     owner = torch.searchsorted(step.query_starts[1:].contiguous(), rows, right=True)
@@ -91,13 +91,13 @@ def _static(q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, mask:
         positions = rows.long() + (step.kv_lens[i] - step.query_starts[i + 1])
         visible, bias = _visibility(positions[:, None], keys[None], mask)
         queries, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        answer = _attend(queries, k, v, visible[None, None], bias, mask)[0]
-        out = torch.where((owner == i)[:, None, None], answer, out)
+        result = _attend(queries, k, v, visible[None, None], bias, mask)[0]
+        out = torch.where((owner == i)[:, None, None], result, out)
     return out
 
 
 def _visibility(queries: Tensor, keys: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor | None]:
-    """Which keys each query sees, `(..., S, L)`, and the slopes' bias, `(H, ..., S, L)`."""
+    """Return which keys each query sees, `(..., S, L)`, and the ALiBi bias, `(H, ..., S, L)`."""
     visible = keys <= queries
     if mask.window is not None:
         visible = visible & (keys > queries - mask.window)
@@ -110,7 +110,7 @@ def _visibility(queries: Tensor, keys: Tensor, mask: AttentionMask) -> tuple[Ten
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | None, mask: AttentionMask
 ) -> Tensor:
-    """`(B, S, H, D)` of queries `(B, H, S, D)`, visibility `(B, 1, S, L)` and a bias upon the scores."""
+    """Return `(B, S, H, D)` for queries `(B, H, S, D)`, visibility `(B, 1, S, L)` and a bias for scores."""
     if bias is not None:
         bias = bias[None] if bias.dim() == 3 else bias.reshape(visible.shape[0], -1, *visible.shape[2:])
         blocked = torch.zeros_like(bias).masked_fill(~visible, torch.finfo(torch.float32).min)
@@ -170,7 +170,7 @@ def _case(name: str, queries: tuple[int, ...], lens: tuple[int, ...], **options:
 
 
 def _int8(cache: Tensor) -> Int8Cache:
-    """A cache in int8 with NaN where a cache has it."""
+    """Return a cache in int8, with NaN where the given one has it."""
     part = Int8Cache(torch.zeros(cache.shape, dtype=torch.int8), torch.zeros(cache.shape[:3]))
     slots = torch.arange(cache.shape[0] * cache.shape[1])
     rows = cache.flatten(0, 1)

@@ -1,6 +1,6 @@
-"""A penalty for repetitions: what a batch has said counts less than what it has not.
+"""The repetition penalty: lowers the scores of tokens that already occur in a sequence.
 
-Shapes: B batch, L tokens of a row so far, R some of the rows, V vocabulary.
+Shapes: B batch, L tokens of a row so far, R some rows of the batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Penalty", "RowPenalty"]
 
 
 class Penalty:
-    """The penalty of a batch: the scores of tokens that it has seen are divided, those below 0 multiplied.
+    """The penalty of a batch: scores of seen tokens are divided by it, or multiplied if they are below 0.
 
     Source: Keskar et al. 2019 (arXiv 1909.05858), section 4.1; transformers,
     generation/logits_process.py, for scores below 0 and for the prompt, which counts, padding included.
@@ -29,7 +29,7 @@ class Penalty:
 
         Args:
             factor: Above 0.
-            ids: `(B, L)` int64; those outside of the vocabulary have no scores.
+            ids: `(B, L)` int64; ids outside of the vocabulary are ignored.
             vocabulary: V.
         """
         self.factor = factor
@@ -37,40 +37,40 @@ class Penalty:
         self.add(ids)
 
     def add(self, tokens: Tensor) -> None:
-        """Take further tokens `(B, n)`."""
+        """Mark further tokens, `(B, n)`, as seen."""
         last = self.seen.shape[1] - 1
         known = ((tokens >= 0) & (tokens <= last)).to(torch.uint8)
         self.seen.view(torch.uint8).scatter_reduce_(1, tokens.clamp(0, last), known, "amax")
 
     def of(self, rows: Sequence[int]) -> RowPenalty:
-        """What some of the rows see of it."""
+        """Return the penalty of some of the rows."""
         return RowPenalty(self, rows)
 
 
 class RowPenalty:
-    """What some rows of a batch see of its penalty.
+    """The penalty of some rows of a batch.
 
     Attributes:
-        whole: That of the batch.
-        rows: Which ones they are (R).
+        whole: The penalty of the whole batch.
+        rows: Indices of the rows (R).
     """
 
     def __init__(self, whole: Penalty, rows: Sequence[int]) -> None:
-        """Of these rows."""
+        """Select rows of a batch's penalty."""
         self.whole, self.rows = whole, rows
 
     @property
     def batch(self) -> int:
-        """Rows of the batch (B)."""
+        """The number of rows of the batch (B)."""
         return self.whole.seen.shape[0]
 
     @property
     def is_whole(self) -> bool:
-        """Whether they are all of the batch, in order."""
+        """Whether the rows are all rows of the batch, in order."""
         return len(self.rows) == self.batch
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Return scores `(R, V)` float32 with those of tokens lowered that were seen."""
+        """Return scores `(R, V)` float32 with those of seen tokens lowered."""
         seen, factor = self.whole.seen, self.whole.factor
         lowered = torch.where(scores < 0, scores * factor, scores / factor)
         return torch.where(seen if self.is_whole else seen[list(self.rows)], lowered, scores)

@@ -17,7 +17,7 @@ __all__ = ["OP", "both_tables", "half_tables", "rope"]
 
 
 def both_tables(angles: Any) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of what a rotary module gives: two tensors, or one of `cos + i sin`."""
+    """Return cosines and sines from a rotary module's output: two tensors, or one of `cos + i sin`."""
     if isinstance(angles, Tensor) and angles.is_complex():
         return angles.real, angles.imag
     cos, sin = angles
@@ -25,7 +25,7 @@ def both_tables(angles: Any) -> tuple[Tensor, Tensor]:
 
 
 def half_tables(cos: Tensor, sin: Tensor, spec: Rope) -> tuple[Tensor, Tensor]:
-    """Return each angle once, `(..., R / 2)`, from tables that repeat them as the spec says."""
+    """Return tables with each angle once, `(..., R / 2)`, from tables in the layout `spec.table`."""
     cos, sin = (_half(table, spec.table) for table in (cos, sin))
     return cos, -sin if spec.backwards else sin
 
@@ -37,7 +37,7 @@ def _half(table: Tensor, layout: Literal["halves", "pairs", "half"]) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the leading `R` dims of every head; the others pass unchanged.
+    """Rotate the leading `R` dims of every head; the other dims are unchanged.
 
     `(a, b) -> (a cos - b sin, b cos + a sin)` for each pair, computed in float32.
 
@@ -47,22 +47,22 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
         x: `(T, H, D)`.
         cos: `(T, R / 2)`, each angle once.
         sin: `(T, R / 2)`.
-        interleaved: Pairs are neighbours, rather than half a rotation apart.
+        interleaved: The two dims of a pair are adjacent, rather than `R / 2` apart.
 
     Returns:
         `(T, H, D)`, a new tensor in the dtype of `x`.
     """
     dim = 2 * cos.shape[-1]
-    turned, passed = x[..., :dim].float(), x[..., dim:]
+    rotated, unrotated = x[..., :dim].float(), x[..., dim:]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, unrotated), dim=-1) if unrotated.shape[-1] else rotated
 
 
 def _case(name: str, tokens: int, heads: int, dim: int, rotated: int, *, interleaved: bool) -> Case:

@@ -1,7 +1,7 @@
-"""Queries and keys rotated, and new keys and values written to the paged cache: what stands before attention.
+"""Rotation of queries and keys, and the write of new keys and values to the paged cache, before attention.
 
 Shapes: T packed tokens, H heads, K kv heads, D head dim, R rotated dims, P blocks (pages), Z tokens per
-    block.
+block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rope_cache(
 ) -> Tensor:
     """Rotate queries and keys, write keys and values into their slots, and return the queries.
 
-    Source: as `rope` and `write_cache`.
+    Source: as in `rope` and `write_cache`.
 
     Args:
         q: `(T, H, D)`.
@@ -40,11 +40,11 @@ def rope_cache(
         k_cache: `(P, Z, K, D)`; updated in place.
         v_cache: `(P, Z, K, D)`; updated in place.
         slots: `(T,)` int64, each one distinct.
-        tables: Cosines and sines, `(T, R / 2)` each; None where nothing is to be rotated.
-        interleaved: Pairs of rotated dims are neighbours.
+        tables: Cosines and sines, `(T, R / 2)` each; None if nothing is to be rotated.
+        interleaved: The two dims of a rotated pair are adjacent.
 
     Returns:
-        `(T, H, D)`; `q` itself where nothing is rotated.
+        `(T, H, D)`; `q` itself if nothing is rotated.
     """
     if tables is not None:
         q, k = (rope(t, *tables, interleaved=interleaved) for t in (q, k))
@@ -65,7 +65,7 @@ def _case(
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         size, blocks = 5, tokens // 5 + 3
-        # As a projection leaves them: side by side.
+        # The layout of a projection's output: queries, keys and values of a token are contiguous.
         qkv = torch.randn(tokens, (count + 2 * kv_heads) * dim, generator=generator).to(dtype)
         parts = qkv.split((count * dim, kv_heads * dim, kv_heads * dim), dim=-1)
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in parts)

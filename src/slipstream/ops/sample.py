@@ -1,4 +1,4 @@
-"""The choice of the next token from scores that every processor has already seen.
+"""The choice of the next token from scores to which all logits processors have been applied.
 
 Shapes: N sequences, V vocabulary.
 """
@@ -21,8 +21,8 @@ def sample(scores: Tensor, *, greedy: bool, following: Following | None = None) 
 
     Args:
         scores: `(N, V)` float32, or logits in a model's own dtype; `-inf` for tokens that must not be chosen.
-        greedy: Take the best, lowest index first among equals.
-        following: Takes the tokens for the step after this one.
+        greedy: Take the best token, the one with the lowest index among equals.
+        following: Receives the tokens for the next step.
 
     Returns:
         `(N,)` int64.

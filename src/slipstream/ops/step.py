@@ -1,4 +1,4 @@
-"""The arguments that flow from `generate` down to attention: what one step computes, and which keys count.
+"""The arguments passed from `generate` down to attention: what a step computes, and which keys are visible.
 
 Shapes: T packed tokens, N sequences, H heads, Z tokens per cache block.
 """
@@ -14,10 +14,10 @@ __all__ = ["AttentionMask", "Packed", "Step"]
 
 @dataclass(frozen=True)
 class Step:
-    """What one run of the model computes: packed tokens, their places in the cache, which rows need logits.
+    """What one run of the model computes: packed tokens, their slots in the cache, which rows need logits.
 
     Every tensor is on the engine's device and may be a static buffer of a captured graph; the plain integers
-    bound what the tensors hold, so that nothing has to be read back.
+    bound the values of the tensors, so that nothing has to be read back.
 
     Attributes:
         token_ids: `(T,)` int64.
@@ -26,14 +26,14 @@ class Step:
         kv_lens: `(N,)` int32, tokens of each sequence after this step.
         block_table: `(N, blocks)` int32, blocks of each sequence in order; unused entries are 0.
         slots: `(T,)` int64, `block * Z + offset` where a token's key and value are written.
-        logit_rows: `(R,)` int64, tokens whose logits are wanted, in ascending order.
-        max_query_len: Most tokens that a sequence has in this step.
-        max_kv_len: Most tokens that a sequence has after this step, or all that its row of the block table
-            has room for: lengths grow within a captured step, and this does not.
-        static: Whether the tensors get other values where a captured step is replayed, so that nothing may be
-            read back and laid out by it. A step of one token for each sequence never asks for that.
-        beyond: How far a position may lie beyond the tokens of its sequence, where it goes on from another
-            number than theirs (after pictures).
+        logit_rows: `(R,)` int64, indices of the tokens whose logits are needed, in ascending order.
+        max_query_len: Maximum number of tokens of a sequence in this step.
+        max_kv_len: Maximum number of tokens of a sequence after this step, or the capacity of its row of the
+            block table: lengths grow when a captured step is replayed, and this integer does not.
+        static: Whether replays of a captured step change the values of the tensors, so that no layout may
+            depend on values that were read back. Not needed for a step of one token per sequence.
+        beyond: By how much a position may exceed the token count of its sequence, where positions continue
+            from another number (after images).
     """
 
     token_ids: Tensor
@@ -51,11 +51,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences side by side that are complete: there is no cache.
+    """Packed complete sequences, without a cache.
 
     Attributes:
         query_starts: `(N + 1,)` int32; sequence `i` owns tokens `query_starts[i] : query_starts[i + 1]`.
-        kv_lens: `(N,)` int32; so many of its first tokens are keys, the others only look at those.
+        kv_lens: `(N,)` int32, how many of a sequence's first tokens are keys; the other tokens only attend.
         positions: `(T,)` int64, the row of each token in the tables of angles.
     """
 
@@ -65,16 +65,16 @@ class Packed:
 
 
 Older = tuple[Tensor | None, Tensor | None]
-"""Keys and values that a layer has of earlier tokens, `(B, K, L, D)` each; None where there are none."""
+"""Keys and values of earlier tokens in one layer, `(B, K, L, D)` each; None if there are none."""
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What, beside causality, decides which keys count and how much.
+    """Scaling, masking and biasing of the scores, in addition to causality.
 
     Attributes:
         scale: Multiplies the scores.
-        window: A token sees at most this many tokens, itself among them.
+        window: A token sees at most this many tokens, including itself.
         softcap: Bounds the scores.
         alibi: `(H,)` float32 slopes; `slope * key_position` is added to the scores.
         sinks: `(H,)` logits that take part in the softmax and carry no value.

@@ -1,6 +1,6 @@
-"""Tokens that may not be chosen at some lengths of a sequence, whatever they score.
+"""Tokens that may not be chosen at some lengths of a sequence, whatever their scores.
 
-Shapes: K tokens that are suppressed, V vocabulary.
+Shapes: K suppressed tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 __all__ = ["FOREVER", "Rule", "Suppression"]
 
 FOREVER = 1 << 62
-"""A length that no sequence has."""
+"""A length that no sequence reaches."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Some tokens, and the lengths at which they are concerned.
+    """A rule that forbids, or exclusively allows, some tokens at a range of lengths.
 
     Attributes:
-        tokens: Those outside of the vocabulary are ignored.
-        begin: The first length, of the tokens so far.
-        end: The first one that is none any more.
-        only: No others may be chosen, whatever earlier rules say; else none of them may.
+        tokens: Token ids; ids outside of the vocabulary are ignored.
+        begin: The first sequence length, in tokens so far, at which the rule applies.
+        end: The first length at which the rule no longer applies.
+        only: If true, only these tokens may be chosen, overriding earlier rules; if false, they may not be.
     """
 
     tokens: tuple[int, ...]
@@ -35,19 +35,19 @@ class Rule:
 
 
 class Suppression:
-    """What some rules, one after another, leave to be chosen.
+    """The tokens that rules, applied one after another, suppress at each length.
 
     Attributes:
-        is_total: There is a length at which nothing is left.
+        is_total: Whether there is a length at which all tokens are suppressed.
     """
 
     def __init__(self, rules: Sequence[Rule], vocabulary: int, device: torch.device) -> None:
-        """Work out each length at which something changes.
+        """Compute the suppressed tokens for each length at which they change.
 
         Args:
-            rules: In order.
+            rules: The rules in order.
             vocabulary: V.
-            device: Where tokens are wanted.
+            device: Device of the returned tensors.
         """
         changes = {0} | {length for rule in rules for length in (rule.begin, rule.end) if length > 0}
         self._begins = sorted(changes - {FOREVER})
@@ -55,14 +55,14 @@ class Suppression:
         self.is_total = any(tokens.numel() == vocabulary for tokens in self._tokens)
 
     def at(self, length: int) -> tuple[Tensor | None, int]:
-        """What may not follow so many tokens.
+        """Return the tokens that may not follow a sequence of a given length.
 
         Args:
-            length: Of the sequence so far.
+            length: The number of tokens so far.
 
         Returns:
-            Rising ids `(K,)` int64, the same tensor while nothing changes, or None for none; and the next
-            length at which this may be otherwise.
+            Ids `(K,)` int64 in ascending order, the same tensor while nothing changes, or None if there are
+            none; and the next length at which this may change.
         """
         part = sum(begin <= length for begin in self._begins)
         tokens = self._tokens[part - 1]
@@ -71,11 +71,11 @@ class Suppression:
 
 
 def _suppressed(rules: Sequence[Rule], length: int, vocabulary: int) -> Tensor:
-    """The ids `(K,)` int64 that may not be chosen at a length, rising."""
-    out = torch.zeros(vocabulary, dtype=torch.bool, device="cpu")
+    """Return the ids `(K,)` int64, in ascending order, that may not be chosen at a length."""
+    suppressed = torch.zeros(vocabulary, dtype=torch.bool, device="cpu")
     for rule in rules:
         if rule.begin <= length < rule.end:
-            out = torch.ones_like(out) if rule.only else out
+            suppressed = torch.ones_like(suppressed) if rule.only else suppressed
             known = [token for token in rule.tokens if 0 <= token < vocabulary]
-            out[torch.tensor(known, dtype=torch.int64, device="cpu")] = not rule.only
-    return out.nonzero().flatten()
+            suppressed[torch.tensor(known, dtype=torch.int64, device="cpu")] = not rule.only
+    return suppressed.nonzero().flatten()

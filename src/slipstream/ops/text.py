@@ -1,4 +1,4 @@
-"""What stands around the layers of an encoder of text, and the tokens of a call, for those who run it whole.
+"""A text encoder's embeddings, norm and pooler, and the tokens of a call, to run the encoder as a whole.
 
 Shapes: T packed tokens, N sequences, V rows of a table, E width of the tables, C hidden.
 """
@@ -17,16 +17,19 @@ __all__ = ["TextFrame", "TextRows"]
 
 @dataclass(frozen=True)
 class TextFrame:
-    """`norm(words[id] + types[type] + places[place])`, `project_in`, the layers; `tanh(pooler x)` of some.
+    """What surrounds a text encoder's layers.
+
+    The layers' input is `norm(words[id] + types[type] + places[place])`, projected by `project_in`; the
+    pooled output is `tanh(pooler x)` for one token of each sequence.
 
     Attributes:
-        words: `(V, E)`, by token.
-        types: `(V, E)`, by token type, or None.
-        places: `(V, E)`, by the place in the sequence.
+        words: `(V, E)`, embeddings by token id.
+        types: `(V, E)`, embeddings by token type, or None.
+        places: `(V, E)`, embeddings by position in the sequence.
         norm_weight: `(E,)` or None.
         norm_bias: `(E,)` or None.
-        eps: Of that layer norm.
-        project_in: `(C, E)`, or None where E is C.
+        eps: Epsilon of the layer norm.
+        project_in: `(C, E)`, or None if E is C.
         pooler: `(O, C)`, or None.
     """
 
@@ -46,11 +49,11 @@ class TextRows:
 
     Attributes:
         ids: `(T,)` int64.
-        types: `(T,)` int64, or None: all of type 0.
-        places: `(T,)` int64; or None: token t is at `first + t % period`.
-        first: The place of a sequence's first token.
-        period: The tokens of each sequence, where all have as many.
-        pooled: `(N,)` int64, the token of each sequence that is pooled, -1 for zeros; None for its first.
+        types: `(T,)` int64; None if all tokens are of type 0.
+        places: `(T,)` int64, positions; None if token t is at position `first + t % period`.
+        first: The position of a sequence's first token.
+        period: The number of tokens of each sequence, if all have the same number.
+        pooled: `(N,)` int64, the token of each sequence that is pooled, -1 for zeros; None for the first one.
         packed: Where the sequences begin and end.
     """
 

@@ -1,5 +1,5 @@
-// What one instruction set offers: the same functions in every isa_*.cpp, which check nothing (check.cpp
-// has).
+// The function table of one instruction set. Every isa_*.cpp provides the same functions; they do not
+// validate their arguments (check.cpp does).
 #pragma once
 
 #include "abi.h"
@@ -34,7 +34,7 @@ struct Kernels {
     void (*model)(const ModelCall&, char* scratch, Team&, int rank);
 };
 
-// Those for which there is a unit.
+// The tables that may be built, one per isa_*.cpp.
 extern const Kernels kBaseline, kAvx2, kAvx512, kAvx512Bf16, kAmx, kAmxEmulated;
 
 } // namespace slipstream

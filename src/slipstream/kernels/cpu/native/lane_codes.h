@@ -1,4 +1,4 @@
-// Codes that are whole numbers as the bytes which rows in lanes meet (digits.h), and their scales.
+// Integer codes as bytes to be multiplied with rows in lanes (digits.h), and their scales.
 #pragma once
 
 namespace slipstream {
@@ -6,13 +6,13 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// Distance between every 64 codes of a row, for vectors; tiles have those of sixteen rows together. Both read
-// some inputs of several rows, so prefetching along a row would come too late: the next rows are asked for
-// instead, see lanes_bytes.h and lanes_byte_tiles.h.
+// The distance between consecutive blocks of 64 codes of a row, for vectors; tiles have those of sixteen rows
+// together. Both read some inputs of several rows, so prefetching along a row would be too late: the next
+// rows are prefetched instead, see lanes_bytes.h and lanes_byte_tiles.h.
 constexpr int64_t kInRows = 64;
 
-// Those of int8, inputs [k, k + n) of a row, each 64 of them `apart` bytes from those before; `k` is a
-// multiple of kBytesDeep. For tiles as they are, else they begin at -128.
+// Unpacks int8 codes: inputs [k, k + n) of a row, with `apart` bytes between blocks of 64; `k` is a multiple
+// of kBytesDeep. Tiles take the codes as they are; for vectors they are made unsigned by adding 128.
 struct BytesOfInt8 {
     static constexpr float kUnit = Int8Bytes::kUnit;
     static constexpr bool kScales = false;
@@ -26,7 +26,7 @@ struct BytesOfInt8 {
     }
 };
 
-// The same of int4, from -8 on.
+// Unpacks int4 codes to bytes in the same order; a byte is 8 more than the code's signed value.
 struct BytesOfInt4 {
     static constexpr int kAdded = 8;
     static constexpr float kUnit = 1;
@@ -41,7 +41,7 @@ struct BytesOfInt4 {
     }
 };
 
-// The same of fp6 in eighths, from -64 of them on.
+// Unpacks fp6 codes to eighths in the same order; a byte is 64 more than the value.
 struct BytesOfSixes {
     static constexpr int kAdded = Fp6Bytes::kAdded;
     static constexpr float kUnit = Fp6Bytes::kUnit;
@@ -54,7 +54,8 @@ struct BytesOfSixes {
     }
 };
 
-// The scales of inputs [k, k + n), and what stands for the code 0 in sums over codes; see added_in_lanes.
+// The scales of inputs [k, k + n), and the value of the code 0, which is multiplied with sums of inputs; see
+// added_in_lanes.
 template <class F>
 inline void bring_scales(const Matrix& m, const PackedRow& row, int64_t k, int64_t n, float* scales,
                          float* middles) {

@@ -1,14 +1,15 @@
-// A few rows times a dense matrix in bfloat16 that is read where it lies: a vector holds the same two inputs
-// of sixteen rows, and each pair of weights meets them all, so that nothing is summed across a vector.
+// A few rows times a dense bfloat16 matrix that is read in place. A vector holds the same two inputs of
+// sixteen rows, and each pair of weights is multiplied with all of them at once, so that nothing is summed
+// across a vector.
 //
 // lanes    [group of rows][pair of inputs][row in group][input]
-// halves   [half of the rows][four inputs][row in half][input], of no more than sixteen rows
+// halves   [half of the rows][four inputs][row in half][input], for at most sixteen rows
 //          zeros beyond the rows and the inputs
 //
-// Measured with 16 tokens in six layers of 384 channels, one thread of a Zen 5: 1.08 ms where `dots`
-// takes 1.30, a fifth of which goes into sums across vectors. A product of a single group brings its own pair
-// of weights from memory, and more than two loads in a cycle there are not; two halves share theirs: 384
-// inputs out of the second cache, GFLOP/s: 460 by a group, 537 by halves.
+// Measured with 16 tokens in six layers of 384 channels, one thread of a Zen 5: 1.08 ms where `dots` takes
+// 1.30, a fifth of which goes into sums across vectors. With a single group, each product needs its own load
+// of a pair of weights, and the processor does only two loads per cycle; two halves share one such load. With
+// 384 inputs in L2: 460 GFLOP/s by a group, 537 by halves.
 #pragma once
 
 namespace slipstream {
@@ -21,20 +22,21 @@ constexpr int64_t kLaneGroup = 16, kLaneLine = 2 * kLaneGroup;
 #ifdef SLIPSTREAM_AMX
 constexpr int64_t kFewestInLanes = 4, kMostInLanes = 2 * kLaneGroup; // see lanes_tiles.h
 #else
-// With fewer many lanes are empty: eight rows of 1536 x 384 in the cache take 32 us, `dots` 25; out of
-// memory, by two threads, both wait for it.
+// With fewer rows many lanes are empty: eight rows of 1536 x 384 in the cache take 32 us, `dots` 25; from
+// memory, with two threads, both are memory-bound.
 constexpr int64_t kFewestInLanes = 12;
 constexpr int64_t kMostInLanes = 3 * kLaneGroup;
 #endif
-constexpr int kLaneRows = 8; // of the matrix at once; more at a power of two apart share a place in the cache
+// rows of the matrix per block; more rows at a power-of-two stride would conflict in the cache
+constexpr int kLaneRows = 8;
 
-// How many of some rows go in lanes: the first ones, and all where those behind whole groups are not few.
+// How many of the rows go in lanes: whole groups first, and the rest too if it has at least `fewest` rows.
 inline int64_t rows_in_lanes(int64_t rows, int64_t fewest) {
     const int64_t rest = rows % kLaneGroup;
     return rest >= fewest ? rows : rows - rest;
 }
 
-// The same beside a dense matrix.
+// How many rows go in lanes for a dense matrix.
 inline int64_t dense_in_lanes(int64_t rows) {
 #ifdef SLIPSTREAM_AMX
     return rows >= kFewestInLanes ? rows : 0;
@@ -43,7 +45,8 @@ inline int64_t dense_in_lanes(int64_t rows) {
 #endif
 }
 
-// Whether a dense matrix can be read where it lies; by tiles one that becomes bfloat16 beside them, too.
+// Whether a dense matrix can be read in place for rows in lanes; with tiles also a matrix that is decoded to
+// bfloat16.
 inline bool fits_lanes(const Matrix& m, int64_t rows) {
 #ifdef SLIPSTREAM_AMX
     if (m.format == kFp8 || m.format == kBf13)
@@ -52,13 +55,13 @@ inline bool fits_lanes(const Matrix& m, int64_t rows) {
     return m.format == kPlain && m.inputs % 2 == 0 && !m.runs[0].transposed && rows <= kMostInLanes;
 }
 
-// What lanes hold, and sums of their products.
+// bfloat16 rows in lanes, and the sums of their products.
 struct Bf16InLanes {
     using Item = Bf16;
     using Sum = Vec;
-    static constexpr int64_t kInputs = 2; // of a lane
+    static constexpr int64_t kInputs = 2; // per lane
     template <int S, int W>
-    static constexpr int kVectors = S == 1 ? 1 : S / W; // that become of the sums of a row of the matrix
+    static constexpr int kVectors = S == 1 ? 1 : S / W; // result vectors per row of the matrix
     static Sum start(const int32_t*, int) { return Vec::set(0); }
     static Bf16Lanes row(const Bf16* p) { return Bf16Lanes::load(p); }
     static Bf16Lanes row(const Bf16* p, int64_t n) { return Bf16Lanes::load(p, n); }
@@ -75,7 +78,7 @@ struct Bf16InLanes {
     }
 };
 
-// Of one group.
+// The number of items of one group of rows.
 template <class P = Bf16InLanes>
 inline int64_t lane_items(int64_t inputs) {
     constexpr int64_t kLine = kLaneGroup * P::kInputs;
@@ -102,8 +105,8 @@ inline void fill_lanes(const typename P::Item* x, int64_t stride, int64_t rows, 
     }
 }
 
-// out[r * os + j] = row r of `columns` <= 16 columns of results, block[j][s] those of group s of the rows;
-// each row is the sum of W lanes.
+// out[r * os + j] = row r of `columns` <= 16 columns of results, where block[j][s] holds those of row group
+// s; each row is the sum of W lanes.
 template <int S, int W = 1>
 inline void turn_lanes(const float* block, int64_t rows, int64_t columns, float* out, int64_t os) {
     constexpr int64_t kRows = kLaneGroup / W;
@@ -121,9 +124,9 @@ inline void turn_lanes(const float* block, int64_t rows, int64_t columns, float*
     }
 }
 
-#ifndef SLIPSTREAM_AMX // which has tiles
-// How so many rows lie in lanes: S groups of them, in which a row has W lanes that take turns. Two lanes each
-// in two groups are halves of sixteen rows: see the top.
+#ifndef SLIPSTREAM_AMX // with AMX, tiles are used instead
+// Calls `f` with the layout of `rows` rows in lanes: S groups, in which a row has W lanes that take inputs
+// alternately. S = W = 2 is the layout `halves` for at most sixteen rows, see the top of this file.
 template <class F>
 inline void with_lanes_of(int64_t rows, F f) {
     using One = std::integral_constant<int, 1>;
@@ -138,7 +141,8 @@ inline void with_lanes_of(int64_t rows, F f) {
         f(std::integral_constant<int, 3>(), One());
 }
 
-// Up to eight rows with two lanes each; for halves every other two, so that `fold` has all of them in order.
+// Lays out up to eight rows with two lanes each; for halves it takes every other pair of rows, so that `fold`
+// puts all of them in order.
 template <class P, bool kHalf>
 inline void fill_eight(const typename P::Item* x, int64_t stride, int64_t rows, int64_t inputs,
                        typename P::Item* lanes) {
@@ -173,14 +177,15 @@ inline void lay_in_lanes(const typename P::Item* x, int64_t stride, int64_t rows
     });
 }
 
-// out[r][s] = kLaneRows rows of w times S groups of rows of x, `group` apart; of two halves, W = 2, what they
-// fold to. `starts`: what the sums of each lane begin with, where they are of whole numbers. Memory from
-// `next` on is asked for line by line.
+// out[r][s] = the products of kLaneRows rows of w with S groups of rows of x, which are `group` items apart;
+// for two halves (S = W = 2) the folded result. `starts`: initial values of the sums of each lane, for
+// integer sums. Prefetches from `next` on, one line per iteration.
 template <class P, int S, int W>
 [[gnu::noinline]] void lanes_block(const typename P::Item* x, int64_t group, const typename P::Item* w,
                                    int64_t ws, int64_t inputs, float* out, const int32_t* starts,
                                    const void* next) {
-    constexpr int64_t kStep = W * P::kInputs, kTurn = 2 * P::kInputs; // of a product, and a turn of the loop
+    // inputs of one product, and of one iteration
+    constexpr int64_t kStep = W * P::kInputs, kTurn = 2 * P::kInputs;
     typename P::Sum sums[kLaneRows][S];
 #pragma GCC unroll 16
     for (auto& row : sums)
@@ -217,8 +222,8 @@ template <class P, int S, int W>
         P::template store<S, W>(sums[r], out + r * P::template kVectors<S, W> * kLaneGroup);
 }
 
-// out[r * os + j] = x row r . w row j, for as many of the `columns` rows of w as are returned: all but those
-// that do not fill a block.
+// out[r * os + j] = x row r . w row j. Returns how many of the `columns` rows of w were done: whole blocks;
+// those that do not fill a block are left out.
 template <class P, int S, int W>
 inline int64_t multiply_lanes(const typename P::Item* x, int64_t rows, const typename P::Item* w, int64_t ws,
                               int64_t inputs, int64_t columns, float* out, int64_t os,

@@ -1,6 +1,6 @@
-// Sixteens of rows, as whole numbers in digits, times a packed matrix whose codes are whole numbers as well,
-// by the tiles of AMX: digits in lanes are tiles as they lie, and so are codes of int8; others become bytes
-// first, some inputs of sixteen rows at a time. Sums are exact in int32 until they are multiplied by a scale.
+// Groups of sixteen rows, as integers in digits, times a packed matrix with integer codes, by AMX tiles.
+// Digits in lanes have the layout of tiles, and so have int8 codes; other codes are unpacked to bytes first,
+// some inputs of sixteen rows at a time. Sums are exact in int32 until they are multiplied by a scale.
 #pragma once
 
 namespace slipstream {
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kByteBand = 16; // rows of the matrix in a tile
 
-// Some inputs of a band, what stands for each of their groups, and sums of products.
+// The codes of some inputs of a band, the scale and offset of each of their groups, and sums of products.
 struct ByteBand {
     static constexpr int64_t kTogether = 8; // groups whose sums are multiplied by their scales together
     alignas(64) uint8_t codes[kBytesDeep / 64][kByteBand][64];
@@ -16,7 +16,7 @@ struct ByteBand {
     alignas(64) int32_t sums[kTogether][3][kByteBand][kLaneGroup];
 };
 
-// A group of rows of x in lanes, from some input on, and what goes with it: see ByteRoom.
+// A group of rows of x in lanes, from some input on, with its start values and sums: see ByteRoom.
 struct ByteGroup {
     const uint8_t* digits;
     int64_t apart; // bytes between digits
@@ -24,14 +24,14 @@ struct ByteGroup {
     const float* sums;
 };
 
-// Sums of B bands in N digits, the first of which is tile T.
+// The sums of B bands in N digits; the first accumulator is tile T.
 template <int B, int N, int T>
 struct DigitTiles {
     static_assert(T + B * N <= 4, "the others are of codes and digits");
 
     template <int I = 0>
     static void start(const int32_t* starts) {
-        tile_load<T + I>(starts + I % N * kLaneGroup, 0); // each row the same
+        tile_load<T + I>(starts + I % N * kLaneGroup, 0); // all rows are the same
         if constexpr (I + 1 < B * N)
             start<I + 1>(starts);
     }
@@ -41,7 +41,7 @@ struct DigitTiles {
         if constexpr (I + 1 < B * N)
             zero<I + 1>();
     }
-    // Adds as many inputs as a tile has.
+    // Adds the products of as many inputs as a tile has.
     static void add(const uint8_t* codes, int64_t pitch, const ByteGroup& x, int64_t i) {
         tile_load<6>(codes, pitch);
         if constexpr (B > 1)
@@ -67,7 +67,7 @@ private:
     }
 };
 
-// The sums of row j in N digits.
+// The sums of row j, combined from N digits.
 template <int N>
 inline Vec whole_sums(const int32_t (*digits)[kByteBand][kLaneGroup], int64_t j) {
     CodeSums parts[N];
@@ -79,12 +79,12 @@ inline Vec whole_sums(const int32_t (*digits)[kByteBand][kLaneGroup], int64_t j)
     return all;
 }
 
-// totals[j] += the sums of some groups, from group `first` of the band on, times their scales, and what
-// minima add.
+// totals[j] += the sums of some groups, from group `first` of the band on, times their scales, plus the
+// contribution of the minima.
 template <int N, bool kMinima>
 inline void settle_groups(const ByteBand& band, int64_t first, int64_t groups, const float* group_sums,
                           float (*totals)[kLaneGroup]) {
-    constexpr int R = 4; // chains of additions that do not wait for each other
+    constexpr int R = 4; // independent chains of additions
     for (int64_t j = 0; j < kByteBand; j += R) {
         Vec sums[R], less[R];
 #pragma GCC unroll 4
@@ -106,13 +106,13 @@ inline void settle_groups(const ByteBand& band, int64_t first, int64_t groups, c
     }
 }
 
-// totals[j] += `inputs` inputs of row j of a band times the rows of x, of a format with a scale for each
-// span. First products alone and then scales alone: a tile that is loaded waits for a number that was stored
-// just before where both lie at the same place of a page, which most do if the two alternate.
+// totals[j] += `inputs` inputs of row j of a band times the rows of x, for a format with a scale per span.
+// All products come first and all scales after them: a tile load waits for a recent store to the same offset
+// within a page, which most would do if the two alternated.
 template <int N, bool kMinima>
 [[gnu::noinline]] void add_spans(const ByteGroup& x, ByteBand& band, int64_t inputs, int64_t span,
                                  float (*totals)[kLaneGroup]) {
-    constexpr int kOther = N < 3 ? N : 0; // sums of the next group need not wait for those of this one
+    constexpr int kOther = N < 3 ? N : 0; // the sums of the next group do not depend on those of this one
     const int64_t groups = ceil_div(inputs, span), step = least(span, 64);
     const auto tiles = [&](auto first, int64_t g, int64_t at) {
         using Tiles = DigitTiles<1, N, decltype(first)::value>;
@@ -135,13 +135,14 @@ template <int N, bool kMinima>
     }
 }
 
-// The same of B bands of int8, whose rows lie `pitch` bytes apart and each 64 inputs `apart` from those
-// before; lines from `coming` on are asked for on the way.
+// totals[j] += `inputs` inputs of row j of B bands of int8 times the rows of x. Rows lie `pitch` bytes apart,
+// and consecutive blocks of 64 inputs `apart` bytes. Prefetches lines from `coming` on along the way.
 template <int B, int N>
 [[gnu::noinline]] void add_lines(const ByteGroup& x, ByteBand& band, const uint8_t* codes, int64_t pitch,
                                  int64_t apart, int64_t inputs, const uint8_t* coming,
                                  float (*totals)[kLaneGroup]) {
-    constexpr int kSets = 2 * B * N > 4 ? 1 : 2; // so that no product waits for the one before it
+    // alternate between two sets, so that no product waits for the previous one
+    constexpr int kSets = 2 * B * N > 4 ? 1 : 2;
     using Even = DigitTiles<B, N, 0>;
     using Odd = DigitTiles<B, N, (kSets - 1) * B * N>;
     constexpr int64_t kRows = B * kByteBand;
@@ -174,8 +175,8 @@ template <int B, int N>
     }
 }
 
-// Brings inputs [k, k + n) of rows of the matrix from o on; where there are less than sixteen, the last one
-// again. What follows sixteen rows in memory is asked for on the way.
+// Unpacks inputs [k, k + n) of rows of the matrix from o on; if fewer than sixteen rows are left, the last
+// one is repeated. Prefetches what follows the sixteen rows in memory.
 template <class F>
 inline void fill_band(const Matrix& m, const PackedRows& all, int64_t o, int64_t columns, int64_t k,
                       int64_t n, ByteBand& band) {
@@ -197,8 +198,8 @@ inline void fill_band(const Matrix& m, const PackedRows& all, int64_t o, int64_t
     }
 }
 
-// A group of rows in lanes of N digits, with inputs [k, k + n) of a band of the matrix, or of two where codes
-// of int8 need not be brought: `there` is where those lie, else null.
+// Multiplies a group of rows in lanes of N digits with inputs [k, k + n) of a band of the matrix, or of two
+// bands if int8 codes are read in place: `there` is their address, else null.
 template <class F, int N, bool kMinima>
 inline void add_group(const ByteGroup& x, const Matrix& m, ByteBand& band, const uint8_t* there,
                       int64_t bands, int64_t n, const uint8_t* coming, float (*totals)[kLaneGroup]) {
@@ -215,13 +216,15 @@ inline void add_group(const ByteGroup& x, const Matrix& m, ByteBand& band, const
     }
 }
 
-// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier, for all rows in lanes.
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before the row's multiplier, for all rows in
+// lanes.
 template <class F, int N, bool kMinima>
 inline void multiply_byte_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                                 int64_t os) {
     constexpr int64_t kMostGroups = kFewRows / kLaneGroup + 1;
     const int64_t span = lane_span(m), wide = x.in_lanes - x.in_narrow, whole = ceil_div(wide, kLaneGroup);
-    constexpr bool kPairs = N == 2; // a lane for each digit of rows that have two; others go by vectors
+    // rows of two digits have a lane for each digit; other narrow rows use vectors
+    constexpr bool kPairs = N == 2;
     const int64_t groups = whole + (kPairs && x.in_narrow > 0);
     if constexpr (!kPairs && F::kScales)
         if (x.in_narrow)

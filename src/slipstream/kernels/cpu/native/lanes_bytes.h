@@ -1,9 +1,10 @@
-// Sixteens of rows, as whole numbers in digits, times a packed matrix whose codes are whole numbers as well:
-// those of eight of its rows are brought into the first cache as bytes once, where four at a time meet the
-// same four inputs of sixteen rows. Sums are exact in int32 until they are multiplied by a scale.
+// Groups of sixteen rows, as integers in digits, times a packed matrix with integer codes. The codes of eight
+// of its rows are unpacked into L1 as bytes once; four rows at a time are then multiplied with the same four
+// inputs of sixteen rows. Sums are exact in int32 until they are multiplied by a scale.
 //
-// Measured with 16 rows of bfloat16, one thread of a Zen 4, beside eight rows twice: 576 x 576 in the cache
-// takes 0.84 (int8), 0.77 (int4) and 0.77 (fp6) of the time, 2048 x 2048 out of memory 0.95, 0.82 and 0.75.
+// Measured with 16 rows of bfloat16, one thread of a Zen 4, compared with eight rows twice: 576 x 576 in the
+// cache takes 0.84 (int8), 0.77 (int4) and 0.77 (fp6) of the time, 2048 x 2048 from memory 0.95, 0.82 and
+// 0.75.
 #pragma once
 
 namespace slipstream {
@@ -11,21 +12,21 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-constexpr int64_t kBytesPitch = kBytesDeep + 64; // no power of two
+constexpr int64_t kBytesPitch = kBytesDeep + 64; // not a power of two
 
-// Some inputs of rows of the matrix, and what stands for each of their groups.
+// The codes of some inputs of kLaneRows rows of the matrix, and the scale and offset of each of their groups.
 struct ByteTile {
     alignas(64) uint8_t codes[kLaneRows][kBytesPitch];
-    alignas(64) float scales[kLaneRows][16], middles[kLaneRows][16]; // of what codes begin at
+    alignas(64) float scales[kLaneRows][16], middles[kLaneRows][16]; // values of the code 0
 };
 
-// Rows behind those of a tile for which it asks. Measured on a Zen 5, eight rows out of memory, two threads,
-// beside tiles that ask along their own rows: int4 of 5632 x 2048 takes 0.84 of the time, of 2048 x 5632
+// How many rows ahead a tile prefetches. Measured on a Zen 5, eight rows from memory, two threads, compared
+// with tiles that prefetch along their own rows: int4 of 5632 x 2048 takes 0.84 of the time, of 2048 x 5632
 // 0.56, fp6 0.92 and 0.85.
 constexpr int64_t kRowsAhead = 2 * kLaneRows;
 
-// Inputs [k, k + n) of rows of the matrix from o on; where there are less than a tile has, the last one
-// again. Asks for what belongs to the codes of rows to come.
+// Unpacks inputs [k, k + n) of rows of the matrix from o on; if fewer rows than a tile has are left, the last
+// one is repeated. Prefetches the scales, minima and upper bits of rows ahead.
 template <class F>
 inline void fill_tile(const Matrix& m, const PackedRows& all, int64_t o, int64_t columns, int64_t k,
                       int64_t n, ByteTile& tile) {
@@ -47,15 +48,15 @@ inline void fill_tile(const Matrix& m, const PackedRows& all, int64_t o, int64_t
 // Rows of x in lanes, from some input on.
 struct ByteLanes {
     const uint8_t* digits;
-    int64_t group, apart;  // bytes between groups of rows, and digits
-    const int32_t* starts; // what sums of each digit begin with, for each span
+    int64_t group, apart;  // bytes between groups of rows, and between digits
+    const int32_t* starts; // initial values of the sums of each digit, for each span
     const float* sums;     // over each group of codes
     int64_t starts_group, sums_group;
-    const uint8_t* coming; // codes of rows behind the next ones
+    const uint8_t* coming; // codes to prefetch, of rows ahead
 };
 
-// sums[r][s] += `inputs` inputs of R rows of a tile, from `row` on, times S groups of rows of x in N digits,
-// each row in W lanes. Of several digits registers hold no more than the sums of one span.
+// sums[r][s] += the products of `inputs` inputs of R rows of a tile, from `row` on, with S groups of rows of
+// x in N digits, each row in W lanes. With several digits registers hold only the sums of one span.
 template <int R, int S, int W, int N, bool kScales, bool kMinima>
 [[gnu::noinline]] void bytes_tile(const ByteLanes& x, const ByteTile& tile, int row, int64_t inputs,
                                   int64_t span, float* sums) {
@@ -81,8 +82,8 @@ template <int R, int S, int W, int N, bool kScales, bool kMinima>
                     parts[n][r][s] = parts[n][0][s];
             }
         for (int64_t i = g * span; i < least((g + 1) * span, inputs); i += 4 * W) {
-            // Asked for all at once they would keep memory busy now and idle after that: 2048 inputs, eight
-            // rows of x and one thread of a Zen 4 take 1.37 times as long then.
+            // Prefetching all lines at once would keep memory busy now and idle later: 2048 inputs, eight
+            // rows of x and one thread of a Zen 4 then take 1.37 times as long.
             if (i % 64 < 4 * W * R / kCodesOfByte) {
                 prefetch(coming);
                 coming += 64;
@@ -130,12 +131,12 @@ template <int R, int S, int W, int N, bool kScales, bool kMinima>
             totals[r][s].store(sums + (r * S + s) * kLaneGroup);
 }
 
-// out[r * os + o - begin] = x row r of group `g` and those after it . row o of a packed matrix, for S groups
-// of rows in W lanes each, of which `rows` are wanted.
+// out[r * os + o - begin] = row r of x, counted from group `g`, . row o of a packed matrix, for S groups of
+// rows in W lanes each, of which `rows` rows are written.
 template <class F, int S, int W, int N, bool kMinima>
 inline void bytes_rows(const Operand& x, const Matrix& m, int64_t g, int64_t rows, int64_t begin, int64_t end,
                        float* out, int64_t os) {
-    constexpr int R = kLaneRows / S; // what registers hold
+    constexpr int R = kLaneRows / S; // what fits in registers
     alignas(64) float block[2 * kLaneRows][S][kLaneGroup];
     const PackedRows all(m);
     ByteTile tile;
@@ -170,11 +171,13 @@ inline void bytes_rows(const Operand& x, const Matrix& m, int64_t g, int64_t row
     }
 }
 
-#ifndef SLIPSTREAM_AMX // which has tiles, see lanes_byte_tiles.h
-// Digits of one group of rows beside int8, which is read where it lies: what they add up to is added.
+#ifndef SLIPSTREAM_AMX // AMX uses tiles, see lanes_byte_tiles.h
+// Digits of one group of rows, multiplied with int8 codes that are read in place: the combined sum of the
+// digits is added to `out`.
 //
-// Measured on a Zen 5, one thread, beside a tile of bytes: eight rows of 2048 x 2048 out of memory take 160
-// us instead of 204, sixteen 296 instead of 357; of 1536 x 384 in the cache 26 instead of 29, and 45 of 47.
+// Measured on a Zen 5, one thread, compared with a tile of bytes: eight rows of 2048 x 2048 from memory take
+// 160 us instead of 204, sixteen 296 instead of 357; of 1536 x 384 in the cache 26 instead of 29, and 45
+// instead of 47.
 struct DigitsInLanes : BytesInLanes {
     template <int N, int W>
     static constexpr int kVectors = 1;
@@ -187,7 +190,8 @@ struct DigitsInLanes : BytesInLanes {
     }
 };
 
-// As multiply_byte_lanes, for as many columns as are returned: whole blocks of them.
+// Like multiply_byte_lanes for int8, but only for whole blocks of columns; returns how many columns were
+// done.
 template <int N>
 inline int64_t multiply_digit_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                                     int64_t os) {
@@ -231,7 +235,8 @@ inline int64_t multiply_digit_lanes(const Operand& x, const Matrix& m, int64_t b
     return whole;
 }
 
-// The same of all rows in lanes.
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before the row's multiplier, for all rows in
+// lanes.
 template <class F, int N, bool kMinima>
 inline void multiply_byte_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                                 int64_t os) {

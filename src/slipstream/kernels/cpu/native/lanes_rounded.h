@@ -1,8 +1,8 @@
-// Rows rounded to bytes in lanes, as lanes.h has rows of bfloat16: a vector holds the same four inputs of
-// sixteen rows, and each four weights of int8 meet them all, which are read where they lie. Sums are exact in
-// int32, and the same as those of bytes.h.
+// Rows rounded to bytes, in lanes like the bfloat16 rows of lanes.h: a vector holds the same four inputs of
+// sixteen rows, and each group of four int8 weights, read in place, is multiplied with all of them. Sums are
+// exact in int32, and equal to those of bytes.h.
 //
-// Measured on a Zen 5, in us, 1536 x 384 in the cache by one thread and 2048 x 2048 out of memory by two:
+// Measured on a Zen 5, in us, 1536 x 384 in the cache with one thread and 2048 x 2048 from memory with two:
 //
 // rows                5    8    9   12   16   17   24   32   47  |    5    8    9   12   16   24   32   47
 // lanes              17   18   23   25   26   44   46   48   70  |  114  114  112   94  101  165  172  243
@@ -12,7 +12,7 @@
 namespace slipstream {
 namespace {
 
-#if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX) // which has tiles
+#if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX) // AMX uses tiles
 
 struct BytesInLanes {
     using Item = uint8_t;
@@ -26,7 +26,7 @@ struct BytesInLanes {
         return sum;
     }
     static Sum none() { return CodeSums::of(Vec::set(0)); }
-    // Codes around 128 as numbers with a sign; of weights it is the other way round.
+    // Codes of rows, centred at 128, become signed; signed weights become unsigned.
     static Codes row(const uint8_t* p) { return less_least(Codes::load(p)); }
     static Codes row(const uint8_t* p, int64_t n) { return less_least(Codes::load(p, n), n); }
     static Codes lanes(const uint8_t* p) { return Codes::load(p); }
@@ -42,7 +42,8 @@ struct BytesInLanes {
     }
 };
 
-// Rows' codes in lanes, and what the sums of each lane begin with: that cancels what was added to weights.
+// The layout of rows' codes in lanes, with the initial values of the sums of each lane, which cancel the
+// offset of the weights.
 struct CodeLanes {
     CodeLanes(int64_t inputs, int64_t rows) {
         with_lanes_of(rows, [&](auto groups, auto shared) {

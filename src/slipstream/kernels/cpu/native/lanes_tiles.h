@@ -1,18 +1,18 @@
-// A few rows times a dense matrix in bfloat16 by the tiles of AMX: sixteen pairs of inputs in lanes are a
-// tile as they lie, and so are 32 inputs of sixteen rows of the matrix. Nothing is copied but what ends a
+// A few rows times a dense bfloat16 matrix by AMX tiles: sixteen pairs of inputs in lanes have the layout of
+// a tile, and so have 32 inputs of sixteen rows of the matrix. Nothing is copied except the remainder of a
 // row.
 //
-// An instruction of a vector takes 32 products, and where there is AMX two cycles: an Emerald Rapids does
-// 0.09 TFLOP/s so, by one thread at 2.9 GHz. A product of tiles takes 8192 in sixteen cycles, or in 52 if it
-// waits for the one before: two threads read 5632 x 2048 out of memory in 932 us for one row, in 1004 for
-// eight and in 1077 for 32, by vectors in 1714 and 4950.
+// A vector instruction does 32 products and takes two cycles on processors with AMX: an Emerald Rapids
+// reaches 0.09 TFLOP/s with it, with one thread at 2.9 GHz. A tile product does 8192 in sixteen cycles, or in
+// 52 if it depends on the previous one: two threads multiply 5632 x 2048 from memory in 932 us with one row,
+// in 1004 with eight and in 1077 with 32, by vectors in 1714 and 4950.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Sums of B bands of sixteen rows of w by S groups of rows of x in lanes, in two chains if S is 1. Tiles 0 to
-// 3 sum, 4 and 5 are of lanes, 6 and 7 of w.
+// Sums of B bands of sixteen rows of w by S groups of rows of x in lanes, in two independent chains if S is
+// 1. Tiles 0 to 3 are accumulators, 4 and 5 hold lanes, 6 and 7 rows of w.
 template <int B, int S>
 class TileSums {
 public:
@@ -23,7 +23,7 @@ public:
         each<0>([](auto tile, int64_t) { tile_zero<decltype(tile)::value>(); });
     }
 
-    // Adds inputs [k, k + kLaneLine) of all rows of w, `ws` apart, to a chain.
+    // Adds inputs [k, k + kLaneLine) of all rows of w, `ws` apart, to chain C.
     template <int C>
     void add(int64_t k, const Bf16* w, int64_t ws) const {
         const Bf16* from = lanes_ + k * kLaneGroup;
@@ -33,7 +33,7 @@ public:
         band<C, 0>(w, ws);
     }
 
-    // out[r * os + j] = row j of w, of the first `columns`, by row r of x, of `rows`.
+    // out[r * os + j] = row j of w . row r of x, for `columns` rows of w and `rows` rows of x.
     void turn(int64_t rows, int64_t columns, float* out, int64_t os) const {
         constexpr int64_t kFloats = kRows * S * kLaneGroup;
         alignas(64) float sums[kChains * kFloats];
@@ -48,7 +48,7 @@ public:
     }
 
 private:
-    // f(tile, where its sums lie among those of all chains)
+    // Calls f(tile, offset of its sums among those of all chains) for each tile.
     template <int I, class F>
     static void each(F f) {
         constexpr int kOfChain = B * S;
@@ -79,7 +79,7 @@ inline void multiply_bands(const Bf16* x, int64_t rows, const Bf16* w, int64_t w
                            int64_t os) {
     using Sums = TileSums<B, S>;
     const Sums sums(x, inputs);
-    // The block after the next is asked for line by line, as they lie in memory.
+    // The block after the next is prefetched line by line in memory order.
     const char* next = reinterpret_cast<const char*>(w + 2 * Sums::kRows * ws);
     const auto ask = [&] {
 #pragma GCC unroll 32
@@ -98,7 +98,7 @@ inline void multiply_bands(const Bf16* x, int64_t rows, const Bf16* w, int64_t w
         sums.template add<0>(k, w + k, ws);
         k += kLaneLine;
     }
-    if (k < inputs) { // behind the last inputs lies what is none of the row's
+    if (k < inputs) { // beyond the last inputs lies memory that is not part of the row
         alignas(64) Bf16 ends[Sums::kRows * kLaneLine];
         for (int64_t j = 0; j < Sums::kRows; ++j)
             Bf16Lanes::load(w + j * ws + k, inputs - k).store(ends + j * kLaneLine);
@@ -118,14 +118,14 @@ inline int64_t multiply_tiles(const Bf16* x, int64_t rows, const Bf16* w, int64_
     for (; c + 2 * kBand <= columns; c += 2 * kBand)
         multiply_bands<2, S>(x, rows, w + c * ws, ws, inputs, out + c, os);
     for (; c < columns; c += kBand) {
-        const int64_t from = least(c, columns - kBand); // some of the last band again
+        const int64_t from = least(c, columns - kBand); // may repeat some of the last band
         multiply_bands<1, S>(x, rows, w + from * ws, ws, inputs, out + from, os);
     }
     return columns;
 }
 
-// out[r * os + j] = x row r . w row j, for as many of the `columns` rows of w as are returned: all, or none
-// where they are no band.
+// out[r * os + j] = x row r . w row j. Returns how many of the `columns` rows of w were done: all, or none if
+// they do not fill a band.
 inline int64_t multiply_lanes(const Bf16* x, int64_t rows, const Bf16* w, int64_t ws, int64_t inputs,
                               int64_t columns, float* out, int64_t os) {
     if (rows <= kLaneGroup)

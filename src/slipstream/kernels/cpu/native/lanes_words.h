@@ -1,12 +1,12 @@
-// Groups of rows in words times a packed matrix whose codes are whole numbers: those of some of its rows are
-// brought into the first cache as words once, where several at a time meet the same two inputs of a group of
-// rows. Sums are exact in int32 until they are multiplied by a scale. A few rows are multiplied so, and by
-// panels (gemm_words.h) many.
+// Groups of rows in words times a packed matrix with integer codes. The codes of some of its rows are
+// unpacked into L1 as words once; several rows at a time are then multiplied with the same two inputs of a
+// group of rows. Sums are exact in int32 until they are multiplied by a scale. A few rows are multiplied this
+// way, and many rows by panels (gemm_words.h).
 //
-// Measured on a Zen 3 with AVX2, one thread, 576 x 1536 out of memory, beside weights that became float32:
-// eight rows of int8 take 0.75 of the time, of int4 0.44 and of fp6 0.35; two rows of int4 0.44. Rows rounded
-// to bytes beside int4, in the cache and beside the same rows in words: 0.62 of the time, two rows 0.69, and
-// 512 of them by panels 0.56.
+// Measured on a Zen 3 with AVX2, one thread, 576 x 1536 from memory, compared with weights converted to
+// float32: eight rows of int8 take 0.75 of the time, of int4 0.44 and of fp6 0.35; two rows of int4 0.44.
+// Rows rounded to bytes times int4, in the cache and compared with the same rows in words: 0.62 of the time,
+// two rows 0.69, and 512 of them by panels 0.56.
 #pragma once
 
 namespace slipstream {
@@ -14,17 +14,17 @@ namespace {
 
 #ifndef SLIPSTREAM_BF16_DOT
 
-// Rows of the matrix that lie in the first cache together.
+// Rows of the matrix that are in L1 together.
 constexpr int64_t kWordTile = most(8, kWordGroup);
 
-// Pairs of inputs in the lanes, in words. kNumbers: codes have groups.
+// Lanes hold pairs of inputs, in words. kNumbers: codes have groups.
 template <bool kHasNumbers>
 struct Pairs {
     using Sum = PairSums;
     static constexpr bool kNumbers = kHasNumbers;
     static constexpr int kInputs = 2;
 };
-// Fours of them, in bytes.
+// Lanes hold groups of four inputs, in bytes.
 #ifdef SLIPSTREAM_FOURS
 struct Fours {
     using Sum = FourSums;
@@ -33,7 +33,7 @@ struct Fours {
 };
 #endif
 
-// Calls `f` with what the lanes take beside the codes of a matrix.
+// Calls `f` with the kind of lanes that a matrix is multiplied with.
 template <class F>
 inline void with_lanes(const Matrix& m, F f) {
 #ifdef SLIPSTREAM_FOURS
@@ -46,18 +46,19 @@ inline void with_lanes(const Matrix& m, F f) {
         f(Pairs<false>());
 }
 
-// Codes of inputs [k, k + n) of a row as words, or as bytes where lanes take fours of them, zeros behind the
-// inputs; n is a multiple of kWordStep. Of formats with groups what goes with each span follows in float32:
-// the scales of all, then what is added for each of their inputs.
+// Unpacks the codes of inputs [k, k + n) of a row to words, or to bytes where lanes hold four inputs, with
+// zeros beyond the inputs; n is a multiple of kWordStep. For formats with groups, the numbers of each span
+// follow in float32: all scales, then what is added per unit of the inputs (minima).
 template <class P>
 class CodeWords {
 public:
-    // `span`, a power of two like the groups: shifts take less than divisions, for which a tile would wait.
+    // `span` is a power of two, like the groups: shifts take less time than divisions, which would delay a
+    // tile.
     CodeWords(const Matrix& m, int64_t span)
         : m_(m), rows_(m), shift_(__builtin_ctzll(static_cast<uint64_t>(span))),
           groups_(m.group ? ceil_div(m.inputs, m.group) : 0), per_group_(m.group >> shift_) {}
 
-    // Inputs [k, k + n) from now on.
+    // Selects inputs [k, k + n).
     void begin(int64_t k, int64_t n) {
         k_ = k, n_ = n, first_ = k >> shift_;
         spans_ = (n + (int64_t{1} << shift_) - 1) >> shift_;
@@ -129,8 +130,8 @@ private:
 #endif
     }
 
-    // The numbers of the spans times `factor`, zeros behind those that are there. What lies behind `to` may
-    // be overwritten, up to a vector; `beyond`: as many lie behind `from`.
+    // Writes the numbers of the spans times `factor`, and zeros for spans beyond the planes. Up to a vector
+    // after `to` may be overwritten; `beyond`: whether as much can be read after `from`.
     [[gnu::always_inline]] void bring_numbers(const Half* from, float factor, bool beyond, float* to) const {
         int64_t j = 0;
         for (; per_group_ > 1 && j < there_; ++j)
@@ -148,24 +149,25 @@ private:
     const Matrix& m_;
     const PackedRows rows_;
     const int shift_;
-    const int64_t groups_, per_group_;          // of a row; spans of each
-    int64_t k_ = 0, n_ = 0, whole_ = 0;         // inputs, and those of them that the planes have
-    int64_t first_ = 0, spans_ = 0, there_ = 0; // of their spans, and those that the planes have
+    const int64_t groups_, per_group_;          // groups of a row; spans of each group
+    int64_t k_ = 0, n_ = 0, whole_ = 0;         // inputs, and how many of them the planes have
+    int64_t first_ = 0, spans_ = 0, there_ = 0; // their spans, and how many of them the planes have
 };
 
-// Some rows of codes, as CodeWords has them, times groups of rows, as WordRows has them.
+// Arguments of a product of some rows of codes, as laid out by CodeWords, with groups of rows, as laid out by
+// WordRows.
 struct WordPass {
     const int16_t* codes;
-    int64_t pitch, inputs; // words between rows; inputs of each
+    int64_t pitch, inputs; // words between rows; inputs of each row
     const int16_t* x;
     int64_t group, span, apart; // words between groups; inputs of a span, and words between spans
-    bool first;                 // c is written, not added to
+    bool first;                 // c is overwritten, not added to
     float* c;
     int64_t stride;
     Ahead* ahead;
 };
 
-// sums[r][s] = the products of `inputs` inputs, R rows of codes and S groups of rows in W lanes each.
+// sums[r][s] = the products of `inputs` inputs for R rows of codes and S groups of rows in W lanes each.
 template <class P, int R, int S, int W>
 [[gnu::always_inline]] inline void words_span(const WordPass& p, const int16_t* codes, const int16_t* x,
                                               int64_t inputs, typename P::Sum (&sums)[R][S]) {
@@ -191,7 +193,7 @@ template <class P, int R, int S, int W>
         for (int i = 1; i < kFourSpan / (4 * W); ++i)
             step(add);
     } else {
-        constexpr int kSteps = S == 1 ? 4 : 1; // one group of rows has few products in a step
+        constexpr int kSteps = S == 1 ? 4 : 1; // a single group of rows has few products per step
 #pragma GCC unroll 16
         for (auto& row : sums)
 #pragma GCC unroll 16
@@ -204,14 +206,14 @@ template <class P, int R, int S, int W>
     }
 }
 
-// c[r][s] = what it holds, or where `first` zero, plus R rows of codes, from `row` on, times S groups.
+// c[r][s] = its previous value (zero if `first`), plus R rows of codes, from `row` on, times S groups.
 template <class P, int R, int S, int W>
 [[gnu::noinline]] void words_block(const WordPass& p, int64_t row) {
     const int16_t *w = p.codes + row * p.pitch, *x = p.x;
     const auto* numbers = reinterpret_cast<const float*>(w + p.inputs * 2 / P::kInputs);
     const int64_t spans = ceil_div(p.inputs, p.span);
     float* c = p.c + row * p.stride;
-    // An array on the stack: registers cannot be indexed at run time.
+    // Stored on the stack, because registers cannot be indexed at run time.
     alignas(64) float totals[R][S][kWordGroup];
     const auto each_total = [&](auto f) {
 #pragma GCC unroll 16
@@ -244,7 +246,8 @@ template <class P, int R, int S, int W>
         [&](int r, int s, const float* from) { Vec::load(from).store(c + r * p.stride + s * kWordGroup); });
 }
 
-// Rows of a tile and groups of rows of x that registers hold the sums of, and lanes of each of those.
+// A register block: R rows of a tile and S groups of rows of x whose sums fit in registers, with W lanes per
+// row.
 template <int R, int S, int W>
 struct WordShape {
     static constexpr int kRows = R, kGroups = S, kLanes = W;
@@ -278,7 +281,8 @@ inline void words_tile(const WordLanes& lanes, const Matrix& m, const int16_t* x
         run(wide, WordShape<8, 1, 4>());
 }
 
-// out[i * os + j] = row i of `count` rows, each in W lanes of c, of `columns` rows of a tile.
+// out[i * os + j] = the product of row i of `count` rows, each in W lanes of c, with row j of `columns` rows
+// of a tile.
 template <int W>
 inline void turn_words(const float* c, int64_t stride, int64_t count, int64_t columns, const float* units,
                        float* out, int64_t os) {
@@ -304,8 +308,8 @@ inline void turn_words(const float* c, int64_t stride, int64_t count, int64_t co
 template <class P>
 inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                                 int64_t os) {
-    constexpr int64_t kDeep = 6 * kWordSpan;                // as a tile has
-    constexpr int64_t kPitch = kDeep + kDeep / 32 * 4 + 32; // no power of two
+    constexpr int64_t kDeep = 6 * kWordSpan;                // inputs of a tile
+    constexpr int64_t kPitch = kDeep + kDeep / 32 * 4 + 32; // not a power of two
     constexpr int64_t kMostGroups = ceil_div(kFewRows, kWordGroup) + 1;
     alignas(64) int16_t tile[kWordTile * kPitch];
     alignas(64) float c[kWordTile * kMostGroups * kWordGroup];
@@ -322,7 +326,7 @@ inline void multiply_word_lanes(const Operand& x, const Matrix& m, int64_t begin
         for (int64_t k = 0; k < width; k += kDeep) {
             const int64_t deep = least(kDeep, width - k);
             codes.begin(k, deep);
-            for (int64_t r = 0; r < kWordTile; ++r) // beyond the last row that one again
+            for (int64_t r = 0; r < kWordTile; ++r) // rows beyond the last one repeat it
                 codes.bring(o + least(r, columns - 1), tile + r * kPitch);
             const WordPass pass = {tile, kPitch, deep, nullptr, lanes.group, lanes.span,
                                    0,    k == 0, c,    stride,  &ahead};

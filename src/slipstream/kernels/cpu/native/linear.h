@@ -1,4 +1,4 @@
-// One linear: by panels where there are many rows, else by runs of outputs.
+// A single linear layer: by panels if there are many rows, else by runs of outputs.
 #pragma once
 
 namespace slipstream {

@@ -1,9 +1,9 @@
-// Rows times a matrix, the two ways a matrix can lie: `dots` where inputs are contiguous, `mix` where outputs
+// Rows times a matrix, for both layouts of a matrix: `dots` where inputs are contiguous, `mix` where outputs
 // are.
 //
-// Weights are asked for ahead into the second cache: the first has few places for lines that are on their way
-// from memory. One thread of a Zen 5 reads cold weights in bfloat16 at 16 to 20 GB/s so for one row, 14 for
-// eight, and at 12 to 17 and 9 where it asks for them into the first.
+// Weights are prefetched into L2, because L1 has few slots for outstanding loads from memory. One thread of a
+// Zen 5 reads cold bfloat16 weights at 16 to 20 GB/s this way with one row and at 14 with eight rows; when
+// prefetching into L1, at 12 to 17 and 9.
 //
 // Source: register blocking as in Goto and van de Geijn 2008 (ACM TOMS 34:3), section 6, without packing.
 #pragma once
@@ -11,7 +11,7 @@
 namespace slipstream {
 namespace {
 
-// Products in float32 of rows in float32 and weights of any storage type.
+// Products of float32 rows with weights of any storage type, in float32.
 template <class T>
 struct Widened {
     using X = float;
@@ -25,7 +25,8 @@ struct Widened {
 };
 
 #ifdef SLIPSTREAM_BF16_DOT
-// Products of rows rounded to bfloat16 with weights in bfloat16, summed in float32: twice as many at once.
+// Products of rows rounded to bfloat16 with bfloat16 weights, summed in float32: two products per lane at
+// once.
 struct Bf16Pairs {
     using X = Bf16;
     using W = Bf16;
@@ -38,7 +39,7 @@ struct Bf16Pairs {
 };
 #endif
 
-// out[r * os + c] = x row r . w row c, for R rows and C columns kept in registers.
+// out[r * os + c] = x row r . w row c, for R rows and C columns; sums are kept in registers.
 template <class P, int R, int C>
 inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* w, int64_t ws, int64_t n,
                        float* out, int64_t os) {
@@ -48,8 +49,8 @@ inline void dots_block(const typename P::X* x, int64_t xs, const typename P::W* 
 #pragma GCC unroll 16
         for (int c = 0; c < C; ++c)
             sums[r][c] = Vec::set(0);
-    // What is asked for is the block after the next, line by line as it lies in memory: C places at once
-    // would be read at four fifths of the rate.
+    // Prefetches the block after the next, line by line in memory order: prefetching at C places at once
+    // reads at four fifths of the rate.
     constexpr int64_t kAsked = C * P::kStep * static_cast<int64_t>(sizeof(*w));
     const char* next = reinterpret_cast<const char*>(w + 2 * C * ws);
     int64_t k = 0;
@@ -95,7 +96,8 @@ inline void dots_rows(const typename P::X* x, int64_t xs, int64_t rows, const ty
         dots_block<P, 1, C>(x + r * xs, xs, w, ws, n, out + r * os, os);
 }
 
-// out[r * os + c] = x row r . w row c; each few rows of w are read once and stay in L1 for all rows of x.
+// out[r * os + c] = x row r . w row c; a few rows of w at a time are read once and stay in L1 for all rows of
+// x.
 template <class P>
 inline void dots(const typename P::X* x, int64_t xs, int64_t rows, const typename P::W* w, int64_t ws,
                  int64_t columns, int64_t n, float* out, int64_t os) {
@@ -106,7 +108,7 @@ inline void dots(const typename P::X* x, int64_t xs, int64_t rows, const typenam
         dots_rows<P, 1>(x, xs, rows, w + c * ws, ws, n, out + c, os);
 }
 
-// x . one row of w, in four sums.
+// x . one row of w, in four partial sums.
 template <class P>
 inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t n) {
     constexpr int kSums = 4;
@@ -129,14 +131,15 @@ inline Vec dot_in_order(const typename P::X* x, const typename P::W* w, int64_t 
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// A longer row of x shares the first cache with what is read of w: few rows of w at a time then make more of
-// each part of it that is there. Measured on a Zen 4, GB/s of one thread out of memory, in order and
-// four at a time: 4096 inputs of bfloat16 22.6 and 19.9, 5632 16.7 and 19.5, 8192 13.8 and 21.4; 576 of
-// float32 20.8 and 18.9, 2048 23.3 and 25.8, 8192 20.1 and 28.6.
+// Up to this many inputs, the rows of w are read in memory order, one after another. A longer row of x
+// competes for L1 with the weights; reading a few rows of w at a time then reuses each part of x while it is
+// there. Measured on a Zen 4, GB/s of one thread from memory, in order and four at a time: 4096 inputs of
+// bfloat16 22.6 and 19.9, 5632 16.7 and 19.5, 8192 13.8 and 21.4; 576 of float32 20.8 and 18.9, 2048 23.3 and
+// 25.8, 8192 20.1 and 28.6.
 template <class T>
 constexpr int64_t kInOrder = sizeof(T) == sizeof(float) ? 1024 : 4608;
 
-// out[c] = x . w row c: memory is read from its beginning to its end, which no processor reads faster.
+// out[c] = x . w row c: memory is read sequentially, the fastest order for any processor.
 template <class P>
 inline void dots_in_order(const typename P::X* x, const typename P::W* w, int64_t ws, int64_t columns,
                           int64_t n, float* out) {
@@ -151,8 +154,8 @@ inline void dots_in_order(const typename P::X* x, const typename P::W* w, int64_
         out[c] = dot_in_order<P>(x, w + c * ws, n).sum();
 }
 
-// out[r * os + j] = x row r . row j of a matrix, for up to kPanel rows of it, of which `fill(k, n, panel,
-// stride)` brings inputs [k, k + n).
+// out[r * os + j] = x row r . row j of a matrix, for up to kPanel rows of the matrix; `fill(k, n, panel,
+// stride)` writes their inputs [k, k + n) to a panel.
 template <class P, int kPanel, class Fill>
 inline void multiply_panel(const typename P::X* x, const Rows& rows, int64_t inputs, int64_t columns,
                            float* out, int64_t os, Fill fill) {
@@ -175,8 +178,9 @@ inline void multiply_panel(const typename P::X* x, const Rows& rows, int64_t inp
 }
 
 constexpr int kPanel = 8;
-// Where widening a number takes several instructions it is done once for so many rows: with 16 rows of 576 x
-// 576 in bfloat16 the baseline takes 0.27 of the time that it takes where rows widen two by two.
+// From this many rows on, weights are widened to float32 once per panel instead of once per block of rows,
+// where widening takes several instructions: with 16 rows of 576 x 576 in bfloat16 the baseline takes 0.27 of
+// the time of widening once for every two rows.
 constexpr int64_t kFewestWidened = Vec::kWidth > 4 ? kManyRows : 1;
 
 // out[r * os + j] = x row r . run row begin + j, for `columns` rows of a run.
@@ -219,7 +223,7 @@ inline void multiply_run(const Rows& x, const Run& run, int64_t inputs, int64_t 
     dots<Widened<T>>(x.full, x.stride, x.count, first, run.stride, columns, inputs, out, os);
 }
 
-// out[r * os + o - begin] = x row r . row o of a packed matrix, before its multiplier.
+// out[r * os + o - begin] = x row r . row o of a packed matrix, before the row's multiplier.
 inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out,
                             int64_t os) {
 #ifdef SLIPSTREAM_BF16_DOT
@@ -277,7 +281,7 @@ inline void multiply_packed(const Operand& x, const Matrix& m, int64_t begin, in
     }
 }
 
-// x = x * factor, row by row; both along the columns.
+// Multiplies column j of each row of x by factors[j].
 inline void scale_columns(float* x, int64_t rows, int64_t columns, int64_t stride, const float* factors) {
     for (int64_t j = 0; j < columns; j += Vec::kWidth) {
         const int64_t n = least(columns - j, Vec::kWidth);
@@ -305,7 +309,7 @@ inline void multiply(const Operand& operand, const Matrix& m, int64_t begin, int
             continue;
         with_dtype(m.dtype, [&](auto* type) {
             using T = typename std::remove_pointer<decltype(type)>::type;
-            int64_t done = 0; // columns, by the rows in lanes
+            int64_t done = 0; // columns done for the rows in lanes
 #ifdef SLIPSTREAM_BF16_DOT
             const Run& run = m.runs[i];
             if constexpr (std::is_same<T, Bf16>::value)

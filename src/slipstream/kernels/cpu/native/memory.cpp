@@ -11,14 +11,14 @@
 namespace slipstream {
 namespace {
 
-constexpr int64_t kPiece = 256 << 10; // bytes that a thread takes at a time
+constexpr int64_t kPiece = 256 << 10; // bytes that a thread claims at a time
 constexpr int64_t kLine = 64;
 
-// `to` is aligned to a line.
+// Copies with stores that bypass the caches; `to` is aligned to a cache line.
 void copy_past_caches(const char* from, char* to, int64_t bytes) {
     int64_t i = 0;
 #ifdef SLIPSTREAM_X86
-    constexpr int64_t kAhead = 2 << 10; // of its copy a line is asked for
+    constexpr int64_t kAhead = 2 << 10; // prefetch distance in bytes
     for (; i + kLine <= bytes; i += kLine) {
         __builtin_prefetch(from + i + kAhead, 0, 0);
         for (int64_t j = i; j < i + kLine; j += 16)
@@ -30,7 +30,7 @@ void copy_past_caches(const char* from, char* to, int64_t bytes) {
     std::memcpy(to + i, from + i, static_cast<size_t>(bytes - i));
 }
 
-// Whether an exponent of the words [begin, end) is all ones.
+// Whether any of the words [begin, end) has an exponent of all ones (NaN or infinity).
 // Source: IEEE 754; bfloat16 is the upper half of float32.
 template <class Word>
 bool any_special(const void* data, int64_t begin, int64_t end, Word exponent) {
@@ -41,8 +41,8 @@ bool any_special(const void* data, int64_t begin, int64_t end, Word exponent) {
     return found != 0;
 }
 
-// Eight words at a time, each of which the next ones depend on. Multiplying by an odd number and folding the
-// upper half onto the lower lose nothing, so that one word that differs always makes another number.
+// Hashes eight words at a time in eight chains. Multiplying by an odd number and folding the upper half onto
+// the lower are both invertible, so a change of a single word always changes the result.
 uint64_t digest_of(const char* data, int64_t bytes, uint64_t seed) {
     constexpr uint64_t kTimes = 0x9e3779b97f4a7c15;
     const auto mixed = [](uint64_t x) {
@@ -160,7 +160,7 @@ int32_t slipstream_digest(int32_t threads, const void* data, int64_t bytes, uint
             for (int64_t at; (at = team.take(kPiece)) < d.bytes;) {
                 const int64_t count = d.bytes - at < kPiece ? d.bytes - at : kPiece;
                 const uint64_t piece = digest_of(d.data + at, count, static_cast<uint64_t>(at / kPiece));
-                __atomic_fetch_add(&d.all, piece, __ATOMIC_RELAXED); // in any order
+                __atomic_fetch_add(&d.all, piece, __ATOMIC_RELAXED); // order does not matter
             }
             team.meet();
         },

@@ -1,6 +1,5 @@
-// One row in digits times a packed matrix, whose codes are whole numbers as they are: sums are exact in
-// int32. That takes a third of the instructions of lanes of bfloat16, so memory is what a single row waits
-// for.
+// One row in digits times a packed matrix whose codes are used as integers: sums are exact in int32. This
+// takes a third of the instructions of bfloat16 lanes, so a single row is memory-bound.
 #pragma once
 
 namespace slipstream {
@@ -8,10 +7,10 @@ namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
 
-// The row . a row of codes that have one multiplier.
+// The row . a row of codes that have a single multiplier.
 template <class F, int N>
 inline Vec digit_dot(const Operand& x, const PackedRow& row, int64_t inputs) {
-    CodeSums sums[2][N]; // chains that do not wait for each other
+    CodeSums sums[2][N]; // independent chains
     for (int i = 0; i < N; ++i) {
         std::memcpy(&sums[0][i], x.starts + 16 * i, sizeof(sums[0][i]));
         sums[1][i] = CodeSums::of(Vec::set(0));
@@ -42,8 +41,8 @@ inline Vec digit_dot(const Operand& x, const PackedRow& row, int64_t inputs) {
     return sum;
 }
 
-// The row . a row of fp6. Lanes of int32 hold the sums over sixteen inputs, of the two highest digits
-// together.
+// The row . a row of fp6. An int32 lane can hold the sum over sixteen inputs of the two highest digits
+// combined.
 template <int N>
 inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& numbers, int64_t groups) {
     Vec sums[2] = {Vec::set(0), Vec::set(0)};
@@ -89,7 +88,7 @@ inline Vec digit_dot_sixes(const Operand& x, PackedRow row, const GroupNumbers& 
     return sums[0] + sums[1];
 }
 
-// The row . a row of int4; G groups in 128 inputs.
+// The row . a row of int4, with G groups in 128 inputs.
 template <int N, int G>
 inline Vec digit_dot_grouped(const Operand& x, const PackedRow& row, const GroupNumbers& numbers,
                              int64_t groups) {
@@ -136,9 +135,9 @@ inline Vec digit_dot_grouped(const Operand& x, const PackedRow& row, const Group
     return sums[0] + sums[1];
 }
 
-// The row . short rows of int4, four at a time: they share what is loaded of the digits, of which a Zen 4
-// loads one register in a cycle. Sixteen groups at a time, whose scales and minima become float32 together;
-// where no more than 64 inputs are left behind those, two rows share a register.
+// The row . short rows of int4, four at a time: these share loads of the digits, of which a Zen 4 does one
+// register per cycle. Scales and minima are converted to float32 sixteen groups at a time; if at most 64
+// inputs are left after that, two rows share a register.
 template <int N, bool kMinima>
 class ShortRows {
 public:
@@ -184,7 +183,7 @@ private:
         Codes low[N], high[N];
     };
 
-    // `count` groups of each row from group g on, sixteen where kWhole.
+    // Adds `count` groups of each row from group g on, sixteen if kWhole.
     template <bool kWhole>
     [[gnu::always_inline]] void turn(const PackedRow (&rows)[4], int64_t g, int64_t count,
                                      Vec (&sums)[4]) const {
@@ -218,7 +217,7 @@ private:
             add(b, [&](const uint8_t* p) { return Codes::load(p, bytes - b); });
     }
 
-    // The last groups of each row, from group g on.
+    // Adds the last groups of each row, from group g on.
     [[gnu::always_inline]] void end(const PackedRow (&rows)[4], int64_t g, Vec (&sums)[4]) const {
         const int64_t first = g * group_bytes_;
         const Digits digits(x_.digits + 2 * first, x_.stride,
@@ -244,7 +243,7 @@ private:
     RowEnds ends_;
 };
 
-// out[c] = the sum of sums[c], `count` <= 4 of them.
+// out[c] = the sum of the lanes of sums[c], for `count` <= 4 of them.
 inline void store_some(const Vec (&sums)[1][4], int64_t count, float* out) {
     if (count == 4)
         return store_sums(sums, out, 0);
@@ -253,8 +252,8 @@ inline void store_some(const Vec (&sums)[1][4], int64_t count, float* out) {
     std::memcpy(out, all, static_cast<size_t>(count) * sizeof(float));
 }
 
-// out[o - begin] = row_sum(row o), which is the row of x . row o of a packed matrix in some units: rows are
-// read as they lie.
+// out[o - begin] = unit * row_sum(row o), where row_sum returns x . row o of a packed matrix in multiples of
+// `unit`. Rows are read one after another.
 template <class S>
 inline void multiply_rows(const Matrix& m, float unit, int64_t begin, int64_t end, float* out, S row_sum) {
     const PackedRows all(m);
@@ -267,9 +266,9 @@ inline void multiply_rows(const Matrix& m, float unit, int64_t begin, int64_t en
     }
 }
 
-// The same of int4. Short rows are read four at a time, which is about the order of memory, and longer ones
-// as they lie. Measured on a Zen 4, one thread, out of memory, four at a time beside one by one: 1536 inputs
-// take 0.98 of the time, 2048 inputs 0.96 to 1.0, 5632 inputs 1.01.
+// out[o - begin] = the row . row o of int4. Short rows are read four at a time, which is close to memory
+// order, and longer ones one after another. Measured on a Zen 4, one thread, from memory, four at a time
+// compared with one by one: 1536 inputs take 0.98 of the time, 2048 inputs 0.96 to 1.0, 5632 inputs 1.01.
 template <int N>
 inline void multiply_int4(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out) {
     constexpr int64_t kShort = 2048;
@@ -298,7 +297,7 @@ inline void multiply_int4(const Operand& x, const Matrix& m, int64_t begin, int6
         by_group(std::integral_constant<int, 1>());
 }
 
-// out[o - begin] = the row . row o of a packed matrix, before its multiplier.
+// out[o - begin] = the row . row o of a packed matrix, before the row's multiplier.
 inline void multiply_digits(const Operand& x, const Matrix& m, int64_t begin, int64_t end, float* out) {
     const int count = digits_of(m);
     const auto run = [&](auto digits) {
@@ -310,7 +309,7 @@ inline void multiply_digits(const Operand& x, const Matrix& m, int64_t begin, in
                 return multiply_rows(
                     m, x.unit * Int8Bytes::kUnit, begin, end, out,
                     [&](const PackedRow& row) { return digit_dot<Int8Bytes, N>(x, row, m.inputs); });
-            const GroupNumbers numbers(32); // a quarter of the lanes each
+            const GroupNumbers numbers(32); // each covers a quarter of the lanes
             const int64_t groups = ceil_div(m.inputs, m.group);
             multiply_rows(m, x.unit * Fp6Bytes::kUnit, begin, end, out,
                           [&](const PackedRow& row) { return digit_dot_sixes<N>(x, row, numbers, groups); });

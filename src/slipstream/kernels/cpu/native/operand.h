@@ -1,59 +1,62 @@
-// The left side of a product: rows in float32, and what a packed matrix wants them to be.
+// The left side of a product: float32 rows, and the forms in which a packed matrix takes them.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Whether products are made in bfloat16: a single row is bound by memory anyway, and keeps its precision.
+// Whether products are computed in bfloat16. A single row is memory-bound anyway, so it keeps its precision.
 inline bool rounds(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.dtype == kBfloat16 && !m.input_bits && rows > 1;
 }
 
-// Rows for one matrix. A few rows for a packed one are laid out by the thread that multiplies them, for there
-// they pass through its own caches once per matrix; all else is read from the rows themselves.
+// Rows prepared for one matrix. For a packed matrix, each thread lays out a few rows for itself, because they
+// pass through its own caches once per matrix; in all other cases the rows themselves are read.
 struct Operand {
     Rows rows;
-    // Terms that add up to the rows, `apart` from each other, as many as operand_terms; each holds blocks of
-    // rows, see RowBlock, zero beyond the inputs, int4's in the order of its codes, see Nibbled. Null: rows.
+    // bfloat16 terms whose sum is the rows, `apart` items from each other, operand_terms of them. Each term
+    // holds blocks of rows (see RowBlock), zero beyond the inputs; for int4 in the order of its codes (see
+    // Nibbled). Null: the rows themselves are read.
     const Bf16* terms = nullptr;
     int64_t apart = 0;
-    // The first `in_lanes` rows, see lanes.h; the others are as above, counted from there.
+    // The first `in_lanes` rows in lanes, see lanes.h; the other fields hold the remaining rows, counted from
+    // there.
     const Bf16* lanes = nullptr;
     int64_t in_lanes = 0, lanes_apart = 0;
-    // The same of a matrix whose codes are whole numbers, see lanes_bytes.h; the last `in_narrow` of these
-    // rows have two lanes each. `units[l]` is what the integers of lane l are multiples of. Or all rows'
-    // codes, see lanes_rounded.h.
+    // Rows in lanes for a matrix whose codes are integers, see lanes_bytes.h; the last `in_narrow` of these
+    // rows have two lanes each. The integers of lane l are multiples of `units[l]`. Or the codes of all rows,
+    // see lanes_rounded.h.
     const uint8_t* byte_lanes = nullptr;
     int64_t in_narrow = 0;
     const float *units = nullptr, *lane_sums = nullptr;
     const float* sums = nullptr;         // over each group of int4
-    int64_t stride = 0, sums_stride = 0; // of a row
-    // A single row in digits (see digits.h) `stride` apart, in `unit`s; its sums are in units as well.
+    int64_t stride = 0, sums_stride = 0; // per row
+    // A single row in digits (see digits.h) that are `stride` apart, in multiples of `unit`; so are its sums.
     const uint8_t* digits = nullptr;
     const int32_t* starts =
-        nullptr; // where sums begin, sixteen for each digit (see start_sixes); not of int4
+        nullptr; // initial values of the sums, sixteen for each digit (see start_sixes); not for int4
     float unit = 0;
-    // Or in words (see words.h), likewise; several rows have a unit each in `units`, and are in lanes or, as
-    // the single one, by rows.
+    // A single row in words (see words.h), likewise; or several rows, each in multiples of its own unit in
+    // `units`: in lanes, or with `by_rows` laid out like the single row.
     const int16_t* words = nullptr;
     bool by_rows = false;
-    const float* floats = nullptr; // rows beside small floats, `stride` apart, see few_floats.h
-    // Of rows that are rounded: their codes, null where the rows themselves hold whole numbers, and each
-    // row's grid.
+    const float* floats = nullptr; // rows for small-float formats, `stride` apart, see few_floats.h
+    // For rows that are rounded: their codes (null if the rows themselves hold the integers) and the grid of
+    // each row.
     const uint8_t* codes = nullptr;
     const Grid* grids = nullptr;
 };
 
-// From this many rows on, copying a panel of the matrix into scratch pays. Measured with cold weights, 2048 x
-// 2048 in bfloat16: at 16 rows `dots` takes 3/4 of the time, at 64 9/10, at 512 6/5.
+// From this many rows on, copying a panel of the matrix into scratch pays off. Measured with cold weights,
+// 2048 x 2048 in bfloat16: at 16 rows `dots` takes 3/4 of the time, at 64 9/10, at 512 6/5.
 constexpr int64_t kManyRows = 48;
-// Rows that a packed matrix takes while it is read once; more are worth unpacking it for.
+// The maximum number of rows that a packed matrix is multiplied with while it is read once; for more rows,
+// unpacking it pays off.
 constexpr int64_t kFewRows = kManyRows - 1;
-constexpr int64_t kOperandStep = 128; // operands end at a multiple of it
+constexpr int64_t kOperandStep = 128; // operands are padded to a multiple of this
 constexpr int kMostTerms = 3;
 
-// Rows that meet a packed matrix together, up to 8 of them. Step by step of kOperandStep inputs they lie
-// side by side, so that one register points to all of them, and no two fall upon the same place in a cache.
+// Up to 8 rows that are multiplied with a packed matrix together. For each kOperandStep inputs the rows lie
+// one after another, so that one register addresses all of them and none of them conflict in the cache.
 struct RowBlock {
     int64_t first, rows;
     static RowBlock at(int64_t first, int64_t count) { return {first, least(8, count - first)}; }
@@ -65,7 +68,8 @@ constexpr int64_t kFewestNarrow = 7;
 #if defined(SLIPSTREAM_BF16_DOT) && !defined(SLIPSTREAM_AMX)
 constexpr int64_t kFewestCodesInLanes = 5;
 
-// A zero point of the rows' own makes numbers of them that no byte with a sign holds.
+// Whether rows rounded to bytes go in lanes. With a zero point per row their values do not fit in a signed
+// byte.
 inline bool in_code_lanes(const Matrix& m, int64_t rows) {
     return in_codes(m) && !m.input_zero && rows >= kFewestCodesInLanes && rows <= kFewRows;
 }
@@ -75,20 +79,21 @@ inline bool wants_operand(const Matrix& m, int64_t rows) {
     return Vec::kBf16Dot && m.format != kPlain && !in_codes(m) && rows <= kFewRows;
 }
 
-// Terms of bfloat16, eight bits each, that a row becomes: as many as hold its own bits.
+// The number of bfloat16 terms, of eight bits each, that a row is split into: enough for all bits of its
+// dtype.
 inline int operand_terms(const Matrix& m) {
     return m.input_bits || m.dtype == kBfloat16 ? 1 : (m.dtype == kFloat16 ? 2 : kMostTerms);
 }
 
-// Rows left over after whole groups of sixteen: from `narrow` of them on, up to eight go in lanes of bytes,
-// two lanes each; from `wide` on all do, with one lane each. Measured on a Zen 4; rows of several terms gain
-// earlier, and so do those of one digit.
+// Minimum numbers of rows left over after whole groups of sixteen: from `narrow` on, up to eight of them go
+// in lanes of bytes with two lanes each; from `wide` on, all do with one lane each. Measured on a Zen 4; rows
+// of several terms gain earlier, and so do rows of one digit.
 struct Fewest {
     int64_t narrow, wide;
     static Fewest of([[maybe_unused]] const Matrix& m) {
 #ifdef SLIPSTREAM_AMX
-        // A tile takes a whole group of rows in the time of one. Measured on an Emerald Rapids, two threads,
-        // 5632 x 2048 out of memory, in us:
+        // A tile multiplies a whole group of rows in the time of one row. Measured on an Emerald Rapids, two
+        // threads, 5632 x 2048 from memory, in us:
         //
         // rows                    1     2     4     8    16    32
         // int8, tiles           487   593   562   502   568   769
@@ -98,7 +103,7 @@ struct Fewest {
         // int4 rounded, tiles         890  1051  1053  1060  1555
         // int4 rounded, vectors       568   998   770  1092  1839
         //
-        // int4 stores sums of each group of 32 inputs, so two or three rows of it stay with vectors.
+        // With int4, sums of each group of 32 inputs are stored, so two or three rows stay with vectors.
         if (m.format == kInt8)
             return digits_of(m) == 2 ? Fewest{1, 9} : Fewest{kLaneGroup, 1};
         return {digits_of(m) == 1 ? 5 : 4, 9};
@@ -114,12 +119,12 @@ inline int64_t operand_stride(int64_t inputs) {
     return ceil_div(inputs, kOperandStep) * kOperandStep;
 }
 
-// Rows of a block beside int4 whose inputs are turned.
+// The minimum number of rows in a block for which the inputs for int4 are permuted 512 at a time.
 constexpr int kFewestTurned = 4;
 
-// The order of inputs beside int4: of fewer rows as Int4Codes::load has them, 128 at a time; of others first
-// 512 at a time as Int4Codes::turned has them, then 128, and where no more than 64 are left those as
-// Int4Codes::wide has them.
+// The order of inputs for int4. For fewer rows than kFewestTurned: that of Int4Codes::load, 128 at a time.
+// For others: first 512 at a time in the order of Int4Codes::turned, then 128 at a time, and if at most 64
+// are left, those in the order of Int4Codes::wide.
 struct Nibbled {
     static constexpr int64_t kTurned = 4 * kOperandStep, kWide = 64;
     Nibbled(int64_t some, int64_t group, int64_t rows) : inputs(ceil_div(some, group) * group) {
@@ -127,25 +132,25 @@ struct Nibbled {
         turned = turns ? inputs / kTurned * kTurned : 0;
         whole = turns && inputs % kOperandStep <= kWide ? inputs / kOperandStep * kOperandStep : inputs;
     }
-    int64_t inputs, turned, whole; // whole groups; the first inputs of them; all but the wide ones
+    int64_t inputs, turned, whole; // inputs in whole groups; how many are turned; all but the wide ones
 };
 
 inline int64_t operand_sums(int64_t inputs) {
-    return ceil_div(inputs, 32 * 16) * 16; // of the smallest groups, in whole vectors
+    return ceil_div(inputs, 32 * 16) * 16; // one per smallest group, in whole vectors
 }
 
-// Bytes of rounded rows that are kept as whole numbers.
+// Bytes of rounded rows that are kept as integers, with their grids.
 inline int64_t whole_bytes(int64_t stride, int64_t rows) {
     return rows * (stride * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(Grid)));
 }
 
-// Bytes of scratch that `prepare` wants of each thread.
+// Bytes of scratch that `prepare` needs per thread.
 inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
     if (rows >= kManyRows)
         return 0;
     const int64_t grids = static_cast<int64_t>(sizeof(Grid)), item = Vec::kBf16Dot ? 1 : 4;
     const int64_t rounded = rows * (operand_stride(inputs) * item + grids);
-#ifndef SLIPSTREAM_BF16_DOT // two words take as much as a float, and have sums
+#ifndef SLIPSTREAM_BF16_DOT // two words take as much as a float, and need sums
     const int64_t by_rows = rounded + rows * 2 * operand_sums(inputs) * static_cast<int64_t>(sizeof(float));
     return rows > 1 ? most(by_rows, WordLanes::bytes(inputs, rows)) : by_rows;
 #endif
@@ -154,17 +159,18 @@ inline int64_t operand_bytes(int64_t inputs, int64_t rows) {
     const int64_t terms = kMostTerms * static_cast<int64_t>(sizeof(Bf16));
     const int64_t room = ceil_div(rows, kLaneGroup) * kLaneGroup;
     const int64_t stride = operand_stride(inputs), sums = operand_sums(inputs) * 4;
-    // The whole numbers, and behind them two digits of each, or a term, with their sums.
+    // The integers, followed by two digits of each, or one term, with their sums.
     const int64_t whole = whole_bytes(stride, rows) + 64 + room * (stride * 3 + sums);
     return most(most(rounded, room * (stride * terms + sums)), whole);
 }
 
-// Where lanes lie behind the codes and grids of rounded rows.
+// The offset of the lanes, which follow the codes and grids of rounded rows.
 inline int64_t code_lanes_at(int64_t stride, int64_t rows) {
     return ceil_div(rows * (stride + static_cast<int64_t>(sizeof(Grid))), 64) * 64;
 }
 
-// Rows rounded to eight bits: as codes, or where the unit has no product of bytes as floats on their grids.
+// Rows rounded to eight bits: as codes, or as floats on their grids if the instruction set has no byte
+// products.
 inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch) {
     Operand x = {rows};
     x.stride = operand_stride(m.inputs);
@@ -196,8 +202,8 @@ inline Operand rounded_operand(const Rows& rows, const Matrix& m, char* scratch)
 }
 
 #ifdef SLIPSTREAM_BF16_DOT
-// Rows rounded to eight bits as the whole numbers that their codes are, less the zero point; what they are
-// multiples of is left for the result. Returns where they end in the scratch.
+// Writes rows rounded to eight bits as integers: their codes minus the zero point. The scale is left to be
+// applied to the result. Returns the end of the used scratch.
 inline char* whole_rows(const Rows& rows, const Matrix& m, Operand& x, char* scratch) {
     const int64_t stride = operand_stride(m.inputs);
     auto* whole = reinterpret_cast<float*>(scratch);
@@ -214,12 +220,12 @@ inline char* whole_rows(const Rows& rows, const Matrix& m, Operand& x, char* scr
 #endif
 
 #ifdef SLIPSTREAM_BF16_DOT
-// How a term lies beside a matrix.
+// The order of the inputs in a term for a given matrix.
 struct TermOrder {
     TermOrder(const Matrix& m, int64_t rows)
         : int4(is_int4(m)), fp6(is_fp6(m)), nibbled(m.inputs, int4 ? m.group : kOperandStep, rows),
           sixes(turned_sixes(m)) {}
-    // Inputs k to k + 128 to `to`; those before them lie `step` elements before.
+    // Writes inputs k to k + 128 to `to`; each preceding block lies `step` elements earlier.
     void put(const Bf16* from, int64_t k, Bf16* to, int64_t step) const {
         if (int4 && k < nibbled.whole)
             interleave_nibbles(from, to);
@@ -239,7 +245,8 @@ struct TermOrder {
     int64_t sixes;
 };
 
-// One row as a sum of terms that are `apart`, with `step` elements between the parts of each.
+// Splits one row into terms that are `apart` items from each other, with `step` items between consecutive
+// blocks of kOperandStep inputs.
 inline void split_row(const float* x, int64_t n, const TermOrder& order, int terms, Bf16* to, int64_t apart,
                       int64_t step) {
     alignas(64) Bf16 parts[kMostTerms][kOperandStep];
@@ -288,7 +295,7 @@ inline void digit_operand(const Matrix& m, Operand& x, char* scratch) {
 #endif
 
 #ifdef SLIPSTREAM_BF16_DOT
-// The first rows in lanes of bytes; returns where they end in the scratch.
+// Lays out the first rows in lanes of bytes; returns the end of the used scratch.
 inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scratch) {
     const int digits = digits_of(m);
     const Fewest fewest = Fewest::of(m);
@@ -319,7 +326,7 @@ inline char* byte_lanes(const Rows& rows, const Matrix& m, Operand& x, char* scr
     return reinterpret_cast<char*>(units + all * kLaneGroup);
 }
 
-// Rows from `first` on in terms.
+// Splits the rows from `first` on into terms.
 inline void packed_terms(const Rows& rows, const Matrix& m, int64_t first, Operand& x, char* scratch) {
     const int terms = operand_terms(m);
     const int64_t count = rows.count - first;

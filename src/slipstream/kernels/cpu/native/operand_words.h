@@ -1,5 +1,5 @@
-// Rows in words as a matrix wants them, for units that sum no products of bytes in int32: one row, several as
-// they lie, or in lanes.
+// Rows in words, prepared for a packed matrix by instruction sets without byte products in int32: a single
+// row, several rows by rows, or several rows in lanes.
 #pragma once
 
 namespace slipstream {
@@ -17,7 +17,7 @@ inline void word_operand(const Matrix& m, Operand& x, char* scratch) {
     if (is_int4(m))
         sum_words(words, x.stride, count, m.group, sums, operand_sums(m.inputs));
 }
-// Several rows in words, as they lie: the first of each number, and behind those the second.
+// Several rows in words, row by row: the first word of each number, followed by the second words.
 inline void words_by_rows_operand(const Matrix& m, Operand& x, char* scratch) {
     const int64_t rows = x.rows.count, count = words_of(m), all = rows * count;
     auto* words = reinterpret_cast<int16_t*>(scratch);

@@ -1,7 +1,7 @@
-// The packing of a dense matrix, shared out by rows.
+// Packs a dense matrix, distributed over the team by rows.
 #pragma once
 
-// clang-format off: the last builds upon both
+// clang-format off: the later headers depend on the first ones
 #include "pack_numbers.h"
 #include "pack_groups.h"
 #include "pack_rows.h"
@@ -12,7 +12,8 @@
 namespace slipstream {
 namespace {
 
-constexpr int64_t kPackTile = 16;  // rows of one tile: whole vectors of groups, whatever their number
+// rows of a tile: whole vectors of groups, whatever the number of groups per row
+constexpr int64_t kPackTile = 16;
 constexpr int64_t kLongRow = 4096; // longer rows are packed in tiles of one
 
 struct PackScratch {

@@ -1,11 +1,12 @@
-// Packs rows to bf13: what formats/bf13.py makes of them.
+// Packs rows to bf13, with the same result as formats/bf13.py.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The bits of a row, rounded to bfloat16, whose largest lies in [1, 2), and zeros behind them. Returns by
-// which power of two it was divided. See formats/bf13.py: `_normal`.
+// Rounds a row to bfloat16 and divides it by a power of two such that its largest magnitude lies in [1, 2);
+// writes the bits, with zeros beyond the row. Returns the exponent of that power. See formats/bf13.py:
+// `_normal`.
 inline int normal_row(const float* x, int64_t n, int64_t padded, Bf16* row) {
     constexpr int kOne = 127, kLeast = 98;
     std::memset(static_cast<void*>(row + n), 0, static_cast<size_t>(padded - n) * sizeof(*row));
@@ -27,7 +28,7 @@ inline int normal_row(const float* x, int64_t n, int64_t padded, Bf16* row) {
     return shift;
 }
 
-// One row; `x` has room for it and its bits.
+// Packs one row; `x` has room for the row and its bits.
 inline void pack_bf13(const PackCall& call, int64_t r, float* x) {
     const Matrix& m = call.packed;
     const int64_t padded = ceil_div(m.inputs, kPackedBlock) * kPackedBlock;

@@ -1,5 +1,5 @@
-// Packs groups of weights to floats of six bits: the same operations in the same order as formats/fp6.py,
-// search.py and minifloat.py, so that planes are the same to the bit wherever a model is packed.
+// Packs groups of weights to 6-bit floats with the same operations in the same order as formats/fp6.py,
+// search.py and minifloat.py, so that planes are bit-identical wherever a model is packed.
 #pragma once
 
 #include <limits>
@@ -20,7 +20,7 @@ struct FloatGroups {
         for (int64_t j = 0; j < kFloatGroup; ++j)
             To::encode(Vec::load(x[j]) * times, codes + j * Vec::kWidth);
     }
-    // The sum of squares in the order of `tree`, eight at a time, which stay in registers.
+    // The sum of squared errors in the order of `tree`, eight at a time, so that they stay in registers.
     Vec error(Vec scale) {
         constexpr int64_t kPart = 8, kParts = kFloatGroup / kPart;
         const Vec times = inverse(scale) * Vec::set(To::kFactor), back = scale * Vec::set(1.0f / To::kFactor);
@@ -48,7 +48,7 @@ struct FloatGroups {
     }
 };
 
-// The codes of the first n lanes, each lane's 64 to 32 bytes at `low` and 16 at `upper`.
+// Joins the codes of the first n lanes: the 64 codes of each lane to 32 bytes at `low` and 16 at `upper`.
 inline void join_sixes(const uint8_t* codes, int64_t n, uint8_t* low, uint8_t* upper) {
     constexpr int64_t kLanes = Vec::kWidth, kRun = 16 * kLanes; // sixteen codes of all lanes
     uint8_t joined[3][kRun];
@@ -66,7 +66,7 @@ inline void join_sixes(const uint8_t* codes, int64_t n, uint8_t* low, uint8_t* u
         }
 }
 
-// Some rows at once; `x` has room for them, padded.
+// Packs several rows; `x` has room for them with padding.
 template <class To>
 inline void pack_floats(const PackCall& call, int64_t first, int64_t count, float* x) {
     const Matrix& m = call.packed;

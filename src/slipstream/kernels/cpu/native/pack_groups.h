@@ -1,5 +1,5 @@
-// Packs groups of weights to 4-bit integers: the same operations in the same order as formats/int4.py and
-// formats/search.py, so that planes are the same to the bit wherever a model is packed.
+// Packs groups of weights to 4-bit integers with the same operations in the same order as formats/int4.py and
+// formats/search.py, so that planes are bit-identical wherever a model is packed.
 #pragma once
 
 #include <cmath>
@@ -13,14 +13,14 @@ inline Vec inverse(Vec scale) {
     return if_less(zero, abs(scale), one / safe, zero);
 }
 
-// To the nearest number of float16.
+// Rounds to the nearest float16.
 inline Vec to_half(Vec x) {
     alignas(64) Half halves[Vec::kWidth];
     x.store(halves);
     return Vec::load(halves);
 }
 
-// To the nearest number of float16 that is not larger in magnitude.
+// Rounds to the nearest float16 that is not larger in magnitude.
 inline Vec toward_zero(Vec x) {
     alignas(64) Half halves[Vec::kWidth];
     alignas(64) float above[Vec::kWidth];
@@ -31,7 +31,7 @@ inline Vec toward_zero(Vec x) {
     return Vec::load(halves);
 }
 
-// The sum of f(0) ... f(kSize - 1) by halves.
+// The sum of f(0) ... f(kSize - 1), adding halves pairwise.
 template <int64_t kSize, class F>
 inline Vec tree(F f) {
     Vec t[kSize / 2];
@@ -43,7 +43,7 @@ inline Vec tree(F f) {
     return t[0] + t[1];
 }
 
-// As many groups at once as a vector has lanes, their weights one vector after the other.
+// As many groups as a vector has lanes: x[j] holds weight j of each group.
 template <int64_t kSize>
 struct Groups {
     static constexpr int64_t size = kSize;
@@ -61,7 +61,7 @@ struct Groups {
             high = max(x[j], high);
         }
     }
-    // codes = (x - offset) / scale, rounded and bounded.
+    // codes = (x - offset) / scale, rounded and clamped.
     void encode(Vec scale, Vec offset, float least_code, float most_code) {
         const Vec factor = inverse(scale), a = Vec::set(least_code), b = Vec::set(most_code);
         for (int64_t j = 0; j < size; ++j)
@@ -171,7 +171,7 @@ inline Vec fit_signed(G& g) {
     return scale;
 }
 
-// The power of 2^24 that brings a row's largest magnitude to [2^-10, 2^14).
+// The power of 2^24 that, divided out, brings a row's largest magnitude to [2^-10, 2^14).
 inline float row_multiplier(float largest) {
     if (largest == 0.0f)
         return 1.0f;
@@ -181,8 +181,8 @@ inline float row_multiplier(float largest) {
     return std::ldexp(1.0f, 24 * (steps < -5 ? -5 : (steps > 5 ? 5 : steps)));
 }
 
-// Reads some rows, finds their multipliers, and pads what is left when they are divided out: int4 by its last
-// number, of which a range is not wider, others by zeros.
+// Reads several rows, divides out their multipliers, and pads them: for int4 by repeating the last number,
+// which does not widen a group's range, for other formats by zeros.
 inline void read_padded(const PackCall& call, int64_t first, int64_t count, int64_t padded, float* x) {
     const Matrix& m = call.packed;
     auto* factors = static_cast<float*>(const_cast<void*>(m.planes[kFactors]));
@@ -198,8 +198,8 @@ inline void read_padded(const PackCall& call, int64_t first, int64_t count, int6
     }
 }
 
-// `n` groups of `size` weights that follow each other, the same place of all of them side by side; lanes
-// beyond repeat the last group.
+// Interleaves `n` consecutive groups of `size` weights: lanes[j] holds weight j of each group; surplus lanes
+// repeat the last group.
 inline void side_by_side(const float* x, int64_t size, int64_t n, float (*lanes)[Vec::kWidth]) {
     if (n == Vec::kWidth) {
         for (int64_t j = 0; j < size; j += Vec::kWidth)
@@ -211,7 +211,8 @@ inline void side_by_side(const float* x, int64_t size, int64_t n, float (*lanes)
             lanes[j][l] = x[least(l, n - 1) * size + j];
 }
 
-// 32 codes of each of n lanes to 16 bytes, those of lane l to `to + l * stride`: code j below, j + 16 above.
+// Joins 32 codes of each of n lanes to 16 bytes, those of lane l at `to + l * stride`: code j in the lower
+// half of byte j, code j + 16 in the upper half.
 inline void join_nibbles(const Vec* codes, int64_t n, uint8_t* to, int64_t stride) {
     constexpr int64_t kPairs = 16;
     alignas(64) float joined[kPairs][Vec::kWidth], turned[Vec::kWidth][kPairs];
@@ -224,7 +225,7 @@ inline void join_nibbles(const Vec* codes, int64_t n, uint8_t* to, int64_t strid
             to[l * stride + j] = static_cast<uint8_t>(static_cast<int>(turned[l][j]));
 }
 
-// Some rows of int4 in groups of kSize at once; `x` has room for them, padded.
+// Packs several rows of int4 in groups of kSize; `x` has room for them with padding.
 template <int64_t kSize>
 inline void pack_groups_of(const PackCall& call, int64_t first, int64_t count, float* x) {
     const Matrix& m = call.packed;

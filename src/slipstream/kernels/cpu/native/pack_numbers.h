@@ -1,14 +1,15 @@
-// What all packing shares: rows that are read, and the numbers that weights are rounded to, by the same
-// operations as formats/int8.py and minifloat.py.
+// Shared by all packing: reading rows, and the numbers that weights are rounded to, with the same operations
+// as formats/int8.py and minifloat.py.
 //
-// Each kind of number says by what a weight is multiplied, beside its scale, before it is rounded, and which
-// values the largest magnitude of a row or group may be scaled to.
+// Each kind of number defines the factor by which a weight is multiplied before rounding, in addition to its
+// scale, and the values to which the largest magnitude of a row or group may be scaled.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// f(number j and those after it, j) over [begin, end), a vector at a time, the last one filled up with zeros.
+// Calls f(v, j) for each vector v of [begin, end), where j is the index of its first number; the last vector
+// is padded with zeros.
 template <class T, class F>
 inline void over(const T* x, int64_t begin, int64_t end, F f) {
     int64_t j = begin;
@@ -36,19 +37,19 @@ inline float inverse(float scale) {
     return scale == 0.0f ? 0.0f : 1.0f / scale;
 }
 
-// Integers of at most 127.
+// Integers of magnitude at most 127.
 struct Integers {
     static constexpr int kTargets = 3;
     static constexpr float kTarget[kTargets] = {127.0f, 127.25f, 127.5f}, kFactor = 1.0f;
 
-    // The nearest of a magnitude.
+    // The nearest representable magnitude.
     static Vec nearest(Vec size) { return min(round(size), Vec::set(127.0f)); }
     static void encode(Vec v, uint8_t* codes) {
         store_low_bytes(max(min(round(v), Vec::set(127.0f)), Vec::set(-127.0f)), codes);
     }
 };
 
-// Floats whose codes are the bits of float16 without the last kShift, at most kMost, and the sign at bit
+// Floats whose codes are the bits of float16 without the last kShift, at most kMost, with the sign at bit
 // kSign.
 template <int kShift, int kSign, int kMost>
 struct Floats {

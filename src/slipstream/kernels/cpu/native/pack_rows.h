@@ -1,5 +1,5 @@
-// Packs rows with one scale each (int8, fp8): the same operations as formats/rows.py, so that planes are the
-// same to the bit wherever a model is packed.
+// Packs rows with one scale each (int8, fp8) with the same operations as formats/rows.py, so that planes are
+// bit-identical wherever a model is packed.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 namespace slipstream {
 namespace {
 
-// A positive number with its mantissa rounded to 16 bits.
+// Rounds the mantissa of a positive number to 16 bits.
 inline float sixteen_bits(float scale) {
     uint32_t bits;
     std::memcpy(&bits, &scale, sizeof(bits));
@@ -23,7 +23,7 @@ struct Row {
     float largest; // magnitude
 };
 
-// A row's errors under several scales.
+// The squared errors of a row under several scales.
 template <class To>
 struct Errors {
     double of[To::kTargets];
@@ -34,7 +34,8 @@ struct Errors {
             best = of[t] < of[best] ? t : best;
         return best;
     }
-    // Whether all are finite, and the lowest by more than `relative` of itself, and `more`, below the others.
+    // Whether all errors are finite and the lowest is below the others by more than `relative` of itself plus
+    // `more`.
     bool clear(double relative, double more) const {
         const int best = lowest();
         bool clear = true;
@@ -47,8 +48,8 @@ struct Errors {
 
 constexpr int64_t kSumBlock = 64; // vectors whose squares are summed in float32
 
-// In one pass, squares summed in float32 as far as that goes: off by at most 2^-17 of themselves, and 2^-125
-// of each weight whose square is no normal number.
+// The errors in one pass, with squares summed in float32 in blocks: off by at most 2^-17 of themselves, plus
+// 2^-125 for each weight whose square is subnormal.
 template <class To>
 inline Errors<To> rough_errors(const Row& row, float unit, const float* scales) {
     Errors<To> errors = {};
@@ -75,7 +76,8 @@ inline Errors<To> rough_errors(const Row& row, float unit, const float* scales) 
     return errors;
 }
 
-// In units of `unit`, squares in float32 and their sums in double, where the order decides nothing but ties.
+// The errors in units of `unit`, with squares in float32 summed in double, so that the order of summation
+// decides only ties.
 template <class To>
 inline Errors<To> exact_errors(const Row& row, float unit, const float* scales) {
     Errors<To> errors = {};
@@ -97,8 +99,8 @@ inline Errors<To> exact_errors(const Row& row, float unit, const float* scales) 
     return errors;
 }
 
-// See formats/rows.py: `fit_rows`. Rough errors decide where they can: of random weights, all but one row in
-// some hundreds.
+// See formats/rows.py: `fit_rows`. The rough errors decide where they are clear enough: for random weights,
+// in all but one of some hundreds of rows.
 template <class To>
 inline float fit_row(const Row& row) {
     if (row.largest < 7.888609052210118e-31f) // 2^-100
@@ -130,7 +132,7 @@ inline void encode_row(const Row& row, float scale, uint8_t* codes) {
     });
 }
 
-// One row of a format with a scale per row; `x` has room for it.
+// Packs one row of a format with a scale per row; `x` has room for the row.
 template <class To>
 inline void pack_row(const PackCall& call, int64_t r, float* x) {
     const Matrix& m = call.packed;

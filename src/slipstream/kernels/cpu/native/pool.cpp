@@ -16,9 +16,11 @@ namespace {
 
 // About 20 us: long enough to catch the next call of a loop, short enough not to disturb torch's own threads.
 constexpr int kIdleSpins = 500;
-// Within a job the others are at work; after this the processor is offered to whoever keeps them from it.
+// Within a job the other threads are working; after this many spins, yield the processor to the thread that
+// keeps them from it.
 constexpr int kMeetSpins = 4000;
-// For a job that was announced: some times of what an interpreter does between the two.
+// How long to wait for an announced job: several times what the interpreter needs between announcement and
+// job.
 constexpr std::chrono::microseconds kExpected(300);
 
 inline void pause() {
@@ -47,8 +49,8 @@ struct Job {
 
 class Pool {
 public:
-    // Keeps the workers for one job; returns how many threads it has with the caller's, 0 while another has
-    // them.
+    // Reserves the workers for one job. Returns the number of threads including the caller's, or 0 while
+    // another job holds the workers.
     int hold(int threads) {
         if (busy_.exchange(true, std::memory_order_acquire))
             return 0;
@@ -58,7 +60,7 @@ public:
 
     void let_go() { busy_.store(false, std::memory_order_release); }
 
-    // By who holds them.
+    // Called only by the holder of the workers.
     void run(Body body, void* context, int threads) {
         const int helpers = threads - 1;
         Team team(threads);
@@ -80,21 +82,21 @@ public:
         }
     }
 
-    // Whoever misses this comes with the job itself.
+    // A worker that misses this is woken by the job itself.
     void rouse() {
         announced_.fetch_add(1, std::memory_order_release);
         wake_.notify_all();
     }
 
 private:
-    // Workers are never joined: they are parked when the process ends, and the pool outlives every static
+    // Workers are never joined: they are parked when the process exits, and the pool outlives every static
     // object.
     void grow(int count) {
         while (workers_ < count) {
             try {
                 std::thread(&Pool::work, this, workers_ + 1, ticket_.load()).detach();
             } catch (const std::exception&) {
-                return; // the machine gives no more threads; the job runs on fewer
+                return; // the system gives no more threads; the job runs on fewer
             }
             ++workers_;
         }
@@ -128,7 +130,7 @@ private:
         }
     }
 
-    // Until there is another job than `seen`, or so many times.
+    // Spins until there is a job other than `seen` (returns true), or `times` times (returns false).
     bool spin(unsigned seen, int times) const {
         for (int i = 0; i < times; ++i) {
             if (ticket_.load(std::memory_order_acquire) != seen)
@@ -150,13 +152,14 @@ private:
     int wanted_ = 0, workers_ = 0;
     std::atomic<unsigned> ticket_{0}, announced_{0};
     std::atomic<int> running_{0};
-    // No mutex, which its owner may not try again: a job may call code that asks for another job.
+    // Not a mutex: a thread must not try to lock a mutex that it already holds, and a job may call code that
+    // requests another job.
     std::atomic<bool> busy_{false};
 };
 
 std::atomic<Pool*> pool{nullptr};
 
-// A child of fork has none of its parent's threads: it starts with a pool of its own.
+// After a fork the child has none of its parent's threads, so it gets a new pool.
 Pool& instance() {
     Pool* now = pool.load(std::memory_order_acquire);
     if (now)

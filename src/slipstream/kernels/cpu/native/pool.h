@@ -1,4 +1,4 @@
-// The threads: one team runs one job at a time; between jobs the workers spin briefly and then park.
+// The thread pool: one team runs one job at a time; between jobs the workers spin briefly and then park.
 #pragma once
 
 #include <atomic>
@@ -6,32 +6,34 @@
 
 namespace slipstream {
 
-// The threads of one running job. Every member is defined in pool.cpp, which is compiled for any processor:
-// nothing here may be inlined into a unit of one instruction set and then be shared by the linker with
-// another.
+// The threads of one running job. All members are defined in pool.cpp, which is compiled for any processor:
+// if one were inlined into a translation unit of one instruction set, the linker could share that copy with
+// the others.
 class Team {
 public:
     explicit Team(int size) : size_(size) {}
 
     int size() const;
 
-    // The next `grain` items that nobody has taken; the caller stops once the answer reaches the count.
+    // Claims the next `grain` unclaimed items and returns the first; the caller stops when the result reaches
+    // the item count.
     int64_t take(int64_t grain);
 
-    // The same where items lie one after another in memory: each thread has a run of its own and goes through
-    // it piece by piece; one that is done goes on in another's. False once all is taken.
+    // Like `take`, for items that are contiguous in memory: each thread has its own run and claims it piece
+    // by piece; a thread that has finished its run continues in the run of another. Returns false when all
+    // items are claimed.
     bool take_run(int rank, int64_t count, int64_t grain, int64_t* begin, int64_t* end);
 
-    // Waits for all threads of the team; then no item is taken any more.
+    // Barrier: waits for all threads of the team, then resets the claims for the next phase.
     void meet();
 
 private:
-    // How much of a run is taken, above the number of the phase that it was taken in: what an earlier phase
-    // left counts as nothing, and nobody has to clear it.
+    // How much of a run is claimed, with the number of the phase in the upper bits: marks of an earlier phase
+    // count as zero, so they need not be cleared.
     struct alignas(64) Taken {
         std::atomic<uint64_t> mark{0};
     };
-    static constexpr int kMostRuns = 16; // more threads share them
+    static constexpr int kMostRuns = 16; // with more threads, several share a run
 
     const int size_;
     Taken runs_[kMostRuns];
@@ -42,16 +44,17 @@ private:
 
 using Body = void (*)(void* context, Team& team, int rank);
 
-// How many threads `run` would use at most for this wish: no more than this process may run at once.
+// The number of threads that `run` uses at most when `wish` are requested: limited to the processors that
+// this process may use.
 int team_size(int wish);
 
-// Announces a job: workers that are parked get up, which takes tens of microseconds, and wait for it a
-// moment.
+// Announces a job: parked workers wake up, which takes tens of microseconds, and spin for a moment until it
+// arrives.
 void rouse();
 
-// The threads of one job, which are held while this is there: as many as it asks for (from team_size), fewer
-// where the machine gives no more, or the calling thread alone while another job has the others. Scratch is
-// counted for that many: fewer threads may need more of it.
+// The threads of one job, held for the lifetime of this object: as many as requested (see team_size), fewer
+// if the system cannot create that many, or only the calling thread while another job holds the pool. Scratch
+// must be sized for the actual `size()`: fewer threads may need more of it.
 class Crew {
 public:
     explicit Crew(int threads);
@@ -61,15 +64,15 @@ public:
 
     int size() const;
 
-    // Runs `body` on all of them, the calling one among them, and returns when they are done.
+    // Runs `body` on all threads of the crew, including the calling one, and returns when all are done.
     void run(Body body, void* context) const;
 
 private:
-    void* pool_ = nullptr; // null: alone
+    void* pool_ = nullptr; // null: only the calling thread
     int size_ = 1;
 };
 
-// Runs `body` on a crew of so many threads.
+// Runs `body` on a crew of `threads` threads.
 void run(Body body, void* context, int threads);
 
 } // namespace slipstream

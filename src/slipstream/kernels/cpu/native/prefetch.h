@@ -1,13 +1,13 @@
-// What products of many rows ask for before its turn: the panels that a thread has next, of this matrix or of
-// the one that follows it. A thread passes one to four panels of a matrix of SmolLM2, and the first of them
-// would come from memory while nothing is multiplied. (A Zen 5 keeps what is asked for in its first cache
-// alone, where it does not last until then: there it makes no difference.)
+// What products of many rows prefetch: the panels that a thread has next, of this matrix or of the one that
+// follows it. A thread does one to four panels of a matrix of SmolLM2, and the first of them would otherwise
+// be loaded from memory while nothing is multiplied. (A Zen 5 keeps prefetched lines in L1 only, where they
+// do not last until then: there it makes no difference.)
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Where rows [begin, begin + rows) of a matrix lie; nothing where they do not lie together.
+// The memory range of rows [begin, begin + rows) of a matrix; empty unless they are contiguous.
 inline Ahead rows_ahead(const Matrix& m, int64_t begin, int64_t rows) {
     if (rows <= 0)
         return {};
@@ -27,7 +27,7 @@ inline Ahead rows_ahead(const Matrix& m, int64_t begin, int64_t rows) {
     return {at, at + ((n - 1) * run.stride + m.inputs) * size};
 }
 
-// The panels of a matrix whose turn comes after a product; nothing without a matrix.
+// The panels of the matrix that follows a product; empty without a matrix.
 struct Following {
     const Matrix* m = nullptr;
     int64_t outputs = 0, second = 0, width = 0;

@@ -1,11 +1,11 @@
-// Which of its forms (operand.h, operand_words.h) the left side of a product takes.
+// Selects the form (operand.h, operand_words.h) of the left side of a product.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The rows as a matrix wants them; `scratch` has operand_bytes, is aligned to 64 bytes and belongs to the
-// thread until it has multiplied.
+// Prepares rows for a matrix. `scratch` has operand_bytes bytes, is aligned to 64 bytes, and is in use by the
+// calling thread until it has multiplied.
 inline Operand prepare(const Rows& rows, const Matrix& m, char* scratch) {
     Operand x = {rows};
 #ifndef SLIPSTREAM_BF16_DOT

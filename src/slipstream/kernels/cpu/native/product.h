@@ -1,4 +1,5 @@
-// One matrix times packed tokens, shared out to a team panel by panel, and what becomes of the result.
+// One matrix times packed tokens, distributed over a team panel by panel, and the post-processing of the
+// result.
 #pragma once
 
 namespace slipstream {
@@ -31,7 +32,7 @@ struct PanelFor<ByteTileWord> {
 using Bf16Unit = TileWord;
 using ByteUnit = ByteTileWord;
 using GroupedUnit = TileWord;
-constexpr int64_t kManyRowsInTiles = 9; // of a matrix that is not read where it lies, see lanes_tiles.h
+constexpr int64_t kManyRowsInTiles = 9; // for a matrix that is not read in place, see lanes_tiles.h
 constexpr int64_t kManyRowsInTerms = 9;
 #else
 using Bf16Unit = Bf16Word;
@@ -40,18 +41,18 @@ using ByteUnit = ByteWord;
 using GroupedUnit = GroupedWord;
 #endif
 constexpr int64_t kManyRowsInTiles = kManyRows;
-// The same of rows in float32 and a packed matrix whose codes are no whole numbers: a row in three terms
-// costs more than one in a panel. Measured on a Zen 4 with 576 x 576 of fp8: at 24 rows 233 us by terms and
-// 265 by panels.
+// The minimum number of rows for panels, for float32 rows and a packed matrix whose codes are not integers: a
+// row in three terms costs more than a row in a panel. Measured on a Zen 4 with 576 x 576 of fp8: at 24 rows
+// 233 us by terms and 265 by panels.
 constexpr int64_t kManyRowsInTerms = Vec::kBf16Dot ? 25 : kManyRows;
 #endif
 
-// The same of rows that are rounded to bytes and do not go in lanes (lanes_rounded.h), but for those that
-// leave much of a group of tokens empty.
-// Measured with 2048 x 2048 out of memory and 576 x 576 in the cache: 16 rows take 1.02 and 0.59 of the time
-// by panels, 17 rows 1.31 and 0.94, 28 rows 0.88 and 0.58.
+// The minimum number of rows for panels, for rows that are rounded to bytes and do not go in lanes
+// (lanes_rounded.h); fewer rows go by panels only where they nearly fill a group of tokens (kFewestInGroup).
+// Measured with 2048 x 2048 from memory and 576 x 576 in the cache: 16 rows by panels take 1.02 and 0.59 of
+// the time, 17 rows 1.31 and 0.94, 28 rows 0.88 and 0.58.
 constexpr int64_t kManyRowsInBytes = Vec::kBf16Dot ? least(24, kManyRowsInTiles) : kManyRowsInTiles;
-constexpr int64_t kManyRowsInGroups = 33; // beside int4: so many are three groups in lanes
+constexpr int64_t kManyRowsInGroups = 33; // for int4: this many rows are three groups in lanes
 constexpr int64_t kFewestInGroup = Vec::kBf16Dot ? least(14, kManyRowsInTiles) : kManyRowsInTiles;
 constexpr int64_t kFewestInPanels = least(kFewestInGroup, least(kManyRowsInTiles, kManyRowsInTerms));
 
@@ -79,11 +80,11 @@ inline bool many(int64_t rows, const Matrix& m) {
 constexpr int64_t kMostPanelRows = most(FloatWord::kPanelRows, Bf16Unit::kPanelRows);
 
 constexpr int64_t kProductFloats = kMostPanelRows * (kTokensAtOnce + 3 * kGroup + kGroup);
-// Scratch of each thread for any product.
+// Bytes of scratch that any product needs per thread.
 constexpr int64_t kProductBytes = most(FloatWord::kPanelBytes, Bf16Unit::kPanelBytes) +
                                   kProductFloats * static_cast<int64_t>(sizeof(float));
 
-// Calls `f` with the unit that multiplies a matrix.
+// Calls `f` with the word type that multiplies the matrix.
 template <class F>
 inline void with_word(const Matrix& m, F f) {
 #ifdef SLIPSTREAM_BF16_DOT
@@ -101,7 +102,8 @@ inline void with_word(const Matrix& m, F f) {
         f(FloatWord());
 }
 
-// Whether what enters a matrix is packed from complete rows in float32: it is rounded beside their largest.
+// Whether the input of a matrix is packed from complete float32 rows, because it is rounded relative to each
+// row's largest value.
 inline bool packs_whole(const Matrix& m) {
 #ifdef SLIPSTREAM_BF16_DOT
     return m.input_bits != 0;
@@ -110,14 +112,14 @@ inline bool packs_whole(const Matrix& m) {
 #endif
 }
 
-// What a thread has computed: outputs [begin, begin + outputs) of `tokens` tokens from `token` on. Output j
-// of token t is c[j * stride + t], and up[j * stride + t] of the other half where a product has two; both may
-// be overwritten. Rows and tokens up to the next multiple of kGroup are there as well.
+// A finished part of a product: outputs [begin, begin + outputs) of `tokens` tokens from `token` on. Output j
+// of token t is c[j * stride + t], and up[j * stride + t] for the second half of a product that has two; both
+// may be overwritten. The buffers extend to the next multiple of kGroup rows and tokens.
 struct Piece {
     int64_t begin, outputs, token, tokens;
     float *c, *up;
     int64_t stride;
-    float* turned; // room for kGroup * kMostPanelRows
+    float* turned; // scratch for kGroup * kMostPanelRows
 };
 
 // One matrix times packed tokens, shared out to a team panel by panel.
@@ -126,7 +128,7 @@ class Product {
 public:
     using Item = typename U::Item;
 
-    // `second`: 0, or how far behind the row of an output lies another one that goes with it (gate and up).
+    // `second`: 0, or the distance in rows from an output to the one that belongs to it (gate and up).
     Product(const Matrix& m, int64_t outputs, int64_t second, int64_t tokens, int threads)
         : m_(m), outputs_(outputs), second_(second), tokens_(tokens), halves_(second ? 2 : 1) {
         const int64_t inputs = padded<U>(m.inputs);
@@ -136,7 +138,8 @@ public:
         deep_ = ceil_div(ceil_div(inputs, passes), kDecoded) * kDecoded;
         pitch_ = Panel::pitch(deep_);
         width_ = U::kBlock && groups >= 2 * U::kGroups ? blocked(chunks, threads) : evened(chunks, threads);
-        // A thread with one task more than the others keeps them waiting: shorter chunks even that out.
+        // A thread with one more task than the others would keep them waiting: shorter chunks even out the
+        // load.
         if (threads > 1 && ceil_div(outputs, width_) * chunks % threads && groups >= 8 * U::kGroups)
             chunks *= 2;
         chunk_ = ceil_div(ceil_div(groups, chunks), U::kGroups) * kStep;
@@ -145,8 +148,9 @@ public:
         tasks_ = panels_ * ceil_div(tokens, chunk_);
     }
 
-    // Calls `finish(piece)` for all outputs of all tokens. The first panels of the matrix that follows are
-    // asked for with this one's last ones: it lies in memory, and nobody else would.
+    // Calls `finish(piece)` for all outputs of all tokens. While the last panels of this matrix are
+    // multiplied, the first panels of the following matrix are prefetched, because nothing else loads them
+    // from memory in time.
     template <class F>
     void run(const void* packed, Team& team, char* own, F finish, const Following& next = {}) const {
         [[maybe_unused]] typename Panel::Session session;
@@ -159,7 +163,7 @@ public:
 
 private:
     using Panel = typename PanelFor<U>::Type;
-    static constexpr int64_t kDecoded = most(line_items<U>(), kPackedBlock); // passes begin where blocks do
+    static constexpr int64_t kDecoded = most(line_items<U>(), kPackedBlock); // where passes may begin
     static constexpr int64_t kRowItems = U::kPanelBytes / U::kDeepRows / static_cast<int64_t>(sizeof(Item));
     static constexpr int64_t kDeepest =
         (kRowItems - line_items<U>()) * U::kSpan / (U::kSpan + U::kBetweenRow) / kDecoded * kDecoded;
@@ -178,7 +182,7 @@ private:
         const int64_t inputs = padded<U>(m_.inputs), items = packed_items<U>(inputs);
         Ahead ahead = look_ahead(task + ahead_by, ceil_div(end - token, kStep), next);
         alignas(64) float starts[2][U::kPanelRows] = {};
-        const bool settled = Panel::kStarts && !U::kRounds && !row_factors(m_); // by what sums start with
+        const bool settled = Panel::kStarts && !U::kRounds && !row_factors(m_); // sums start with the bias
         for (int64_t half = 0; settled && m_.bias && half < halves_; ++half)
             read_row(m_.bias, m_.bias_dtype, begin + half * second_, starts[half], n);
         for (int64_t from = 0; from < inputs; from += deep_) {
@@ -222,7 +226,7 @@ private:
         }
     }
 
-    // Rows of a panel, so that every thread has a dozen tasks.
+    // The number of rows of a panel, such that every thread has about a dozen tasks.
     int64_t evened(int64_t chunks, int64_t threads) const {
         int64_t width = U::kDeepRows / halves_;
         while (width > kGroup && ceil_div(outputs_, width) * chunks < 12 * threads)
@@ -230,15 +234,17 @@ private:
         return width;
     }
 
-    // The same of whole blocks, so that the longest share of a thread is the shortest. For each panel the
-    // tokens come from the second cache, about twice as slowly as blocks take them: as if it had more rows.
+    // The number of rows of a panel in whole blocks, such that the longest share of any thread is minimal.
+    // Each panel reads the tokens from L2, about half as fast as blocks consume them, which is modelled as
+    // kTokensAsRows additional rows.
     int64_t blocked(int64_t chunks, int64_t threads) const {
         constexpr int64_t kTokensAsRows = 16, kBlock = most(U::kBlock, 1);
         const int64_t room = U::kPanelBytes / (pitch_ * static_cast<int64_t>(sizeof(Item)));
         int64_t width = 0, best = 0;
         for (int64_t w = least(U::kPanelRows, room) / halves_ / kBlock * kBlock; w > 0; w -= kBlock) {
             const int64_t panels = ceil_div(outputs_, w), tasks = panels * chunks;
-            const int64_t missing = (tasks - 1) % threads ? 0 : panels * w - outputs_; // of the last, alone
+            // rows missing in the last panel
+            const int64_t missing = (tasks - 1) % threads ? 0 : panels * w - outputs_;
             const int64_t share = ceil_div(tasks, threads) * (w + kTokensAsRows) - missing;
             if (width == 0 || share < best)
                 width = w, best = share;
@@ -246,8 +252,8 @@ private:
         return width;
     }
 
-    // What this thread will probably work on next: a task of this product, or one of the next. All of it is
-    // asked for by the time that this task is done.
+    // What this thread will probably work on next: a task of this product, or one of the next. It is
+    // prefetched completely by the end of the current task.
     Ahead look_ahead(int64_t task, int64_t steps, const Following& next) const {
         const Following from = task < tasks_ ? as_following() : next;
         const int64_t begin = task < tasks_ ? task % panels_ * width_ : (task - tasks_) * next.width;
@@ -273,7 +279,7 @@ private:
         return value;
     }
 
-    // The multipliers of rows that a packed matrix has, and the bias.
+    // Applies the row multipliers of a packed matrix and adds the bias.
     void settle(int64_t row, int64_t n, int64_t tokens, float* c) const {
         const float* factors = row_factors(m_);
         if (!factors && !m_.bias)
@@ -286,8 +292,8 @@ private:
     }
 
 #ifdef SLIPSTREAM_BF16_DOT
-    // What the zero points of tokens are multiplied by beside n rows, over the passes together: sums of
-    // codes, or of the weights that those stand for.
+    // Computes what the zero points of tokens are multiplied by for n rows, accumulated over the passes: sums
+    // of the codes, or of the weights that the codes stand for.
     void sum_rows(const Item* panel, int64_t pitch, int64_t row, int64_t n, int64_t from, int64_t deep,
                   typename U::Sum* sums) const {
         const auto* codes = static_cast<const uint8_t*>(m_.planes[kCodes]) + row * m_.inputs + from;
@@ -301,7 +307,7 @@ private:
     }
 #endif
 
-    // Sums of products of codes become results.
+    // Turns sums of products of codes into results.
     void settle_codes(int64_t row, int64_t n, const float* scales, int64_t tokens,
                       const typename U::Sum* sums, float* c) const {
         const float* zeros = scales + ceil_div(tokens_, kGroup) * kGroup;
@@ -320,7 +326,8 @@ private:
     int64_t width_, deep_, pitch_, chunk_, stride_, panels_, tasks_;
 };
 
-// What follows a product that has `tokens` rows, if they pass this matrix by panels, too.
+// The panels to prefetch for a matrix that follows a product of `tokens` rows; empty unless the rows are
+// multiplied with it by panels as well.
 inline Following following(const Matrix& m, int64_t outputs, int64_t second, int64_t tokens, int threads) {
     Following next;
     if (many(tokens, m))
@@ -330,7 +337,7 @@ inline Following following(const Matrix& m, int64_t outputs, int64_t second, int
     return next;
 }
 
-// Finishes a piece in the order of x: calls `row(token, values)`, the piece's outputs of one token.
+// Finishes a piece in row-major order: calls `row(token, values)` with the piece's outputs of one token.
 template <class F>
 inline void each_row(const Piece& p, F row) {
     for (int64_t t = 0; t < p.tokens; t += kGroup) {
@@ -341,7 +348,7 @@ inline void each_row(const Piece& p, F row) {
     }
 }
 
-// Writes a piece in the order of x: output j of token t to out[t * stride + j], both counted from 0.
+// Writes a piece in row-major order: output j of token t to out[t * stride + j], both counted from 0.
 template <class T>
 inline void turn_piece(const Piece& p, T* out, int64_t stride) {
     for (int64_t t = 0; t < p.tokens; t += kGroup) {
@@ -364,7 +371,8 @@ inline void turn_piece(const Piece& p, T* out, int64_t stride) {
     }
 }
 
-// Packs a piece as inputs of a matrix that `U` multiplies and that has as many inputs as the product outputs.
+// Packs a piece as input of the next matrix, which `U` multiplies and which has as many inputs as the product
+// has outputs.
 template <class U>
 inline void pack_piece(const Piece& p, int64_t inputs, void* packed_rows) {
     auto* packed = static_cast<typename U::Item*>(packed_rows);

@@ -1,13 +1,13 @@
-// Activations whose results are rounded to bfloat16 at once: errors far below that rounding, in a third of
-// the time.
+// Activations whose results are rounded to bfloat16 immediately: their errors are far below that rounding,
+// and they take a third of the time.
 #pragma once
 
 namespace slipstream {
 namespace {
 
 #ifdef SLIPSTREAM_BF16_DOT
-// x times the normal distribution function, which ends at 4.45; the absolute error is below 6e-5.
-// The coefficients are those of the least error, by linear programming over Chebyshev polynomials.
+// x times the normal distribution function, which is constant beyond 4.45; the absolute error is below 6e-5.
+// The coefficients minimise the error, found by linear programming over Chebyshev polynomials.
 inline Vec gelu_rounded(Vec x) {
     const Vec half = Vec::set(0.5f), less_half = Vec::set(-0.5f);
     const Vec bounded = max(min(x, Vec::set(4.45f)), Vec::set(-4.45f)), z = bounded * bounded;
@@ -45,7 +45,7 @@ inline Vec activate_rounded(int32_t kind, Vec x) {
 }
 #endif
 
-// As `activate_row`, for values that are rounded to bfloat16 next.
+// Like `activate_row`, for values that are rounded to bfloat16 next.
 inline void activate_rounded_row(int32_t kind, float* x, const float* up, int64_t n) {
 #ifdef SLIPSTREAM_BF16_DOT
     if (kind != kSwigluOai) {

@@ -1,5 +1,5 @@
-// Rows that are rounded to bytes for the second matrix of a feed-forward, kept as the product with the first
-// one leaves them, tokens side by side: they are rounded and packed so, and turned nowhere.
+// Rows that are rounded to bytes for the second matrix of a feed-forward, kept in the layout of the first
+// product's result, tokens interleaved: they are rounded and packed in this layout, without transposing.
 //
 // kept     [group][output][token in group]     float32
 #pragma once
@@ -7,7 +7,7 @@
 namespace slipstream {
 namespace {
 
-// Whether what a unit packs is kept so.
+// Whether the rows that `U` packs are kept this way.
 template <class U>
 constexpr bool kKeeps = Vec::kBf16Dot && U::kRounds && !U::kPacksRows;
 
@@ -19,7 +19,7 @@ inline void keep_piece(const Piece& p, int64_t width, float* kept) {
     }
 }
 
-// As `grid_of`, of each token of a group.
+// Like `grid_of`, for each token of a group.
 inline void grids_of(const float* kept, int64_t inputs, bool with_zero, Grid* grids) {
     Vec low[2] = {Vec::set(0), Vec::set(0)}, high[2] = {Vec::set(0), Vec::set(0)}, odd = Vec::set(0);
     for (int64_t j = 0; j < inputs; ++j) {
@@ -36,7 +36,7 @@ inline void grids_of(const float* kept, int64_t inputs, bool with_zero, Grid* gr
         grids[t] = grid_between(bottoms[t], tops[t], odds[t], with_zero);
 }
 
-// As `pack_group`, of a whole group.
+// Like `pack_group`, for a whole group.
 template <class U>
 inline void pack_kept_group(const float* kept, int64_t inputs, const Grid* grids, typename U::Item* out) {
     static_assert(U::kItems == 4, "a word is a byte of each of four inputs");
@@ -60,7 +60,7 @@ inline void pack_kept_group(const float* kept, int64_t inputs, const Grid* grids
     }
 }
 
-// As `pack_rows`.
+// Like `pack_rows`.
 template <class U>
 inline void pack_kept(const float* kept, int64_t tokens, const Matrix& m, void* packed, Team& team) {
     auto* out = static_cast<typename U::Item*>(packed);

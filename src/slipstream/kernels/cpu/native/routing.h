@@ -1,5 +1,5 @@
-// Which experts see a token, how much each of them counts, and whose tokens lie where once those of one
-// expert lie together.
+// Routing of tokens to experts: which experts a token gets, with which weights, and where its rows lie when
+// rows are sorted by expert.
 #pragma once
 
 namespace slipstream {
@@ -21,7 +21,7 @@ inline void softmax_row(float* x, int64_t n) {
         x[j] *= factor;
 }
 
-// The best of n values that is not taken yet, the first among equals.
+// The index of the largest of n values that is not taken yet, the first among equals.
 inline int64_t best_of(const float* x, int64_t n, const int32_t* taken, int64_t count) {
     int64_t best = -1;
     for (int64_t j = 0; j < n; ++j) {
@@ -34,8 +34,8 @@ inline int64_t best_of(const float* x, int64_t n, const int32_t* taken, int64_t 
     return best;
 }
 
-// Two experts, each weighted by a softmax over the logits that lie close to the best remaining one; `close`
-// has room for n values. Source: Liu et al. 2023 (arXiv 2310.00811), at inference.
+// Selects two experts, each weighted by a softmax over the logits that are close to the best remaining one;
+// `close` has room for n values. Source: Liu et al. 2023 (arXiv 2310.00811), at inference.
 inline void sparsemixer(const float* logits, int64_t n, float jitter, float* close, float* weights,
                         int32_t* chosen) {
     for (int64_t i = 0; i < 2; ++i) {
@@ -73,7 +73,7 @@ inline void route(const Moe& moe, float* logits, float* spare, float* weights, i
             weights[i] /= sum;
 }
 
-// The most that the blocks of a call need of anything that experts take.
+// The maximum, over the blocks of a call, of each quantity that determines the experts' scratch.
 struct MostOfExperts {
     explicit MostOfExperts(const StackCall& call) {
         for (int64_t i = 0; i < call.num_blocks; ++i) {
@@ -88,11 +88,11 @@ struct MostOfExperts {
         }
     }
     int64_t hidden = 0, ffn = 0, experts = 0, top_k = 0;
-    bool rounded = false; // in some whole rows are packed for the second matrix
+    bool rounded = false; // in some block, complete rows are packed for the second matrix
 };
 
-// Choice i of the tokens is choice i % top_k, best first, of token i / top_k; its place is where it lies
-// among those of the same expert.
+// The routing of one layer. Choice i is choice i % top_k, best first, of token i / top_k; its place is its
+// index when all choices are sorted by expert.
 class Routing {
 public:
     void take(Scratch& scratch, const MostOfExperts& most_of, int64_t tokens) {
@@ -109,7 +109,7 @@ public:
         count_ = scratch.part<int64_t>(most_of.experts ? 1 : 0);
     }
 
-    // Decides for the rows of x, `(T, C)`.
+    // Routes the rows of x, `(T, C)`.
     void decide(const Moe& moe, const float* x, Team& team, int rank) const {
         const int64_t hidden = moe.router.inputs;
         const auto score = [&](int64_t t, int64_t rows, int64_t begin, int64_t end) {
@@ -136,7 +136,7 @@ public:
         team.meet();
     }
 
-    // The experts that have rows are expert(0) to expert(active() - 1); their rows have places
+    // The experts that have rows are expert(0) to expert(active() - 1); the rows of expert e have places
     // [begin(e), end(e)).
     int64_t active() const { return *count_; }
     int64_t expert(int64_t i) const { return active_[i]; }
@@ -147,7 +147,7 @@ public:
     int64_t choice(int64_t place) const { return choice_[place]; }
     float weight(int64_t choice) const { return weights_[choice]; }
 
-    // What the answer of shared experts is multiplied by.
+    // The factor of the shared experts' output.
     Vec gate(const Moe& moe, int64_t token) const {
         return moe.shared_gate.outputs ? sigmoid(Vec::set(gates_[token])) : Vec::set(1);
     }
@@ -161,7 +161,7 @@ private:
             ++starts_[chosen_[i] + 1];
         for (int64_t e = 0; e < moe.experts; ++e)
             starts_[e + 1] += starts_[e];
-        // Counting up moves each start to the next one's place.
+        // Counting up moves each start to the start of the next expert.
         for (int64_t i = 0; i < choices; ++i)
             place_[i] = starts_[chosen_[i]]++;
         for (int64_t e = moe.experts; e > 0; --e)

@@ -1,4 +1,4 @@
-// Work on one row: copies between dtypes, norms, rotations.
+// Operations on one row: copies between dtypes, norms, rotations.
 #pragma once
 
 #include <cmath>
@@ -15,14 +15,14 @@ inline void copy_row(const From* from, To* to, int64_t n) {
         Vec::load(from + j, n - j).store(to + j, n - j);
 }
 
-// From any dtype into float32, `offset` elements on.
+// Converts a row of any dtype to float32, starting `offset` elements on.
 inline void read_row(const void* from, int32_t dtype, int64_t offset, float* to, int64_t n) {
     with_dtype(dtype, [&](auto* type) {
         copy_row(static_cast<decltype(type)>(const_cast<void*>(from)) + offset, to, n);
     });
 }
 
-// A row of a dense matrix that is not transposed.
+// Reads row `o` of a dense matrix that is not transposed.
 inline void read_row(const Matrix& m, int64_t o, float* to) {
     const Run* run = m.runs;
     for (; o >= run->rows; ++run)
@@ -34,7 +34,8 @@ inline void write_row(const float* from, void* to, int32_t dtype, int64_t offset
     with_dtype(dtype, [&](auto* type) { copy_row(from, static_cast<decltype(type)>(to) + offset, n); });
 }
 
-// The sum of f(v) over a row, in chains that do not wait for each other; the rest counts as zeros.
+// The sum over a row, where add(sum, v) adds a vector's contribution; independent chains, a partial vector is
+// padded with zeros.
 template <class F>
 inline float sum_over(const float* x, int64_t n, F add) {
     Vec sums[4] = {Vec::set(0), Vec::set(0), Vec::set(0), Vec::set(0)};
@@ -72,7 +73,7 @@ inline float sum_of(const float* x, int64_t n) {
     return sum_over(x, n, [](Vec sum, Vec v) { return sum + v; });
 }
 
-// Sum of squares around a mean.
+// The sum of squared differences from a mean.
 inline float squares_of(const float* x, float mean, int64_t n) {
     const Vec middle = Vec::set(mean);
     return sum_over(x, n, [&](Vec sum, Vec v) {
@@ -123,7 +124,7 @@ inline void norm_row(const float* x, float* out, int64_t n, const Norm& norm, in
         shift_row(out, norm.bias, norm.bias_dtype, at, n);
 }
 
-// The number comes second, which is what is left of NaN.
+// Clips a row to [-most, most]. The data is the second operand of min and max, so NaN stays NaN.
 inline void clip_row(float* x, int64_t n, float most) {
     for (int64_t j = 0; j < n; j += Vec::kWidth) {
         const int64_t count = least(n - j, Vec::kWidth);
@@ -131,8 +132,8 @@ inline void clip_row(float* x, int64_t n, float most) {
     }
 }
 
-// Heads of one token side by side; the norm is over each head (its weight shared or one per head) or over all
-// of them.
+// Norms the heads of one token, which are contiguous: each head separately (its weight shared or one per
+// head) or all of them together.
 inline void norm_heads(float* x, int64_t heads, int64_t dim, const Norm& norm, int32_t over) {
     if (norm.kind == kNoNorm)
         return;

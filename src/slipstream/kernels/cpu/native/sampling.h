@@ -1,15 +1,15 @@
-// The choice of tokens by chance, as ops/draw.py has it, without sorting the vocabulary, or of the best ones,
-// where tokens that were seen are penalised: one row per thread.
+// Sampling of tokens as in ops/draw.py, without sorting the vocabulary, or greedy choice with a repetition
+// penalty: one row per thread.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The place of the largest chance / noise among the scores that remain and have `floor` of the best one's
-// chance at least.
+// The index of the largest chance / noise among the scores that remain and whose chance, relative to the best
+// one's, is at least `floor`.
 template <class Noise>
 inline int64_t drawn(const float* x, int64_t n, float top, Remains remains, float floor, Noise noise) {
-    // Less than what any rounding of the quotient could add.
+    // Allows for more than any rounding of the quotient.
     constexpr float kAlmost = 1.0f - 0x1p-20f;
     float best = -1.0f, chances[kSpan], lower[kSpan];
     int64_t place = -1;
@@ -42,7 +42,8 @@ inline int64_t drawn(const float* x, int64_t n, float top, Remains remains, floa
     return place;
 }
 
-// Draws a token of each row, step after step. Every thread of a team has one of its own over the same memory.
+// Draws a token for each row, step after step. Every thread of a team has an object of its own over the same
+// scratch memory.
 class Draws {
 public:
     Draws(const Draw& call, int64_t rows, int64_t vocabulary, Scratch& scratch, int threads)
@@ -58,11 +59,11 @@ public:
         own_ = scratch.part<char>(DrawScratch::bytes(vocabulary) * threads);
     }
 
-    // Where the row's scores are put before `run`.
+    // Where the caller writes the scores of a row before `run`.
     float* scores(int64_t row) const { return scores_ + row * vocabulary_; }
 
-    // Draws one token of each row, or takes the best one, and writes it to out[row * stride]: -1 where there
-    // is nothing to draw from.
+    // Draws one token of each row, or takes the best one, and writes it to out[row * stride]; -1 if there is
+    // nothing to draw from.
     void run(Team& team, int rank, int64_t step, int64_t* out, int64_t stride) const {
         Scratch scratch(own_ + DrawScratch::bytes(vocabulary_) * rank);
         const DrawScratch own(scratch, vocabulary_);
@@ -88,7 +89,7 @@ public:
     }
 
 private:
-    static constexpr int64_t kMostBytes = 8 << 20; // of words at once
+    static constexpr int64_t kMostBytes = 8 << 20; // of random words at once
 
     struct Found {
         Remains remains;
@@ -102,7 +103,7 @@ private:
         return place(row) >= first && place(row) < first + group_;
     }
 
-    // Makes the words of a group of the batch's rows.
+    // Generates the random words for a group of rows of the batch.
     void begin(int64_t step, int64_t first) const {
         if (!makes_noise())
             return;
@@ -117,7 +118,7 @@ private:
         twist(words_, ceil_div(at_[1], kTwisted) * kTwisted - kTwisted);
     }
 
-    // Moves the block that the next word is in, or follows, to the front.
+    // Moves the block of generator state that the next word is in, or directly follows, to the front.
     void settle() const {
         const int64_t blocks = at_[1] ? (at_[1] - 1) / kTwisted : 0;
         std::memmove(words_, words_ + blocks * kTwisted, kTwisted * sizeof(uint32_t));
@@ -133,7 +134,7 @@ private:
         generator.next = static_cast<uint64_t>(at_[1]);
     }
 
-    // Lowers the scores of tokens that were seen; most of eight were not.
+    // Applies the repetition penalty; eight marks are tested at once, because most are zero.
     void penalise(int64_t row) const {
         const uint8_t* marks = seen(row);
         float* x = scores(row);
@@ -152,7 +153,7 @@ private:
             lower(j);
     }
 
-    // Divides the scores by the temperature and finds which of them remain.
+    // Divides the scores by the temperature and determines which of them remain.
     void look(int64_t row, const DrawScratch& own) const {
         float* x = scores(row);
         if (call_.seen)
@@ -165,14 +166,14 @@ private:
             const int64_t lanes = least(Vec::kWidth, vocabulary_ - j);
             const Vec score = Vec::load(x + j, lanes) / temperature;
             score.store(x + j, lanes);
-            odd = fma(max(lowest, score), Vec::set(0), odd); // NaN where there is one, or infinity
+            odd = fma(max(lowest, score), Vec::set(0), odd); // NaN if any is NaN or infinite
         }
         Found& found = found_[row];
         found.top = odd.sum() == 0.0f ? highest(x, vocabulary_) : kNever;
         found.remains = {kNever, 0};
         if (found.top == kNever)
             return;
-        const float k = call_.numbers[1]; // may be infinity, which is no whole number
+        const float k = call_.numbers[1]; // may be infinity, which has no integer value
         if (k < static_cast<float>(vocabulary_))
             found.remains.low = best_of(x, vocabulary_, static_cast<int64_t>(k), own.scores);
         if (call_.numbers[2] >= 0.0f)
@@ -196,7 +197,7 @@ private:
     const int64_t rows_, vocabulary_, group_;
     float* scores_;
     Found* found_;
-    int64_t* at_ = nullptr; // the next word, before the words of a group were made and after
+    int64_t* at_ = nullptr; // index of the next word, before and after the words of a group were generated
     uint32_t* words_ = nullptr;
     char* own_;
 };

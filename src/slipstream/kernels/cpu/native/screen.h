@@ -1,12 +1,13 @@
 // The best token of a single row, from a part of the vocabulary projection. A sketch of the projection in
-// fewer bits gives every score up to a bound; what may be the best then is computed from the projection
-// itself, and compared as if all had been. The sketch is that packed matrix, a screen is a sketch with its
-// bounds, a Screening is one generation's use of a screen.
+// fewer bits gives every score within an error bound; the scores that may be the best are then computed from
+// the projection itself, with the same result as if all had been computed. The sketch is that packed matrix,
+// a screen is a sketch with its bounds, a Screening is one generation's use of a screen.
 //
-// A row x is a part along some directions, those that the rows of a model lie along anyway, and a rest r. Of
-// a token's weights w the sketch has s and, for each direction, what w - s lacks along it, so that
+// A row x is the sum of a part along some directions, those along which the model's rows mostly lie, and a
+// rest r. Of a token's weights w the sketch holds s and, for each direction, the part of w - s along it, so
+// that
 //     x . w = x . s + along . lacking + error,    |error| <= |(r * weights, along)| * errors[token]
-// after Cauchy and Schwarz. See kernels/cpu/sketch.py for what errors are.
+// by Cauchy-Schwarz. See kernels/cpu/sketch.py for the definition of errors.
 #pragma once
 
 namespace slipstream {
@@ -27,8 +28,8 @@ public:
         operands_ = scratch.part<char>(operand_size_ * threads);
     }
 
-    // Calls `compute(begin, end)` for tokens that may be the best one, which puts the best that it has found
-    // into `best`. All threads come here.
+    // Calls `compute(begin, end)` for the tokens that may be the best one; it updates `best` with the best
+    // token that it computes. All threads of the team must call this.
     template <class F>
     void run(const Operand& x, Team& team, int rank, const Best& best, F compute) {
         const Seen seen = see(x, rank);
@@ -38,7 +39,7 @@ public:
              team.take_run(rank, outputs_, grain(sketch, outputs_, team.size()), &begin, &end);)
             bound(seen, begin, end, top);
         looked_[rank] = 0;
-        // What no token may stay below: the score of the one that seems to be the best.
+        // A lower bound of the best score: the exact score of the token that seems to be the best.
         if (top.index >= 0)
             look(top.index / kTogether, top.index / kTogether + 1, rank, compute);
         known_[rank] = best;
@@ -59,7 +60,7 @@ public:
         });
     }
 
-    // Rows of the projection that were multiplied.
+    // The number of rows of the projection that were multiplied.
     int64_t looked(int threads) const {
         int64_t all = 0;
         for (int i = 0; i < threads; ++i)
@@ -68,7 +69,8 @@ public:
     }
 
 private:
-    // Tokens whose scores are computed together: as they are among all, to the last bit.
+    // Tokens whose scores are computed together, so that they equal those of the full product to the last
+    // bit.
     static constexpr int64_t kTogether = 16, kScanned = 64;
 
     struct Seen {
@@ -76,13 +78,13 @@ private:
         float length, slack;
     };
 
-    // What the sketch is multiplied with, and how far off a score may be.
+    // Prepares the left side for the sketch, and bounds how far off a score may be.
     Seen see(const Operand& x, int rank) {
         const int64_t count = screen_.num_directions, wide = screen_.sketch.inputs;
         float *row = rows_ + 2 * wide * rank, *rest = row + wide;
         std::memcpy(row, x.rows.full, static_cast<size_t>(inputs_) * sizeof(float));
 #ifdef SLIPSTREAM_BF16_DOT
-        if (x.terms && operand_terms(screen_.sketch) == 1) // so the projection takes it
+        if (x.terms && operand_terms(screen_.sketch) == 1) // rounded as for the projection
             for (int64_t j = 0; j < inputs_; j += Vec::kWidth) {
                 const int64_t n = least(inputs_ - j, Vec::kWidth);
                 alignas(64) Bf16 part[Vec::kWidth];
@@ -111,8 +113,8 @@ private:
         float largest = 0;
         for (int64_t j = 0; j < wide; ++j)
             largest = std::fmax(largest, std::fabs(row[j]));
-        // Whole numbers of fifteen bits and a sign are off by half a unit, and sums in float32 by a last bit
-        // for each number, of the sketch's and of the projection's own scores.
+        // Integers of fifteen bits and a sign are off by half a unit, and sums in float32 by one last bit per
+        // number, for the scores of the sketch and of the projection.
         const float off = largest * std::sqrt(items) * 0x1p-15f + all * items * 0x1p-23f;
         Seen seen;
         seen.row = prepare({row, nullptr, wide, 1}, screen_.sketch, operands_ + operand_size_ * rank);
@@ -121,7 +123,8 @@ private:
         return seen;
     }
 
-    // The most that tokens [begin, end) may score; keeps what seems to be the best of them.
+    // Computes upper bounds of the scores of tokens [begin, end), and updates `top` with the token that seems
+    // to be the best.
     void bound(const Seen& seen, int64_t begin, int64_t end, Best& top) {
         multiply(seen.row, screen_.sketch, begin, end, upper_ + begin, end - begin);
         suppressed_.hide(upper_ + begin, begin, end);
@@ -134,10 +137,10 @@ private:
             // A bias may be far larger than what it is added to, and both sums are rounded.
             ((score + fma(abs(score), Vec::set(0x1p-22f), off)) * scale).store(upper_ + j, n);
         }
-        suppressed_.hide(upper_ + begin, begin, end); // NaN by now
+        suppressed_.hide(upper_ + begin, begin, end); // hidden scores have become NaN
     }
 
-    // Whether one of a few tokens may be the best; NaN always may.
+    // Whether one of a group of tokens may be the best; NaN always may.
     bool may_be(int64_t group, float least_score) const {
         bool may = false;
         for (int64_t j = group * kTogether; j < least(outputs_, (group + 1) * kTogether); ++j)
@@ -158,7 +161,7 @@ private:
     const float scale_;
     float *upper_, *rows_;
     int64_t* looked_;
-    Best* known_; // by each thread, when it has seen its part of the sketch
+    Best* known_; // per thread, after its part of the sketch
     char* operands_;
     int64_t operand_size_;
 };

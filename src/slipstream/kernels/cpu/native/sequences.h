@@ -1,23 +1,25 @@
-// A stack without caches, some sequences at a time: what lies between its layers stays in the caches of the
-// processor, and scratch does not grow with the batch.
+// Runs a stack without caches on a few sequences at a time: activations between its layers stay in the
+// processor's caches, and scratch does not grow with the batch.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Tokens at a time. Measured on 4096 tokens of 384 in six layers: 1.3 times as fast as all of them together;
-// the weights are read again for each part, which takes a fiftieth of the time even from memory.
+// Tokens of a part. Measured on 4096 tokens of 384 in six layers: 1.3 times as fast as all of them together;
+// reading the weights again for each part takes a fiftieth of the time even from memory.
 constexpr int64_t kTokensOfPart = 512;
-// The same where a thread goes through all layers with them, and the least, which would wait for weights.
+// Tokens of a part that one thread takes through all layers, and the minimum: with fewer tokens the weights
+// would be the bottleneck.
 constexpr int64_t kTokensOfOwnPart = 256, kLeastTokensOfPart = 96;
 
 // Splits a call into parts of whole sequences.
 class Parts {
 public:
-    // `starts`: room for one more than the call has sequences, or null where nothing is to be run. `threads`:
-    // of those that take parts of their own; else 1.
+    // `starts`: room for one more item than the call has sequences, or null if the parts are only counted.
+    // `threads`: the number of threads that run parts of their own; else 1.
     Parts(const StackCall& call, int32_t* starts, int threads) : call_(call), starts_(starts) {
-        // Matrices that are there for a while are wanted once; without positions a token's own place counts.
+        // Streamed matrices (`turn`) should be loaded only once; without `positions`, positions count from
+        // the start of the call.
         const bool whole = call.caches || call.turn || (call.num_tables && !call.positions);
         const int64_t tokens = call.step.tokens, few = ceil_div(tokens, kTokensOfPart);
         const int64_t wanted = most(4 * static_cast<int64_t>(threads), tokens / kTokensOfOwnPart);
@@ -25,7 +27,7 @@ public:
         size_ = ceil_div(tokens, whole ? 1 : most(few, many));
     }
 
-    // The next part; false after the last.
+    // Sets `part` to the next part; returns false after the last.
     bool next(StackCall* part) {
         const Step& step = call_.step;
         const int64_t first = end_;
@@ -53,7 +55,7 @@ public:
         return true;
     }
 
-    // The first token of the part.
+    // The index of the first token of the part.
     int64_t token() const { return token_; }
 
 private:
@@ -62,10 +64,10 @@ private:
     int64_t size_, end_ = 0, token_ = 0;
 };
 
-// Whether each thread runs parts of its own from the first block to the last: nobody waits for anybody, and
-// what lies between the layers is in the caches of the thread that goes on with it. Only where they end at
-// about the same time. Measured with 32 x 128 tokens of 384 in six layers, on two processors that share no
-// cache: 0.81 to 0.88 of the time.
+// Whether each thread runs parts of its own from the first block to the last: then no thread waits for
+// another, and activations stay in the caches of the thread that continues with them. Only if the threads
+// finish at about the same time. Measured with 32 x 128 tokens of 384 in six layers, on two processors that
+// share no cache: 0.81 to 0.88 of the time.
 inline bool parts_apart(const StackCall& call, int threads) {
     constexpr int kMost = 64;
     if (threads < 2 || threads > kMost)
@@ -97,7 +99,7 @@ struct PartsScratch {
     }
     bool apart;
     int64_t num_starts, bytes = 0, of_part = 0;
-    int32_t* starts; // of each thread
+    int32_t* starts; // per thread
     char* rest;
 };
 
@@ -105,8 +107,8 @@ inline int64_t stack_bytes(const StackCall& call, int threads) {
     return PartsScratch(call, nullptr, threads).bytes;
 }
 
-// `read(t, row)` writes what enters the first block for token t. False where a block's matrices could not be
-// had.
+// `read(t, row)` writes the input of the first block for token t. Returns false if the matrices of a block
+// could not be made available.
 template <class Read>
 inline bool run_parts(const StackCall& call, char* base, Team& team, int rank, Read read) {
     const PartsScratch scratch(call, base, team.size());

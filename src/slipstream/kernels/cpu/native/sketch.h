@@ -1,5 +1,5 @@
-// Makes the sketch of a vocabulary projection, with what it lacks along some directions and a bound on the
-// rest; see kernels/cpu/sketch.py for what that is, and screen.h for what it is for.
+// Makes the sketch of a vocabulary projection, with what the sketch lacks along some directions and a bound
+// on the remaining error; see kernels/cpu/sketch.py for definitions, and screen.h for its use.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace slipstream {
 namespace {
 
-// The numbers that row o of a packed matrix stands for; whole vectors of them.
+// Unpacks row o of a packed matrix to float32; whole vectors are written.
 inline void unpack_row(const Matrix& m, int64_t o, float* out) {
     decode(m, o, 1, 0, m.inputs, out, m.inputs);
     const Vec factor = Vec::set(row_factors(m)[o]);
@@ -16,7 +16,8 @@ inline void unpack_row(const Matrix& m, int64_t o, float* out) {
         (Vec::load(out + j) * factor).store(out + j);
 }
 
-// A part of the columns of some rows, packed by itself before it is put beside the other part in the sketch.
+// Some columns of several rows, packed separately before they are placed next to the other columns in the
+// sketch.
 struct SketchedPart {
     Matrix packed = {};
 
@@ -45,7 +46,7 @@ struct SketchedPart {
         call.packed = packed;
         pack_groups(call, 0, rows, room);
     }
-    // Puts row r in its place in row `at` of the sketch, after `before` inputs.
+    // Copies row r to row `at` of the sketch, after `before` inputs.
     void put(int64_t r, const Matrix& sketch, int64_t at, int64_t before) const {
         for (int plane : {kCodes, kScales, kMinima}) {
             const int64_t own = row_bytes(sketch, plane, packed.inputs);
@@ -81,7 +82,7 @@ private:
         float *rows, *along, *lacking, *room, *values;
         SketchedPart weights, beside;
 
-        // Returns the bytes that it takes from `base` on.
+        // Allocates from `base` on; returns the number of bytes.
         int64_t take(const Sketching& all, char* base) {
             Scratch scratch(base);
             along = scratch.part<float>(kTile * all.directions_);
@@ -95,7 +96,7 @@ private:
         }
     };
 
-    // Tokens of the call from `begin` on.
+    // Sketches `count` tokens of the call from `begin` on.
     void tile(const Own& own, int64_t begin, int64_t count) const {
         const Matrix& sketch = call_.sketch;
         float squares[kTile];
@@ -107,7 +108,7 @@ private:
             else
                 unpack_row(call_.head, token, row);
             squares[r] = squares_of(row, 0.0f, inputs_);
-            if (!std::isfinite(squares[r])) // such a token is always computed
+            if (!std::isfinite(squares[r])) // the score of such a token is always computed
                 std::memset(row, 0, static_cast<size_t>(inputs_) * sizeof(float));
         }
         own.weights.pack(own.rows, count, own.room);
@@ -125,7 +126,7 @@ private:
                 lacking[k] = along / call_.stretch;
                 largest = std::fmax(largest, std::fabs(lacking[k]));
             }
-            // One multiplier must do for both parts of a row: where it does not, the second is left out.
+            // Both parts of a row share one multiplier; if the second part needs another one, it is left out.
             if (row_factors(own.weights.packed)[r] != 1.0f || row_multiplier(largest) != 1.0f)
                 std::memset(lacking, 0, static_cast<size_t>(directions_) * sizeof(float));
         }
@@ -147,7 +148,7 @@ private:
                 return fma(part, part, sum);
             });
             const bool is_number = std::isfinite(squares[r]);
-            // A sum of squares in float32 is off by less than what it is rounded up by.
+            // The error of a sum of squares in float32 is less than this rounding up.
             call_.errors[token] =
                 is_number ? std::sqrt(rest + off) * (1 + 0x1p-13f) : std::numeric_limits<float>::infinity();
             call_.lengths[begin + r] = is_number ? call_.lengths[begin + r] + std::sqrt(beside) : 0.0f;

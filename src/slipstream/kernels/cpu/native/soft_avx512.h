@@ -1,6 +1,6 @@
-// What the units of AVX-512 and AMX take of AVX-512 and its extensions, on a processor that has AVX2 alone:
-// for tests on machines without the instructions. Names of this namespace hide those of the compiler's
-// header.
+// Emulates what the AVX-512 and AMX code uses of AVX-512 and its extensions, on a processor that only has
+// AVX2: for tests on machines without these instructions. Names in this namespace hide those of the
+// compiler's header.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2.
 #pragma once
@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-// Where nothing is optimised the compiler's header has these as macros.
+// Without optimisation the compiler's header defines these as macros.
 #undef _mm512_cmp_ps_mask
 #undef _mm512_cvtps_ph
 #undef _mm512_extractf32x4_ps
@@ -39,7 +39,7 @@ using SoftWords = uint32_t __attribute__((vector_size(64)));
 using SoftSigned = int32_t __attribute__((vector_size(64)));
 using SoftLongs = uint64_t __attribute__((vector_size(64)));
 
-// A register's items, one by one.
+// The items of a register as an array.
 template <class T, class V>
 struct SoftItems {
     static constexpr int kCount = static_cast<int>(sizeof(V) / sizeof(T));
@@ -56,7 +56,7 @@ template <class T>
 using SoftInts = SoftItems<T, __m512i>;
 using SoftFloats = SoftItems<float, __m512>;
 
-// The two halves of a register.
+// Splits a register into its two halves, and joins them again.
 template <class Half, class V>
 Half half(V v, int which) {
     Half h;
@@ -88,7 +88,7 @@ inline __m128i low(__m256i a) {
 inline __m128i high(__m256i a) {
     return _mm256_extracti128_si256(a, 1);
 }
-// Only its lower half is read.
+// Only the lower half is read.
 inline __m128i low(__m128i a) {
     return a;
 }
@@ -96,7 +96,7 @@ inline __m128i high(__m128i a) {
     return _mm_srli_si128(a, 8);
 }
 
-// What AVX2 does with each half of its operands.
+// Applies an AVX2 instruction to each half of the operands.
 #define SLIPSTREAM_BY_HALVES_1(name, V, A)                                                                   \
     inline V _mm512_##name(A a) {                                                                            \
         return whole<V>(_mm256_##name(low(a)), _mm256_##name(high(a)));                                      \
@@ -149,7 +149,7 @@ inline __m256i _mm512_cvtps_ph(__m512 a, int) {
     return _mm256_set_m128i(_mm256_cvtps_ph(high(a), 0), _mm256_cvtps_ph(low(a), 0));
 }
 inline __m512 _mm512_roundscale_ps(__m512 a, int) {
-    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC; // no other is asked for
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC; // the only mode used
     return whole<__m512>(_mm256_round_ps(low(a), kNearest), _mm256_round_ps(high(a), kNearest));
 }
 
@@ -196,7 +196,7 @@ inline __m512i _mm512_rolv_epi64(__m512i a, __m512i n) {
     const SoftLongs left = (SoftLongs)n & 63, right = (64 - left) & 63;
     return (__m512i)((SoftLongs)a << left | (SoftLongs)a >> right);
 }
-// Bit 4 a + 2 b + c of the table.
+// Each result bit is bit 4 a + 2 b + c of the table.
 inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
     __m512i all = a ^ a;
     for (int i = 0; i < 8; ++i)
@@ -273,7 +273,7 @@ inline __m512i _mm512_set1_epi64(int64_t x) {
 inline __m512 _mm512_set1_ps(float x) {
     return (__m512)every(x);
 }
-// From the last item to the first.
+// Sets the items from the last to the first.
 template <class T, class... All>
 __m512i backwards(All... all) {
     const T items[] = {static_cast<T>(all)...};
@@ -315,7 +315,7 @@ inline void _mm512_store_ps(void* p, __m512 v) {
         __builtin_trap();
     _mm512_storeu_ps(p, v);
 }
-// Of memory only the items of the mask are touched.
+// Only the items selected by the mask are accessed in memory.
 template <class T, class V>
 V load_some(uint64_t mask, const void* p) {
     SoftItems<T, V> items;

@@ -1,4 +1,4 @@
-// The rest of soft_avx512.h: what goes item by item, and the products of bfloat16 and of bytes.
+// The rest of soft_avx512.h: instructions emulated item by item, and the products of bfloat16 and of bytes.
 #pragma once
 
 namespace slipstream {
@@ -84,7 +84,7 @@ inline __m512d _mm512_unpacklo_pd(__m512d a, __m512d b) {
     return (__m512d)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b);
 }
 
-// SoftItems lose their upper bits.
+// Truncates each item to the narrower type.
 template <class V, class From, class To, class X>
 V cut(X x) {
     const SoftItems<From, X> from(x);
@@ -108,15 +108,15 @@ inline __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int kind) {
     int mask = 0;
     for (int i = 0; i < x.kCount; ++i) {
         const bool is = kind == _CMP_UNORD_Q ? std::isnan(x.at[i]) || std::isnan(y.at[i])
-                                             : x.at[i] < y.at[i]; // _CMP_LT_OQ: there is no third
+                                             : x.at[i] < y.at[i]; // _CMP_LT_OQ, the only other kind used
         mask |= is << i;
     }
     return static_cast<__mmask16>(mask);
 }
 inline __m512 _mm512_rcp14_ps(__m512 a) {
-    return 1.0f / a; // nearer than it has to be
+    return 1.0f / a; // more precise than required
 }
-// a times 2 to the power of the whole part of b.
+// a times 2 to the power of floor(b).
 inline __m512 _mm512_scalef_ps(__m512 a, __m512 b) {
     const SoftFloats x(a), n(b);
     SoftFloats all;
@@ -150,7 +150,7 @@ inline float _mm512_reduce_max_ps(__m512 a) {
     return items.at[0];
 }
 
-// To the nearest even; numbers that are smaller than normal ones become zero.
+// Rounds to the nearest even bfloat16; subnormal numbers become zero.
 inline uint16_t rounded_bits(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof(bits));
@@ -181,7 +181,7 @@ inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
     sums = _mm512_fmadd_ps(flushed(x & 0xffff0000), flushed(y & 0xffff0000), sums);
     return flushed((SoftWords)_mm512_fmadd_ps(flushed(x << 16), flushed(y << 16), sums));
 }
-// Sums of four products each: a has no signs.
+// Sums of four byte products each; a is unsigned.
 inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
     SoftWords all = (SoftWords)sums;
     for (int shift = 0; shift < 32; shift += 8)

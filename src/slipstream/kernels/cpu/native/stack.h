@@ -1,11 +1,11 @@
-// All layers of one step in one job. The residual stream is float32 from end to end; the threads of the team
-// go through the phases of a layer together, and share out each phase's tokens, outputs or heads.
+// Runs all layers of one step in one job. The residual stream is float32 throughout; the threads of the team
+// go through the phases of each layer together and distribute the tokens, outputs or heads of each phase.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// The feed-forward that every token takes; its width is 0 where there are experts alone.
+// The dense feed-forward of all tokens; its width is 0 if the block has only routed experts.
 inline FeedForward feed_of(const Block& b) {
     const Moe* moe = b.moe;
     return {moe ? moe->shared_in : b.mlp_in,
@@ -63,12 +63,12 @@ public:
 
     int64_t bytes() const { return bytes_; }
 
-    // What left the last block, `(T, C)`.
+    // The output of the last block, `(T, C)`.
     const float* left() const { return x_; }
 
-    // `read(t, row)` writes what enters the first block, `write(t, row)` is handed what leaves the last.
-    // `meanwhile()` is called by the first thread where the others have the most to do, in the first block.
-    // False where a block's matrices could not be had.
+    // `read(t, row)` writes the input of the first block; `write(t, row)` receives the output of the last
+    // one. The first thread calls `meanwhile()` in the first block before the feed-forward, where the other
+    // threads have the most to do. Returns false if the matrices of a block could not be made available.
     template <class Read, class Write, class Meanwhile>
     bool run(Team& team, int rank, Read read, Write write, Meanwhile meanwhile) {
         const Block& first = call_.blocks[0];
@@ -111,14 +111,14 @@ private:
             call_.turn(block);
         team.meet();
         const bool failed = *call_.failed;
-        team.meet(); // the next turn may follow at once, and fail: all must have read what this one says
+        team.meet(); // the next call may set `failed` at once: all must have read it
         return !failed;
     }
 
     static Heads heads_of(const Block& b) { return {b.heads, b.kv_heads, b.head_dim}; }
     Spans spans(const Block& b) const { return spans_of(call_.step, call_.caches, b.causal != 0); }
 
-    // Whether the plan of the layer before does not fit a layer's attention.
+    // Whether the attention plan of the previous layer does not fit this one.
     bool replans(int64_t layer) const {
         if (layer == 0)
             return true;
@@ -138,7 +138,7 @@ private:
                 nullptr};
     }
 
-    // Whether the plan of the layers before does not fit a layer's attention to states.
+    // Whether the plan of the previous layer that has cross-attention does not fit this one.
     bool replans_across(int64_t layer) const {
         const Block& b = call_.blocks[layer];
         for (int64_t i = layer; i > 0; --i) {
@@ -153,15 +153,16 @@ private:
 
     float* own_floats(int rank) const { return own_ + own_floats_ * rank; }
 
-    // What one thread multiplies, once the rows are complete.
+    // The operand for `m`, which each thread prepares for itself from the complete rows.
     Operand operand(const Rows& rows, const Matrix& m, int rank) const {
         return prepare(rows, m, few_.operands + few_.operand_size * rank);
     }
 
-    // Whether rows are rounded where they lie, which those that are packed are not.
+    // Whether rows are rounded to bfloat16 in place; rows packed into panels are not.
     bool rounds_rows(const Matrix& m, bool packed) const { return !packed && rounds(m, tokens_); }
 
-    // What enters the attention, and where the branches are parallel what enters the feed-forward.
+    // Computes the input of the attention and, for parallel branches with their own norm, of the
+    // feed-forward.
     void enter(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         if (b.post)
@@ -181,7 +182,7 @@ private:
         project(rows, b.qkv, qkv_, team, rank, follows(b.attn_out, team));
         if (rank == 0 && replans(layer))
             make_plan(spans(b), heads_of(b), team, room_);
-        // What is copied is the longer work, and begins first.
+        // Copying past keys and values takes longer, so these items come first.
         const int64_t copies = call_.step.past ? call_.step.cache_blocks * b.kv_heads : 0;
         each(team, copies + tokens_, ceil_div(copies + tokens_, 2 * static_cast<int64_t>(team.size())),
              [&](int64_t begin, int64_t end) {
@@ -206,7 +207,7 @@ private:
                 b.across ? follows(b.across->q, team) : feed_follows(b, team));
     }
 
-    // What comes after a product: a matrix, and the first of a feed-forward's.
+    // The panels to prefetch after a product: of the next matrix, or of the next feed-forward's first one.
     Following follows(const Matrix& m, const Team& team) const {
         return following(m, m.outputs, 0, tokens_, team.size());
     }
@@ -217,7 +218,7 @@ private:
         return following(feed.first, feed.width, feed.gated ? feed.width : 0, tokens_, team.size());
     }
 
-    // out = x times a matrix; `next` has its turn after it.
+    // out = x times a matrix; the panels of `next` are prefetched near the end.
     void project(const Rows& x, const Matrix& m, float* out, Team& team, int rank, const Following& next) {
         if (many(tokens_, m)) {
             with_word(m, [&](auto unit) {
@@ -236,7 +237,7 @@ private:
             [&](int64_t begin, int64_t end) { multiply(in, m, begin, end, out + begin, m.outputs); });
     }
 
-    // Queries and keys of one token are normed and turned; key and value go into the cache, if there is one.
+    // Norms and rotates one token's queries and keys; writes its key and value to the cache, if any.
     void place(const Block& b, int64_t layer, int64_t t, float* q) {
         float *k = q + b.heads * b.head_dim, *v = k + b.kv_heads * b.head_dim;
         auto norms = [&] {
@@ -260,7 +261,7 @@ private:
             write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step, t, k, v);
     }
 
-    // Attention to the states of an encoder.
+    // Cross-attention to the states of an encoder.
     void across(const Block& b, int64_t layer, Team& team, int rank) {
         const Across& c = *b.across;
         const int64_t joined = b.heads * b.head_dim;
@@ -280,7 +281,7 @@ private:
         project(out, c.out, attended_, team, rank, feed_follows(b, team));
     }
 
-    // After the attention's sum, where another branch follows it.
+    // Adds the attention's output to the residual stream and prepares the next branch's input.
     void between(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         if (b.post) {
@@ -297,7 +298,7 @@ private:
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
-    // After the sum of what the states say.
+    // Adds the cross-attention's output to the residual stream and prepares the feed-forward's input.
     void answered(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         norm_row(attended_ + at, attended_ + at, b.hidden, b.across->post_norm);
@@ -310,7 +311,7 @@ private:
         to_feed(b, t);
     }
 
-    // What enters the next branch: the stream, normed unless sums are.
+    // Writes the next branch's input: the residual stream, normed unless the block norms sums (`post`).
     void copy_normed(const Block& b, const Norm& norm, int64_t t) {
         const int64_t at = t * b.hidden;
         if (b.post)
@@ -331,7 +332,7 @@ private:
         const FeedForward feed = feed_of(b);
         const bool apart = b.parallel && b.mlp_norm.kind != kNoNorm;
         const float* x = apart ? entry_ : normed_;
-        // Of matrices that come from elsewhere nobody knows yet where they lie.
+        // Streamed matrices (`turn`) have no address until they are loaded, so they cannot be prefetched.
         const bool last = call_.turn || layer + 1 == call_.num_blocks;
         if (feed.width)
             feed_all(b, feed, x, team, rank, last ? Following() : follows(call_.blocks[layer + 1].qkv, team));
@@ -386,7 +387,7 @@ private:
     const int64_t tokens_;
     AttentionRoom room_, across_room_;
     float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *own_;
-    char *packed_ = nullptr, *packed_inner_ = nullptr; // rows as products of many take them
+    char *packed_ = nullptr, *packed_inner_ = nullptr; // rows packed into panels
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr;
     FewScratch few_;
     Experts experts_;

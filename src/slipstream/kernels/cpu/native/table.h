@@ -1,7 +1,7 @@
-// The functions of this unit's instruction set as a table; the last thing that every isa_*.cpp includes.
+// The function table of one instruction set; the last header that every isa_*.cpp includes.
 #pragma once
 
-// clang-format off: each builds upon those before it
+// clang-format off: each header depends on those before it
 #include "bf13.h"
 #include "formats.h"
 #ifdef SLIPSTREAM_BF16_DOT
@@ -88,7 +88,7 @@ inline int64_t norm_bytes(const NormCall& call, int threads) {
     return (call.width + 16) * static_cast<int64_t>(sizeof(float)) * threads;
 }
 
-// Rows through float32, rounded once.
+// Norms in float32; each result is rounded once.
 inline void norm(const NormCall& call, char* base, Team& team, int rank) {
     const int64_t width = call.width;
     float* row = reinterpret_cast<float*>(base) + rank * ceil_div(width, 16) * 16;

@@ -1,4 +1,4 @@
-// An encoder of text in one job: what its tables hold of the tokens, the stack of blocks, the pooler.
+// A text encoder in one job: embedding lookups, the stack of blocks, the pooler.
 #pragma once
 
 namespace slipstream {
@@ -31,8 +31,8 @@ struct TextScratch {
         return {pooled, call.pooled, call.stack.step.sequences, call.stack.dtype, 0, call.pooler};
     }
 
-    float *embedded, *entering; // what the projection multiplies, and what it answers
-    void* pooled;               // what the pooler multiplies, in the dtype of the call
+    float *embedded, *entering; // input and output of the projection before the blocks
+    void* pooled;               // input of the pooler, in the dtype of the call
     char* rest;
     int64_t bytes = 0;
 };
@@ -41,7 +41,7 @@ inline int64_t text_bytes(const TextCall& call, int threads) {
     return TextScratch(call, nullptr, threads).bytes;
 }
 
-// x to the nearest numbers of a storage type.
+// Rounds x to the nearest numbers of a storage type.
 inline void narrow_row(float* x, int32_t dtype, int64_t n) {
     if (dtype == kFloat32)
         return;
@@ -55,8 +55,8 @@ inline void narrow_row(float* x, int32_t dtype, int64_t n) {
     });
 }
 
-// What enters the first block, or the projection before it, rounded where a model in the dtype of the call
-// rounds: rows that are rounded to bytes later on would make much of a small difference.
+// Computes the input of the first block, or of the projection before it, rounded where a model in the dtype
+// of the call rounds: if rows are rounded to bytes later on, a small difference would be amplified.
 inline void embed(const TextCall& call, int64_t t, float* row) {
     bool begun = false;
     for (const Lookup& l : call.lookups) {
@@ -74,7 +74,7 @@ inline void embed(const TextCall& call, int64_t t, float* row) {
     narrow_row(row, call.stack.dtype, call.width);
 }
 
-// tanh(pooler x) of one token of every sequence, in the dtype of the call.
+// tanh(pooler x) for one token of each sequence, in the dtype of the call.
 inline void pool(const TextCall& call, const TextScratch& scratch, Team& team, int rank) {
     const StackCall& layers = call.stack;
     const int64_t hidden = layers.blocks[0].hidden, outputs = call.pooler.outputs;

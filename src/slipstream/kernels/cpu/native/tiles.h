@@ -1,5 +1,5 @@
-// The tiles of AMX: eight registers of sixteen rows of 64 bytes, and their products. With
-// SLIPSTREAM_EMULATE_AMX the same operations in plain C++, for machines without them.
+// The AMX tile registers (eight of sixteen rows of 64 bytes) and their products. With SLIPSTREAM_EMULATE_AMX
+// the same operations in plain C++, for machines without AMX.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18; TDPBF16PS,
 // TDPBSUD, TDPBSSD.
@@ -8,8 +8,8 @@
 namespace slipstream {
 namespace {
 
-// Tiles 0 to 3 sum. Tiles 6 and 7, the left sides of products, have rows of `bytes` bytes, and tiles 4 and 5,
-// the right sides, a row for each four of them.
+// Tiles 0 to 3 are accumulators. Tiles 6 and 7, the left sides of products, have rows of `left` bytes; tiles
+// 4 and 5, the right sides, have one row per four of those bytes.
 struct alignas(64) TileShape {
     explicit TileShape(int64_t left) {
         bytes[6] = bytes[7] = static_cast<uint16_t>(left);
@@ -37,7 +37,7 @@ inline void tiles_on(const TileShape& shape) {
 inline void tiles_off() {
     soft_tiles_on = false;
 }
-// As the processor does with tiles that nobody has configured.
+// Traps if the tiles are not configured, as the processor does.
 inline SoftTile& soft_tile(int number) {
     if (!soft_tiles_on)
         __builtin_trap();
@@ -70,7 +70,7 @@ inline float soft_float(uint32_t bits) {
     return value;
 }
 
-// C[m][n] += the sum over k of the pairs A[m][k] and B[k][n].
+// C[m][n] += the sum over k of the products of the bfloat16 pairs A[m][k] and B[k][n].
 template <int C, int A, int B>
 inline void tile_dot_bf16() {
     const SoftTile &a = soft_tile(A), &b = soft_tile(B);
@@ -87,7 +87,8 @@ inline void tile_dot_bf16() {
     }
 }
 
-// C[m][n] += the sum over k of the fours A[m][k], signed, and B[k][n], of type `Right`, in int32.
+// C[m][n] += the sum over k of the products of the groups of four bytes A[m][k], signed, and B[k][n], of type
+// `Right`, in int32.
 template <int C, int A, int B, class Right>
 inline void soft_dot_fours() {
     const SoftTile &a = soft_tile(A), &b = soft_tile(B);
@@ -101,18 +102,18 @@ inline void soft_dot_fours() {
                 }
 }
 template <int C, int A, int B>
-inline void tile_dot_codes() { // unsigned ones
+inline void tile_dot_codes() { // B is unsigned
     soft_dot_fours<C, A, B, uint8_t>();
 }
 template <int C, int A, int B>
-inline void tile_dot_digits() { // signed ones
+inline void tile_dot_digits() { // B is signed
     soft_dot_fours<C, A, B, int8_t>();
 }
 
 #else
 
-// The numbers of tiles are part of the instructions, so the compiler's intrinsics take no constants of
-// templates.
+// Tile numbers are encoded in the instructions, and the compiler's intrinsics do not accept template
+// constants as such; hence inline assembly.
 inline void tiles_on(const TileShape& shape) {
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
 }
@@ -128,7 +129,7 @@ template <int T>
 inline void tile_load(const void* from, int64_t bytes) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(T) : "memory");
 }
-// The same of what need not stay in the first cache.
+// Like tile_load, for data that need not stay in L1.
 template <int T>
 inline void tile_stream(const void* from, int64_t bytes) {
     __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(T) : "memory");
@@ -152,7 +153,8 @@ inline void tile_dot_digits() {
 
 #endif
 
-// Tiles are there while one of these is: a thread that parks keeps none, which spares the system saving them.
+// Configures the tiles for the lifetime of this object: a parked thread holds no tile state, so the system
+// need not save it.
 struct TileSession {
     explicit TileSession(int64_t left = 64) { tiles_on(TileShape(left)); }
     ~TileSession() { tiles_off(); }

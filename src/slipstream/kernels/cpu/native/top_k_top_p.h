@@ -1,10 +1,10 @@
-// Which scores of a row may be drawn: the best k, the nucleus, without sorting the vocabulary.
+// Which scores of a row may be drawn: top-k and top-p (nucleus) without sorting the vocabulary.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// Order of floats as order of whole numbers, and back.
+// Maps floats to integers of the same order, and back.
 inline uint32_t ordered(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -17,7 +17,7 @@ inline float of_ordered(uint32_t key) {
     return x;
 }
 
-// The k-th largest of n numbers, byte by byte.
+// The k-th largest of n numbers, found byte by byte (radix select).
 inline float largest(const float* x, int64_t n, int64_t k) {
     uint32_t found = 0, known = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
@@ -34,7 +34,7 @@ inline float largest(const float* x, int64_t n, int64_t k) {
     return of_ordered(found);
 }
 
-constexpr int64_t kSpan = 32; // scores that are looked at together
+constexpr int64_t kSpan = 32; // scores that are tested together
 
 inline float highest(const float* x, int64_t n) {
     Vec top = Vec::set(kNever);
@@ -47,7 +47,7 @@ inline float highest(const float* x, int64_t n) {
     return best;
 }
 
-// What remains of a row: scores above `low`, and those that equal it from place `from` on.
+// What remains of a row: scores above `low`, and those equal to it from index `from` on.
 struct Remains {
     float low;
     int64_t from;
@@ -56,10 +56,10 @@ struct Remains {
     }
 };
 
-// What one thread needs beside a row's scores.
+// Scratch of one thread, in addition to a row's scores.
 struct DrawScratch {
-    float *scores, *chances; // some of the row, in order, their chances beside the best one's,
-    int32_t* places;         // and where they stand
+    float *scores, *chances; // the candidate scores in order, their chances relative to the best one's,
+    int32_t* places;         // and their indices in the row
 
     DrawScratch(Scratch& scratch, int64_t vocabulary)
         : scores(scratch.part<float>(vocabulary)), chances(scratch.part<float>(vocabulary)),
@@ -72,8 +72,8 @@ struct DrawScratch {
     }
 };
 
-// The k-th largest score, or kNever where there are no k: what is larger than the k best of those before is
-// kept, and cut down to k once there are several times as many.
+// The k-th largest score, or kNever if there are fewer than k. Keeps the scores that exceed the k-th best so
+// far, and cuts them down to k whenever there are several times as many.
 inline float best_of(const float* x, int64_t n, int64_t k, float* kept) {
     const int64_t room = least(n, most(4 * k, 1024));
     int64_t count = 0;
@@ -101,9 +101,9 @@ inline float best_of(const float* x, int64_t n, int64_t k, float* kept) {
     return count < k ? kNever : largest(kept, count, k);
 }
 
-// What the nucleus leaves of the scores that are not below `low`: as many of the least as have no more than
-// `rest` of the chances together go, but for the last. Where equal ones are parted, those that stand first
-// go.
+// Top-p over the scores that are not below `low`: removes the lowest scores as long as their combined chance
+// is at most `rest` of the total, but always keeps one. If only some of several equal scores are removed, it
+// is those with the lowest indices.
 class Nucleus {
 public:
     Nucleus(const float* x, int64_t n, float top, const DrawScratch& scratch)
@@ -128,7 +128,7 @@ public:
 private:
     static constexpr int64_t kFew = 64;
 
-    // Takes what is not below `low`; returns the sum of the chances.
+    // Collects the scores that are not below `low`; returns the sum of their chances.
     double gather(float low) {
         count_ = 0;
         for (int64_t begin = 0; begin < n_; begin += kSpan) {
@@ -154,8 +154,8 @@ private:
         return total;
     }
 
-    // Leaves the bucket of scores within which the nucleus ends, and adds what is below it to `gone`. False
-    // where all scores are equal.
+    // Keeps only the bucket of scores in which the nucleus ends, and adds the chances below it to `gone`.
+    // Returns false if this cannot narrow the candidates, e.g. if all scores are equal.
     bool narrow(double most_gone, double& gone) {
         constexpr int kBuckets = 256;
         float low = s_.scores[0], high = low;
@@ -183,11 +183,12 @@ private:
             s_.chances[left] = s_.chances[i];
             s_.places[left++] = s_.places[i];
         }
-        // Sums in another order may say that the last bucket goes, too: then the best ones end the nucleus.
+        // Sums in another order round differently, so all buckets may seem to be removed: then the nucleus
+        // ends in the best one.
         return left > 0 && left < count_ ? (count_ = left, true) : false;
     }
 
-    // The least first, those that are equal as they stand.
+    // Sorts by ascending score; equal scores keep their order.
     void sort() {
         for (int64_t i = 1; i < count_; ++i) {
             const float score = s_.scores[i], chance = s_.chances[i];

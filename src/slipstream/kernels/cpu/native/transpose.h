@@ -1,12 +1,12 @@
-// Squares of words, as wide as a vector, that are turned: row i becomes column i. Elements are only moved,
-// whatever their bits mean.
+// Transposes squares of 32-bit elements, as wide as a vector. Elements are only moved, whatever their bits
+// mean.
 #pragma once
 
 namespace slipstream {
 namespace {
 
-// out[c * os + r] = in[r * is + c]. A function of its own: within loops over squares the compiler has a
-// counter in memory for each of their addresses (a third of the time of results that are turned).
+// out[c * os + r] = in[r * is + c]. Not inlined: inside loops over squares the compiler would keep a counter
+// in memory for each of their addresses, which takes a third of the time of transposing results.
 template <class T>
 [[gnu::noinline]] void transpose(const float* in, int64_t is, T* out, int64_t os) {
     for (int c = 0; c < Vec::kWidth; c += 4, in += 4, out += 4 * os) {
@@ -18,14 +18,15 @@ template <class T>
     }
 }
 
-// One after the other; units with wide registers have functions of their own for numbers of 16 bits.
+// Stores two vectors one after the other; instruction sets with wide registers overload this for 16-bit
+// numbers.
 template <class T>
 inline void store_both(Vec a, Vec b, T* p) {
     a.store(p);
     b.store(p + Vec::kWidth);
 }
 
-// The same of two squares, the second behind the first: rows of `out` are twice as long.
+// Transposes two squares, the second below the first: rows of `out` are twice as long.
 template <class T>
 [[gnu::noinline]] void transpose_two(const float* in, int64_t is, T* out, int64_t os) {
     for (int c = 0; c < Vec::kWidth; c += 4, in += 4, out += 4 * os) {

@@ -1,4 +1,4 @@
-// Rows times a matrix that lies transposed: inputs by outputs.
+// Rows times a matrix that is stored transposed: inputs by outputs.
 #pragma once
 
 namespace slipstream {
@@ -6,8 +6,8 @@ namespace {
 
 constexpr int64_t kDeep = 32; // inputs of a transposed matrix at a time: their pages stay in the TLB
 
-// out[r * os + j] += sum over k of x[r * xs + k] * v[k * vs + j], for R rows and `width` <= S vectors of
-// columns.
+// out[r * os + j] += sum over k of x[r * xs + k] * v[k * vs + j], for R rows and `width` columns in S
+// vectors.
 template <class T, int R, int S>
 inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_t n, int64_t width,
                       float* out, int64_t os) {
@@ -23,7 +23,7 @@ inline void mix_block(const float* x, int64_t xs, const T* v, int64_t vs, int64_
         }
     constexpr int64_t kBytes = S * Vec::kWidth * static_cast<int64_t>(sizeof(T));
     for (int64_t k = 0; k < n; ++k) {
-        // Rows lie in pages of their own, past which no processor guesses.
+        // Each row lies in other pages, and hardware prefetchers do not cross pages.
         const char* coming = reinterpret_cast<const char*>(v + (k + kDeep) * vs);
         for (int64_t line = 0; line < kBytes; line += 64)
             prefetch(coming + line);

@@ -1,5 +1,4 @@
-// Rows as whole numbers of sixteen bits, one or two for each, for units that sum no products of bytes in
-// int32.
+// Rows as 16-bit integers, one or two words per number, for instruction sets without byte products in int32.
 #pragma once
 
 namespace slipstream {
@@ -7,21 +6,21 @@ namespace {
 
 #ifndef SLIPSTREAM_BF16_DOT
 
-// Whether rows can become words: codes are whole numbers of something as well.
+// Whether rows can be converted to words: the codes of the matrix must be integers times a scale, too.
 inline bool takes_words(const Matrix& m) {
     return m.format == kInt8 || m.format == kFp6E2m3 || is_int4(m);
 }
 
-// Words of a number: 15 bits and a sign beside the row's largest, or 23 where the row is in float32; rows
-// that are rounded are whole numbers already.
+// Words per number: one for 15 bits and a sign relative to the row's largest value, two for 23 bits and a
+// sign if the row is float32; rows that are rounded are integers already.
 inline int words_of(const Matrix& m) {
     return m.dtype == kFloat32 && !m.input_bits ? 2 : 1;
 }
 
-constexpr float kUpperWord = 4096; // what the first of two words is a multiple of
+constexpr float kUpperWord = 4096; // the first of two words counts multiples of this
 
-// How a row becomes whole numbers between `low` and `high`, and what those are multiples of: NaN where the
-// row holds NaN or infinity.
+// How a row becomes integers between `low` and `high`. They are multiples of `unit`, which is NaN if the row
+// holds NaN or infinity.
 struct WordGrid {
     float times, low, high, unit;
 
@@ -33,12 +32,12 @@ struct WordGrid {
         const float below = words_of(m) == 2 ? 65536.0f : 256.0f;
         return {grid.times * below, -127 * below, 127 * below, grid.scale / below};
     }
-    // The bounds make whole numbers of NaN as well.
+    // The bounds turn NaN into an integer as well.
     Vec whole(Vec v) const { return max(min(round(v * Vec::set(times)), Vec::set(high)), Vec::set(low)); }
 };
 
-// A single row in words, `stride` between the first and the second of each, and zeros behind the inputs;
-// returns what they are multiples of.
+// Converts a single row to words, `stride` between the first and the second word of a number, zeros beyond
+// the inputs; returns the unit.
 inline float split_words(const float* x, const Matrix& m, int16_t* words, int64_t stride) {
     const WordGrid grid = WordGrid::of(x, m);
     const bool two = words_of(m) == 2;
@@ -52,7 +51,7 @@ inline float split_words(const float* x, const Matrix& m, int16_t* words, int64_
     return grid.unit;
 }
 
-// The sums of the row, in its units, over each group of codes; zeros behind them.
+// The sums of a row, in its units, over each group of codes; zeros beyond them.
 inline void sum_words(const int16_t* words, int64_t stride, int count, int64_t group, float* sums,
                       int64_t room) {
     for (int64_t g = 0; g < room; ++g) {
@@ -65,32 +64,33 @@ inline void sum_words(const int16_t* words, int64_t stride, int count, int64_t g
     }
 }
 
-// Several rows in one word for each number lie side by side, so that a vector holds the same inputs of a
-// group of them and nothing is summed across it. A row has one of a vector's lanes, or W of them, which take
-// pairs of inputs in turns; fours of them where words are narrowed to bytes.
+// Several rows in one word per number are interleaved, so that a vector holds the same inputs of a group of
+// rows and nothing is summed across it. A row has one lane of the vector, or W lanes that take pairs of
+// inputs alternately; groups of four inputs where words are narrowed to bytes.
 //
 // words    [span][2 * W inputs][row in group][input]      zeros beyond the rows and the inputs
 // bytes    [span][4 * W inputs][row in group][input]      likewise
-// sums     [lane]                                         behind each span: of the rows, in their units, in
-//                                                         float32; where codes have minima, which meet these
+// sums     [lane]                                         after each span: of the rows, in their units, in
+//                                                         float32; multiplied with the minima of codes
 constexpr int64_t kWordGroup = Vec::kWidth;
 
-// Whether several rows do.
+// Whether several rows are multiplied in words.
 inline bool in_words(const Matrix& m) {
     return takes_words(m) && words_of(m) == 1;
 }
 
-// From this many rows on they do; two or three rows beside int8 are multiplied in float32 as its codes are
-// widened. Measured on a Zen 3, 576 x 1536 out of memory: two rows take 0.88 of the time so, four 1.12.
+// The minimum number of rows for words; two or three rows times int8 are multiplied in float32 while its
+// codes are widened. Measured on a Zen 3, 576 x 1536 from memory: in float32 two rows take 0.88 of the time
+// of words, four 1.12.
 inline int64_t fewest_in_words(const Matrix& m) {
     constexpr int64_t kNever = INT64_MAX;
     return !in_words(m) ? kNever : (m.format == kInt8 && !m.input_bits ? 4 : 2);
 }
 
-constexpr int64_t kWordStep = 64;             // rows end at a multiple of it
-constexpr int64_t kWordSums = 2 * kWordGroup; // words that the sums behind a span take
-// Inputs whose products are summed as whole numbers where codes have no groups: more than 512 would not fit
-// in int32.
+constexpr int64_t kWordStep = 64;             // rows are padded to a multiple of this
+constexpr int64_t kWordSums = 2 * kWordGroup; // words taken by the sums after a span
+// Inputs whose products are summed as integers where codes have no groups: more than 512 would overflow
+// int32.
 constexpr int64_t kWordSpan = 128;
 
 inline int64_t word_inputs(int64_t inputs) {
@@ -108,8 +108,8 @@ inline bool in_fours(const Matrix& m) {
 }
 constexpr int64_t kFourSpan = 32; // inputs whose products are summed in sixteen bits
 
-// Whether a few rows stay as they lie, see few_words.h. Not measured where vectors have 64 bytes: there as
-// many rows as in the baseline.
+// Whether a few rows are multiplied row by row instead of in lanes, see few_words.h. Not measured with
+// vectors of 64 bytes, which use the limits of the baseline.
 inline bool in_words_by_rows(const Matrix& m, int64_t rows) {
     if (rows < 2 || !takes_words(m) || in_fours(m))
         return false;
@@ -121,8 +121,8 @@ inline bool in_words_by_rows(const Matrix& m, int64_t rows) {
     return rows <= (!kAvx2 ? 3 : is_int4(m) ? 6 : 4);
 }
 
-// One group of at most kWordGroup / lanes rows. Inputs of a span, a divisor of kWordSpan, are summed as whole
-// numbers.
+// The layout of one group of at most kWordGroup / lanes rows. The inputs of a span, which divides kWordSpan,
+// are summed as integers.
 struct WordRows {
     const Matrix& m;
     int64_t lanes, span;
@@ -133,10 +133,10 @@ struct WordRows {
     // Words between spans.
     int64_t apart() const { return (fours ? span / 2 : span) * places() + (has_sums ? kWordSums : 0); }
 
-    // `units` are what the numbers of each row are multiples of.
+    // Converts `count` rows; `units` receives the unit of each row.
     template <class T>
     void fill(const T* x, int64_t stride, int64_t count, int16_t* out, float* units) const {
-        constexpr int64_t kDeep = 4 * kWordSpan, kPitch = kDeep + 32; // no power of two
+        constexpr int64_t kDeep = 4 * kWordSpan, kPitch = kDeep + 32; // not a power of two
         alignas(64) int16_t rows[kWordGroup * kPitch];
         const int64_t empty = (places() - count) * kPitch;
         std::memset(rows + count * kPitch, 0, static_cast<size_t>(empty) * sizeof(*rows));
@@ -177,7 +177,7 @@ private:
                 std::memcpy(out, from + i * pitch + j, static_cast<size_t>(step) * sizeof(*from));
     }
 
-    // A span of kFourSpan inputs.
+    // One span of kFourSpan inputs.
     void turn_bytes([[maybe_unused]] const int16_t* from, [[maybe_unused]] int64_t pitch,
                     [[maybe_unused]] int16_t* out) const {
 #ifdef SLIPSTREAM_FOURS
@@ -188,7 +188,7 @@ private:
 #endif
     }
 
-    // The first lane of each row has its sum.
+    // The sum of each row goes to its first lane.
     void sum(const int16_t* from, int64_t pitch, int64_t n, float* sums) const {
         int16_t ones[Words::kWidth];
         for (int16_t& one : ones)
@@ -204,7 +204,8 @@ private:
     }
 };
 
-// Where rows lie: whole groups, and what is left behind them in several lanes each.
+// The layout of rows in lanes: whole groups (`wide` rows), and the rows left over (`narrow`) with several
+// lanes each.
 struct WordLanes {
     WordLanes(const Matrix& m, int64_t rows)
         : span(in_fours(m) ? kFourSpan : (m.group ? m.group : kWordSpan)), numbers(m.group > 0) {
@@ -216,7 +217,7 @@ struct WordLanes {
         group = ceil_div(word_inputs(m.inputs), span) * WordRows{m, 1, span, true}.apart();
     }
     int64_t groups() const { return ceil_div(wide, kWordGroup) + (narrow > 0); }
-    // Bytes for the words and units of so many rows beside any matrix.
+    // Bytes for the words and units of `rows` rows, for any matrix.
     static int64_t bytes(int64_t inputs, int64_t rows) {
         const int64_t words = ceil_div(inputs, kWordSpan) * kWordSpan;
         const int64_t row = (words + words / 32 * 2) * static_cast<int64_t>(sizeof(int16_t)) + 4;
@@ -228,8 +229,8 @@ struct WordLanes {
 
 #endif
 
-// As many of a row's scales or minima as a vector has, of which `left` are its own; `beyond`: others lie
-// behind them, else zeros take their place. Those `ahead` bytes of codes further are asked for.
+// Loads a vector of a row's scales or minima, of which `left` belong to the row. `beyond`: whether others
+// follow in memory; else the rest are zeros. Prefetches those of the codes `ahead` bytes further on.
 [[gnu::always_inline]] inline Vec some_numbers(const Half* p, int64_t left, bool beyond, int64_t ahead) {
     prefetch(reinterpret_cast<const char*>(p) + ahead / 8);
     return beyond || left >= Vec::kWidth ? Vec::load(p) : Vec::load(p, left);
