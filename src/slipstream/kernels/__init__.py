@@ -1,4 +1,4 @@
-"""The kernels: implementations of ops for one device each, in order of preference."""
+"""The kernels: implementations of ops, each for one device, in order of preference."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
 
 
 def kernels_for(device: Device) -> tuple[Kernel, ...]:
-    """Every kernel of a device; where none accepts, an op runs its reference.
+    """Return all kernels of a device; an op that none of them accepts runs its reference implementation.
 
     Args:
-        device: Where the engine runs. The GPU's kernels are only there where Triton is installed; a null
-            device has none, for it records what torch dispatches, and a native library's calls are not.
+        device: Where the engine runs. GPU kernels need Triton to be installed; a null device has none, since
+            it records what torch dispatches and calls into a native library are not dispatched by torch.
     """
     if device.name == "cpu":
         return cpu.KERNELS
@@ -49,12 +49,12 @@ def kernels_for(device: Device) -> tuple[Kernel, ...]:
 
 
 def bind_stack(device: Device, blocks: Sequence[Any], otherwise: Any) -> Bound:
-    """Choose what runs all blocks of an engine.
+    """Choose the implementation that runs all blocks of an engine.
 
     Args:
         device: Where the engine runs.
         blocks: The layers in order.
-        otherwise: `model.frame.run_stack`, which every device can run.
+        otherwise: The fallback, `model.frame.run_stack`, which runs on every device.
     """
     if device.name == "cpu":
         return bind_cpu_stack(blocks, otherwise)
@@ -66,12 +66,15 @@ def bind_stack(device: Device, blocks: Sequence[Any], otherwise: Any) -> Bound:
 
 
 def bind_encoder(device: Device, blocks: Sequence[Any], otherwise: Any, stack: Bound) -> NativeStack | None:
-    """What runs layers together where there is no cache: the stack, or one of those layers that have one."""
+    """Return the stack that runs several layers in one call without a KV cache, or None if there is none.
+
+    This is `stack` itself where it is native, else a native stack of those blocks that the library supports.
+    """
     if device.name != "cpu":
         return None
     return stack.run if isinstance(stack.run, NativeStack) else bind_cpu_encoder(blocks, otherwise)
 
 
 def bind_listener(device: Device, frame: Any, blocks: Sequence[Any], otherwise: Any) -> NativeListener | None:
-    """What runs whole steps of a decoder that listens to an encoder; None where its parts run one by one."""
+    """Return the runner of whole steps of an encoder-decoder's decoder; None if its parts run one by one."""
     return bind_cpu_listener(frame, blocks, otherwise) if device.name == "cpu" else None

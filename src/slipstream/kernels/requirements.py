@@ -1,4 +1,4 @@
-"""What kernels that run whole layers need of blocks, which stand above this room."""
+"""Protocols of the blocks that whole-layer kernels take; `model.block`, one level up, implements them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeightsLike(Protocol):
 
 
 class BlockLike(Protocol):
-    """What a stack needs of `model.block.Block`."""
+    """The part of `model.block.Block` that a stack uses."""
 
     spec: BlockSpec
     mask: AttentionMask

@@ -1,4 +1,4 @@
-"""The CPU's kernels: one C++ library, loaded by ctypes, with a unit per instruction set."""
+"""The CPU kernels: one C++ library, loaded by ctypes, with one compilation unit per instruction set."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ KERNELS: tuple[Kernel, ...] = (
     *paged_attention.KERNELS,
     *draw.KERNELS,
 )
-"""Every kernel of the CPU, the best instruction set first."""
+"""All CPU kernels; for each op the best instruction set comes first."""

@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 ABI = 22
-"""`kAbi` of the header that this file mirrors."""
+"""`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Storage types that the library reads."""
+"""The library's numbers of the dtypes that it reads."""
 
 INT8_CODES, BOOLEAN = 3, 4
-"""Storage types of cached keys and values, and of masks."""
+"""Further dtype numbers: int8 codes of cached keys and values, and boolean masks."""
 
 _INPUTS = ("", "-a8", "-a8-asym")
 
@@ -68,24 +68,24 @@ FORMATS = {
     "fp6-e3m2": 6,
     "bf13": 7,
 }
-"""Weight formats that the library reads, by their number."""
+"""The library's numbers of the weight formats that it reads."""
 
 CODES, SCALES, MINIMA, UPPER, FACTORS = range(5)
-"""Where a packed matrix has its planes."""
+"""Indices of the planes of a packed matrix."""
 
 SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2}
-"""Ways to choose experts by their number."""
+"""The library's numbers of the ways to choose experts."""
 
 Fields = list[tuple[str, type]]
 
 
 def each(kind: type, names: str) -> Fields:
-    """Fields of one type, by their names with spaces between."""
+    """Return struct fields of one type, given their names separated by spaces."""
     return [(name, kind) for name in names.split()]
 
 
 class Run(ctypes.Structure):
-    """Some rows of a dense matrix."""
+    """Consecutive rows of a dense matrix."""
 
     _fields_: ClassVar[Fields] = [
         ("data", c_void_p),
@@ -98,7 +98,7 @@ class Matrix(ctypes.Structure):
     """A matrix with its bias: dense in runs of rows, or packed in planes.
 
     Attributes:
-        memory: What `runs` points to; whoever copies the struct keeps it.
+        memory: What `runs` points to; a copy of the struct does not keep it alive.
     """
 
     _fields_: ClassVar[Fields] = [
@@ -112,7 +112,7 @@ class Matrix(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """A vector norm."""
+    """A norm of vectors: RMSNorm, LayerNorm or none."""
 
     _fields_: ClassVar[Fields] = [
         *each(c_void_p, "weight bias"),
@@ -123,7 +123,7 @@ class Norm(ctypes.Structure):
 
 
 class Mask(ctypes.Structure):
-    """Which keys count and how much."""
+    """What, besides causality, decides which keys are attended to and how much."""
 
     _fields_: ClassVar[Fields] = [
         *each(c_void_p, "alibi sinks"),
@@ -147,7 +147,7 @@ class Moe(ctypes.Structure):
 
 
 class Across(ctypes.Structure):
-    """A block's attention to an encoder's states."""
+    """A block's cross-attention to an encoder's states."""
 
     _fields_: ClassVar[Fields] = [
         *each(Norm, "norm post_norm"),
@@ -177,7 +177,7 @@ class Block(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """What one step computes."""
+    """The tokens, sequences, lengths and cache slots of one step."""
 
     _fields_: ClassVar[Fields] = [
         *each(c_int64, "tokens sequences table_width cache_blocks block_size"),
@@ -188,7 +188,7 @@ class Step(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """Cosines and sines by row: of the packed tokens, or of positions."""
+    """Rotary cosines and sines, with a row per packed token or per position."""
 
     _fields_: ClassVar[Fields] = [*each(c_void_p, "cos sin"), *each(c_int64, "rows half")]
 
@@ -246,13 +246,13 @@ class PagedAttentionCall(ctypes.Structure):
 
 
 class Strided(ctypes.Structure):
-    """A tensor of heads in any order."""
+    """A tensor `(batch, rows, heads, D)` with any strides except in its last dimension."""
 
     _fields_: ClassVar[Fields] = [("data", c_void_p), *each(c_int64, "batch row head")]
 
 
 class Bias(ctypes.Structure):
-    """What is added to scores, or hides keys."""
+    """A bias that is added to attention scores, or a boolean mask."""
 
     _fields_: ClassVar[Fields] = [
         ("data", c_void_p),
@@ -292,7 +292,7 @@ class StackCall(ctypes.Structure):
 
 
 class Lookup(ctypes.Structure):
-    """What a table holds of each token."""
+    """An embedding table and the row of each token in it."""
 
     _fields_: ClassVar[Fields] = [
         ("table", c_void_p),
@@ -328,5 +328,5 @@ class PackCall(ctypes.Structure):
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's memory begins, or null for None."""
+    """Return the address of a tensor's data, or None (a null pointer) for None."""
     return None if tensor is None else tensor.data_ptr()

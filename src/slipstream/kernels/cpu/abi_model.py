@@ -12,7 +12,7 @@ __all__ = ["Draw", "DrawCall", "Frame", "ModelCall", "Screen", "SketchCall"]
 
 
 class Draw(ctypes.Structure):
-    """How tokens are drawn."""
+    """How tokens are sampled or penalised."""
 
     _fields_: ClassVar[Fields] = [
         *each(c_void_p, "numbers noise generator places seen"),
@@ -34,7 +34,7 @@ class DrawCall(ctypes.Structure):
 
 
 class Frame(ctypes.Structure):
-    """What stands around the blocks of a causal language model."""
+    """What surrounds the blocks of a causal language model: embedding, positions, final norm, head."""
 
     _fields_: ClassVar[Fields] = [
         ("pos_embed", c_void_p),
@@ -58,7 +58,7 @@ class SketchCall(ctypes.Structure):
 
 
 class Screen(ctypes.Structure):
-    """What bounds the scores of all tokens."""
+    """A sketch of the vocabulary projection, with what bounds the scores of all tokens."""
 
     _fields_: ClassVar[Fields] = [
         ("sketch", Matrix),

@@ -1,8 +1,8 @@
-"""The angles of a model's first positions, kept from one generation to the next.
+"""Rotary tables of a model's first positions, kept from one generation to the next.
 
-torch makes a table of some hundred positions in several threads. Waking these, and ending them again before
-the library's own go on, took 36 of the 250 ms that a 135-million model needed for its first token after 512
-on two cores.
+torch computes a table of a few hundred positions on several threads. Waking these, and ending them again
+before the library's own threads continue, took 36 of the 250 ms that a 135-million model needed on two cores
+for its first token after a prompt of 512.
 
 Shapes: P positions, R rotated dims.
 """
@@ -21,11 +21,11 @@ from slipstream.spec import Rope
 __all__ = ["AngleSource", "KeptAngles"]
 
 _LEAST_ROWS = 1024
-"""Positions whose angles are made at once, where there are as many."""
+"""Minimum number of positions in a table, unless the model or the generation has fewer."""
 
 
 class AngleSource(Protocol):
-    """What is needed of `model.frame.Frame`, which stands above this room."""
+    """The part of `model.frame.Frame` that is used here; this package cannot import it."""
 
     @property
     def most_angles(self) -> int | None: ...  # noqa: D102
@@ -38,7 +38,7 @@ class AngleSource(Protocol):
 
 @dataclass(frozen=True)
 class _Made:
-    """Tables `(P, R / 2)` in float32, one pair per rope, and copies of all that they were made of."""
+    """Tables `(P, R / 2)` in float32, one pair per rope, and copies of all that they were computed from."""
 
     ropes: tuple[Rope, ...]
     numbers: tuple[Any, ...]
@@ -57,22 +57,22 @@ class _Made:
 
 
 class KeptAngles:
-    """The tables of one model; those of a model whose angles depend on the longest sequence are not kept."""
+    """The rotary tables of one model; not for models whose angles depend on the longest sequence."""
 
     def __init__(self) -> None:
-        """Nothing is made yet."""
+        """Start without tables."""
         self._made: _Made | None = None
 
     def of(
         self, frame: AngleSource, ropes: Sequence[Rope], needed: int, longest: int
     ) -> tuple[list[tuple[Tensor, ...]], int]:
-        """Return the tables of the first positions, and how many those are.
+        """Return the tables of the first positions, and the number of these positions.
 
         Args:
-            frame: Makes them; what it makes them of is compared by value each time.
-            ropes: Of the layers.
-            needed: Positions that the tables must have.
-            longest: Positions that the generation may reach.
+            frame: Computes the tables; their sources are compared by value on every call.
+            ropes: The ropes of the layers.
+            needed: Minimum number of positions in the tables.
+            longest: Maximum number of positions that the generation may reach.
 
         Returns:
             `(P, R / 2)` cosines and sines for each rope, float32, contiguous, not to be written to; and P.

@@ -1,4 +1,4 @@
-"""`attention` on the CPU: padded batches, read where they lie, each key for all heads that share it.
+"""`attention` on the CPU: padded batches, read in place, each key once for all heads that share it.
 
 Shapes: B batch, S queries, L keys, H heads, K kv heads, D head dim.
 """
@@ -21,7 +21,7 @@ __all__ = ["KERNELS", "NativeAttention", "refuse_call"]
 
 
 def _strided(tensor: Tensor) -> abi.Strided:
-    """`(B, H, S, D)` of any strides but the last."""
+    """Describe a tensor `(B, H, S, D)` with any strides but a unit stride in the last dimension."""
     batch, head, row, _ = tensor.stride()
     return abi.Strided(tensor.data_ptr(), batch, row, head)
 
@@ -36,7 +36,7 @@ def _bias(mask: Tensor | None) -> abi.Bias:
 
 
 def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> str | None:
-    """Why a call cannot be described to the library, or None where it can."""
+    """Return why the library cannot run a call, or None if it can."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q in {q.dtype} upon keys in {k.dtype} and values in {v.dtype} is not read"
     if any(t.device.type != "cpu" for t in (q, k, v)):
@@ -60,7 +60,7 @@ def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Ten
 
 @dataclass(frozen=True)
 class NativeAttention:
-    """`ops.attention`, always by the library.
+    """`ops.attention`, always computed by the library.
 
     Attributes:
         library: For one instruction set.
@@ -80,10 +80,10 @@ class NativeAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Arguments and result as those of `ops.attention`; what has gaps in its last dimension is copied.
+        """Compute `ops.attention`; tensors without unit stride in the last dimension are copied first.
 
         Raises:
-            ValueError: A tensor is none that the library reads.
+            ValueError: The library cannot read one of the tensors.
         """
         reason = refuse_call(q, k, v, mask, sinks)
         if reason:
@@ -129,7 +129,7 @@ def _refuse(facts: Facts, *, isa: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """The library where it reads the tensors; a model may be cast, or moved, after it was bound."""
+    """Runs the library if it can read the tensors, else the reference: a bound model may be cast or moved."""
 
     isa: str
 

@@ -1,4 +1,4 @@
-"""Blocks as the structs of the native library, and why one cannot be described to it."""
+"""Describes blocks as structs of the native library, and explains why a block cannot be described."""
 
 from __future__ import annotations
 
@@ -51,20 +51,21 @@ _UNKNOWN = (
     "value_norm",
     "values",
 )
-"""What a spec may say that is not in the library."""
+"""Fields of a spec that the library supports only at their default."""
 
 
 def refuse_block(block: BlockLike, *, hears: bool = False) -> str | None:
-    """Why the library cannot run a block, or None where it can.
+    """Return why the library cannot run a block, or None if it can.
 
     Args:
         block: The block.
-        hears: It is told what an encoder said, and what it adds to scores by distance, before it runs.
+        hears: Whether the block is given an encoder's keys and values, and its bias by relative position,
+            before it runs.
     """
     spec = block.spec
-    for one in fields(spec):
-        if one.name in _UNKNOWN and getattr(spec, one.name) != one.default:
-            return f"{one.name}={getattr(spec, one.name)!r} is not in it"
+    for field in fields(spec):
+        if field.name in _UNKNOWN and getattr(spec, field.name) != field.default:
+            return f"{field.name}={getattr(spec, field.name)!r} is not in it"
     if not hears and (spec.cross is not None or spec.relative is not None):
         return "attention across, and biases by relative position, are not in it"
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
@@ -92,11 +93,11 @@ def refuse_block(block: BlockLike, *, hears: bool = False) -> str | None:
 
 
 def refuse_vector(vector: VectorLike, widths: Set[int] | None) -> str | None:
-    """Why the library cannot read a norm's weight and bias, or None where it can.
+    """Return why the library cannot read a norm's weight and bias, or None if it can.
 
     Args:
-        vector: The two.
-        widths: How many numbers each may have; None: any, as long as both have as many.
+        vector: The weight and bias.
+        widths: Allowed lengths of each; None for any length, as long as both have the same.
     """
     tensors = [t for t in (vector.weight, vector.bias) if t is not None]
     for tensor in tensors:
@@ -111,15 +112,15 @@ def refuse_vector(vector: VectorLike, widths: Set[int] | None) -> str | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The structs of some blocks, valid while every tensor stays where it is.
+    """The structs of some blocks, valid as long as no tensor moves.
 
     Attributes:
-        blocks: One struct each.
-        ropes: In the order of the tables that the structs name.
-        weights: What they were made of.
-        tensors: All tensors that they point into.
-        addresses: Where those were.
-        memory: What the structs point to beside tensors.
+        blocks: One struct per block.
+        ropes: The distinct ropes, in the order in which the structs index the rotary tables.
+        weights: The weights of each block.
+        tensors: All tensors that the structs point into.
+        addresses: The addresses of these tensors.
+        memory: Other objects that the structs point to.
     """
 
     blocks: Any
@@ -131,7 +132,7 @@ class Prepared:
 
 
 def prepare(blocks: Sequence[BlockLike]) -> Prepared:
-    """Describe blocks that `refuse_block` accepts."""
+    """Make the structs of blocks that `refuse_block` accepts."""
     ropes = tuple(dict.fromkeys(block.spec.rope for block in blocks if block.spec.rope is not None))
     memory: list[Any] = []
     structs = (abi.Block * len(blocks))(*(_struct(block, ropes, memory) for block in blocks))
@@ -182,11 +183,11 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
 
 
 def across_of(block: BlockLike, memory: list[Any]) -> abi.Across:
-    """Describe a block's attention to an encoder's states, but for these, to the library.
+    """Describe a block's cross-attention to the library, without the encoder's keys and values.
 
     Args:
         block: Accepted by `refuse_block`.
-        memory: Takes what the struct points to beside tensors.
+        memory: Receives the objects, other than tensors, that the struct points to.
     """
     spec, vectors, matrices = block.spec, block.weights.vectors, block.weights.matrices
     return abi.Across(
@@ -231,11 +232,11 @@ def norm_of(vector: VectorLike | None, norm: Norm) -> abi.Norm:
     if vector is None:
         return abi.Norm()
     weight, bias = vector.weight, vector.bias
-    some = weight if weight is not None else bias
+    present = weight if weight is not None else bias
     return abi.Norm(
         weight=address(weight),
         bias=address(bias),
-        count=0 if some is None else some.numel(),
+        count=0 if present is None else present.numel(),
         eps=norm.eps,
         offset=norm.offset,
         kind=1 if norm.kind == "rms" else 2,

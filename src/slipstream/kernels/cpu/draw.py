@@ -1,8 +1,8 @@
-"""`draw` and `sample` on the CPU: a token by chance, without sorting the vocabulary.
+"""`draw` and `sample` on the CPU: sampling a token without sorting the vocabulary.
 
 torch makes the noise of a vocabulary of 49152 in 1.4 ms on a Zen 3, where a step of a 135-million model in
-int4 takes 6 to 7, and transformers' warpers sort all scores twice. The library goes on with the generator's
-own words, and computes the noise of those few tokens alone that may have the largest `chance / noise`.
+int4 takes 6 to 7 ms, and transformers' warpers sort all scores twice. The library continues the sequence of
+torch's generator, and computes noise only for the few tokens that may have the largest `chance / noise`.
 
 Shapes: as in `ops.draw`; B batch, V vocabulary.
 """
@@ -32,63 +32,63 @@ from slipstream.ops.penalty import RowPenalty
 __all__ = ["KERNELS", "Drawing", "check", "noise_is_torchs", "native_draw"]
 
 _MOST_NOISE = 1 << 22
-"""Numbers that are made ahead where torch makes the noise."""
+"""Maximum count of noise values that are made ahead where torch makes the noise."""
 
 _LEAST = 1 << 18
-"""Scores below which one thread is done sooner than another is woken."""
+"""Number of scores below which one thread finishes sooner than another one wakes up."""
 
 
 _lock = threading.Lock()
 
 
 class _Held:
-    """The state of torch's generator, for the library to go on with.
+    """The state of torch's generator, taken over by the library for the duration of a call.
 
-    The generator itself has another sequence meanwhile: what other threads draw, or who is told of a step, is
-    drawn independently.
+    Meanwhile the generator itself has another sequence, so that what other threads draw, or callbacks that
+    receive a step's tokens, is independent.
 
     Attributes:
-        state: Changed by the library.
+        state: Advanced by the library.
     """
 
     def __init__(self, first: Callable[[], Tensor]) -> None:
-        """Take what the generator has, or had before.
+        """Take over the state of the generator, or an earlier one.
 
         Args:
-            first: Returns its state.
+            first: Returns the state to begin with.
         """
         with _lock:
             start = first()
-            seed = int(start.view(torch.int64).sum())  # the words, and how many of them have been used
+            seed = int(start.view(torch.int64).sum())  # of the words, and of how many have been used
             self._other = torch.Generator("cpu").manual_seed(seed).get_state()
             torch.set_rng_state(self._other)
         self.state = start.clone()
 
     def end(self) -> None:
-        """Let the generator go on where the library has stopped, unless others have drawn from it."""
+        """Let the generator continue where the library has stopped, unless others have drawn from it."""
         with _lock:
             if torch.equal(torch.get_rng_state(), self._other):
                 torch.set_rng_state(self.state)
 
 
 class Drawing:
-    """What a call of several steps draws with, or how it takes the best tokens where some are penalised.
+    """How a call of several steps chooses tokens: by sampling, or the best ones under a penalty.
 
     Attributes:
-        steps: How many there may be.
-        struct: For the call.
+        steps: Maximum number of steps.
+        struct: The description for the native call.
     """
 
     def __init__(
         self, numbers: Tensor, noise: RowNoise | None, steps: int, penalty: RowPenalty | None = None
     ) -> None:
-        """Let the library make the noise, or make it for as many steps as memory is spent on.
+        """Let the library make the noise, or make it ahead, for as many steps as `_MOST_NOISE` allows.
 
         Args:
-            numbers: Of `ops.draw.Warp`.
-            noise: For the rows of the call; None for the best tokens.
-            steps: How many at most.
-            penalty: For the rows of the call; None where nothing is penalised.
+            numbers: The sampling parameters, from `ops.draw.Warp.numbers`.
+            noise: For the rows of the call; None to take the best tokens.
+            steps: Maximum number of steps.
+            penalty: For the rows of the call; None for no penalty.
         """
         rows = penalty if noise is None else noise
         if rows is None:
@@ -120,7 +120,7 @@ class Drawing:
         self.struct.noise = address(self._kept[-1])
 
     def end(self, steps: int) -> None:
-        """Leave torch's generator as it is after so many steps, unless others have drawn from it."""
+        """Put torch's generator into its state after `steps` steps, unless others have drawn from it."""
         if self._held is not None:
             self._held.end()
         elif self._states and torch.equal(torch.get_rng_state(), self._states[-1]):
@@ -128,10 +128,10 @@ class Drawing:
 
 
 def check(tokens: Tensor) -> None:
-    """Refuse to go on with what the library could not draw.
+    """Raise an error if the library could not draw a token for some row.
 
     Args:
-        tokens: `(R,)`.
+        tokens: `(R,)`; negative where no token could be drawn.
 
     Raises:
         RequestError: There was nothing to draw from in some row.
@@ -145,7 +145,7 @@ def check(tokens: Tensor) -> None:
 
 
 def native_draw(scores: Tensor, noise: Tensor | None, numbers: Tensor, *, library: Library) -> Tensor:
-    """Return what `ops.draw.draw` does.
+    """Compute `ops.draw.draw` with the library.
 
     Args:
         scores: `(N, V)` contiguous, in float32, bfloat16 or float16.
@@ -183,9 +183,9 @@ def _call(
 
 @functools.cache
 def noise_is_torchs() -> bool:
-    """Whether the library's noise is torch's, number by number, and leaves the generator as torch does.
+    """Whether the library's noise equals torch's, value by value, and leaves the generator in the same state.
 
-    torch takes another generator for it on processors of Intel, where it is built with MKL.
+    On Intel processors, torch uses another generator for it where it is built with MKL.
     """
     library, generator = load(), torch.Generator("cpu").manual_seed(20)
     if library is None:
@@ -212,7 +212,7 @@ def _run(
     ours = scores.dtype in DTYPES and all(t.device.type == "cpu" for t in tensors) and scores.shape[1] > 0
     if library is None or not ours:
         return op.draw(scores, noise, numbers, following=following)
-    # Processors may leave scores that lie otherwise.
+    # Logits processors may return scores that are not contiguous.
     noise = None if noise is None else noise.contiguous()
     chosen = native_draw(scores.contiguous(), noise, numbers.contiguous(), library=library)
     if following is not None:
@@ -221,7 +221,7 @@ def _run(
 
 
 def _sample(scores: Tensor, *, greedy: bool, following: Following | None = None, isa: str) -> Tensor:
-    """Return what `ops.sample.sample` does, by the library where chance is in it."""
+    """Compute `ops.sample.sample`; with the library unless the choice is greedy."""
     if greedy or scores.device.type != "cpu":
         return sample_op.sample(scores, greedy=greedy, following=following)
     numbers = Warp().numbers(scores.shape[1], scores.device)
@@ -229,7 +229,7 @@ def _sample(scores: Tensor, *, greedy: bool, following: Following | None = None,
 
 
 def _refuse(facts: Facts, *, isa: str) -> str | None:
-    # Scores are float32, whatever the model computes in.
+    # The model's dtype does not matter: `_run` checks the scores themselves.
     return refuse(isa)
 
 

@@ -1,6 +1,6 @@
-"""Where layers that go on from kept keys and values write the new ones.
+"""Caches for layers that continue from cached keys and values: where they write the new ones.
 
-Shapes: B batch, K kv heads, L kept tokens, S new ones, D head dim.
+Shapes: B batch, K kv heads, L cached tokens, S new ones, D head dim.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Extended", "extended"]
 
 @dataclass(frozen=True)
 class Extended:
-    """The caches of a call, a page for each sequence.
+    """The caches of a call, with one page per sequence.
 
     Attributes:
         pairs: Keys and values of each layer `(B, K, room, D)`, which are written to.
-        room: Tokens of a page.
-        past: Tokens that were kept.
-        copied: How many of them the call copies from elsewhere first.
-        caches: As the library reads them.
-        held: What these point to.
+        room: Capacity of a page in tokens.
+        past: Tokens that are already cached.
+        copied: How many of these the call first copies from `held` into `pairs`.
+        caches: The structs that describe the caches to the library.
+        held: The older keys and values that `caches` points to.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
@@ -42,14 +42,14 @@ class Extended:
 def extended(
     blocks: Sequence[Any], x: Tensor, batch: int, older: Sequence[Older], past: int | None
 ) -> Extended:
-    """Take what was kept of some layers, or make room for it and for what is new.
+    """Use the cached keys and values in place, or allocate room for them and the new ones.
 
     Args:
         blocks: The layers' blocks.
-        x: `(B * S, C)`, for whose dtype there is room.
+        x: `(B * S, C)`; new caches have its dtype.
         batch: B.
         older: Keys and values of each layer; see `NativeStack.extend`.
-        past: Likewise.
+        past: Tokens filled in `older`, to be extended in place; None to allocate; see `NativeStack.extend`.
     """
     if past is not None:
         pairs = [(k, v) for k, v in older if k is not None and v is not None]

@@ -1,6 +1,6 @@
-"""Whole steps of decoders that listen to an encoder: its states are keys and values once per generation.
+"""Whole native steps of decoders with cross-attention, whose keys and values are made once per generation.
 
-Shapes: B batch, M states, K kv heads, H heads, D head dim, L positions that a generation may reach.
+Shapes: B batch, M encoder states, K kv heads, H heads, D head dim, L positions that a generation may reach.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["NativeListener", "bind_listener"]
 
 
 def bind_listener(frame: FrameLike, blocks: Sequence[BlockLike], otherwise: Run) -> NativeListener | None:
-    """What runs whole steps of a decoder that listens, or None where its parts run one by one.
+    """Return the runner of whole steps of a decoder with cross-attention; None if its parts run one by one.
 
     Args:
-        frame: What stands around the layers.
+        frame: The embedding, positions, final norm and head around the layers.
         blocks: The layers in order.
-        otherwise: As of `bind_stack`.
+        otherwise: The fallback, as in `bind_stack`.
     """
     isa = next((isa for isa in ISAS if refuse(isa) is None), None)
     library = None if isa is None else load(isa)
@@ -42,12 +42,12 @@ def bind_listener(frame: FrameLike, blocks: Sequence[BlockLike], otherwise: Run)
 
 @dataclass(frozen=True)
 class NativeListener:
-    """Begins generations whose steps are native calls, once it is told what an encoder said.
+    """Starts generations whose steps are native calls, given an encoder's keys and values.
 
     Attributes:
-        frame: What stands around the layers.
+        frame: The embedding, positions, final norm and head around the layers.
         stack: The layers.
-        angles: What the generations share.
+        angles: Rotary tables that the generations share.
     """
 
     frame: FrameLike
@@ -56,21 +56,21 @@ class NativeListener:
 
     @property
     def name(self) -> str:
-        """As of `Bound`."""
+        """The implementation's name in the report."""
         return self.stack.name
 
     def begin(self, caches: Caches, longest: int) -> None:
-        """Nothing: no encoder has said anything."""
+        """Return None: a generation can only begin on the result of `hear`."""
 
     def hear(self, heard: Heard) -> NativeModel | None:
-        """What runs the steps of one generation; None where the library does not."""
+        """Return the runner of one generation's steps over encoder states; None if the library has none."""
         if heard.keys[0].dtype not in DTYPES or heard.keys[0].device.type != "cpu":
             return None
         return NativeModel(self.frame, self.stack.hear(heard), angles=self.angles)
 
 
 class _Stack(NativeStack):
-    """Layers that listen; without what they hear, they are only described."""
+    """Layers with cross-attention; they can run only once they have an encoder's keys and values."""
 
     _heard: Heard | None = None
     _base: Prepared | None = None
@@ -78,17 +78,17 @@ class _Stack(NativeStack):
 
     @staticmethod
     def refuses(block: BlockLike) -> str | None:
-        """As `refuse_block` says of a block that is told what it hears."""
+        """Return why the library cannot run a block that is given encoder states, or None if it can."""
         return refuse_block(block, hears=True)
 
     def hear(self, heard: Heard) -> _Stack:
-        """The same layers, which are told what an encoder said; copies of them have heard nothing."""
-        told = copy.copy(self)
-        told._heard, told._told = heard, None
-        return told
+        """Return a stack of the same layers with an encoder's keys and values, which its copies lose."""
+        stack = copy.copy(self)
+        stack._heard, stack._told = heard, None
+        return stack
 
     def ready(self) -> Prepared | None:
-        """As the base class has it, with what is heard."""
+        """Return the structs like the base class, with pointers to the encoder's keys and values."""
         base = super().ready()
         if base is None or self._heard is None:
             return base
@@ -98,7 +98,7 @@ class _Stack(NativeStack):
 
 
 def _told(base: Prepared, blocks: Sequence[BlockLike], heard: Heard) -> Prepared:
-    """Structs of some blocks that point to what they hear."""
+    """Return copies of the blocks' structs that point to the encoder's keys and values."""
     memory: list[Any] = []
     structs = type(base.blocks).from_buffer_copy(base.blocks)
     pairs = zip(structs, blocks, heard.keys, heard.values, heard.relatives, strict=True)

@@ -1,8 +1,8 @@
-"""`feed_forward` on the CPU: many rows go through both matrices in one call, some of them at a time.
+"""`feed_forward` on the CPU: many rows pass through both matrices in one call, some of them at a time.
 
-What is between the two never lies in memory as a whole, and is bent while it is in the first cache. Of a
-gated feed-forward in bfloat16 with 128 to 8192 rows of 320 to 1280 that leaves 0.63 to 0.91 of the time that
-torch's own steps take, on one thread of a Zen 4; in float32 0.62 to 0.82.
+The hidden activations are never in memory as a whole; the activation function is applied to them in the L1
+cache. A gated feed-forward in bfloat16 with 128 to 8192 rows of 320 to 1280 takes 0.63 to 0.91 of the time of
+torch's separate operations, on one thread of a Zen 4; in float32 0.62 to 0.82.
 
 Shapes: T packed tokens, C input width, F width between the matrices, O output width.
 """
@@ -27,7 +27,7 @@ from slipstream.ops.linear import Weight
 __all__ = ["KERNELS", "feeds", "native_feed_forward"]
 
 _LEAST_ROWS = 64
-"""Fewer rows are bound by reading the matrices, which a product of few rows does faster."""
+"""Minimum number of rows: fewer are bound by reading the matrices, which few-row products do faster."""
 
 
 def native_feed_forward(
@@ -40,22 +40,22 @@ def native_feed_forward(
     gate_last: bool = False,
     library: Library,
 ) -> Tensor:
-    """Return what `ops.feed.feed_forward` does, always by the library.
+    """Compute `ops.feed_forward.feed_forward`, always with the library.
 
     Args:
         x: `(T, C)` in float32, bfloat16 or float16.
         first: `(F, C)`, or `(2F, C)` where gated, dense in any of these dtypes or packed.
-        last: `(O, F)`, the same.
+        last: `(O, F)`, dense in any of these dtypes or packed.
         name: A key of `ops.activation.KINDS`.
-        gated: Whether `first` answers a gate and an up half.
-        gate_last: The gate is the second half.
+        gated: Whether the output of `first` has a gate half and an up half.
+        gate_last: Whether the gate is the second half.
         library: For one instruction set.
 
     Returns:
         `(T, O)` in the dtype of `x`.
 
     Raises:
-        ValueError: A weight is none that the library reads, or shapes do not fit each other.
+        ValueError: The library cannot read a weight, or the shapes do not fit each other.
     """
     matrices = _matrices(x, first, last, gated)
     if isinstance(matrices, str):
@@ -75,7 +75,7 @@ def native_feed_forward(
 
 
 def _matrices(x: Tensor, first: Weight, last: Weight, gated: bool) -> tuple[Matrix, Matrix] | str:
-    """Both matrices as the library reads them, or why it does not take the call."""
+    """Return both matrices as the library reads them, or why it cannot run the call."""
     before, after = matrix_of(first), matrix_of(last)
     if isinstance(before, str):
         return before
@@ -89,7 +89,7 @@ def _matrices(x: Tensor, first: Weight, last: Weight, gated: bool) -> tuple[Matr
 
 
 def feeds(x: Tensor, first: Weight, last: Weight, name: str, *, gated: bool) -> bool:
-    """Whether the library takes a call and is faster than products one after the other; as of the call."""
+    """Whether the library can run a call, and is faster at it than two separate products."""
     return (
         name in KINDS
         and x.dim() == 2
@@ -109,7 +109,7 @@ def _run(
     gate_last: bool = False,
     isa: str,
 ) -> Tensor:
-    """Return what `ops.feed.feed_forward` does, by the library where that is faster."""
+    """Compute `ops.feed_forward.feed_forward`, with the library where that is faster."""
     if not feeds(x, first, last, name, gated=gated) or (library := load(isa)) is None:
         return op.feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last)
     return native_feed_forward(x, first, last, name=name, gated=gated, gate_last=gate_last, library=library)

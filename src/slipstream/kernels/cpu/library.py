@@ -1,4 +1,4 @@
-"""Finds, loads and calls the native library; where there is none, says why."""
+"""Finds, loads and calls the native library, or gives the reason why it cannot be used."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 ISAS = ("amx", "avx512bf16", "avx512", "avx2", "baseline")
-"""Instruction sets that the library may be built for, best first."""
+"""Instruction sets that the library can be built for, best first."""
 
 EMULATED = "amx-emulated"
-"""The unit of AMX with tiles in plain C++, which tests run where the library has it; it is never chosen."""
+"""The AMX unit with tiles emulated in C++, for tests, if the library has it; never chosen by default."""
 
 _LIMIT = {"baseline": "baseline", "avx2": "avx2", "avx512": "avx512bf16", "amx": "amx"}
-"""Best instruction set under each value of SLIPSTREAM_CPU_ISA."""
+"""Best instruction set that each value of SLIPSTREAM_CPU_ISA allows."""
 
 _FILE = "_native.so"
 _CALLS = (
@@ -64,7 +64,7 @@ class Library:
 
     Attributes:
         isa: One of `ISAS`, or `EMULATED`.
-        index: Its number in the library.
+        index: The library's index of that instruction set.
         handle: The loaded file.
     """
 
@@ -73,12 +73,12 @@ class Library:
     handle: ctypes.CDLL
 
     def run(self, name: str, call: ctypes.Structure, threads: int | None = None) -> None:
-        """Run `slipstream_<name>` on so many threads, or on as many as torch uses, `torch_alone` or not.
+        """Run `slipstream_<name>` on `threads` threads, by default `threads_of_torch()`.
 
         Raises:
             DeviceError: The library refuses the arguments; nothing was read or written.
         """
-        # As an attribute, for those are kept: an item is looked up in the file every time.
+        # ctypes caches attributes, whereas indexing would look the symbol up in the file every time.
         function = getattr(self.handle, f"slipstream_{name}")
         status = function(self.index, threads or threads_of_torch(), byref(call))
         if status:
@@ -86,9 +86,9 @@ class Library:
             raise DeviceError(f"the native {name} of {self.isa} refuses its arguments: {message}")
 
     def rouse(self) -> None:
-        """Announce a call: parked threads get up beside what is still to be done before it.
+        """Announce an upcoming call: parked threads wake up while the caller still prepares it.
 
-        An encoder of 6 layers takes 16 tokens in 0.487 ms so, and in 0.501 without.
+        An encoder of 6 layers takes 0.487 ms for 16 tokens with this, and 0.501 ms without.
         """
         if threads_of_torch() > 1:
             self.handle.slipstream_rouse()
@@ -96,7 +96,7 @@ class Library:
 
 @functools.cache
 def _open(path: Path) -> ctypes.CDLL | str:
-    """The loaded file, or why it cannot be used."""
+    """Return the loaded file, or the reason why it cannot be used."""
     try:
         handle = ctypes.CDLL(str(path))
         number = handle.slipstream_abi()
@@ -119,7 +119,7 @@ def _find() -> ctypes.CDLL | str:
     beside = Path(__file__).with_name(_FILE)
     if beside.exists():
         return _open(beside)
-    # An editable install keeps what it built apart from the sources.
+    # An editable install keeps build products apart from the sources.
     spec = importlib.util.find_spec(f"{__package__}.{_FILE.removesuffix('.so')}")
     if spec is None or spec.origin is None:
         return (
@@ -130,13 +130,13 @@ def _find() -> ctypes.CDLL | str:
 
 
 def load(isa: str | None = None) -> Library | None:
-    """Return the library for an instruction set, or for the best one that this machine has and may use.
+    """Return the library for an instruction set, by default the best one that is available and allowed.
 
     Args:
-        isa: One of `ISAS`, or `EMULATED`; None for the best under `SLIPSTREAM_CPU_ISA`.
+        isa: One of `ISAS`, or `EMULATED`; None for the best that `SLIPSTREAM_CPU_ISA` allows.
 
     Returns:
-        None where `refuse` has the reason.
+        The library; None if it is not available, in which case `refuse` returns the reason.
     """
     if isa is None:
         return next((_load(name) for name in ISAS if refuse(name) is None), None)
@@ -153,10 +153,10 @@ def _load(isa: str) -> Library | None:
 
 
 def refuse(isa: str) -> str | None:
-    """Why kernels of an instruction set should not be chosen, or None where they should.
+    """Return why kernels of an instruction set should not be chosen, or None if they may be.
 
     Raises:
-        ConfigError: `SLIPSTREAM_CPU_ISA` is none of the known names.
+        ConfigError: `SLIPSTREAM_CPU_ISA` is not a known name.
     """
     limit = cpu_isa()
     if limit == "reference":
@@ -173,17 +173,18 @@ def refuse(isa: str) -> str | None:
 
 
 LONG = 8e7
-"""Additions and multiplications from which on a product waits for torch's threads to end. They spin for
-milliseconds after torch's own operations: 512 rows times 2048 x 2048 take 11.2 ms beside them and 5.5
-without, and the next operation 0.1 ms longer; 256 rows through 4 layers of 576 that else run their own code
-take 52 ms and 43."""
+"""Additions and multiplications from which a product ends torch's idle threads first (`rest_torch`). They
+spin for milliseconds after torch's own operations: 512 rows times 2048 x 2048 take 11.2 ms while they spin
+and 5.5 ms otherwise, but then the next torch operation takes 0.1 ms longer; 256 rows through 4 layers of
+width 576 that run their own code apart from products take 52 ms and 43 ms."""
 
 
 def rest_torch() -> None:
     """End the idle threads of torch's OpenMP pool; its next parallel operation starts new ones.
 
-    They spin for milliseconds after such an operation and keep the library's own threads from the processors:
-    on two cores a decode step of a 135-million model takes 17.8 ms beside them, and 10.5 ms without.
+    The idle threads spin for milliseconds after an operation and compete with the library's threads for the
+    cores: on two cores a decode step of a 135-million model takes 17.8 ms while they spin, and 10.5 ms
+    otherwise.
 
     Source: OpenMP 5.0, section 3.2.43, `omp_pause_resource_all`.
     """
@@ -197,11 +198,11 @@ _kept = threading.local()
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Within, torch's operations run on this thread alone, and the library on as many as before.
+    """Run torch's operations on the calling thread alone; the library uses as many threads as before.
 
-    A norm of 16 rows starts a thread of OpenMP's for a few microseconds of work, and `rest_torch` ends it
-    again: together with a pooler's product that was 0.9 of the 2.4 ms of a 6-layer encoder of 384 channels.
-    Other threads of the process are not concerned.
+    A norm of 16 rows would start an OpenMP thread for a few microseconds of work, and `rest_torch` would end
+    it again: together with a pooler's product that took 0.9 of the 2.4 ms of a 6-layer encoder of 384
+    channels. Other threads of the process are not affected.
 
     Source: OpenMP 5.0, section 3.2.1, `omp_set_num_threads`: it sets a value of the calling thread's task.
     """
@@ -219,13 +220,13 @@ def torch_alone() -> Iterator[None]:
 
 
 def threads_of_torch() -> int:
-    """How many threads torch uses, `torch_alone` or not."""
+    """Return how many threads torch uses outside of `torch_alone`, also when called within it."""
     return getattr(_kept, "threads", 0) or torch.get_num_threads()
 
 
 def _openmp_in(maps: str) -> str | None:
-    """The OpenMP runtime among the files that a process has mapped: torch's own, if it brought one."""
-    # A line has five fields before its path, which may have spaces.
+    """Return the path of the OpenMP runtime in `/proc/self/maps`, preferably the one shipped with torch."""
+    # Each line has five fields before the path, and the path may contain spaces.
     paths = {fields[5] for line in maps.splitlines() if len(fields := line.split(maxsplit=5)) == 6}
     runtimes = [path for path in sorted(paths) if re.match(r"lib(gomp|iomp5|omp)[-.]", Path(path).name)]
     own = Path(torch.__file__).parent
@@ -234,14 +235,14 @@ def _openmp_in(maps: str) -> str | None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded, or None where there is none that can pause."""
+    """Return the OpenMP runtime that torch has loaded, or None if there is none that can be paused."""
     try:
         path = _openmp_in(Path("/proc/self/maps").read_text())
         library = None if path is None else ctypes.CDLL(path)
-    except OSError:  # no such table, or the file is there no more
+    except OSError:  # there is no such table, or the file no longer exists
         return None
     if library is None or not hasattr(library, "omp_pause_resource_all"):
         return None
-    # A child of fork waits forever for idle threads that only its parent has.
+    # After a fork, the child would wait forever for idle threads that exist only in its parent.
     os.register_at_fork(before=lambda: library.omp_pause_resource_all(_PAUSE_SOFT))
     return library

@@ -1,4 +1,4 @@
-"""`linear` on the CPU: rows times a matrix that is read once as it is stored, where torch reads it slower.
+"""`linear` on the CPU: products that read a matrix once, as it is stored, where torch is slower.
 
 Shapes: T packed tokens, I input width, O output width.
 """
@@ -20,34 +20,36 @@ from slipstream.ops.linear import Weight, linear
 __all__ = ["KERNELS", "native_linear", "refuse_linear", "run_linear", "threads_for"]
 
 _MOST_ROWS = 1 << 20
-"""Rows up to which torch's own product is slower: any number, measured with 1 to 512 rows of 576 to 5632."""
+"""Rows up to which torch's product is slower: no limit was found with 1 to 512 rows of 576 to 5632."""
 
 _MOST_ROWS_BFLOAT16 = 63
-"""The same of a dense matrix in bfloat16: from 64 rows on torch takes 0.5 to 1.0 of the time. Measured with
-64 to 8192 rows of 320 to 5120, two cores of a Zen 5, in turns."""
+"""The limit for a dense matrix in bfloat16: from 64 rows on torch takes 0.5 to 1.0 of the time. Measured with
+64 to 8192 rows of 320 to 5120, two cores of a Zen 5, runs of both interleaved."""
 
 _MOST_ROWS_BESIDE_AMX = 16
-"""The same where torch multiplies by AMX, and the library is told not to."""
+"""The limit in bfloat16 where torch's products use AMX and the library's unit does not."""
 
 _LEAST_BYTES = 1 << 16
-"""Below this a call costs more than it saves, but for packed matrices, which torch would unpack first: 8 us
-beside 13 to 180 for a matrix of 16 x 16."""
+"""Minimum size of a dense matrix: below it a call costs more than it saves. Packed matrices have no minimum,
+since torch would unpack them first: 8 us against 13 to 180 us for a matrix of 16 x 16."""
 
 _READS_EITHER = ("baseline",)
-"""Where a matrix that lies transposed is read no slower. Others take 0.6 to 0.9 of the time where its rows
-lie one after the other (1 to 4 tokens times 3072 x 768, in each dtype), and 0.5 to 1.05 with more."""
+"""Instruction sets that read a transposed matrix as fast as one stored by rows. With the others, storage by
+rows takes 0.6 to 0.9 of the time (1 to 4 tokens times 3072 x 768, in each dtype), and 0.5 to 1.05 with more
+tokens."""
 
 _MEMORY, _RATES = 15e9, {torch.float32: 8e10, torch.bfloat16: 2.5e11}
-"""Bytes and operations a second of one thread, roughly."""
+"""Rough throughput of one thread: bytes per second, and operations per second by dtype."""
 
 _WAKE = 5e-4
-"""Seconds that a second thread must save. The library's sleep after 20 us, and torch's, where they have just
-worked, spin on their processors for milliseconds: a decoder of 10 layers of 576 that runs its own code
-between products takes 14.8 ms a token in float32 with two threads in each, and 8.1 with one in the small."""
+"""Seconds that further threads must save. The library's threads sleep after 20 us, and torch's spin on their
+cores for milliseconds after an operation: a decoder of 10 layers of 576 that runs its own code between
+products takes 14.8 ms a token in float32 with two threads in each product, and 8.1 ms with one in the small
+ones."""
 
 
 def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
-    """Return what `ops.linear.linear` does, always by the library.
+    """Compute `ops.linear.linear`, always with the library.
 
     Args:
         x: `(T, I)` in float32, bfloat16 or float16.
@@ -58,7 +60,7 @@ def native_linear(x: Tensor, weight: Weight, library: Library) -> Tensor:
         `(T, O)` in the dtype of `x`.
 
     Raises:
-        ValueError: The weight is none that the library reads, or does not fit `x`.
+        ValueError: The library cannot read the weight, or it does not fit `x`.
     """
     matrix = matrix_of(weight)
     if isinstance(matrix, str):
@@ -81,22 +83,22 @@ def _product(x: Tensor, matrix: Matrix, library: Library, threads: int | None) -
 
 
 def threads_for(x: Tensor, *weights: Weight) -> int | None:
-    """One where others would save less than it takes to call them: between torch's operations they sleep.
+    """Return 1 if further threads would save less than it takes to wake them, else None for all threads.
 
     Args:
         x: `(T, I)`, the rows that are multiplied.
-        weights: By which matrices, each in its turn.
+        weights: The matrices, multiplied one after the other.
     """
     rate = _RATES.get(x.dtype, _RATES[torch.float32])
-    alone = sum(
+    seconds = sum(
         max(weight.nbytes / _MEMORY, 2 * x.shape[0] * weight.shape[0] * weight.shape[1] / rate)
         for weight in weights
     )
-    return 1 if alone * (1 - 1 / threads_of_torch()) < _WAKE else None
+    return 1 if seconds * (1 - 1 / threads_of_torch()) < _WAKE else None
 
 
 def refuse_linear(facts: Facts, *, isa: str) -> str | None:
-    """Why the library does not multiply in this dtype and format, or None where it does."""
+    """Return why the library does not multiply in this dtype and format, or None if it does."""
     if facts.dtype not in DTYPES:
         return f"computes in float32, bfloat16 and float16, not {facts.dtype}"
     if facts.format not in FORMATS:
@@ -105,7 +107,7 @@ def refuse_linear(facts: Facts, *, isa: str) -> str | None:
 
 
 def run_linear(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
-    """Return what `ops.linear.linear` does, by the library where that is faster."""
+    """Compute `ops.linear.linear`, with the library where that is faster."""
     packed = weight.format != "plain"
     most_rows = _MOST_ROWS
     if x.dtype == torch.bfloat16 and isa != "amx" and weight.rounding is None:

@@ -1,4 +1,4 @@
-"""How a weight is described to the library, dense or packed, without copying anything.
+"""Describes a weight, dense or packed, to the library without copying anything.
 
 Shapes: I input width, O output width.
 """
@@ -27,20 +27,20 @@ from slipstream.ops.linear import Weight
 __all__ = ["matrix_of"]
 
 _BF13_BLOCK = 64
-"""Inputs that lie together in the planes of bf13."""
+"""Inputs per block in the planes of bf13."""
 
 _MOST_ROUNDED = 1 << 16
-"""Inputs whose products of bytes can be summed in 32 bits."""
+"""Maximum number of inputs whose products of bytes can be summed in 32 bits."""
 
 
 def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
-    """Describe a weight to the library, or say why it cannot be.
+    """Describe a weight to the library, or return why that is not possible.
 
-    The tensors must be kept alive, and where the struct is copied also its `memory`.
+    The caller must keep the tensors alive, and also the struct's `memory` if the struct is copied.
 
     Args:
         weight: `(O, I)`, or `(experts, O, I)` together with `expert`.
-        expert: Which of the experts' matrices.
+        expert: Index of the expert whose matrix is described.
     """
     planes, bias, shape = weight.planes, weight.bias, weight.shape
     if expert is not None:
@@ -53,7 +53,7 @@ def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
         return f"a matrix of {len(shape)} dimensions in {dtype} is not read"
     if bias is not None and (bias.dtype not in DTYPES or not bias.is_contiguous()):
         return f"a bias in {bias.dtype} is not read"
-    if bias is not None and bias.shape != shape[:1]:  # torch repeats a single number
+    if bias is not None and bias.shape != shape[:1]:  # torch would broadcast a single number
         return f"a bias of shape {tuple(bias.shape)} beside {shape[0]} outputs is not read"
     matrix = Matrix(
         bias=address(bias),
@@ -72,16 +72,16 @@ def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
 
 
 def _dense(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
-    """Fill in the runs of rows, or say why not."""
+    """Fill in the runs of rows; return why that is not possible, or None."""
     runs = []
     for plane in planes:
         if plane.dim() != 2 or plane.dtype != planes[0].dtype or plane.device.type != "cpu":
             return f"a matrix of {plane.dim()} dimensions in {plane.dtype} on {plane.device} is not read"
-        (rows, inputs), (down, across) = plane.shape, plane.stride()
-        transposed = across != 1 and inputs > 1
-        if transposed and down != 1 and rows > 1:
+        (rows, inputs), (row_stride, column_stride) = plane.shape, plane.stride()
+        transposed = column_stride != 1 and inputs > 1
+        if transposed and row_stride != 1 and rows > 1:
             return f"a matrix with strides {plane.stride()} is not read"
-        stride, length = (across, rows) if transposed else (down, inputs)
+        stride, length = (column_stride, rows) if transposed else (row_stride, inputs)
         if stride < length and (inputs if transposed else rows) > 1:
             return f"a matrix whose rows overlap (strides {plane.stride()}) is not read"
         stride = max(stride, length)  # a single row or column may have any stride
@@ -92,13 +92,13 @@ def _dense(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
 
 
 def _packed(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
-    """Fill in the planes, or say why not; the library itself compares their sizes with the shape."""
+    """Fill in the planes, whose sizes the library checks; return why that is not possible, or None."""
     matrix.memory = (Run * 0)()
     *others, factors = planes
     if factors.dtype != torch.float32:
         return f"multipliers of rows in {factors.dtype} are not read"
-    six = len(others) > 1 and others[1].dtype == torch.uint8
-    places = (CODES, UPPER, SCALES) if six else (CODES, SCALES, MINIMA)[: len(others)]
+    has_upper = len(others) > 1 and others[1].dtype == torch.uint8
+    places = (CODES, UPPER, SCALES) if has_upper else (CODES, SCALES, MINIMA)[: len(others)]
     if matrix.format == FORMATS["bf13"]:
         matrix.group = _BF13_BLOCK
     elif SCALES in places:

@@ -1,4 +1,4 @@
-"""Whole tensors at the rate of the memory: copied past the caches, searched for NaN, or told apart."""
+"""Passes over whole tensors at memory bandwidth: a copy past the caches, a search for NaN, a digest."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slipstream.ops.memory import Passes
 __all__ = ["PASSES", "copied", "digest", "is_finite"]
 
 _LEAST_BYTES = 1 << 20
-"""Below this torch's own copy and sum take no longer."""
+"""Minimum size: below it torch's own copy and sum take no longer."""
 
 
 def copied(source: Tensor, target: Tensor) -> bool:
-    """Copy a tensor into another one, or say that torch must: two thirds of its time.
+    """Copy a tensor in two thirds of torch's time and return True, or return False if torch must copy it.
 
     Args:
-        source: Of any kind.
-        target: Of the same shape, in the same memory or in such as does not overlap that of `source`.
+        source: Any tensor.
+        target: Has the same shape; its memory is that of `source`, or does not overlap it.
     """
     library = _library()
     if library is None or target.nbytes < _LEAST_BYTES or source.dtype != target.dtype:
@@ -38,7 +38,7 @@ def copied(source: Tensor, target: Tensor) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool | None:
-    """Whether a tensor has neither NaN nor infinity; None where torch must look."""
+    """Whether a tensor has neither NaN nor infinity; None if torch must check."""
     library = _library()
     if library is None or tensor.nbytes < _LEAST_BYTES or tensor.dtype not in DTYPES:
         return None
@@ -52,7 +52,7 @@ def is_finite(tensor: Tensor) -> bool | None:
 
 
 def digest(tensor: Tensor) -> int | None:
-    """A number of 64 bits that changes with any byte of a tensor; None where its memory is no single run."""
+    """Return a 64-bit number that changes with any byte of a tensor; None if its memory is not one run."""
     library = _library()
     if library is None or not _is_one_run(tensor):
         return None
@@ -64,12 +64,12 @@ def digest(tensor: Tensor) -> int | None:
 
 
 def _library() -> Library | None:
-    """For any instruction set, since the memory is what these wait for; None where no kernel is asked for."""
+    """Return the baseline library, as memory is the bottleneck; None under SLIPSTREAM_CPU_ISA=reference."""
     return None if cpu_isa() == "reference" else load("baseline")
 
 
 def _is_one_run(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory, in their order or by columns, on the CPU."""
+    """Whether a tensor is on the CPU and its elements lie without gaps, in order or by columns."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if not plain or tensor.is_neg() or tensor.is_conj():
         return False

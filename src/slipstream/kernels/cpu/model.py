@@ -1,4 +1,4 @@
-"""A whole causal language model in one native call: embedding, blocks, final norm, head, the next token.
+"""A whole causal language model in one native call: embedding, blocks, final norm, head and next token.
 
 Shapes: T packed tokens, R rows that need logits, C hidden, V vocabulary.
 """
@@ -39,7 +39,7 @@ __all__ = ["NativeModel", "NativeSession", "bind_model", "refuse_frame"]
 
 
 class FrameLike(AngleSource, Protocol):
-    """What is needed of `model.frame.Frame`, which stands above this room."""
+    """The part of `model.frame.Frame` that is used here; this package cannot import it."""
 
     spec: FrameSpec
 
@@ -56,7 +56,7 @@ class FrameLike(AngleSource, Protocol):
 
 
 def refuse_frame(frame: FrameLike) -> str | None:
-    """Why the library cannot run what stands around the blocks, or None where it can."""
+    """Return why the library cannot run a frame (all that surrounds the blocks), or None if it can."""
     matrices, table = frame.matrices(), frame.pos_table
     for name, weight in matrices.items():
         if weight.beside is not None:
@@ -83,13 +83,13 @@ def refuse_frame(frame: FrameLike) -> str | None:
 
 
 def bind_model(frame: FrameLike, stack: Any, sketch: SketchFormat | None = None) -> NativeModel | None:
-    """What runs whole steps of a model whose layers `stack` runs, or None where its parts run one by one.
+    """Return the runner of whole steps of a model, or None if its parts must run one by one.
 
     Args:
-        frame: What stands around the layers.
-        stack: Runs them.
-        sketch: The format in which single sequences look at the vocabulary projection first; None: they
-            read all of it.
+        frame: The embedding, positions, final norm and head around the layers.
+        stack: Runs the layers.
+        sketch: Format of the sketch of the vocabulary projection that greedy steps of single sequences read
+            first; None if they read the whole projection.
     """
     if not isinstance(stack, NativeStack):
         return None
@@ -98,13 +98,13 @@ def bind_model(frame: FrameLike, stack: Any, sketch: SketchFormat | None = None)
 
 @dataclass(frozen=True)
 class NativeModel:
-    """Begins generations whose steps are native calls.
+    """Starts generations whose steps are native calls.
 
     Attributes:
-        frame: What stands around the layers.
-        stack: The layers.
-        angles: What the generations share.
-        screens: And what they learn of the vocabulary projection; None where they read all of it.
+        frame: The embedding, positions, final norm and head around the layers.
+        stack: Runs the layers.
+        angles: Rotary tables that the generations share.
+        screens: The shared screen of the vocabulary projection; None if every step reads all of the latter.
     """
 
     frame: FrameLike
@@ -113,11 +113,11 @@ class NativeModel:
     screens: Screens | None = field(default=None, compare=False)
 
     def begin(self, caches: Caches, longest: int) -> NativeSession | None:
-        """Prepare the steps of one generation, or return None where the library does not run them.
+        """Prepare the steps of one generation, or return None if the library cannot run them.
 
         Args:
             caches: `(k, v)` of each layer, `(P, Z, K, D)`.
-            longest: Positions that the generation may reach.
+            longest: Maximum number of positions that the generation may reach.
         """
         prepared = self.stack.ready()
         if prepared is None or refuse_frame(self.frame) or not serves_caches(self.stack.blocks, caches):
@@ -128,12 +128,12 @@ class NativeModel:
 class NativeSession:
     """The steps of one generation.
 
-    Where every tensor lies is read once, when the session begins, and each of them is held until it ends: a
-    model that is moved, cast or loaded anew meanwhile counts from the next generation on.
+    The address of every tensor is read once, when the session begins, and the tensors are kept alive until it
+    ends: if the model is moved, cast or reloaded meanwhile, that takes effect from the next generation on.
     """
 
     def __init__(self, model: NativeModel, prepared: Prepared, caches: Caches, longest: int) -> None:
-        """Describe everything that does not change from step to step."""
+        """Fill in the parts of the call that do not change from step to step."""
         frame, matrices, norms = model.frame, model.frame.matrices(), model.frame.norms()
         self._frame, self._stack, self._prepared, self._longest = frame, model.stack, prepared, longest
         self._library, self._caches, self._kept_angles = model.stack.library, tuple(caches), model.angles
@@ -165,10 +165,10 @@ class NativeSession:
         stack.caches = pointers
         stack.cache_dtype = cache_dtype(caches[0][0])
         stack.num_tables = len(prepared.ropes)
-        vectors = (t for v in norms.values() for t in (v.weight, v.bias))
-        ours = (t for w in matrices.values() for t in (*w.planes, w.bias))
-        tensors = [t for t in (table, bias, *vectors, *ours) if t is not None]
-        # Views keep the memory, whatever becomes of the tensors themselves.
+        norm_tensors = (t for v in norms.values() for t in (v.weight, v.bias))
+        matrix_tensors = (t for w in matrices.values() for t in (*w.planes, w.bias))
+        tensors = [t for t in (table, bias, *norm_tensors, *matrix_tensors) if t is not None]
+        # Detached views keep the memory alive even if the tensors themselves get other storage.
         self._kept = [t.detach() for t in (*prepared.tensors, *tensors)]
         self._memory = (pointers, [m.memory for m in described.values()])
         self._turns = Turns.of(model.stack.blocks)
@@ -190,13 +190,13 @@ class NativeSession:
         self._suppressed: Tensor | None = None
 
     def logits(self, step: Step) -> Tensor | None:
-        """Run one step.
+        """Run one step and return its logits.
 
         Args:
             step: Its tensors may be static buffers.
 
         Returns:
-            `(R, V)` float32; or None where other implementations are faster, or the step lies in another way.
+            `(R, V)` float32; None if other implementations are faster, or the library cannot read the step.
 
         Raises:
             DeviceError: The step points outside of the cache, the vocabulary or the positions.
@@ -211,10 +211,10 @@ class NativeSession:
         return out
 
     def suppress(self, tokens: Tensor | None) -> None:
-        """Let no token be chosen that is one of these, from now on.
+        """Exclude some tokens from the choice in all further steps.
 
         Args:
-            tokens: Rising ids `(K,)` int64, contiguous, below V; None for none.
+            tokens: Ascending ids `(K,)` int64, contiguous, below V; None to exclude none.
         """
         self._suppressed, call = tokens, self._call
         call.suppressed, call.num_suppressed = address(tokens), 0 if tokens is None else len(tokens)
@@ -226,18 +226,18 @@ class NativeSession:
         ends: Sequence[int] = (),
         tell: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
-        """Run one step and, where it is one token of every sequence, those that follow it.
+        """Run one greedy step and, if it has one token per sequence, the steps that follow it.
 
         Args:
-            step: Not changed; its block table has room for the tokens that follow.
-            steps: How many at most.
-            ends: They are over early when one of these is some sequence's best token.
+            step: Not modified; its block table must have room for the tokens that follow.
+            steps: Maximum number of steps.
+            ends: Stop tokens: no further step is run once one of them is the best token of any sequence.
             tell: Called with the tokens `(R,)` of each step but the last as soon as they are known. Where
-                blocks have their matrices for a while only, one step is run: `tell` may begin another
-                generation, which would wait for a matrix that the call around it holds.
+                blocks hold their matrices on lease, only one step is run: `tell` may start another
+                generation, which would wait for a matrix that the running call has leased.
 
         Returns:
-            The first best token of each row, `(R, steps that were run)` int64; or None as `logits`.
+            The first token of the highest logit per row, `(R, steps run)` int64; or None as in `logits`.
 
         Raises:
             DeviceError: As `logits`. What `tell` raises is raised, too, once the steps have ended.
@@ -253,15 +253,15 @@ class NativeSession:
         ends: Sequence[int] = (),
         tell: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
-        """As `best`, with tokens that are drawn.
+        """Run one step and those that follow it like `best`, but sample the tokens.
 
         Args:
-            step: As of `best`.
-            numbers: Of `ops.draw.Warp`.
-            noise: For the step's rows; torch's generator is left as if no further step had drawn.
-            steps: How many at most.
-            ends: As of `best`.
-            tell: As of `best`.
+            step: As in `best`.
+            numbers: The sampling parameters, from `ops.draw.Warp.numbers`.
+            noise: For the step's rows; torch's generator ends up as if only the steps run had drawn.
+            steps: Maximum number of steps.
+            ends: As in `best`.
+            tell: As in `best`.
 
         Raises:
             DeviceError: As `best`.
@@ -279,16 +279,16 @@ class NativeSession:
         ends: Sequence[int] = (),
         tell: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
-        """As `drawn`, or where there is no noise `best`, once the scores of some tokens are lowered.
+        """Run steps like `drawn`, or like `best` without noise, with a repetition penalty on the scores.
 
         Args:
-            step: As of `best`.
-            penalty: For the step's rows; takes the tokens of each step.
-            numbers: Of `ops.draw.Warp`; what may be drawn of the lowered scores.
-            noise: As of `drawn`; None for the best tokens.
-            steps: How many at most.
-            ends: As of `best`.
-            tell: As of `best`.
+            step: As in `best`.
+            penalty: For the step's rows; the tokens of each step are added to it.
+            numbers: The sampling parameters, from `ops.draw.Warp.numbers`; applied to the penalised scores.
+            noise: As in `drawn`; None to take the best tokens.
+            steps: Maximum number of steps.
+            ends: As in `best`.
+            tell: As in `best`.
 
         Raises:
             DeviceError: As `best`.
@@ -304,7 +304,7 @@ class NativeSession:
         tell: Callable[[Tensor], None] | None,
         draws: Callable[[int], Drawing] | None,
     ) -> Tensor | None:
-        """The best tokens, or those that `draws` draws in so many steps at most."""
+        """Run up to `steps` steps; take the best tokens, or sample with the `Drawing` that `draws` makes."""
         if tell is not None and self._turns is not None:
             steps = 1
         if not self._takes(step, steps - 1):
@@ -320,7 +320,7 @@ class NativeSession:
         call.ends, call.num_ends = ctypes.addressof(self._ends[1]), len(ends)
         call.done = ctypes.addressof(done)
         screening = self._screening if drawing is None and call.rows == 1 else None
-        told = None if screening is None else screening.point(call, steps)
+        recorded = None if screening is None else screening.point(call, steps)
         start = time.perf_counter()
         rest_torch()
         try:
@@ -331,8 +331,8 @@ class NativeSession:
             if drawing is not None:
                 drawing.end(done.value)
         tokens = out if done.value == steps else out[:, : done.value]
-        if screening is not None and told is not None:
-            screening.end(told, tokens[0], time.perf_counter() - start)
+        if screening is not None and recorded is not None:
+            screening.end(recorded, tokens[0], time.perf_counter() - start)
         if drawing is not None:
             check(tokens[:, -1])
         return tokens
@@ -343,13 +343,13 @@ class NativeSession:
             self._turns.check()
 
     def _takes(self, step: Step, more: int = 0) -> bool:
-        """Let the call point to a step and its angles, unless it is none for the library."""
+        """Point the call to a step and its rotary tables; return whether the library can run it."""
         if not 0 < step.token_ids.shape[0] <= self._stack.most_tokens or not self._point(step):
             return False
         return self._turn(step, more)
 
     def _point(self, step: Step) -> bool:
-        """Let the call point to a step's tensors, unless it does already."""
+        """Point the call to a step's tensors, if not yet done; return whether the library reads them."""
         longs = (step.token_ids, step.positions, step.logit_rows)
         tensors = (*longs, step.query_starts, step.kv_lens, step.block_table, step.slots)
         if len(tensors) == len(self._step) and all(a is b for a, b in zip(tensors, self._step, strict=True)):
@@ -369,7 +369,7 @@ class NativeSession:
         return self._served
 
     def _turn(self, step: Step, more: int) -> bool:
-        """See to it that the tables hold the angles of the step's positions, and of those that follow."""
+        """Make the rotary tables cover a step and `more` further steps; return whether they can."""
         ropes, last = self._prepared.ropes, step.max_kv_len + step.beyond + more
         if not ropes:
             return True

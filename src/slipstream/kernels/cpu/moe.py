@@ -1,4 +1,4 @@
-"""`moe` on the CPU: each chosen expert's matrices are read once as they are stored, for all of its tokens.
+"""`moe` on the CPU: each chosen expert's matrices are read once, as stored, for all of its tokens.
 
 Shapes: T packed tokens, C hidden, E experts, F feed-forward width of one expert, k experts per token.
 """
@@ -25,7 +25,7 @@ __all__ = ["KERNELS", "NativeExperts"]
 
 @dataclass(frozen=True)
 class NativeExperts:
-    """`ops.moe.moe` whose products are the library's, where those are faster.
+    """`ops.moe.moe` with products by the library where that is faster.
 
     Attributes:
         isa: The instruction set.
@@ -45,7 +45,7 @@ class NativeExperts:
         gated: bool,
         choice: Tensor | None = None,
     ) -> Tensor:
-        """As `ops.moe.moe`."""
+        """Compute `ops.moe.moe`."""
         library = load(self.isa)
         product = functools.partial(run_linear, isa=self.isa)
 

@@ -1,8 +1,8 @@
-"""`norm` on the CPU: each row is read once, in float32, and rounded once; torch has no kernel for RMSNorm.
+"""`norm` on the CPU: one pass that computes in float32 and rounds once; torch has no kernel for RMSNorm.
 
-torch computes it in five passes with tensors of float32 in between, which for 512 rows of 4096 take 6 ms,
-most of it for fresh memory, where one pass takes 0.3. Within a block the steps stay those of the layer's own
-code: some linear attention makes a thousand times as much of a difference in the last bit.
+torch computes RMSNorm in five passes with intermediate float32 tensors, which take 6 ms for 512 rows of 4096,
+mostly for fresh memory; one pass takes 0.3 ms. Within a block the layer's own steps are kept, since some
+linear attention amplifies a difference in the last bit a thousandfold.
 
 Shapes: T packed tokens, C width.
 """
@@ -24,7 +24,7 @@ from slipstream.spec import Norm as NormSpec
 __all__ = ["KERNELS", "native_norm"]
 
 _LEAST = 1 << 14
-"""Elements below which a call saves microseconds."""
+"""Minimum number of elements: below it a call would save only microseconds."""
 
 _KINDS = {"rms": 1, "layer": 2}
 
@@ -32,12 +32,12 @@ _KINDS = {"rms": 1, "layer": 2}
 def native_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: NormSpec, library: Library
 ) -> Tensor:
-    """Return what `ops.norm.norm` does, always by the library.
+    """Compute `ops.norm.norm`, always with the library.
 
     Args:
         x: `(..., C)` contiguous, in float32, bfloat16 or float16.
-        weight: `(C,)` contiguous in any of these, or None.
-        bias: The same.
+        weight: `(C,)` contiguous in any of these dtypes, or None.
+        bias: `(C,)` contiguous in any of these dtypes, or None.
         spec: Kind, eps and offset.
         library: For one instruction set.
 
@@ -54,12 +54,12 @@ def native_norm(
 
 
 def _threads(x: Tensor) -> int | None:
-    """One for what takes less than it takes to wake another: on two cores of a Zen 5, about 50 us."""
+    """Return 1 for work shorter than waking a thread, about 50 us on two cores of a Zen 5, else None."""
     return 1 if x.numel() < 1 << 18 else None
 
 
 def _run(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: NormSpec, isa: str) -> Tensor:
-    """Return what `ops.norm.norm` does, by the library where torch has no kernel of its own."""
+    """Compute `ops.norm.norm`, with the library where torch has no kernel of its own."""
     if (
         spec.kind == "layer"
         or x.dtype not in DTYPES

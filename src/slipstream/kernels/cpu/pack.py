@@ -19,11 +19,11 @@ from slipstream.ops.linear import Weight
 __all__ = ["bind_pack", "bind_pack_into", "native_pack"]
 
 Pack = Callable[[Tensor], tuple[Tensor, ...]]
-"""From a dense tensor `(..., O, I)` to a format's planes."""
+"""Packs a dense tensor `(..., O, I)` into a format's planes."""
 
 
 class FormatLike(Protocol):
-    """What packing needs of `formats.Format`, which stands beside this room."""
+    """The part of `formats.Format` that packing uses; this package does not import that one."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -33,9 +33,9 @@ class FormatLike(Protocol):
 
 
 def bind_pack(packed: FormatLike) -> Pack:
-    """Choose what packs a format: the library, or the format's own code.
+    """Return a function that packs a format with the library where possible, else with the format's own code.
 
-    The latter also takes tensors that are elsewhere, or of other dtypes.
+    The latter also packs tensors on other devices, or of other dtypes.
     """
     library = _library(packed)
     if library is None:
@@ -48,9 +48,9 @@ def bind_pack(packed: FormatLike) -> Pack:
 
 
 def bind_pack_into(packed: FormatLike) -> Callable[[Tensor, tuple[Tensor, ...]], bool] | None:
-    """What packs by the library into planes that are there, and says whether it did; None without a library.
+    """Return a function that packs into existing planes and returns whether it could; None without a library.
 
-    New planes for a whole model would be new pages of memory, and a second copy.
+    New planes for a whole model would cost fresh memory pages and a second copy.
     """
     library = _library(packed)
     if library is None:
@@ -82,16 +82,16 @@ def _serves(dense: Tensor) -> bool:
 def native_pack(
     packed: FormatLike, dense: Tensor, library: Library, into: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, ...]:
-    """Pack by the library.
+    """Pack a dense tensor with the library.
 
     Args:
         packed: A packed format.
         dense: `(..., O, I)` in float32, bfloat16 or float16, finite and not empty.
         library: For one instruction set.
-        into: Planes of a matrix `(O, I)` to be written to; None for new ones.
+        into: Existing planes of a matrix `(O, I)` to write to; None to allocate new ones.
 
     Returns:
-        The planes, as the format's `pack`.
+        The planes, equal to those of the format's `pack`.
     """
     *lead, inputs = dense.shape
     apart = len(dense) == 1 or dense.stride(0) >= inputs
@@ -103,7 +103,7 @@ def native_pack(
     matrix = matrix_of(Weight(packed.name, tuple(rows.shape), planes, unused, dtype=dense.dtype))
     if isinstance(matrix, str):
         raise AssertionError(matrix)
-    stride = max(rows.stride(0), inputs)  # a single row may have any
+    stride = max(rows.stride(0), inputs)  # a single row may have any stride
     call = PackCall(dense=address(rows), stride=stride, dtype=DTYPES[dense.dtype], packed=matrix)
     library.run("pack", call)
     return tuple(plane.view(*lead, *plane.shape[1:]) for plane in planes)

@@ -43,7 +43,7 @@ def mask_of(mask: AttentionMask) -> abi.Mask:
 
 
 def step_of(step: Step, shape: torch.Size) -> abi.Step:
-    """Describe a step upon a cache of shape `(P, Z, K, D)` to the library; its tensors must be kept alive."""
+    """Describe a step over a cache of shape `(P, Z, K, D)` to the library; its tensors must be kept alive."""
     return abi.Step(
         tokens=step.slots.shape[0],
         sequences=step.kv_lens.shape[0],
@@ -58,7 +58,7 @@ def step_of(step: Step, shape: torch.Size) -> abi.Step:
 
 
 def serves(step: Step) -> bool:
-    """Whether a step's tensors lie as the library reads them."""
+    """Whether a step's tensors have the dtypes and the layout that the library reads."""
     ints = (step.query_starts, step.kv_lens, step.block_table)
     return (
         all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
@@ -68,14 +68,14 @@ def serves(step: Step) -> bool:
 
 
 def readable(cache: CachePart) -> bool:
-    """Whether a cache is of a kind that the library reads."""
+    """Whether the library can read a cache."""
     if isinstance(cache, Int8Cache):
         return all(t.device.type == "cpu" and t.is_contiguous() for t in (cache.codes, cache.scales))
     return cache.dtype in DTYPES and cache.device.type == "cpu" and cache.is_contiguous()
 
 
 def cache_dtype(cache: CachePart) -> int:
-    """The number of a readable cache's storage type."""
+    """Return the library's number of a readable cache's dtype."""
     return INT8_CODES if isinstance(cache, Int8Cache) else DTYPES[cache.dtype]
 
 
@@ -90,12 +90,10 @@ def cache_of(k: CachePart, v: CachePart) -> abi.Cache:
 def native_paged_attention(
     q: Tensor, k_cache: CachePart, v_cache: CachePart, step: Step, *, mask: AttentionMask, library: Library
 ) -> Tensor:
-    """Paged attention, always by the library.
-
-    Arguments and result as those of `ops.paged_attention`.
+    """Compute `ops.paged_attention`, always with the library.
 
     Raises:
-        ValueError: A tensor is none that the library reads.
+        ValueError: The library cannot read one of the tensors.
     """
     if q.dtype not in DTYPES or not readable(k_cache) or not readable(v_cache):
         raise ValueError(f"q in {q.dtype} upon caches in {k_cache.dtype} and {v_cache.dtype} is not read")

@@ -1,4 +1,4 @@
-"""A native call of several steps that tells of each of them while it goes on with the next."""
+"""Native calls of several steps that report the tokens of each step while they run the next one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _Told = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64)
 
 @contextmanager
 def telling(call: ModelCall, tokens: Tensor, tell: Callable[[Tensor], None]) -> Iterator[None]:
-    """Let a call hand the tokens of each step but its last one to a function, on the thread that calls.
+    """Make a call pass the tokens of each step but the last to `tell`, on the calling thread.
 
     Args:
-        call: Runs within the context.
-        tokens: What it writes into, `(R, steps)`.
-        tell: Takes copies, `(R,)`. An error in it ends the call after the step that runs meanwhile, and is
-            raised at the end of the context.
+        call: To be run within the context.
+        tokens: The buffer that the call fills, `(R, steps)`.
+        tell: Takes copies, `(R,)`. An error in it ends the call after the step that is running meanwhile,
+            and is raised at the end of the context.
     """
-    # Taken apart here: caches are cold between two steps, and to take a column took 40 us there.
+    # Split here rather than between two steps, where caches are cold and slicing a column took 40 us.
     columns = tokens.unbind(1)
     errors: list[BaseException] = []
 
-    # A generator, which goes on within its `try`: what a signal raises as a function begins would be lost.
+    # A generator resumes within its `try`; an exception that a signal raises as a function begins is lost.
     def steps() -> Generator[int, int, None]:
         try:
             while True:
@@ -44,7 +44,7 @@ def telling(call: ModelCall, tokens: Tensor, tell: Callable[[Tensor], None]) -> 
     each = steps()
     next(each)
     told = _Told(each.send)
-    # `ctypes.cast` would let it refer to itself, and what `tell` holds live until garbage is collected.
+    # `ctypes.cast` would create a reference cycle that keeps alive what `tell` holds until the next GC.
     call.told = ctypes.c_void_p.from_buffer(told).value
     try:
         yield

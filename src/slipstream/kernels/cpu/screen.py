@@ -1,16 +1,17 @@
-"""The best token of a single sequence without reading the whole vocabulary projection.
+"""Finds the best token of a single sequence without reading the whole vocabulary projection.
 
-Every greedy step reads all of it, a tenth to a half of a model, to find one row. Here a step reads a sketch
-in its place, which bounds every score (see `kernels.cpu.sketch`), and computes the rows that may be the best
-as ever: the token is the same, whatever the sketch is like. A *sketch* is the projection in fewer bits, a
+A plain greedy step reads all of it, a tenth to a half of a model, to find one row. Here a step reads a sketch
+instead, which bounds every score (see `kernels.cpu.sketch`), and computes exactly only the rows that may be
+the best: the token is the same, however good the sketch is. A *sketch* is the projection in fewer bits, a
 *screen* is a sketch with its bounds, a `Screening` is one generation's use of a screen.
 
-What it takes is learned from rows of prompts and of greedy steps, and made after calls. A trial on a sample
-of the vocabulary says beforehand whether it is worth it, and what spares too little later is dropped: where a
-model has no directions that it prefers, as with random weights, everything is computed as ever.
+The sketch's directions are learned from rows of prompts and of greedy steps, and it is made after calls. A
+trial on a sample of the vocabulary decides beforehand whether it is worthwhile, and a screen that spares too
+little later is dropped: where a model's rows prefer no directions, as with random weights, every score is
+computed as usual.
 
-Anybody may write to the projection's memory. A generation trusts a sketch once it has found there, byte by
-byte, what the sketch was made of.
+The projection's memory may be written to at any time. A generation trusts a sketch only after a digest of all
+bytes has shown that the projection is still what the sketch was made of.
 
 Shapes: V vocabulary, C width.
 """
@@ -33,25 +34,25 @@ from slipstream.ops.linear import Weight
 __all__ = ["Screening", "Screens"]
 
 _LEAST_WEIGHTS = 1 << 22
-"""A smaller projection is read within a few tenths of a millisecond."""
+"""Minimum size of a projection: a smaller one is read within a few tenths of a millisecond."""
 
 _LEAST_SPARED = 0.25
-"""Of the bytes of the projection: a sketch that spares less is not worth making."""
+"""Minimum share of the projection's bytes that a sketch must save to be worth making."""
 
 _SEEN, _KNOWN = 64, 8
-"""Rows that are learned from, at least, and those whose token is known, which a trial is made with."""
+"""Minimum number of rows to learn from, and of rows with a known best token for a trial."""
 
 _JUDGED = 64
-"""Steps that a screen is judged by."""
+"""Number of recent steps that a screen is judged by."""
 
 _WORTH, _IN_VAIN = 0.5, 0.9
-"""Of the share of the vocabulary at which nothing is gained: the most in a trial, and the most later."""
+"""Largest accepted share of computed scores in a trial, and later, relative to the break-even share."""
 
 _FIRST_WAIT, _LAST_WAIT = 256, 1 << 16
-"""Steps until another trial: twice as many each time."""
+"""Steps until another trial, first and at most; doubled each time."""
 
 _SHARE, _SECONDS = 0.25, 0.2
-"""What may be spent after a call on making a screen: of the call's own time, or in seconds."""
+"""Time for making a screen after a call: this share of the call's time, or these seconds if that is more."""
 
 _lock = threading.Lock()
 
@@ -60,7 +61,7 @@ class Screens:
     """The screen of one model, which its generations learn and share."""
 
     def __init__(self, sketch: SketchFormat, library: Library) -> None:
-        """Nothing is learned yet.
+        """Start with nothing learned.
 
         Args:
             sketch: The format of sketches.
@@ -75,17 +76,17 @@ class Screens:
         self._steps, self._wait, self._most = 0, 0, 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Screens:
-        """A copied model has learned nothing yet: its projection lies elsewhere."""
+        """Return an empty one for a copied model, whose projection has another address."""
         return Screens(self._sketch, self._library)
 
     def begin(self, head: Weight, scale: float, softcap: float, *, at_end: bool) -> Screening | None:
-        """Take part in a generation; None where every score is computed.
+        """Start the screening of one generation, or return None if every score must be computed.
 
         Args:
             head: The vocabulary projection `(V, C)`.
-            scale: Of logits.
-            softcap: Of logits, or 0; beneath one different scores may become the same logit.
-            at_end: Whether what leaves the last norm enters it as it is.
+            scale: Multiplier of the logits.
+            softcap: Softcap of the logits, or 0; with one, different scores may become the same logit.
+            at_end: Whether the output of the final norm enters the projection unchanged.
         """
         tokens, width = head.shape
         layout = self._sketch.layout((tokens, width + self._sketch.group))
@@ -98,20 +99,20 @@ class Screens:
         return Screening(self, head, _SEEN if at_end else 1) if serves and pays and ordered else None
 
     def spared_bytes(self, head: Weight) -> int:
-        """Bytes of a projection that a step with the screen does not read, going by the last ones; else 0."""
+        """Return how many bytes a step with the screen saves, judging by recent steps; 0 without a screen."""
         screen, shares = self.screen, list(self._shares)
         if screen is None or not shares:
             return 0
         return int(sum(p.nbytes for p in head.planes) * (1 - sum(shares) / len(shares))) - screen.nbytes
 
     def learn(self, head: Weight, rows: Tensor, tokens: Tensor, seconds: float) -> None:
-        """Take note of steps without a screen.
+        """Record steps that ran without a screen, and work on making one.
 
         Args:
             head: The projection.
-            rows: `(R, C)` float32 that entered it, or would have.
-            tokens: `(steps,)` int64, the best ones of the last rows.
-            seconds: That the steps took.
+            rows: `(R, C)` float32, inputs of the projection, or of prompt tokens that would have been inputs.
+            tokens: `(steps,)` int64, the best tokens of the last rows.
+            seconds: Duration of the steps.
         """
         if not _lock.acquire(blocking=False):
             return
@@ -120,22 +121,22 @@ class Screens:
             self._seen.extend(rows.unbind(0))
             self._known.extend(zip(rows[-len(tokens) :].unbind(0), tokens.tolist(), strict=True))
             enough = len(self._seen) >= _SEEN and len(self._known) >= _KNOWN and self._steps >= self._wait
-            # After a prompt somebody waits for its token.
+            # Not after a prompt, whose first token should not be delayed.
             if self.screen is None and enough and len(rows) == len(tokens):
-                # Whatever the caller's own steps are in.
+                # Independent of the grad and autocast modes of the caller.
                 with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
                     self._go_on(head, max(_SECONDS, _SHARE * seconds))
         finally:
             _lock.release()
 
     def judge(self, shares: Tensor) -> None:
-        """Take note of the shares of the vocabulary that steps with a screen have computed."""
+        """Record the shares of the vocabulary that steps computed; drop the screen if they are too large."""
         self._shares.extend(shares.tolist())
         if len(self._shares) == _JUDGED and sum(self._shares) > _IN_VAIN * self._most * _JUDGED:
             self._wait_longer()
 
     def forget(self, screen: Screen) -> None:
-        """Drop a screen whose projection is no longer what it was."""
+        """Drop a screen whose projection has changed."""
         if self.screen is screen:
             self.screen = None
             self._forget_rows()
@@ -170,35 +171,35 @@ class Screens:
 
 
 def _break_even(sketch: int, projection: int) -> float:
-    """The share of the vocabulary whose rows are as many bytes as the sketch saves."""
+    """Return the share of the projection's rows that has as many bytes as the sketch saves."""
     return 1 - sketch / projection
 
 
 class Screening:
-    """One generation's part in the screen of its model."""
+    """One generation's use of the screen of its model."""
 
     def __init__(self, screens: Screens, head: Weight, most: int) -> None:
-        """Nothing is trusted yet.
+        """Start with no screen trusted.
 
         Args:
-            screens: Of the model.
+            screens: The model's.
             head: The vocabulary projection of this generation.
-            most: Rows of a prompt that can be learned from.
+            most: Maximum number of rows per prompt to learn from.
         """
         self._screens, self._head, self._most = screens, head, most
         self._trusted: Screen | None = None
         self._is_first = True
 
     def point(self, call: abi_model.ModelCall, steps: int) -> Tensor | None:
-        """Let a call use the screen, or else write down what enters the projection.
+        """Let a call use the screen, or else record the rows that enter the projection.
 
-        The first call of a generation, a prompt's, uses none: to look for changes takes as long as a prompt
-        of a few tokens.
+        The first call of a generation, the prompt's, uses no screen: checking the projection for changes
+        takes as long as a prompt of a few tokens.
 
         Returns:
-            What the call writes to: `(steps,)` int64, how many scores were computed, with a screen, and
-            `(R, C)` float32 without: a row for each step, or several of a prompt. None where there is nothing
-            to be told.
+            The buffer that the call fills. With a screen: `(steps,)` int64, the number of scores computed in
+            each step. Without: `(R, C)` float32, a row for each step, or several rows of a prompt. None if
+            the call records nothing.
         """
         screen, is_first = self._screens.screen, self._is_first
         self._is_first = False
@@ -212,20 +213,20 @@ class Screening:
         if screen is None:
             step = call.stack.step
             count = min(step.tokens, self._most) if steps == 1 and step.sequences == 1 else 1
-            told = torch.empty(steps * count, self._head.shape[1], dtype=torch.float32, device="cpu")
-            call.entered, call.num_entered = told.data_ptr(), count
+            record = torch.empty(steps * count, self._head.shape[1], dtype=torch.float32, device="cpu")
+            call.entered, call.num_entered = record.data_ptr(), count
         else:
-            told = torch.empty(steps, dtype=torch.int64, device="cpu")
-            call.screen, call.looked = ctypes.pointer(screen.struct), told.data_ptr()
-        return told
+            record = torch.empty(steps, dtype=torch.int64, device="cpu")
+            call.screen, call.looked = ctypes.pointer(screen.struct), record.data_ptr()
+        return record
 
     def end(self, told: Tensor, tokens: Tensor, seconds: float) -> None:
-        """Learn from what a call has told.
+        """Learn from what a call has recorded.
 
         Args:
-            told: What `point` has returned.
+            told: The buffer that `point` returned.
             tokens: `(steps that were run,)` int64.
-            seconds: That the call took.
+            seconds: Duration of the call.
         """
         if told.dtype == torch.int64:
             self._screens.judge(told[: len(tokens)] / self._head.shape[0])

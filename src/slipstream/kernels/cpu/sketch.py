@@ -1,23 +1,23 @@
-"""A sketch of a vocabulary projection in fewer bits, with a bound on what each token's score is off by.
+"""A sketch of a vocabulary projection in fewer bits, with a bound on the error of each token's score.
 
-Cauchy's and Schwarz's inequality bounds the error of a score by two lengths, which alone would spare few
-tokens. But the rows that enter a model's projection lie along few directions: what each token's sketch lacks
-along them is kept beside it, so that the bound is about the rest of a row alone. The rest is measured in
-weights that take each channel for how much it varies and how much it is off.
+The Cauchy-Schwarz inequality bounds the error of a score by a product of two lengths, which alone would spare
+few tokens. But the rows that enter a model's projection lie mostly along few directions: the sketch's error
+along these is stored beside each token's sketch, so that the bound covers only the rest of a row. The rest is
+measured with a weight per channel, which reflects how much rows vary there and how large the errors are.
 
-A row x is `(U x) @ U + r` for directions U `(K, C)`, and the weights w of a token are `s + e` with its sketch
-s. Beside that lies `m`, near `U e`. Then
+A row x is `(U x) @ U + r` for directions U `(K, C)`, and the weights w of a token are `s + e`: its sketch s
+and the error e. Beside s an approximation `m` of `U e` is stored. Then
 
     x . w = x . s + (U x) . m + error,    error = r . e + (U x) . (U e - m)
     |error| <= |(r * weights, along * U x)| * |(e / weights, (U e - m) / along)|
 
-of which the last factor is known beforehand: the token's entry in `errors`. It holds for any directions and
-weights; those only decide how many tokens it spares.
+of which the last factor is known beforehand: the token's entry in `errors`. The bound holds for any
+directions and weights; these only decide how many tokens are spared.
 
 Source: Cauchy's and Schwarz's inequality; Teflioudi, Gemulla and Mykytiuk 2015 (SIGMOD, LEMP), section 4, for
 such bounds in a search for the largest of many inner products.
 
-Shapes: V vocabulary, C width, K directions, R rows that were seen, n tokens.
+Shapes: V vocabulary, C width, K directions, R recorded rows, n tokens.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from slipstream.ops.linear import Weight
 __all__ = ["Basis", "Making", "Screen", "SketchFormat", "Sketched", "learn", "share_of", "source_of"]
 
 _TOGETHER, _SAMPLED = 16, 128
-"""How many tokens the library computes together, and so many such runs stand for the vocabulary."""
+"""Tokens that the library computes together (a run), and the number of runs that sample the vocabulary."""
 
 _CHUNK = 1 << 21
-"""Weights that are sketched at a time."""
+"""Weights that are sketched per native call."""
 
 _FLOOR = 0.05
-"""Of the mean: what no channel counts as less than. Few rows say little of how much each of them varies."""
+"""Lower limit of a channel's spread, relative to the overall one: few rows say little about each channel."""
 
 
 class SketchFormat(FormatLike, Protocol):
-    """What is needed of `formats.Format`, which stands beside this room."""
+    """The part of `formats.Format` that is used here; this package does not import that one."""
 
     @property
     def group(self) -> int: ...  # noqa: D102
@@ -60,7 +60,7 @@ class SketchFormat(FormatLike, Protocol):
 
 
 class Unpack(Protocol):
-    """From planes, a shape and a dtype to a dense matrix."""
+    """Makes a dense matrix of planes, a shape and a dtype."""
 
     def __call__(  # noqa: D102
         self, planes: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype, /
@@ -69,13 +69,13 @@ class Unpack(Protocol):
 
 @dataclass(frozen=True)
 class Basis:
-    """What rows are measured by.
+    """Directions, and weights by which the lengths of rows are measured.
 
     Attributes:
         directions: U `(K, C)`, orthonormal, float32.
-        weights: `(C,)` float32, positive.
-        stretch: What `m` is kept in units of, so that it is about as large as weights are.
-        along: The weight of what lies along the directions.
+        weights: One per channel, `(C,)` float32, positive.
+        stretch: Unit in which `m` is stored, so that its values are about as large as the projection's.
+        along: Weight of a row's components along the directions.
     """
 
     directions: Tensor
@@ -84,7 +84,7 @@ class Basis:
     along: float = 1.0
 
     def extended(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows `(R, C)` as a sketch is multiplied with them, `(R, C + K)`, and their lengths `(R,)`."""
+        """Return rows `(R, C)` extended for the product with a sketch, `(R, C + K)`, and lengths `(R,)`."""
         along = rows @ self.directions.T
         rest = (rows - along @ self.directions) * self.weights
         length = (rest.square().sum(1) + (along * self.along).square().sum(1)).sqrt()
@@ -92,21 +92,21 @@ class Basis:
 
 
 class Sketched:
-    """A sketch `(V, C + K)` with its bounds, of as many tokens as have been made.
+    """A sketch `(V, C + K)` with its bounds, filled in by `make` some tokens at a time.
 
     Attributes:
-        planes: Of the sketch with what it lacks.
+        planes: The packed planes; the last K columns of the sketch hold `m`.
         errors: The second factor of the bound, `(V,)` float32; infinite where a row holds NaN or infinity.
-        longest: Lengths of the longest rows of the projection and of the sketch, added up.
+        longest: The largest sum of the lengths of a token's row in the projection and in the sketch.
     """
 
     def __init__(self, head: Weight, basis: Basis, sketch: SketchFormat, library: Library) -> None:
-        """Nothing is sketched yet.
+        """Allocate the planes and errors; no token is sketched yet.
 
         Args:
-            head: The projection, of whole groups.
-            basis: What rows that they are multiplied with are measured by.
-            sketch: int4 with a minimum.
+            head: The projection; its width is a multiple of the sketch's group.
+            basis: Directions and weights of the rows that it is multiplied by.
+            sketch: The format, int4 with a minimum.
             library: For one instruction set.
         """
         self.shape = (head.shape[0], head.shape[1] + len(basis.directions))
@@ -122,7 +122,7 @@ class Sketched:
         self._kept = plain
 
     def make(self, first: int, count: int) -> None:
-        """Sketch some tokens."""
+        """Sketch `count` tokens from `first` on."""
         lengths = torch.empty(count, dtype=torch.float32, device="cpu")
         basis = self._basis
         call = abi_model.SketchCall(
@@ -142,7 +142,7 @@ class Sketched:
         self.longest = max(self.longest, float(lengths.max()))
 
     def values(self) -> Tensor:
-        """The sketch unpacked, `(V, C + K)` float32."""
+        """Return the unpacked sketch, `(V, C + K)` float32."""
         return self._unpack(self.planes, self.shape, torch.float32)
 
 
@@ -161,18 +161,18 @@ def _sketched(rows: Tensor, basis: Basis, sketch: SketchFormat, library: Library
 
 
 def learn(head: Weight, rows: Tensor, sketch: SketchFormat, library: Library) -> Basis | None:
-    """Choose what rows are measured by, or return None where numbers are missing.
+    """Choose directions and weights, or return None if the rows or the projection are not finite.
 
     Args:
         head: The projection.
-        rows: `(R, C)` float32 that entered it, at least two for each of the group's inputs.
-        sketch: Has as many directions as inputs in a group.
+        rows: Recorded inputs of the projection, `(R, C)` float32; R is at least twice the sketch's group.
+        sketch: The format; there are as many directions as inputs in its group.
         library: For one instruction set.
     """
     sample = _sample(head)
     if not (torch.isfinite(rows).all() and torch.isfinite(sample).all()):
         return None
-    # Rows that directions were not learned from say what is left beside such directions.
+    # The other half of the rows, which the directions were not learned from, shows what they leave over.
     directions = torch.linalg.svd(rows[::2], full_matrices=False)[2][: sketch.group].contiguous()
     basis = Basis(directions, torch.ones_like(rows[0]))
     along = rows[1::2] @ directions.T
@@ -182,15 +182,15 @@ def learn(head: Weight, rows: Tensor, sketch: SketchFormat, library: Library) ->
     stretch = float(_spread(lacking, None) / _spread(sample, None))
     weights = (_spread(error, 0) / _spread(rest, 0)).sqrt()
     basis = Basis(directions, weights, stretch)
-    found = _sketched(sample, basis, sketch, library).values()[:, rows.shape[1] :]
+    stored = _sketched(sample, basis, sketch, library).values()[:, rows.shape[1] :]
     of_rows = _spread(rest * weights, None) / _spread(along, None)
-    of_tokens = _spread(lacking - found * stretch, None) / _spread(error / weights, None)
-    # The product of both factors is then least, as far as these rows and tokens go.
+    of_tokens = _spread(lacking - stored * stretch, None) / _spread(error / weights, None)
+    # This weight minimises the product of both factors on these rows and tokens.
     return Basis(directions, weights, stretch, float((of_rows * of_tokens).sqrt()))
 
 
 def _spread(x: Tensor, dim: int | None) -> Tensor:
-    """The root of the mean square over a dim, or over all; never 0."""
+    """Return the root mean square over a dimension, or over all elements; never 0."""
     whole = x.square().mean().sqrt()
     part = whole if dim is None else x.square().mean(dim).sqrt()
     return torch.maximum(part, _FLOOR * whole + 1e-20)
@@ -199,25 +199,25 @@ def _spread(x: Tensor, dim: int | None) -> Tensor:
 def share_of(
     head: Weight, basis: Basis, rows: Tensor, tokens: Tensor, sketch: SketchFormat, library: Library
 ) -> float:
-    """The share of the vocabulary that would be computed for some rows.
+    """Return the share of the vocabulary whose exact scores would have to be computed for some rows.
 
     Args:
         head: The projection.
-        basis: As it was learned.
+        basis: Returned by `learn`.
         rows: `(R, C)` float32.
-        tokens: `(R,)` int64, the best of each.
-        sketch: As of `learn`.
+        tokens: `(R,)` int64, the best token of each row.
+        sketch: As in `learn`.
         library: For one instruction set.
     """
-    found = _sketched(_sample(head), basis, sketch, library)
+    sketched = _sketched(_sample(head), basis, sketch, library)
     extended, length = basis.extended(rows)
-    most = extended @ found.values().T + length[:, None] * found.errors
+    upper = extended @ sketched.values().T + length[:, None] * sketched.errors
     best = torch.stack([_rows(head, token, token + 1)[0] for token in tokens.tolist()])
     score = (rows * best).sum(1)
     if head.bias is not None:
-        most += torch.cat([head.bias[start : start + _TOGETHER] for start in _starts(head)]).float()
+        upper += torch.cat([head.bias[start : start + _TOGETHER] for start in _starts(head)]).float()
         score = score + head.bias[tokens].float()
-    computed = (most >= score[:, None]).unflatten(1, (-1, _TOGETHER)).any(-1)
+    computed = (upper >= score[:, None]).unflatten(1, (-1, _TOGETHER)).any(-1)
     return float(computed.float().mean())
 
 
@@ -227,12 +227,12 @@ def _starts(head: Weight) -> range:
 
 
 def _sample(head: Weight) -> Tensor:
-    """Runs of rows that are spread over the vocabulary, `(n, C)`."""
+    """Return runs of rows spread over the vocabulary, `(n, C)`."""
     return torch.cat([_rows(head, start, start + _TOGETHER) for start in _starts(head)])
 
 
 def _rows(head: Weight, start: int, stop: int) -> Tensor:
-    """Rows of a projection in float32, `(n, C)`: what the kernels' products are made of."""
+    """Return rows of a projection in float32, `(n, C)`, with the values that the kernels multiply by."""
     if head.dtype is not None:
         planes = tuple(plane[start:stop] for plane in head.planes)
         return head.unpack(planes, (stop - start, head.shape[1]), torch.float32)
@@ -244,22 +244,22 @@ def _rows(head: Weight, start: int, stop: int) -> Tensor:
 
 
 def source_of(head: Weight) -> tuple[int, ...] | None:
-    """What tells one state of a projection's memory from any other; None where nothing can."""
+    """Return a fingerprint (digests and addresses) of a projection's memory; None if there is no digest."""
     tensors = head.planes if head.bias is None else (*head.planes, head.bias)
     digests = [digest(t) for t in tensors]
-    found = [d for d in digests if d is not None]
-    return (*found, *(t.data_ptr() for t in tensors)) if len(found) == len(digests) else None
+    known = [d for d in digests if d is not None]
+    return (*known, *(t.data_ptr() for t in tensors)) if len(known) == len(digests) else None
 
 
 @dataclass(frozen=True)
 class Screen:
-    """A sketch with its bounds, of one state of a projection.
+    """A sketch with its bounds, made of one state of a projection.
 
     Attributes:
-        struct: For the library.
-        source: `source_of` that state.
-        nbytes: What a step reads of it.
-        tensors: What the struct points to.
+        struct: The description for the library.
+        source: The projection's fingerprint in that state, from `source_of`.
+        nbytes: Bytes of the screen that a step reads.
+        tensors: Owners of the memory that the struct points to.
     """
 
     struct: abi_model.Screen
@@ -269,14 +269,14 @@ class Screen:
 
 
 class Making:
-    """A screen that is made in the pauses between steps."""
+    """A screen that is made piece by piece, in the pauses between calls."""
 
     def __init__(self, head: Weight, basis: Basis, sketch: SketchFormat, library: Library) -> None:
-        """Nothing is sketched yet.
+        """Prepare the sketch; no token is sketched yet.
 
         Args:
             head: The projection.
-            basis: As it was learned.
+            basis: Returned by `learn`.
             sketch: The format.
             library: For one instruction set.
         """
@@ -285,7 +285,7 @@ class Making:
         self._sketched = Sketched(head, basis, sketch, library)
 
     def goes_on(self, seconds: float) -> bool:
-        """Sketch tokens for about so long; whether some are left."""
+        """Sketch tokens for about `seconds` seconds; return whether some are left."""
         end, (tokens, width) = time.perf_counter() + seconds, self._sketched.shape
         while self._done < tokens and time.perf_counter() < end:
             count = min(max(1, _CHUNK // width), tokens - self._done)
@@ -294,7 +294,7 @@ class Making:
         return self._done < tokens
 
     def screen(self) -> Screen | None:
-        """What was made; None where the projection was written to meanwhile."""
+        """Return the finished screen; None if the projection was written to meanwhile."""
         source = source_of(self._head)
         if source is None or source != self._source:
             return None

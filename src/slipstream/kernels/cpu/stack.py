@@ -1,4 +1,4 @@
-"""The whole run of blocks in one native call: the structs are made once per engine, a step is one call.
+"""All blocks of an engine in one native call: the structs are made once per engine, a step is one call.
 
 Shapes: T packed tokens, N sequences, C hidden, P cache blocks, Z tokens per cache block, K kv heads, D head
 dim.
@@ -32,10 +32,10 @@ from slipstream.spec import BlockSpec, Role, Rope
 __all__ = ["NativeStack", "bind_encoder", "bind_stack", "serves_caches"]
 
 _MOST_TOKENS = 1 << 20
-"""Packed tokens of a step up to which the layers are slower one by one: none has more."""
+"""Packed tokens per step up to which this is faster than one layer at a time; no step has more."""
 
 _MOST_TOKENS_BESIDE_AMX = 64
-"""The same in bfloat16 where torch multiplies by AMX, and the library is told not to."""
+"""The limit in bfloat16 where torch's matrix products use AMX and the library's unit does not."""
 
 Caches = Sequence[tuple[CachePart, CachePart]]
 Tables = dict[Rope, tuple[Tensor, Tensor]]
@@ -46,11 +46,11 @@ _WEIGHTS = operator.attrgetter("weights")
 
 
 def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
-    """Choose what runs all blocks: one native call, or `otherwise`.
+    """Choose the implementation that runs all blocks: one native call, or `otherwise`.
 
     Args:
         blocks: The layers in order.
-        otherwise: `model.frame.run_stack`, which also takes the steps that torch runs faster.
+        otherwise: The fallback, `model.frame.run_stack`, which also runs the steps that torch runs faster.
     """
     refused: dict[str, str] = {}
     for isa in ISAS:
@@ -64,7 +64,7 @@ def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
 
 
 def bind_encoder(blocks: Sequence[BlockLike], otherwise: Run) -> NativeStack | None:
-    """What runs those of a model's blocks that can be described to the library, where there is no cache."""
+    """Return a stack, for use without a cache, of those blocks that the library supports; None if none is."""
     bound = bind_stack([block for block in blocks if refuse_block(block) is None], otherwise)
     return bound.run if isinstance(bound.run, NativeStack) else None
 
@@ -72,11 +72,11 @@ def bind_encoder(blocks: Sequence[BlockLike], otherwise: Run) -> NativeStack | N
 class NativeStack:
     """Runs every layer over packed tokens and the paged cache, as `model.frame.run_stack` does.
 
-    Weights are read where the model has them. What is moved, cast or replaced later shows in its address.
+    Weights are read in place. Tensors that are moved, cast or replaced later are noticed by their addresses.
 
     Attributes:
-        name: What the report calls it.
-        most_tokens: Steps of more tokens go to the stack it was given.
+        name: Its name in the report.
+        most_tokens: Maximum number of tokens per step; longer steps go to the fallback.
         library: For one instruction set.
         blocks: The layers in order.
     """
@@ -87,7 +87,7 @@ class NativeStack:
         Args:
             blocks: Accepted by `refuse_block`.
             library: For one instruction set.
-            otherwise: For steps of many tokens, and for blocks that are no longer accepted.
+            otherwise: The fallback for steps of many tokens, and for blocks that are no longer accepted.
         """
         self.name = f"cpu-{library.isa}"
         weight = blocks[0].weights.matrices[Role.QKV]
@@ -104,31 +104,31 @@ class NativeStack:
         first: dict[BlockSpec, int] = {}
         self._kinds = tuple(first.setdefault(block.spec, index) for index, block in enumerate(blocks))
         self._prepared: Prepared | None = None
-        self.ready()  # the blocks of a copy may be ones that are no longer accepted
+        self.ready()  # may return None: the blocks of a copy may no longer be accepted
 
     @staticmethod
     def refuses(block: BlockLike) -> str | None:
-        """As `refuse_block`."""
+        """Return why the library cannot run a block, or None; subclasses may accept more blocks."""
         return refuse_block(block)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy describes its own blocks: addresses do not travel."""
+        """Let copies make structs of their own blocks, since addresses cannot be copied."""
         return _restore, (type(self), self.blocks, self.library.isa, self._otherwise, self.most_tokens)
 
     def __call__(
         self, blocks: Sequence[Any], x: Tensor, step: Step, caches: Caches, tables: Tables
     ) -> Tensor:
-        """Run some layers that follow each other.
+        """Run consecutive layers over packed tokens and the paged cache.
 
         Args:
-            blocks: All of the engine's, or some in a row.
-            x: `(T, C)`; not changed.
+            blocks: All blocks of the engine, or a contiguous part of them.
+            x: `(T, C)`; not modified.
             step: Lengths, slots and block table.
             caches: `(k, v)` of each of the blocks, `(P, Z, K, D)`; updated in place.
-            tables: Angles by rope, `(T, R / 2)`.
+            tables: Cosines and sines by rope, `(T, R / 2)`.
 
         Returns:
-            `(T, C)`, what leaves the last of them.
+            `(T, C)`, the output of the last block.
 
         Raises:
             DeviceError: The step points outside of the cache.
@@ -147,17 +147,17 @@ class NativeStack:
         return self._run(prepared, slice(first, first + len(blocks)), x, step, caches, tables)
 
     def has(self, block: Any) -> bool:
-        """Whether a block is one of those."""
+        """Whether a block belongs to this stack."""
         place = self._place.get(id(block))
         return place is not None and self.blocks[place] is block
 
     def kind(self, block: Any) -> int | None:
-        """The first of its blocks that has the spec of this one; None where it is none of them."""
+        """Return the index of the first block with the same spec; None if `block` is not in this stack."""
         place = self._place.get(id(block))
         return None if place is None or self.blocks[place] is not block else self._kinds[place]
 
     def ready(self) -> Prepared | None:
-        """The structs, made anew where a tensor has moved; None where the blocks are no longer accepted."""
+        """Return the structs, rebuilt if a tensor has moved; None if the blocks are no longer accepted."""
         prepared = self._prepared
         if (
             prepared is not None
@@ -206,7 +206,7 @@ class NativeStack:
         return out
 
     def _call(self, call: StackCall, blocks: Sequence[BlockLike], whole: abi.TextCall | None = None) -> None:
-        """Run a call, or all that it is part of, with turns where blocks are there for a while only."""
+        """Run a call, or the text call `whole` that contains it; take and end the leases of leased blocks."""
         turns = Turns.of(blocks)
         if turns is not None:
             turns.point(call)
@@ -215,16 +215,16 @@ class NativeStack:
             turns.check()
 
     def encode(self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: Tables) -> Tensor | None:
-        """Run some layers on sequences that lie side by side and are complete: there is no cache.
+        """Run some layers on packed, complete sequences, without a cache.
 
         Args:
-            blocks: Some of the engine's, in any order, each as often as it is wanted.
-            x: `(T, C)`; not changed.
+            blocks: Blocks of this stack, in any order, possibly repeated.
+            x: `(T, C)`; not modified.
             packed: Where the sequences begin and end.
-            tables: Angles by rope, `(rows, R / 2)`; `packed.positions` says which row is a token's.
+            tables: Cosines and sines by rope, `(rows, R / 2)`; `packed.positions` has the row of each token.
 
         Returns:
-            `(T, C)`, what leaves the last of them; None where other implementations have to, or are faster.
+            `(T, C)`, the output of the last block; None if another implementation must run it or is faster.
 
         Raises:
             DeviceError: `packed` points outside of `x` or of the tables.
@@ -245,21 +245,21 @@ class NativeStack:
         older: Sequence[Older],
         past: int | None = None,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]] | None:
-        """Run some layers on equally long sequences, each of which goes on from what was kept of it.
+        """Run some layers on equally long continuations of sequences whose keys and values are cached.
 
         Args:
             blocks: Causal ones, in any order.
-            x: `(B * S, C)`; not changed.
+            x: `(B * S, C)`; not modified.
             packed: Where the sequences begin; `positions` as in `encode`.
             tables: As in `encode`.
-            older: Keys and values of each layer `(B, K, L, D)`, in the dtype of `x`; L is the same in all.
-            past: Of these L so many are kept tokens, and behind them is room for the new ones, which are
-                written there; None: all are, and none is written to.
+            older: Keys and values of each layer `(B, K, L, D)`, in the dtype of `x`; L is the same for all.
+            past: How many of the L tokens are filled; those of `x` are written behind them, in place. None
+                if all L are filled; then `older` is not written to.
 
         Returns:
-            `(B * S, C)`, what leaves the last of them, and keys and values of each layer with the new ones
-            `(B, K, L + S, D)`, contiguous, or `older`; None where other implementations have to, or are
-            faster.
+            `(B * S, C)`, the output of the last block, and the keys and values of each layer including the
+            new tokens, `(B, K, L + S, D)` contiguous, or `older` where these were written to; None if another
+            implementation must run it or is faster.
 
         Raises:
             DeviceError: `packed` points outside of `x` or of the tables.
@@ -300,11 +300,11 @@ class NativeStack:
         )
 
     def prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
-        """The structs, where some layers can run on some rows together."""
+        """Return the structs if the given layers can run on the rows `x` in one call, else None."""
         return self.ready() if self._takes(blocks, x) else None
 
     def serves(self, prepared: Prepared, blocks: Sequence[Any], x: Tensor) -> bool:
-        """Whether structs made earlier are still those, where no tensor has moved since."""
+        """Whether structs made earlier are still valid; assumes that no tensor has moved since."""
         return prepared is self._prepared and self._is_of(prepared) and self._takes(blocks, x)
 
     def _run_packed(
@@ -323,11 +323,11 @@ class NativeStack:
         return out
 
     def expect(self) -> None:
-        """A call is about to come."""
+        """Announce an upcoming call, so that parked threads wake up."""
         self.library.rouse()
 
     def text(self, frame: TextFrame) -> NativeText | None:
-        """What runs layers together with what stands around them in an encoder of text, or None."""
+        """Return the runner of a whole text encoder around these layers, or None if the frame is refused."""
         return NativeText(self, frame) if refuse_text(frame) is None else None
 
     def run_layers(
@@ -340,7 +340,7 @@ class NativeStack:
         tables: Tables,
         whole: abi.TextCall | None = None,
     ) -> None:
-        """Fill in the rest of a call that says what the tokens see, and run it, or all that it is part of."""
+        """Fill in a call, except for caches, lengths and input, and run it, or `whole` that contains it."""
         angles, rows = _tables(prepared, tables)
         places = [self._place[id(block)] for block in blocks]
         call.out, call.dtype = out.data_ptr(), DTYPES[out.dtype]
@@ -354,7 +354,7 @@ class NativeStack:
         del angles
 
     def _structs(self, prepared: Prepared, places: Sequence[int]) -> Any:
-        """The structs of some blocks in their order; where that is the engine's own, those that are there."""
+        """Return the structs of some blocks in order; a view of the existing ones if they are contiguous."""
         if places == list(range(places[0], places[0] + len(places))):
             return ctypes.pointer(
                 abi.Block.from_buffer(prepared.blocks, ctypes.sizeof(abi.Block) * places[0])
@@ -363,17 +363,17 @@ class NativeStack:
 
 
 def _tables(prepared: Prepared, tables: Tables) -> tuple[list[tuple[Tensor, ...]], Any]:
-    """The angles as the library reads them, and their structs, which only point to them."""
+    """Return the rotary tables as the library reads them, and structs that point to them."""
     if not tables:
         return [], None
-    some = next(iter(tables.values()))  # stands in for those of layers that do not run
-    angles = [tuple(t.float().contiguous() for t in tables.get(rope, some)) for rope in prepared.ropes]
+    placeholder = next(iter(tables.values()))  # placeholder for the tables of layers that do not run
+    angles = [tuple(t.float().contiguous() for t in tables.get(rope, placeholder)) for rope in prepared.ropes]
     structs = (abi.Table(cos.data_ptr(), sin.data_ptr(), *cos.shape) for cos, sin in angles)
     return angles, (abi.Table * len(angles))(*structs)
 
 
 def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
-    """Whether caches `(P, Z, K, D)`, one pair per block, lie as the library reads and writes them."""
+    """Whether caches `(P, Z, K, D)`, one pair per block, have a layout that the library reads and writes."""
     return all(
         readable(t)
         and t.dtype == caches[0][0].dtype

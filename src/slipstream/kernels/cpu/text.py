@@ -1,6 +1,6 @@
-"""An encoder of text in one native call: its tables, their norm, the layers and the pooler.
+"""A text encoder in one native call: its embedding tables, their norm, the layers and the pooler.
 
-Shapes: as in `ops.text`; O what the pooler answers.
+Shapes: as in `ops.text`; O output width of the pooler.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["NativeText", "refuse_text"]
 
 _LAYER = 2
-"""The kind of norm."""
+"""The library's number of the norm kind LayerNorm."""
 
 
 def refuse_text(frame: TextFrame) -> str | None:
-    """Why the library cannot run what stands around an encoder's layers, or None where it can."""
+    """Return why the library cannot run what surrounds an encoder's layers, or None if it can."""
     for name in ("words", "types", "places", "norm_weight", "norm_bias"):
         tensor = getattr(frame, name)
         if tensor is not None and not _is_read(tensor):
@@ -47,10 +47,10 @@ def refuse_text(frame: TextFrame) -> str | None:
 
 
 class NativeText:
-    """Runs an encoder whole. Where the tensors of its frame lie is read once, and all are held."""
+    """Runs a whole text encoder. The addresses of its frame's tensors are read once; they are kept alive."""
 
     def __init__(self, stack: NativeStack, frame: TextFrame) -> None:
-        """Describe what does not change from call to call.
+        """Fill in what does not change from call to call.
 
         Args:
             stack: Runs the layers.
@@ -79,19 +79,20 @@ class NativeText:
     def __call__(
         self, blocks: Sequence[Any], rows: TextRows, known: Sequence[object]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Run it.
+        """Run the encoder.
 
         Args:
-            blocks: Of the stack's, in order.
+            blocks: Blocks of the stack, in order.
             rows: The tokens.
-            known: Other objects than in the call before where a tensor of the layers may have moved since.
+            known: Objects compared by identity with those of the last call: if they are the same ones, no
+                tensor of the layers may have moved since.
 
         Returns:
-            `(T, C)`, what leaves the last block, and `(N, O)`, what the pooler says, or None where there is
-            none; both in the dtype of the tables. None where other implementations have to, or are faster.
+            The output of the last block, `(T, C)`, and of the pooler, `(N, O)` (None without a pooler), both
+            in the dtype of the tables. None if another implementation must run it or is faster.
 
         Raises:
-            DeviceError: A token, a type or a place that its table has not.
+            DeviceError: A token, type or place is out of range of its table.
         """
         like, pooler = self._frame.words, self._frame.pooler
         out = like.new_empty(rows.ids.shape[0], blocks[0].spec.hidden)
@@ -104,7 +105,7 @@ class NativeText:
         given = (rows.ids, rows.types, rows.places, rows.pooled)
         if any(t is not None and (t.dtype != torch.int64 or not t.is_contiguous()) for t in given):
             return None
-        # A copy: two threads may call.
+        # A copy, since several threads may call at the same time.
         call = abi.TextCall.from_buffer_copy(self._template)
         words, types, places = call.lookups
         words.at, types.at, places.at = address(rows.ids), address(rows.types), address(rows.places)
@@ -115,7 +116,7 @@ class NativeText:
         return out, pooled
 
     def _prepared_for(self, blocks: Sequence[Any], out: Tensor, known: Sequence[object]) -> Prepared | None:
-        """The layers' structs, without asking every tensor for its address where that is known."""
+        """Return the layers' structs; where `known` is unchanged, tensor addresses are not compared."""
         before, prepared = self._known
         same = len(known) == len(before) > 0 and all(map(operator.is_, known, before))
         if not (same and prepared is not None and self._stack.serves(prepared, blocks, out)):

@@ -1,8 +1,8 @@
-"""The GPU's kernels, in Triton. Importing this package needs Triton; `slipstream.kernels` asks first.
+"""The GPU kernels, in Triton. Importing this package requires Triton; `slipstream.kernels` checks for it.
 
-Within a kernel's file: the jitted functions, what launches them, the operator it is registered as, `KERNELS`
-(what binding may choose) and `BUILDS` (the forms that are compiled ahead of time, and what each must hold
-to).
+A kernel's file contains the jitted functions, the function that launches them, the torch operator as which it
+is registered, `KERNELS` (what binding may choose) and `BUILDS` (the forms that are compiled ahead of time,
+with the requirements on each).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMPILED = (
 )
 
 KERNELS: tuple[Kernel, ...] = tuple(kernel for module in _MODULES for kernel in module.KERNELS)
-"""Every kernel of the GPU, in order of preference."""
+"""All GPU kernels, in order of preference."""
 
 BUILDS: tuple[Build, ...] = tuple(build for module in _COMPILED for build in module.BUILDS)
-"""Every form that is compiled ahead of time."""
+"""All forms that are compiled ahead of time."""

@@ -1,4 +1,4 @@
-"""`activation` on the GPU: plain and gated, one pass.
+"""`activation` on the GPU: plain or gated, in one pass.
 
 Shapes: T packed tokens, F feed-forward width.
 """
@@ -23,7 +23,7 @@ __all__ = ["BUILDS", "KERNELS", "activation", "apply", "gate"]
 
 @triton.jit
 def apply(x, KIND: tl.constexpr):
-    """`f(x)` of a float32 block."""
+    """Return `f(x)` of a float32 block."""
     if KIND == 0:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == 1:
@@ -55,7 +55,7 @@ def apply(x, KIND: tl.constexpr):
 
 @triton.jit
 def gate(x, up, KIND: tl.constexpr):
-    """`f(x) * up` of float32 blocks."""
+    """Return `f(x) * up` of float32 blocks."""
     if KIND == 12:
         x = tl.minimum(x, 7.0)
         y = (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0) * (x * tl.sigmoid(1.702 * x))
@@ -105,7 +105,7 @@ _activation = operator(
 
 
 def activation(x: Tensor, *, name: str, gated: bool) -> Tensor:
-    """Apply an activation; arguments and result as those of `ops.activation`."""
+    """Compute `ops.activation`."""
     if name not in KINDS:
         return activate(x, name=name, gated=gated)
     return _activation(x, KINDS[name], gated)  # type: ignore[no-any-return]

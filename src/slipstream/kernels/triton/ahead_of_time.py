@@ -1,4 +1,4 @@
-"""Compiles kernels for a GPU that is not there, and reads from the machine code what they will cost.
+"""Compiles kernels for a GPU that is not present, and reads their costs from the machine code.
 
 Source: NVIDIA CUDA Binary Utilities (`cuobjdump -res-usage`, `-sass`), which come with Triton; LLVM's AMDGPU
 guide for the counts of AMD's kernels.
@@ -26,7 +26,7 @@ TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip
 """Backend, architecture and warp size by name: A100, H100 and H200, MI300."""
 
 _SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
-"""Most bytes of shared memory that one program may have."""
+"""Maximum bytes of shared memory per program."""
 
 _COUNTED = ("HGMMA", "QGMMA", "HMMA", "IMMA", "LDGSTS", "UTMALDG", "I2F", "BAR")
 _WIDE = re.compile(r"\bLDG(?:STS)?\.[A-Z0-9.]*128")
@@ -34,17 +34,17 @@ _WIDE = re.compile(r"\bLDG(?:STS)?\.[A-Z0-9.]*128")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one form of a kernel became.
+    """The properties of one compiled form of a kernel.
 
     Attributes:
         build: The form.
         target: A key of `TARGETS`.
-        registers: Of a thread (on AMD the vector registers).
+        registers: Registers per thread (on AMD the vector registers).
         spills: Loads and stores of spilled registers.
         stack: Bytes of stack.
         shared: Bytes of shared memory.
         wide_loads: Loads of 128 bits from global memory.
-        instructions: Counts of the instructions worth knowing.
+        instructions: Counts of the notable instructions, by name.
     """
 
     build: Build
@@ -88,16 +88,16 @@ def _read_nvidia(build: Build, target: str, compiled: Any) -> Compiled:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
+    usage_match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if usage_match is None:
         raise RuntimeError(f"cuobjdump says nothing of {build.name}: {usage[:200]}")
     count = {name: len(re.findall(rf"\b{name}\b", code)) for name in (*_COUNTED, "LDL", "STL")}
     return Compiled(
         build,
         target,
-        registers=int(found[1]),
+        registers=int(usage_match[1]),
         spills=count.pop("LDL") + count.pop("STL"),
-        stack=int(found[2]),
+        stack=int(usage_match[2]),
         shared=compiled.metadata.shared,
         wide_loads=len(_WIDE.findall(code)),
         instructions={name: n for name, n in count.items() if n},
@@ -131,17 +131,17 @@ def _read_amd(build: Build, target: str, compiled: Any) -> Compiled:
 
 
 def faults(compiled: Compiled) -> list[str]:
-    """What a compiled form does not hold to, one sentence each."""
-    build, target, found = compiled.build, compiled.target, []
+    """Return the requirements that a compiled form violates, one phrase each."""
+    build, target, violations = compiled.build, compiled.target, []
     if compiled.spills or compiled.stack:
-        found.append(f"spills {compiled.spills} times, {compiled.stack} bytes of stack")
+        violations.append(f"spills {compiled.spills} times, {compiled.stack} bytes of stack")
     if compiled.shared > _SHARED[target]:
-        found.append(f"{compiled.shared} bytes of shared memory are more than {_SHARED[target]}")
-    if target.startswith("gfx"):  # whether it compiles at all is what is asked of it here
-        return found
+        violations.append(f"{compiled.shared} bytes of shared memory are more than {_SHARED[target]}")
+    if target.startswith("gfx"):  # the other requirements are about NVIDIA's machine code
+        return violations
     if compiled.registers > build.registers:
-        found.append(f"{compiled.registers} registers are more than {build.registers}")
+        violations.append(f"{compiled.registers} registers are more than {build.registers}")
     if compiled.wide_loads < build.wide_loads:
-        found.append(f"{compiled.wide_loads} loads of 128 bits are fewer than {build.wide_loads}")
-    found += [f"no {name}" for name in build.needs if name not in compiled.instructions]
-    return found
+        violations.append(f"{compiled.wide_loads} loads of 128 bits are fewer than {build.wide_loads}")
+    violations += [f"no {name}" for name in build.needs if name not in compiled.instructions]
+    return violations

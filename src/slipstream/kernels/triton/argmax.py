@@ -1,7 +1,7 @@
-"""`sample` on the GPU, where it takes the best token: some programs per row, the last of which chooses.
+"""Greedy `sample` on the GPU: several programs per row, the last of which chooses the token.
 
-Each takes a part of the vocabulary and leaves its best there; the one that arrives last joins them, makes the
-step that follows where there is one, and leaves the counter of arrivals as it was.
+Each program takes a part of the vocabulary and stores the best token of it; the one that arrives last joins
+these, prepares the step that follows, if any, and resets the counter of arrivals.
 
 Shapes: N rows, V vocabulary, S parts.
 """
@@ -38,7 +38,7 @@ _MOST_PARTS = 128
 
 @triton.jit
 def _best_of_part(scores, begin, end, BLOCK: tl.constexpr):
-    """The best of some scores of a row, and the first place that has it."""
+    """Return the best of some scores of a row, and the first index that has it."""
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     place = begin + lane
@@ -50,7 +50,7 @@ def _best_of_part(scores, begin, end, BLOCK: tl.constexpr):
     return top, tl.min(tl.where(best == top, place, 0x7FFFFFFF), 0)
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _best(
     scores, values, places, out,
@@ -67,7 +67,7 @@ def _best(
     if PARTS > 1:
         tl.store(values + row * PARTS + part, top)
         tl.store(places + row * PARTS + part, first)
-        # Every thread has stored before one of them counts the arrival, which releases what all have stored.
+        # All threads store before one of them counts the arrival, which releases the stores of all.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrived + row, 1, sem="acq_rel") == PARTS - 1
     if is_last:
@@ -77,7 +77,7 @@ def _best(
             place = tl.load(places + at, cache_modifier=".cg")
             first = tl.min(tl.where(value == tl.max(value, 0), place, 0x7FFFFFFF), 0)
             tl.store(arrived + row, 0)
-        # Of scores that are no numbers none is the best.
+        # NaN scores have no best one; the index must stay within the vocabulary.
         token = tl.minimum(first, vocabulary - 1).to(tl.int64)
         tl.store(out + row, token)
         if FOLLOWS:
@@ -89,12 +89,12 @@ def _best(
 
 _LAUNCH = Launch({"BLOCK": 1024}, warps=4)
 _SMALL = Launch({"BLOCK": 64})
-"""Where kernels are interpreted: a vocabulary of hundreds has parts."""
+"""For interpreted kernels: a vocabulary of hundreds is then split into parts, too."""
 _BUCKET = Bucket("best", "any", {"BLOCK": (512, 1024, 2048, 4096)}, warps=(2, 4, 8))
 
 
 def _parts(rows: int, vocabulary: int, block: int, device: torch.device) -> int:
-    """Parts of the vocabulary, a power of two: of a block at least, and a program per processor."""
+    """Return the number of parts, a power of two: a block each at least, a program per multiprocessor."""
     most = max(min(processors(device) // rows, -(-vocabulary // block), _MOST_PARTS), 1)
     return 1 << (most.bit_length() - 1)
 

@@ -1,9 +1,9 @@
-"""`paged_attention` on the GPU: prefill, chunks and decode by one kernel, split over keys where rows are few.
+"""`paged_attention` on the GPU: one kernel for prefill, chunks and decode; few rows are split over the keys.
 
 A program takes some queries of one sequence and all query heads of one kv head (its rows), so that a key is
 read once for the whole group. Where there are too few programs to fill the GPU, each takes one split of the
-keys, and a second kernel joins the splits by their maxima and sums. Lengths are read from memory: a captured
-graph serves every length.
+keys, and a second kernel joins the splits by their maxima and sums. Lengths are read from memory, so that a
+captured graph serves every length.
 
 Source: Dao 2023 (arXiv 2307.08691), algorithm 1; Dao et al. 2023, "Flash-Decoding", for the splits; Ringlein
 et al. 2025 (arXiv 2511.11581), section 4, for rows of grouped heads.
@@ -37,12 +37,12 @@ _MOST_SPLITS = 32
 
 @triton.jit
 def _sequence_of(tile, query_starts, sequences, QUERIES: tl.constexpr):
-    """The sequence that a tile of queries belongs to, and its first query within it."""
+    """Return the sequence that a tile of queries belongs to, and the tile's first query in that sequence."""
     low = tile
     first = 0
     if QUERIES > 1:
-        # Sequence n owns the tiles from query_starts[n] // QUERIES + n on; ours is the last n at or below
-        # `tile`.
+        # Sequence n owns the tiles from query_starts[n] // QUERIES + n on; find the last n whose first tile
+        # is at or below `tile`.
         low = 0
         high = sequences
         while high - low > 1:
@@ -59,7 +59,7 @@ def _range_of(
     split, first, count, length, window,
     HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys that any row of the tile sees, cut into splits of whole key tiles: the ends of one split."""
+    """Return where a split begins and ends among the keys that any row sees; splits have whole key tiles."""
     end = tl.minimum(length - count + tl.minimum(first + QUERIES, count), length)
     start = 0
     if HAS_WINDOW:
@@ -72,7 +72,7 @@ def _range_of(
     return lower, upper
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _attend(
     q, k_cache, v_cache, k_scales, v_scales, out, part, weight, query_starts, kv_lens, block_table, alibi,
@@ -82,7 +82,7 @@ def _attend(
     INT8: tl.constexpr, SPLITS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr,
     KEYS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    # What comes last in a sequence sees most, and begins first: it would end long after the others.
+    # The last queries of a sequence see most keys and begin first, or they would end long after the others.
     kv_head, split = tl.program_id(0) % KV_HEADS, tl.program_id(1)
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     low, first = _sequence_of(tile, query_starts, sequences, QUERIES)
@@ -105,14 +105,14 @@ def _attend(
     total = tl.zeros([QUERIES * GROUP], tl.float32)
     slope = total
     if HAS_SINKS:
-        # One split alone counts the sink.
+        # Only one split counts the sink.
         once = inside & (split == 0)
         top = tl.load(sinks + head, mask=once, other=float("-inf")).to(tl.float32) * LOG2E
         total = tl.where(once, 1.0, 0.0)
     if HAS_ALIBI:
         slope = tl.load(alibi + head, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([QUERIES * GROUP, DIMS], tl.float32)
-    # Every row sees what the first one sees.
+    # Up to `edge` nothing is masked, since every row sees what the first one sees.
     table, edge = block_table + low * table_width, lower
     if QUERIES > 1 and not HAS_WINDOW:
         edge += tl.maximum(tl.minimum(upper, length - count + first + 1) - lower, 0) // KEYS * KEYS
@@ -153,9 +153,9 @@ def _join(part, weight, out, DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.c
 def _form(
     group: int, dim: int, queries: int, generation: int, *, itemsize: int = 2, int8: bool = False
 ) -> tuple[Bucket, Launch]:
-    """Sizes for rows of some queries and a group of heads.
+    """Choose sizes for tiles of some queries and a group of heads.
 
-    A matrix unit wants at least 16 rows and 16 dims, that of sm_90 64 rows; the older one has fewer registers
+    A matrix unit takes at least 16 rows and 16 dims, that of sm_90 64 rows; the older one has fewer registers
     to spare. Products in float32 use no matrix unit: there every tile is small, or it would spill.
     """
     dims, padded = max(triton.next_power_of_2(dim), 16), triton.next_power_of_2(group)
@@ -164,7 +164,7 @@ def _form(
         return bucket, replace(launch, sizes={**launch.sizes, "QUERIES": 1})
     wide = dims > 128
     keys = 64 if dims < 128 or (dims == 128 and generation >= 90) else 32
-    # A single query per tile would be taken for a decode step, whose tiles are numbered otherwise.
+    # A single query per tile would be mistaken for a decode step, whose tiles are numbered differently.
     if itemsize > 2:
         sizes = {"QUERIES": max(16 // padded, 2), "GROUP": padded, "KEYS": 16, "DIMS": dims}
         return _bucket(padded, dims, "float32", int8), Launch(sizes, warps=8 if padded > 8 else 4)
@@ -183,7 +183,7 @@ def _bucket(group: int, dims: int, dtype: str, int8: bool) -> Bucket:
 
 
 def _splits(programs: int, device: torch.device) -> int:
-    """Splits of the keys, a power of two, that let about two programs run on each processor."""
+    """Return the number of splits of the keys, a power of two, for about two programs per multiprocessor."""
     wanted = -(-2 * processors(device) // programs)
     return min(int(triton.next_power_of_2(max(wanted, 1))), _MOST_SPLITS)
 
@@ -264,7 +264,7 @@ KERNELS = (Kernel("paged_attention", "triton", "cuda", functools.partial(refuse,
 def build_of(
     name: str, heads: int, kv_heads: int, dim: int, queries: int, splits: int, *, int8: bool = False
 ) -> list[Build]:
-    """The form for some heads, for each generation: `queries` of a sequence, keys in some `splits`."""
+    """Return a build per GPU generation for some heads, `queries` per sequence and keys in `splits`."""
     types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
     types |= dict.fromkeys(("k_cache", "v_cache"), "*i8") if int8 else {}
     types |= dict.fromkeys(("part", "weight", "alibi", "sinks", "k_scales", "v_scales"), "*fp32")

@@ -1,4 +1,4 @@
-"""What the attention kernels share: one tile of keys, and the sum of the splits.
+"""Code that the attention kernels share: attention to one tile of keys, and the sum of the splits.
 
 Source: Dao 2023 (arXiv 2307.08691), algorithm 1; Dao et al. 2023, "Flash-Decoding", for the splits.
 
@@ -22,7 +22,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def bent(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores within the soft cap."""
+    """Apply the soft cap, if there is one, to scores."""
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     return scores
@@ -30,7 +30,7 @@ def bent(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _rows_at(cache, scales, place, dim, seen, there, DIM: tl.constexpr, INT8: tl.constexpr):
-    """Keys or values `(N, D)` of some places, as they are stored, and the scale of each."""
+    """Load keys or values `(N, D)` at some places of a cache, as stored, and the scale of each."""
     rows = tl.load(cache + (place * DIM)[:, None] + dim[None, :], mask=seen, other=0.0)
     scale = 1.0
     if INT8:
@@ -46,7 +46,7 @@ def attend_tiles(
     HAS_ALIBI: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, INT8: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    """`_attend_tile` for the keys from `begin` to `end`, by tiles."""
+    """Apply `_attend_tile` to the keys from `begin` to `end`, tile by tile."""
     for key_begin in range(begin, end, KEYS):
         top, total, sums = _attend_tile(
             rows, top, total, sums, key_begin + tl.arange(0, KEYS), upper, position, slope, table,
@@ -63,11 +63,11 @@ def _attend_tile(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, INT8: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, sums of weights and weighted values of rows `(R, D)` once they have seen some keys `(N,)`.
+    """Update the maxima, sums of weights and weighted values of rows `(R, D)` by a tile of keys `(N,)`.
 
-    `table` points to the sequence's row of the block table; keys from `upper` on are not there. Beside two
-    products, what a tile costs is what is done with each score: away from the EDGE every row sees every key,
-    and nothing is masked.
+    `table` points to the sequence's row of the block table; keys from `upper` on do not exist. Besides two
+    products, a tile costs what is done per score: away from the EDGE every row sees every key, and nothing is
+    masked.
     """
     dim = tl.arange(0, sums.shape[1])
     there = key < upper if EDGE else key >= 0
@@ -106,9 +106,9 @@ def _attend_tile(
 def join_splits(
     part, weight, row, real, splits, DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr
 ):  # fmt: skip
-    """Attention `(R, D)` of some rows out of what the first `splits` of SPLITS stored.
+    """Return the attention `(R, D)` of some rows from what the first `splits` of SPLITS splits stored.
 
-    Loads bypass the first-level cache, which does not see what other processors wrote meanwhile.
+    Loads bypass the L1 cache, which does not see what other multiprocessors wrote meanwhile.
     """
     dim = tl.arange(0, DIMS)
     inside = real[:, None] & (dim < DIM)[None, :]
@@ -117,22 +117,22 @@ def join_splits(
     sums = tl.zeros([row.shape[0], DIMS], tl.float32)
     for split in range(splits):
         own = row * SPLITS + split
-        its_top = tl.load(weight + own * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
-        its_total = tl.load(weight + own * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+        split_top = tl.load(weight + own * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+        split_total = tl.load(weight + own * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
         at = part + own[:, None] * DIM + dim[None, :]
-        found = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
-        highest = tl.maximum(top, its_top)
+        split_sums = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        highest = tl.maximum(top, split_top)
         known = tl.where(highest == float("-inf"), 0.0, highest)
         before = tl.exp2(top - known)
-        now = tl.exp2(its_top - known)
-        total = total * before + its_total * now
-        sums = sums * before[:, None] + found * now[:, None]
+        now = tl.exp2(split_top - known)
+        total = total * before + split_total * now
+        sums = sums * before[:, None] + split_sums * now[:, None]
         top = highest
     return sums / tl.where(total > 0, total, 1.0)[:, None]
 
 
 def decode_form(kernel: str, group: int, dim: int, itemsize: int, int8: bool) -> tuple[Bucket, Launch]:
-    """Sizes for one query of a group of heads: a matrix unit wants at least 16 rows and 16 dims."""
+    """Choose sizes for one query of a group of heads; a matrix unit takes at least 16 rows and 16 dims."""
     dims, rows = max(int(triton.next_power_of_2(dim)), 16), max(int(triton.next_power_of_2(group)), 16)
     keys = 64 if dims <= 128 and rows <= 64 else 32
     if itemsize > 2:  # products in float32 use no matrix unit, and larger tiles spill
@@ -144,5 +144,5 @@ def decode_form(kernel: str, group: int, dim: int, itemsize: int, int8: bool) ->
 
 
 def parts_of(cache: CachePart) -> tuple[Tensor, Tensor]:
-    """Codes (or values) and scales of a cache; of one without scales, itself twice."""
+    """Return the codes and scales of an int8 cache; for other caches the cache itself, twice."""
     return (cache.codes, cache.scales) if isinstance(cache, Int8Cache) else (cache, cache)

@@ -1,8 +1,8 @@
-"""Weight formats as float32 blocks, inside of kernels; `slipstream.formats` draws the bytes.
+"""Decodes weight formats to float32 blocks, inside kernels; `slipstream.formats` documents the bytes.
 
 Every code becomes a number by placing its bits into a wider float, which costs two or three operations;
-converting integers has a quarter of their rate. What the placed exponent is off by is in `RESCALE`, for the
-row's multiplier.
+integer conversions run at a quarter of their rate. The error of the placed exponent is in `RESCALE`, by which
+the row's multiplier corrects it.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ import triton.language as tl
 __all__ = ["FORMATS", "PARTS", "RESCALE", "codes_at", "decoded", "group_at", "kind_of", "name_of"]
 
 FORMATS = {"plain": 0, "int8": 1, "fp8": 2, "int4": 3, "int4-sym": 4, "fp6": 5, "fp6-e3m2": 6}
-"""Formats by the number that kernels know them by; those of int4 in groups of 64 and 128 share int4's."""
+"""The number of each format in kernels; int4 in groups of 64 and 128 has the number of int4."""
 
 PARTS = {0: 1, 1: 1, 2: 1, 3: 2, 4: 2, 5: 4, 6: 4}
-"""Runs of consecutive inputs that the fields of one run of bytes hold."""
+"""Number of runs of consecutive inputs that the fields of one run of bytes hold, by format number."""
 
 RESCALE = {0: 1.0, 1: 1.0, 2: 2.0**8, 3: 1.0, 4: 1.0, 5: 2.0**14, 6: 2.0**12}
-"""What a decoded number must be multiplied by."""
+"""Factor that a decoded number must be multiplied by, by format number."""
 
 
 @triton.jit
 def _small_integer(code, BIAS: tl.constexpr):
-    """Of an unsigned code below 2^8, less the bias: the low bits of 2^23 + code."""
+    """Convert unsigned codes below 2^8, minus the bias: they are the low bits of 2^23 + code."""
     return (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + BIAS)
 
 
 @triton.jit
 def _int8_codes(raw):
-    """Of int8 codes, loaded as uint8."""
+    """Decode int8 codes, loaded as uint8."""
     return _small_integer(raw ^ 0x80, 128.0)
 
 
 @triton.jit
 def _fp8_codes(raw):
-    """Of e4m3 codes, 2^-8 times what they stand for."""
+    """Decode e4m3 codes to 2^-8 times their values."""
     bits = raw.to(tl.uint16)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _nibble(raw, HIGH: tl.constexpr, BIAS: tl.constexpr):
-    """Of 4-bit codes, the low or the high ones of some bytes."""
+    """Decode the low or the high 4-bit codes of some bytes."""
     return _small_integer(raw >> 4 if HIGH else raw & 15, BIAS)
 
 
 @triton.jit
 def _fp6_part(low, high, PART: tl.constexpr, E3M2: tl.constexpr):
-    """Of the 6-bit codes of one part: `low` holds parts 2n and 2n + 1, `high` all four."""
+    """Decode the 6-bit codes of one part: `low` holds bits of parts 2n and 2n + 1, `high` of all four."""
     four = (low >> 4 if PART % 2 else low & 15).to(tl.uint16)
     code = four | (((high >> (2 * PART)) & 3).to(tl.uint16) << 4)
     shift: tl.constexpr = 8 if E3M2 else 7
@@ -59,15 +59,15 @@ def _fp6_part(low, high, PART: tl.constexpr, E3M2: tl.constexpr):
 
 @triton.jit
 def codes_at(codes, second, own, run, there, inputs, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """What some runs of some rows are stored as, three blocks `(OUTPUTS, G, WIDTH)`: see `decoded`.
+    """Load the stored bytes of some runs of some rows, three blocks `(OUTPUTS, G, WIDTH)`, for `decoded`.
 
-    `own` is where each row begins, `(OUTPUTS, 1, 1)`; `there` says which runs are, `(OUTPUTS, G)`.
+    `own` is the offset of each row, `(OUTPUTS, 1, 1)`; `there` tells which runs exist, `(OUTPUTS, G)`.
     """
     lane = tl.arange(0, WIDTH)[None, None, :]
     at = run[None, :, None] * WIDTH + lane
     inside = there[:, :, None]
     if FORMAT <= 2:
-        # Rows end anywhere: what lies beyond the last input belongs to the next row.
+        # Rows are not padded: bytes beyond the last input belong to the next row.
         inside = inside & (at < inputs)
     if FORMAT >= 5:
         nibbles = own * 2 + run[None, :, None] * (2 * WIDTH) + lane
@@ -83,7 +83,7 @@ def codes_at(codes, second, own, run, there, inputs, WIDTH: tl.constexpr, FORMAT
 
 @triton.jit
 def decoded(first, other, high, PART: tl.constexpr, FORMAT: tl.constexpr):
-    """The weights of part PART of what `codes_at` loaded, float32; of int4 before scale and minimum."""
+    """Decode the weights of part PART of what `codes_at` loaded, float32, without scale and minimum."""
     if FORMAT == 0:
         weights = first.to(tl.float32)
     elif FORMAT == 1:
@@ -99,7 +99,7 @@ def decoded(first, other, high, PART: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def group_at(second, third, row, group, groups, there, FORMAT: tl.constexpr):
-    """Scale and minimum of some of the groups of some rows, `(OUTPUTS, G)` float32 each."""
+    """Load the scale and minimum of some groups of some rows, `(OUTPUTS, G)` float32 each."""
     at = row[:, None] * groups + group[None, :]
     scale = tl.load((third if FORMAT >= 5 else second) + at, mask=there, other=0.0).to(tl.float32)
     minimum = scale
@@ -109,13 +109,13 @@ def group_at(second, third, row, group, groups, there, FORMAT: tl.constexpr):
 
 
 def name_of(kind: int) -> str:
-    """What a number of `FORMATS` stands for."""
+    """Return the name of a format in `FORMATS`, given its number."""
     return next(name for name, number in FORMATS.items() if number == kind)
 
 
 def kind_of(name: str) -> tuple[int, int] | None:
-    """Number of a format and blocks of 32 inputs in one of its groups, or None where it is not known."""
-    if name == "fp8-a8":  # its inputs are rounded where they are many
+    """Return a format's number and the blocks of 32 inputs per group, or None for an unknown format."""
+    if name == "fp8-a8":  # the same weights, but input rows are rounded where they are many
         name = "fp8"
     if name in ("int4", "int4-g64", "int4-g128"):
         return FORMATS["int4"], {"int4": 1, "int4-g64": 2, "int4-g128": 4}[name]

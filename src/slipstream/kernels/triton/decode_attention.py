@@ -1,14 +1,14 @@
-"""Everything of a decode step between a layer's qkv and its output projection, in one launch.
+"""Everything in a decode step between a layer's qkv projection and its output projection, in one launch.
 
 A program takes one sequence, one kv head with the query heads that share it, and one split of the keys. It
-normalises and rotates its queries as it reads them. The new key and value never come back from the cache: the
-first split attends to them out of registers, and writes them where they belong. The program that finishes
-last, by a count of arrivals, joins the splits of its group.
+normalises and rotates its queries as it loads them. The new key and value are not read back from the cache:
+the first split attends to them in registers, and writes them to their slots. The program that finishes last,
+by a counter of arrivals, joins the splits of its group.
 
 Source: as `attention`; "stream-K" style fix-up by the last to arrive as in Osama et al. 2023 (arXiv
 2301.03598), section 5.2.
 
-Shapes: T tokens, one of each sequence; H heads, K kv heads, D head dim, P blocks (pages), Z tokens per block,
+Shapes: T tokens, one per sequence; H heads, K kv heads, D head dim, P blocks (pages), Z tokens per block,
     S splits.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["BUILDS", "Heads", "attend_one", "build_of"]
 
 _MOST_SPLITS = 32
 _LEAST: tl.constexpr = tl.constexpr(2)
-"""Tiles of keys that are worth a split."""
+"""Minimum number of key tiles per split."""
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def _begun(
     rows, key, value, sinks, head, inside, scale, softcap, counts,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, sums of weights and weighted values of a split that `counts` the new key `(1, D)` and the sink.
+    """Return initial maxima, sums of weights and weighted values: after the new key `(1, D)` and the sink.
 
-    Of all splits one does; the others have seen nothing yet.
+    That is for the single split that `counts` them; the others begin empty.
     """
     score = bent(tl.sum(rows.to(tl.float32) * key, 1) * scale, softcap, HAS_SOFTCAP) * LOG2E
     top = score
@@ -67,9 +67,9 @@ def _begun(
 
 @triton.jit
 def _range_of(position, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr):
-    """Where the keys before the new one begin that it sees, and how many of them a split has: whole tiles.
+    """Return the first of the older keys that the new token sees, and the keys per split, in whole tiles.
 
-    A split costs more than a tile or two, so there may be fewer of them than were launched.
+    A split costs more than a tile or two, so fewer splits may be used than were launched.
     """
     start = position * 0
     if HAS_WINDOW:
@@ -78,7 +78,7 @@ def _range_of(position, window, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr, 
     return start, tl.maximum(share, _LEAST * KEYS)
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _attend_one(
     qkv, cos, sin, q_gain, k_gain, k_cache, v_cache, k_scales, v_scales, out, part, weight, arrived,
@@ -93,7 +93,7 @@ def _attend_one(
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    # Lengths and places are older than the predecessor, which has waited for who wrote them.
+    # Lengths and slots were written before the predecessor, which has waited for the kernel that did so.
     position = tl.load(kv_lens + sequence) - 1
     new = tl.arange(0, 1) + kv_head
     place = tl.load(slots + sequence) * KV_HEADS + new
@@ -146,19 +146,19 @@ def _finish(
     top, total, sums, out, part, weight, arrived, row, inside, group, split, splits,
     DIM: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Store attention; where there are splits, a split's share of it, and the last to arrive joins them."""
+    """Store the attention, or a split's part of it; the last split to arrive then joins all of them."""
     dim = tl.arange(0, DIMS)
     real = inside[:, None] & (dim < DIM)[None, :]
     place = out + row[:, None] * DIM + dim[None, :]
-    alone = (sums / total[:, None]).to(out.dtype.element_ty)
+    attended = (sums / total[:, None]).to(out.dtype.element_ty)
     if SPLITS == 1 or splits == 1:
-        tl.store(place, alone, mask=real)
+        tl.store(place, attended, mask=real)
     else:
         own = row * SPLITS + split
         tl.store(part + own[:, None] * DIM + dim[None, :], sums, mask=real)
         tl.store(weight + own * 2, top, mask=inside)
         tl.store(weight + own * 2 + 1, total, mask=inside)
-        # Every thread has stored before one of them counts the arrival, which releases what all have stored.
+        # All threads store before one of them counts the arrival, which releases the stores of all.
         tl.debug_barrier()
         if tl.atomic_add(arrived + group, 1, sem="acq_rel") == splits - 1:
             joined = join_splits(part, weight, row, inside, splits, DIM, SPLITS, DIMS)
@@ -167,18 +167,19 @@ def _finish(
 
 @dataclass(frozen=True)
 class Heads:
-    """What a layer does to its heads before attention.
+    """The operations that a layer applies to its heads before attention.
 
     Attributes:
         heads: H.
         kv_heads: K.
         dim: D.
         rope: Cosines and sines, `(T, R / 2)` each, of equal strides; or None.
-        interleaved: Pairs of rotated dims are neighbours.
+        interleaved: Whether the two dims of a rotated pair are neighbours.
         norm: 0 for none, 1 for an RMS norm of each head before the rotation, 2 for one after it.
-        gains: Its weights for queries and keys, `(D,)` or `(heads, D)`; None where one is not normalised.
-        eps: Of the norm.
-        offset: Added to its weights.
+        gains: The norm's weights for queries and for keys, `(D,)` or `(heads, D)`; None where these are not
+            normalised.
+        eps: The norm's epsilon.
+        offset: Added to the norm's weights.
         clip: Bound of queries, keys and values before the rotation; 0 for none.
     """
 
@@ -195,7 +196,7 @@ class Heads:
 
 
 def _splits(programs: int, device: torch.device) -> int:
-    """Splits of the keys, a power of two, that let about two programs run on each processor."""
+    """Return the number of splits of the keys, a power of two, for about two programs per multiprocessor."""
     wanted = -(-2 * processors(device) // programs)
     return min(int(triton.next_power_of_2(max(wanted, 1))), _MOST_SPLITS)
 
@@ -268,15 +269,15 @@ def attend_one(
     mask: AttentionMask,
     arrived: Tensor,
 ) -> Tensor:
-    """Return attention of one new token of each sequence, and write its key and value.
+    """Return the attention of one new token per sequence, and write its key and value to the cache.
 
     Args:
-        qkv: `(T, (H + 2K) D)`, contiguous, as the projection leaves it.
-        heads: What is done to its heads.
-        caches: Of keys and of values, `(P, Z, K, D)`; updated.
-        step: One token of each sequence.
+        qkv: `(T, (H + 2K) D)`, contiguous, the output of the projection.
+        heads: The operations on the heads before attention.
+        caches: Keys and values, `(P, Z, K, D)` each; updated in place.
+        step: One token per sequence.
         mask: Window, soft cap, slopes, sinks.
-        arrived: `(T * K,)` int32 zeros that nothing else counts in meanwhile; changed.
+        arrived: Arrival counters, `(T * K,)` int32 zeros that nothing else uses meanwhile; modified.
 
     Returns:
         `(T, H D)` in the dtype of `qkv`.
@@ -304,7 +305,7 @@ def build_of(
     all_of_it: bool = False,
     number: int = 80,
 ) -> Build:
-    """The form for some heads, with norms of queries and keys, or with every option that there is."""
+    """Return the build for some heads, optionally with norms of queries and keys, or with every option."""
     types = dict.fromkeys(("qkv", "q_gain", "k_gain", "out"), "*bf16")
     types |= dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else "*bf16")
     types |= dict.fromkeys(

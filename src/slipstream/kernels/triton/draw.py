@@ -1,10 +1,10 @@
 """`draw` on the GPU, without sorting the vocabulary: one program per row, all in one launch.
 
-The least score that remains is found by halving: how many scores (or which share of the chances) are at or
-above a pivot decides which half it is in, and the bounds move on to the next score that is there, so that
-every round ends with fewer candidates. As soon as few enough are left they are kept in registers, and the
-rounds that follow read nothing. Scores themselves are compared, for division by a temperature keeps their
-order.
+The least score that may be drawn is found by bisection: how many scores (or which share of the probability)
+are at or above a pivot decides which half it is in, and the bounds move on to the next existing score, so
+that every round leaves fewer candidates. Once few enough are left they are kept in registers, and the
+following rounds read nothing from memory. Raw scores are compared, since division by a temperature keeps
+their order.
 
 Source: the pivots as in FlashInfer's sampling (Ye et al. 2025, arXiv 2501.01005); `ops.draw` for the rest.
 
@@ -32,14 +32,14 @@ __all__ = ["BUILDS", "KERNELS"]
 
 @triton.jit
 def _scores_at(scores, begin, vocabulary, BLOCK: tl.constexpr):
-    """Some scores, `-inf` beyond the last."""
+    """Load some scores, `-inf` beyond the last."""
     at = begin + tl.arange(0, BLOCK)
     return tl.load(scores + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _extent(scores, vocabulary, BLOCK: tl.constexpr):
-    """Least and largest of the scores that are not hidden, and how many there are."""
+    """Return the least and the largest score that is not hidden, and the number of such scores."""
     least = tl.full([BLOCK], float("inf"), tl.float32)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     count = tl.zeros([BLOCK], tl.int32)
@@ -54,9 +54,9 @@ def _extent(scores, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _beside(scores, vocabulary, pivot, top, scale, BLOCK: tl.constexpr):
-    """Of the scores at or above a pivot: how many, their chances (the best one's is 1), the least of them.
+    """Return count, sum of chances and least of the scores at or above a pivot, and the largest below it.
 
-    And the largest of the others.
+    A chance is relative to that of the best score, which is 1.
     """
     count = tl.zeros([BLOCK], tl.int32)
     chances = tl.zeros([BLOCK], tl.float32)
@@ -74,30 +74,30 @@ def _beside(scores, vocabulary, pivot, top, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _between(low, high):
-    """A pivot above `low`, at most `high`."""
+    """Return a pivot above `low` and at most `high`."""
     middle = low * 0.5 + high * 0.5
     return tl.where(middle > low, middle, high)
 
 
 @triton.jit
 def _narrowed(scores, vocabulary, low, high, top, scale, most, wanted, count, until, BLOCK: tl.constexpr):
-    """Move `low` up while `most` scores, and `wanted` of the chances, are at or above it.
+    """Raise `low` as long as `most` scores, and `wanted` of the chances, are at or above it.
 
-    It is over early where at most `until` scores are left.
+    This ends early once at most `until` scores are left.
     """
     while (low < high) & (count > until):
         pivot = _between(low, high)
-        found, chances, least, below = _beside(scores, vocabulary, pivot, top, scale, BLOCK)
-        enough = (found >= most) & (chances >= wanted)
+        above, chances, least, below = _beside(scores, vocabulary, pivot, top, scale, BLOCK)
+        enough = (above >= most) & (chances >= wanted)
         low = tl.where(enough, least, low)
-        count = tl.where(enough, found, count)
+        count = tl.where(enough, above, count)
         high = tl.where(enough, high, below)
     return low, count
 
 
 @triton.jit
 def _gathered(scores, few, low, vocabulary, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """The scores at or above `low`, at most `KEPT`, in registers; `-inf` for the others."""
+    """Gather the scores at or above `low`, at most `KEPT`, into registers; `-inf` fills the rest."""
     count = tl.zeros([], tl.int32)
     for begin in range(0, vocabulary, BLOCK):
         x = _scores_at(scores, begin, vocabulary, BLOCK)
@@ -105,7 +105,7 @@ def _gathered(scores, few, low, vocabulary, KEPT: tl.constexpr, BLOCK: tl.conste
         place = count + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(few + place, x, mask=taken)
         count += tl.sum(taken.to(tl.int32), 0)
-    # What the program's other threads have stored is there once all of them have come here.
+    # Stores of the program's other threads are visible once all of them have reached the barrier.
     tl.debug_barrier()
     at = tl.arange(0, KEPT)
     return tl.load(few + at, mask=at < count, other=float("-inf"), cache_modifier=".cg")
@@ -113,7 +113,7 @@ def _gathered(scores, few, low, vocabulary, KEPT: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _narrowed_of(x, weight, low, high, wanted):
-    """The largest of some scores with `wanted` of the weights at or above it."""
+    """Return the largest of some scores such that at least `wanted` of the weights are at or above it."""
     while low < high:
         pivot = _between(low, high)
         above = x >= pivot
@@ -127,9 +127,9 @@ def _narrowed_of(x, weight, low, high, wanted):
 
 @triton.jit
 def _bound(scores, few, vocabulary, scale, most, rest, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """The least score that remains after the best `most` and the nucleus, and the best of all.
+    """Return the least score that remains after top-k (`most`) and the nucleus, and the best score.
 
-    The nucleus is a share of what the best `most` have, so these come first.
+    The nucleus is a share of the chances of the top k, so these are found first.
     """
     low, top, count = _extent(scores, vocabulary, BLOCK)
     share = 1.0 - tl.maximum(rest, 0.0)
@@ -144,7 +144,7 @@ def _bound(scores, few, vocabulary, scale, most, rest, KEPT: tl.constexpr, BLOCK
                 chances = tl.exp2((x - top) * scale)
                 wanted = tl.sum(tl.where(x >= low, chances, 0.0), 0) * share
                 low = _narrowed_of(x, chances, low, top, wanted)
-            nucleus = rest > 1.0  # which it never is: the nucleus is known
+            nucleus = rest > 1.0  # always false: the nucleus has been applied
     if nucleus:
         found, left, least, below = _beside(scores, vocabulary, low, top, scale, BLOCK)
         wanted = left * share
@@ -190,7 +190,7 @@ def _draw_row(
 
 _DRAW = Launch({"KEPT": 2048, "BLOCK": 4096}, warps=8)
 _SMALL = Launch({"KEPT": 64, "BLOCK": 128})
-"""Where kernels are interpreted: a vocabulary of hundreds takes the ways of a large one."""
+"""For interpreted kernels: a vocabulary of hundreds then takes the code paths of a large one."""
 _DRAW_BUCKET = Bucket("draw", "any", {"BLOCK": (2048, 4096, 8192)}, warps=(4, 8, 16))
 
 
@@ -232,7 +232,7 @@ def _run(
 
 
 def _refuse(facts: Facts) -> str | None:
-    # Scores are float32, whatever the model computes in.
+    # Scores are float32, or logits in the dtype of the model.
     return refuse(facts, dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 

@@ -1,8 +1,8 @@
-"""Fields of packed bytes as pairs of 16-bit floats, by NVIDIA's own instructions; for matrix units.
+"""Decodes fields of packed bytes to pairs of 16-bit floats for the matrix units, by NVIDIA's instructions.
 
-Four bytes at a time: bits are moved within bytes, of four at once, and one permutation makes two floats of
-two bytes. What an exponent is then off by is multiplied away, which is exact, or an integer's offset is
-subtracted.
+Four bytes at a time: bits are moved within all four bytes at once, and one permutation makes two floats out
+of two bytes. The error of the exponent is then corrected by a product, which is exact, or an integer's offset
+is subtracted.
 
 Source: NVIDIA PTX ISA, `prmt` and `fma`.
 """
@@ -24,9 +24,9 @@ class _Kind(NamedTuple):
     """A 16-bit float.
 
     Attributes:
-        pair: The name of two of them in a register.
-        mantissa: Its bits.
-        bias: Of its exponent.
+        pair: The PTX type of two of them in a register.
+        mantissa: Number of mantissa bits.
+        bias: Bias of the exponent.
     """
 
     pair: str
@@ -34,7 +34,7 @@ class _Kind(NamedTuple):
     bias: int
 
     def two(self, value: float) -> str:
-        """A number that has no more bits than the mantissa, twice, as a word."""
+        """Return the word that holds a number twice; the number must fit into the mantissa's bits."""
         fraction, exponent = math.frexp(abs(value))
         bits = self.bias + exponent - 1 << self.mantissa
         bits += round(math.ldexp(fraction * 2 - 1, self.mantissa)) | (value < 0) << 15
@@ -42,7 +42,7 @@ class _Kind(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Some bits of each of four bytes in a register, and where they stand in a float."""
+    """Some bits of each of four bytes in a register, and their position in a float."""
 
     register: str
     source: int
@@ -52,7 +52,7 @@ class _Piece(NamedTuple):
 
 _BF16, _FP16 = _Kind("bf16x2", 7, 127), _Kind("f16x2", 10, 15)
 _HALVES = ((0, "0x5140"), (1, "0x7362"))
-"""How the lower and upper bytes of two floats, of four in two registers, are put together."""
+"""For each pair of four floats: the permutation that joins their lower and upper bytes from two registers."""
 
 
 def _text(*lines: str) -> tl.constexpr:
@@ -61,7 +61,7 @@ def _text(*lines: str) -> tl.constexpr:
 
 
 def _moved(pieces: list[_Piece], into: str, first: int) -> str:
-    """What gathers bits `first` to `first + 7` of four floats in a register."""
+    """Return code that gathers bits `first` to `first + 7` of four floats in a register."""
     text = f"mov.b32 {into}, 0;"
     for register, source, target, bits in pieces:
         begin, end = max(target, first), min(target + bits, first + 8)
@@ -74,9 +74,10 @@ def _moved(pieces: list[_Piece], into: str, first: int) -> str:
 
 
 def _integers(kind: _Kind) -> tl.constexpr:
-    """Signed bytes, in float16 upon 1024 and 128, which are subtracted.
+    """Return code for signed bytes; in float16 they are added to 1024 + 128, which is then subtracted.
 
-    A bfloat16 has seven bits: the lower ones stand upon 128, of which 128 is subtracted, or of negatives 256.
+    A bfloat16 has seven mantissa bits: the lower seven bits of a byte are added to 128, from which 128 is
+    subtracted, or 256 for negative numbers.
     """
     if kind is _FP16:
         return _text(
@@ -99,7 +100,7 @@ def _integers(kind: _Kind) -> tl.constexpr:
 
 
 def _nibbles(kind: _Kind, zero: int) -> tl.constexpr:
-    """Both nibbles of bytes, times a scale, and a minimum added; `zero` is the code of nought."""
+    """Return code for both nibbles of bytes, times a scale plus a minimum; `zero` is the code of zero."""
     upon = 2.0**kind.mantissa
     upper = int(kind.two(upon)) >> 8 & 255
     lines = [
@@ -117,19 +118,19 @@ def _nibbles(kind: _Kind, zero: int) -> tl.constexpr:
 
 
 def _floats(kind: _Kind, pieces: list[list[_Piece]], bias: int, head: str) -> tl.constexpr:
-    """Small floats times the scales in `$7` and `$8`: their bits where those of the larger stand.
+    """Return code for small floats, whose bits are moved into larger ones, times scales in `$7` and `$8`.
 
-    What the biases differ by is multiplied away first where pairs are of float16; of bfloat16 scales bring
-    their share of that.
+    The difference of the biases is corrected by a product first in float16; in bfloat16 the scales include
+    their share of it.
     """
-    # Nought that is added is negative, or minus nought would lose its sign.
+    # The zero that is added is negative, or minus zero would lose its sign.
     lines = [head, "mov.b32 less, 0x80008000;"]
     first = ""
     if kind is _FP16:
         lines.append(f"mov.b32 times, {kind.two(2.0 ** (kind.bias - bias))};")
         first = f"fma.rn.{kind.pair} pair, pair, times, less;"
-    for field, some in enumerate(pieces):
-        lines += [_moved(some, "low", 0), _moved(some, "high", 8)]
+    for field, bits in enumerate(pieces):
+        lines += [_moved(bits, "low", 0), _moved(bits, "high", 8)]
         lines += [
             f"prmt.b32 pair, low, high, {order}; {first}"
             f" fma.rn.{kind.pair} ${2 * field + half}, pair, ${7 + half}, less;"
@@ -139,7 +140,7 @@ def _floats(kind: _Kind, pieces: list[list[_Piece]], bias: int, head: str) -> tl
 
 
 def _fp8(kind: _Kind) -> tl.constexpr:
-    """Bytes of e4m3: put into the upper halves of pairs, and all but their signs moved down."""
+    """Return code for e4m3: a byte becomes the upper half of a float, and all bits but its sign move down."""
     down = 8 - (kind.mantissa - 3)
     return _text(
         f"mov.b32 times, {kind.two(2.0 ** (kind.bias - 7))}; mov.b32 less, 0x80008000; mov.b32 high, 0;",
@@ -153,7 +154,7 @@ def _fp8(kind: _Kind) -> tl.constexpr:
 
 
 def _fp6(kind: _Kind, mantissa: int, bias: int) -> tl.constexpr:
-    """Of nibbles in `$4`, whose upper bits are in the lower nibbles of `$5` or in the upper ones of `$6`."""
+    """Return code for fp6: nibbles in `$4`, upper bits in lower nibbles of `$5` or upper ones of `$6`."""
     up = kind.mantissa - mantissa
     pieces = [
         [
@@ -177,10 +178,10 @@ E3M2_BF16, E3M2_FP16 = _fp6(_BF16, 2, 3), _fp6(_FP16, 2, 3)
 @triton.jit
 def _one(TEXT: tl.constexpr, codes, BF16: tl.constexpr):
     if BF16:
-        found = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        weights = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        found = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-    return found
+        weights = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    return weights
 
 
 @triton.jit
@@ -198,32 +199,32 @@ def _two(TEXT: tl.constexpr, given, REGISTERS: tl.constexpr, BF16: tl.constexpr)
 
 @triton.jit
 def fields_of(codes, even, odd, scale, minimum, FORMAT: tl.constexpr, BF16: tl.constexpr):
-    """The weights of each field of some bytes, a tuple of blocks like `codes` in 16 bits.
+    """Decode the weights of each field of some bytes: a tuple of 16-bit float blocks shaped like `codes`.
 
     Args:
         codes: Bytes of the first plane.
-        even: Of fp6 bytes of the second whose lower nibbles belong to these, or nought.
-        odd: Those whose upper nibbles do.
-        scale: Of int4 and fp6, in bfloat16 or float16, for each byte; of fp6 in bfloat16 times what makes up
-            for exponents that are 126 too small (e2m3), or 124 (e3m2), as far as it is made up for here.
-        minimum: The same; nought where there is none.
-        FORMAT: Not 0.
+        even: For fp6, bytes of the second plane whose lower nibbles belong to these codes, or zero.
+        odd: For fp6, bytes of the second plane whose upper nibbles belong to these codes, or zero.
+        scale: For int4 and fp6, the scale of each byte, in bfloat16 or float16; for fp6 in bfloat16 including
+            the part of the correction that is applied here, for exponents 126 (e2m3) or 124 (e3m2) too small.
+        minimum: The minimum of each byte, in the dtype of `scale`; zero where there is none.
+        FORMAT: A format number other than 0.
         BF16: Whether weights become bfloat16, else float16.
     """
     if FORMAT == 1:
-        found = nothing() + (_one(INT8_BF16 if BF16 else INT8_FP16, codes, BF16),)  # noqa: RUF005
+        weights = nothing() + (_one(INT8_BF16 if BF16 else INT8_FP16, codes, BF16),)  # noqa: RUF005
     elif FORMAT == 2:
-        found = nothing() + (_one(FP8_BF16 if BF16 else FP8_FP16, codes, BF16),)  # noqa: RUF005
+        weights = nothing() + (_one(FP8_BF16 if BF16 else FP8_FP16, codes, BF16),)  # noqa: RUF005
     elif FORMAT == 3:
         given = [codes, scale, minimum]
-        found = _two(INT4_BF16 if BF16 else INT4_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
+        weights = _two(INT4_BF16 if BF16 else INT4_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
     elif FORMAT == 4:
         given = [codes, scale, minimum]
-        found = _two(INT4_SYM_BF16 if BF16 else INT4_SYM_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
+        weights = _two(INT4_SYM_BF16 if BF16 else INT4_SYM_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
     elif FORMAT == 5:
         given = [codes, even, odd, scale]
-        found = _two(E2M3_BF16 if BF16 else E2M3_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
+        weights = _two(E2M3_BF16 if BF16 else E2M3_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
     else:
         given = [codes, even, odd, scale]
-        found = _two(E3M2_BF16 if BF16 else E3M2_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
-    return found
+        weights = _two(E3M2_BF16 if BF16 else E3M2_FP16, given, "=r,=r,=r,=r,r,r,r,r,r", BF16)
+    return weights

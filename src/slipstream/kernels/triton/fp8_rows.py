@@ -1,7 +1,7 @@
-"""Many rows times an fp8 matrix by products of fp8: rows are rounded to e4m3 by one launch, torch multiplies.
+"""Many rows times an fp8 matrix by products of fp8: one launch rounds rows to e4m3, torch multiplies.
 
-Only where a user asked for rounded inputs (`quant.activation`). A row's scale is a power of two, so that what
-its codes stand for is exact in bfloat16, and rounding costs no more than the format itself.
+Only used where the user asked for rounded inputs (`quant.activation`). A row's scale is a power of two, so
+that the values of its codes are exact in bfloat16, and rounding loses no more than the format itself does.
 
 Source: as `ops.linear.Rounding`.
 
@@ -26,7 +26,7 @@ from slipstream.ops.linear import Rounding, round_rows
 __all__ = ["BUILDS", "build_of", "times_rounded"]
 
 _FIRST_GENERATION = 89
-"""Of the GPUs that multiply fp8."""
+"""Compute capability of the first GPUs that multiply fp8."""
 
 
 @triton.jit
@@ -40,12 +40,12 @@ def _round_row(x, codes, scales, width, BLOCK: tl.constexpr):
         largest = tl.maximum(largest, tl.abs(y))
         odd += y * 0.0
     most = tl.max(largest, 0)
-    # The least power of two that brings the largest to 448 = 1.75 * 2^8 at most, by its exponent's bits.
+    # The scale is the least power of two such that the largest becomes at most 448 = 1.75 * 2^8.
     bits = most.to(tl.uint32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.uint32)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    counts = most >= 7.888609052210118e-31  # 2^-100: less is zero
+    counts = most >= 7.888609052210118e-31  # 2^-100: smaller rows count as zeros
     tl.store(scales + row, tl.where(counts, scale, 1.0) + tl.sum(odd, 0))
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -82,15 +82,15 @@ _fp8_linear = operator(
 
 
 def times_rounded(x: Tensor, matrix: Matrix, rounding: Rounding) -> Tensor:
-    """Return what an fp8 matrix, and its bias, make of rows that are rounded to fp8.
+    """Round rows to fp8, multiply them by an fp8 matrix, and add its bias.
 
-    By fp8's own products where torch has them: from compute capability 8.9 on, of bfloat16, of widths that
-    are multiples of 16; else by the matrix unpacked.
+    This uses fp8 products where torch has them: from compute capability 8.9 on, in bfloat16, with widths that
+    are multiples of 16; else the rounded rows are multiplied by the unpacked matrix.
 
     Args:
         x: `(T, I)`.
         matrix: `(O, I)` in fp8.
-        rounding: To fp8.
+        rounding: The rounding to fp8.
 
     Returns:
         `(T, O)` in the dtype of x.
@@ -103,7 +103,7 @@ def times_rounded(x: Tensor, matrix: Matrix, rounding: Rounding) -> Tensor:
 
 
 def build_of() -> Build:
-    """The form for rows of bfloat16; GPUs before 8.9 have no cast to e4m3, and AMD's e4m3 is another."""
+    """Return the build for bfloat16 rows; GPUs before 8.9 have no cast to e4m3, and AMD's e4m3 differs."""
     types = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
     return Build(
         "rows to fp8",

@@ -1,4 +1,4 @@
-"""A token's heads on their way from the projection to attention and cache, inside of kernels.
+"""A token's heads between the projection and attention or the cache, inside kernels: norm, rope, rounding.
 
 Shapes: R heads, D head dim, H heads of a token.
 """
@@ -13,7 +13,7 @@ __all__ = ["head_rows", "kept"]
 
 @triton.jit
 def _gained(x, gain, at, offset, root, real):
-    """Rows `(R, D)` times the root of their norm and its weight."""
+    """Multiply rows `(R, D)` by the norm's inverse root and its weight."""
     return x * root * (tl.load(gain + at, mask=real, other=0.0).to(tl.float32) + offset)
 
 
@@ -23,13 +23,13 @@ def head_rows(
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     HAS_CLIP: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token, `(R, D)` float32, normalised, clipped and rotated as a layer does.
+    """Load some heads of a token, `(R, D)` float32, and normalise, clip and rotate them as the layer does.
 
-    NORM 1 is a root mean square before the rotation, 2 one after it, 0 none; `gain_row` is its weight's row.
+    NORM 1 is an RMS norm before the rotation, 2 one after it, 0 none; `gain_row` is the row of its weight.
     """
     dim = tl.arange(0, DIMS)
-    # Each dim is turned by its own angle together with its partner; the dims beyond the rotated ones stay.
-    turned = dim < 2 * HALF
+    # Each dim is rotated by its angle together with its partner; dims beyond the rotated ones stay as is.
+    rotated = dim < 2 * HALF
     if INTERLEAVED:
         angle = dim // 2
         first = dim % 2 == 0
@@ -39,7 +39,7 @@ def head_rows(
         first = dim < HALF
         partner = tl.where(first, dim + HALF, dim - HALF)
     real = inside[:, None] & (dim < DIM)[None, :]
-    paired = real & turned[None, :]
+    paired = real & rotated[None, :]
     a = tl.load(x + head[:, None] * DIM + dim[None, :], mask=real, other=0.0).to(tl.float32)
     b = tl.load(x + head[:, None] * DIM + partner[None, :], mask=paired, other=0.0).to(tl.float32)
     if NORM == 1:
@@ -50,9 +50,9 @@ def head_rows(
         a = tl.minimum(tl.maximum(a, -clip), clip)
         b = tl.minimum(tl.maximum(b, -clip), clip)
     if HALF > 0:
-        c = tl.load(cos + angle * angle_step, mask=turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + angle * angle_step, mask=turned, other=0.0).to(tl.float32)
-        a = tl.where(turned[None, :], a * c[None, :] + b * tl.where(first, -s, s)[None, :], a)
+        c = tl.load(cos + angle * angle_step, mask=rotated, other=1.0).to(tl.float32)
+        s = tl.load(sin + angle * angle_step, mask=rotated, other=0.0).to(tl.float32)
+        a = tl.where(rotated[None, :], a * c[None, :] + b * tl.where(first, -s, s)[None, :], a)
     if NORM == 2:
         root = tl.rsqrt(tl.sum(a * a, 1) / DIM + eps)[:, None]
         a = _gained(a, gain, gain_row[:, None] * DIM + dim[None, :], offset, root, real)
@@ -61,9 +61,9 @@ def head_rows(
 
 @triton.jit
 def kept(x, cache, scales, place, writes, like, DIM: tl.constexpr, INT8: tl.constexpr):
-    """New rows `(R, D)` as the cache keeps them, float32; written to their places `(R,)` where `writes`.
+    """Return new rows `(R, D)` as the cache rounds them, in float32; where `writes`, store them at `place`.
 
-    They are rounded to `like`, the layer's dtype, first.
+    They are first rounded to `like`, the layer's dtype.
     """
     dim = tl.arange(0, x.shape[1])[None, :]
     inside = (dim < DIM) & writes[:, None]
@@ -72,7 +72,7 @@ def kept(x, cache, scales, place, writes, like, DIM: tl.constexpr, INT8: tl.cons
     if INT8:
         scale = tl.max(tl.abs(x), 1) / 127.0
         codes = x / tl.maximum(scale, 1.1754943508222875e-38)[:, None]
-        codes = (codes + 12582912.0) - 12582912.0  # to the nearest integer, even ones first
+        codes = (codes + 12582912.0) - 12582912.0  # rounds to the nearest integer, ties to even
         tl.store(scales + place, scale, mask=writes)
         tl.store(cache + row + dim, codes.to(tl.int8), mask=inside)
         x = codes * scale[:, None]

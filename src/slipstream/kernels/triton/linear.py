@@ -1,7 +1,7 @@
-"""`linear` on the GPU, for every weight format: a kernel of ours for one row and for some, torch for many.
+"""`linear` on the GPU, for every weight format: Triton kernels for one row and for some, torch for many.
 
-Many rows are bound by the matrix units, which torch's own product keeps busy; packed weights are unpacked for
-it in one pass.
+Many rows are bound by the matrix units, which torch's product keeps busy; packed weights are unpacked for it
+in one pass.
 
 Shapes: T packed tokens (rows of x), I inputs, O outputs.
 """
@@ -26,34 +26,34 @@ from slipstream.ops.linear import Weight, linear
 __all__ = ["KERNELS", "MOST_ROWS", "matrix_of", "run_linear", "takes_norm", "times"]
 
 MOST_ROWS = 128
-"""Rows up to which a kernel of ours multiplies; for more, packed weights are unpacked and torch does."""
+"""Maximum number of rows for these kernels; for more, packed weights are unpacked and torch multiplies."""
 
 _ONE = 1
-"""The same for dense weights: torch's own product reads them as fast as memory goes from two rows on."""
+"""The maximum for dense weights: from two rows on, torch's product reads them at memory bandwidth."""
 
 
 def matrix_of(weight: Weight) -> Matrix | str:
-    """A weight as kernels take it, or why they do not."""
+    """Return a weight as the kernels take it, or why they cannot read it."""
     known = kind_of(weight.format)
     if known is None:
         return f"the weight format {weight.format!r} is not read"
     if weight.format == "plain" and (len(weight.planes) > 1 or weight.planes[0].stride(-1) != 1):
         return "its rows lie in several runs, or are not contiguous"
     bias, outputs = weight.bias, weight.shape[-2]
-    if bias is not None and bias.shape[-1] != outputs:  # torch repeats a single number
+    if bias is not None and bias.shape[-1] != outputs:  # torch would broadcast a single number
         return f"a bias of shape {tuple(bias.shape)} beside {outputs} outputs is not read"
     return Matrix(list(weight.planes), weight.bias, *known, weight.shape[-2])
 
 
 def takes_norm(x: Tensor) -> bool:
-    """Whether what multiplies these rows also takes the norm before: where there is one, and not too wide."""
+    """Whether the kernel for these rows also applies the norm before: for one row, if it is not too wide."""
     return x.shape[0] == 1 and x.shape[1] <= WIDEST_ROW
 
 
 def times(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
-    """Return what a matrix `(O, I)` and what stands around it make of up to `MOST_ROWS` rows.
+    """Multiply up to `MOST_ROWS` rows by a matrix `(O, I)`, including what precedes and follows the matrix.
 
-    Where `takes_norm` says no, a norm must have been taken already.
+    Where `takes_norm` is false, a norm must have been applied already.
     """
     x = x.contiguous()
     return times_row(x, matrix, around) if takes_norm(x) else times_matrix(x, matrix, around)
@@ -73,7 +73,7 @@ _linear = operator(
 
 
 def run_linear(x: Tensor, weight: Weight) -> Tensor:
-    """Multiply; arguments and result as those of `ops.linear`."""
+    """Compute `ops.linear`."""
     matrix = matrix_of(weight)
     if x.dim() != 2 or not x.shape[0] or isinstance(matrix, str):
         return linear(x, weight)

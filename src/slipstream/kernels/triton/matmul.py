@@ -1,12 +1,11 @@
-"""`linear` of some rows (five to a few hundred) on the GPU, in every weight format, by the matrix units.
+"""`linear` of some rows (two to `linear.MOST_ROWS`) on the GPU, in every weight format, by the matrix units.
 
 A program owns a tile of rows and outputs and one split of the inputs. Weights are decoded to the dtype of x
-on their way; the fields of a byte stand for runs of inputs that lie apart, so each field is one product with
-the inputs that it stands for, and nothing is put back into order. Splits are summed in float32, in order, by
-a second kernel.
+on the fly; the fields of a byte belong to runs of inputs that lie apart, so each field is multiplied with the
+inputs that it belongs to, and nothing is reordered. A second kernel sums the splits in float32, in order.
 
-With experts, rows are pairs of token and expert sorted by expert, and every tile of rows belongs to one of
-them.
+With experts, rows are pairs of token and expert sorted by expert, and every tile of rows belongs to one
+expert.
 
 Source: split-K as in Hoque et al. 2024 (arXiv 2402.00025), with a sum in order instead of atomics; tiles of
 sorted pairs as in Gale et al. 2022 (arXiv 2211.15841).
@@ -33,7 +32,7 @@ from slipstream.kernels.triton.tile import weights_at
 __all__ = ["BUILDS", "Pairs", "build_of", "tile_rows", "times_matrix"]
 
 _LEAST, _MOST = 3, 6
-"""Programs of a processor at a time: fewer leave it waiting, more do not fit."""
+"""Concurrent programs per multiprocessor: fewer leave it waiting, more do not fit."""
 
 _LAUNCH = Launch({"BLOCK": 1024}, warps=4)
 _BUCKET = Bucket("sum of splits", "any", {"BLOCK": (256, 512, 1024, 2048)})
@@ -47,7 +46,7 @@ class Pairs:
         row_of: `(tiles * height,)` int32, the pair of each row of the tiles; -1 for padding.
         expert_of: `(tiles,)` int32, the expert of each tile; -1 for none.
         expert_of_pair: `(pairs,)` int32.
-        height: Rows of a tile.
+        height: Number of rows per tile.
     """
 
     row_of: Tensor
@@ -61,8 +60,8 @@ def _inputs_of(
     x, at_row, real, begin, inputs,
     BYTES: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, FIELD: tl.constexpr,
 ):  # fmt: skip
-    """`(ROWS, BYTES)` in the dtype of x: what field FIELD of the bytes from run `begin` on stands for."""
-    # Written so that the compiler sees which inputs lie side by side, or it would load them one by one.
+    """Load the inputs `(ROWS, BYTES)` that field FIELD of the bytes from run `begin` on belongs to."""
+    # Written so that the compiler sees which inputs are contiguous; it would load them one by one otherwise.
     lane = tl.arange(0, BYTES)
     at = begin * (FIELDS * WIDTH) + FIELD * WIDTH + (lane // WIDTH) * (FIELDS * WIDTH) + lane % WIDTH
     return tl.load(x + at_row[:, None] + at[None, :], mask=real[:, None] & (at < inputs)[None, :], other=0.0)
@@ -70,10 +69,10 @@ def _inputs_of(
 
 @triton.jit
 def _rows_of(row_of, expert_of, rows, outputs, EXPERTS: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of a tile, which of them are real, the rows of x they read, and the first row of their matrix."""
+    """Return a tile's rows, which of them are real, the rows of x they read, and their matrix's first row."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     source = row.to(tl.int64)
-    # A matrix row's number counts those of the experts before it.
+    # Matrix rows are numbered across all experts.
     first = tl.zeros([], tl.int64)
     real = row < rows
     if EXPERTS:
@@ -85,7 +84,7 @@ def _rows_of(row_of, expert_of, rows, outputs, EXPERTS: tl.constexpr, EACH: tl.c
     return row, real, tl.maximum(source, 0), first
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _some_rows(
     x, codes, second, third, multiplier, part, row_of, expert_of,
@@ -120,7 +119,7 @@ def _some_rows(
 
 @triton.jit
 def _summed(part, bias, first, row, rows, outputs, output, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr):
-    """Some outputs of one row: the splits in their order, and the bias."""
+    """Sum the splits of some outputs of one row, in order, and add the bias."""
     there = output < outputs
     y = tl.zeros(output.shape, tl.float32)
     for split in range(SPLITS):
@@ -154,20 +153,21 @@ def _sum_splits(
 
 
 def _fields(kind: int) -> int:
-    """Runs of inputs that a run of bytes of the first plane stands for."""
+    """Return how many runs of inputs one run of bytes of the first plane holds."""
     return 2 if kind >= 3 else 1
 
 
 def _factors(kind: int, dtype: torch.dtype, *, hand: bool) -> dict[str, float]:
-    """What a scale of fp6 is multiplied by before it meets codes, and what sums are afterwards.
+    """Return the factors that correct decoded exponents: of fp6 scales (LIFT) and of the sums (RESCALE).
 
-    By hand in bfloat16 one product does both, a scale's and that of the exponent (`fields`), which is 126 off
-    (e2m3) or 124: as much of it as leaves room for the largest scale. In float16 nothing may be left for the
-    sums, for a weight that is 2^-14 of what it stands for would have lost its bits.
+    With NVIDIA's instructions (`hand`) in bfloat16, one product applies a scale and corrects the exponent
+    (`fields`), which is off by 126 (e2m3) or 124 (e3m2): LIFT is as much of that as leaves room for the
+    largest scale. In float16 nothing may be left for the sums, as a weight at 2^-14 of its value would have
+    lost bits.
 
-    A scale is rounded to the 8 bits of bfloat16 before, and its product with a code once more, by 2^-8 at
-    most each, where the weights of a model in bfloat16 are rounded once, and codes by 2^-4. On random numbers
-    results are off by 2.8e-3 of theirs; of weights that are rounded once by 2.3e-3, of none by 1.7e-3.
+    A scale is first rounded to the 8 bits of bfloat16, and its product with a code once more, by at most 2^-8
+    each; the weights of a model in bfloat16 are rounded once, and codes by 2^-4. On random numbers results
+    have a relative error of 2.8e-3; with weights rounded once 2.3e-3, with unrounded weights 1.7e-3.
     """
     if hand:
         whole = kind < 5 or dtype != torch.bfloat16
@@ -176,17 +176,17 @@ def _factors(kind: int, dtype: torch.dtype, *, hand: bool) -> dict[str, float]:
 
 
 def tile_rows(rows: int) -> int:
-    """Rows of one tile: a matrix unit has at least sixteen."""
+    """Return the number of rows per tile; a matrix unit takes at least sixteen."""
     return min(max(int(triton.next_power_of_2(rows)), 16), 64)
 
 
 def _form(kind: int, itemsize: int, rows: int, *, experts: bool, hand: bool) -> tuple[Bucket, Launch]:
     width = 16 // itemsize if kind == 0 else 16
-    # 128 bytes of a row at a time, half as many where what is decoded, or x, would take too much room.
+    # 128 bytes of a row at a time, half as many where decoded weights, or x, would take too much room.
     step = 128 if kind == 0 or (hand and (kind < 3 or (kind < 5 and rows < 32))) else 64
     sizes = {"ROWS": rows, "OUTPUTS": 64, "RUNS": step // itemsize // width if kind == 0 else step // width}
-    # Up to 32 rows each of two warps has 32 outputs, and takes four bytes of a weight's row at once from
-    # shared memory; four warps multiply as one, and take two. By no hand 64 rows spill with four warps.
+    # Up to 32 rows, each of two warps has 32 outputs and reads four bytes of a weight's row at once from
+    # shared memory; four warps multiply as one, and read two. Without `hand`, 64 rows spill with four warps.
     warps = 2 if hand and rows < 64 else 8 if not hand and kind >= 3 and rows >= 64 else 4
     stages = 5 if hand and kind < 3 and rows < 32 else 4 if hand or kind < 3 else 3
     launch = Launch({**sizes, "WIDTH": width}, warps=warps, stages=stages)
@@ -199,9 +199,9 @@ def _form(kind: int, itemsize: int, rows: int, *, experts: bool, hand: bool) -> 
 
 
 def _splits(tiles: int, steps: int, device: torch.device) -> int:
-    """Splits of the inputs, each of at least four steps.
+    """Return the number of splits of the inputs, each of at least four steps.
 
-    A processor has whole programs, and one costs about two steps beside its own.
+    A multiprocessor runs whole programs, and each costs about two steps in addition to its own.
     """
 
     def time(splits: int) -> int:
@@ -215,13 +215,13 @@ def _splits(tiles: int, steps: int, device: torch.device) -> int:
 def times_matrix(
     x: Tensor, matrix: Matrix, around: Around, *, pairs: Pairs | None = None, each: int = 1
 ) -> Tensor:
-    """Return what a matrix, and what stands after it, makes of each row, or of each pair of row and expert.
+    """Multiply each row, or each pair of row and expert, by a matrix, including what follows the matrix.
 
     Args:
         x: `(T, I)`, contiguous.
         matrix: `(O, I)` or `(E, O, I)`, its planes contiguous.
-        around: Activation and residual; a norm must have been taken already.
-        pairs: Of rows and experts, where there are experts.
+        around: Activation and residual; a norm must have been applied already.
+        pairs: The pairs of row and expert, where there are experts.
         each: How many consecutive pairs share a row of x.
 
     Returns:
@@ -263,12 +263,12 @@ def times_matrix(
 def _joined(
     part: Tensor, bias: Tensor | None, expert_of_row: Tensor | None, around: Around, dtype: torch.dtype
 ) -> Tensor:
-    """Sum the splits `(splits, T, O)`, add the bias, and finish."""
+    """Sum the splits `(splits, T, O)`, add the bias, and apply activation and residual."""
     splits, rows, outputs = part.shape
     width = outputs // 2 if around.gated else outputs
     out = part.new_empty(rows, width, dtype=dtype)
     optional = (bias, expert_of_row, around.residual)
-    # Of a grid only the first side may be longer than 65535, which pairs of token and expert can be.
+    # Only a grid's first dimension may exceed 65535, as the number of pairs of token and expert can.
     number = generation(part.device)
     launch = launched(_BUCKET, _LAUNCH, number)
     _sum_splits[(rows, triton.cdiv(width, launch.sizes["BLOCK"]))](
@@ -288,7 +288,7 @@ def _joined(
 
 
 def build_of(name: str, kind: int, rows: int, *, experts: bool = False, hand: bool = False) -> Build:
-    """The form for a format, by name and number, and tiles of some rows."""
+    """Return the build for a format, given by name and number, and for tiles of some rows."""
     types = {
         "x": "*bf16",
         "codes": "*bf16" if kind == 0 else "*u8",

@@ -31,9 +31,8 @@ def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
     """Sort pairs of token and expert by expert, and lay them out in tiles of one expert each.
 
     Args:
-        chosen: `(T, k)` int64; what is below 0 or not below E is in no tile.
+        chosen: `(T, k)` int64; pairs with an expert below 0, or not below E, are in no tile.
         experts: E.
-
     """
     flat = torch.where((chosen >= 0) & (chosen < experts), chosen, experts).flatten()
     pairs, device = flat.shape[0], flat.device
@@ -114,10 +113,10 @@ def _run(
     pairs = sort_pairs(chosen, experts_in.shape[0])
     y = _over_pairs(x, experts_in, chosen.shape[1], pairs, KINDS[activation], gated)
     y = _over_pairs(y, experts_out, 1, pairs, -1, False)
-    said = y.view(*chosen.shape, -1).float() * weights[..., None]
-    if isinstance(router, tuple):  # rows of pairs that are in no tile were never written
-        said = torch.where((chosen >= 0)[..., None], said, 0.0)
-    return said.sum(1).to(x.dtype)
+    weighted = y.view(*chosen.shape, -1).float() * weights[..., None]
+    if isinstance(router, tuple):  # rows of pairs that are in no tile have not been written
+        weighted = torch.where((chosen >= 0)[..., None], weighted, 0.0)
+    return weighted.sum(1).to(x.dtype)
 
 
 def _refuse(facts: Facts) -> str | None:

@@ -1,4 +1,4 @@
-"""The end of a decode step inside of a kernel that chose a token: what `ops.following` says, for one row."""
+"""`ops.next_step.Following.take` for one row, at the end of a kernel that chose the row's token."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 __all__ = ["FOLLOWING", "follow", "given_following"]
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def follow(
     row, token, tokens, counts, token_ids, positions, kv_lens, slots, block_table, ahead, width,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Make the next step of one row; the program that does is the only one of the row that does."""
+    """Prepare the next step of one row; only one program per row may do so."""
     count = tl.load(counts + row)
     tl.store(tokens + row * ahead + count, token)
     tl.store(counts + row, count + 1)
@@ -33,12 +33,12 @@ def follow(
 def given_following(
     following: list[Tensor], block_size: int, otherwise: Tensor
 ) -> tuple[list[Tensor], tuple[int, int], dict[str, Any]]:
-    """What a launch is given: tensors, their sizes, and constants.
+    """Return the arguments of a launch for the next step: tensors, their sizes, and constants.
 
     Args:
-        following: Of `Following.tensors`, or none.
+        following: The result of `Following.tensors`, or empty for no next step.
         block_size: Tokens per cache block.
-        otherwise: Stands for the tensors that are not there, and is not read.
+        otherwise: Placeholder for absent tensors; not read.
     """
     constants = {"FOLLOWS": bool(following), "SIZE": block_size}
     if not following:
@@ -53,4 +53,4 @@ FOLLOWING: dict[str, Any] = {
     "FOLLOWS": True,
     "SIZE": 32,
 }
-"""Types of these arguments, for builds."""
+"""Types and constants of these arguments, for builds."""

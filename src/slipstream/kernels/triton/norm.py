@@ -1,4 +1,4 @@
-"""`norm` on the GPU: one program per row, which is read once; a residual that it is added to, in the same go.
+"""`norm` on the GPU: one program per row, which is read once, and optionally added to a residual.
 
 Shapes: R rows, C width.
 """
@@ -22,10 +22,10 @@ from slipstream.spec import Norm
 __all__ = ["BUILDS", "KERNELS", "WIDEST", "build_of", "norm_onto", "run_norm"]
 
 WIDEST = 1 << 15
-"""A wider row does not fit into the registers of one program."""
+"""Maximum width of a row: a wider one does not fit into the registers of one program."""
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _norm_rows(
     x, weight, bias, residual, out, width, weight_rows, eps, offset, factor,
@@ -51,7 +51,7 @@ def _norm_rows(
 
 def _form(width: int) -> tuple[Bucket, Launch]:
     block = triton.next_power_of_2(width)
-    # 16 bytes per thread and load, up to what one program may have.
+    # 16 bytes per thread and load, with at most 16 warps.
     launch = Launch({"BLOCK": block}, warps=min(max(block // 256, 1), 16))
     return Bucket("norm", str(block), {}, warps=(1, 2, 4, 8, 16)), launch
 
@@ -69,8 +69,8 @@ def _launch(
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
     if rows:
-        some = weight if weight is not None else bias
-        weight_rows = 1 if some is None else max(some.numel() // width, 1)
+        present = weight if weight is not None else bias
+        weight_rows = 1 if present is None else max(present.numel() // width, 1)
         _norm_rows[(rows,)](
             x,
             x if weight is None else weight,
@@ -97,12 +97,12 @@ _norm = operator(
 
 
 def _fits(x: Tensor, vector: Tensor | None) -> bool:
-    """Whether a weight or bias is `(C,)`, or one row for each of the last rows of `x`."""
+    """Whether a weight or bias is None, or is contiguous with the shape of the last dimensions of `x`."""
     return vector is None or (vector.is_contiguous() and vector.shape == x.shape[x.dim() - vector.dim() :])
 
 
 def run_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, spec: Norm) -> Tensor:
-    """Normalise; arguments and result as those of `ops.norm`."""
+    """Compute `ops.norm`."""
     same = weight is None or bias is None or weight.shape == bias.shape
     if x.shape[-1] > WIDEST or not same or not _fits(x, weight) or not _fits(x, bias):
         return norm(x, weight, bias, spec=spec)
@@ -119,8 +119,8 @@ def norm_onto(
         x: `(R, C)`, of at most `2^15` columns.
         weight: `(C,)` or None.
         bias: `(C,)` or None.
-        spec: Of the norm.
-        factor: Of what is added.
+        spec: The norm.
+        factor: Multiplies the norm's output.
     """
     return _norm(  # type: ignore[no-any-return]
         x, weight, bias, residual, spec.kind == "layer", [spec.eps, spec.offset, factor]
@@ -133,7 +133,7 @@ KERNELS = (Kernel("norm", "triton", "cuda", functools.partial(refuse, dtypes=_DT
 
 
 def build_of(width: int, layer: bool) -> Build:
-    """The form for rows of a width."""
+    """Return the build for rows of a width."""
     types = {
         "x": "*bf16",
         "weight": "*bf16",

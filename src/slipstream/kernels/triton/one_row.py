@@ -1,13 +1,14 @@
-"""One row times a matrix in any weight format, with what stands before and after it in a layer.
+"""One row times a matrix in any weight format, with the norm before it and what follows it in a layer.
 
-Few programs walk over all outputs. Each takes the whole row into registers first, normalised, so that a
-norm costs no launch of its own and is taken once; from then on nothing but weights is read, some outputs at a
-time, several tiles ahead, through shared memory. Products are summed in float32. After the matrix come bias,
-activation (of gate and up, whose rows a tile takes in pairs), and the residual.
+A few programs loop over all outputs. Each first loads the whole row into registers and normalises it, so that
+the norm needs no launch of its own and is computed once; from then on only weights are read, a tile of
+outputs at a time, several tiles ahead, through shared memory. Products are summed in float32. The matrix is
+followed by bias, activation (of gate and up, whose rows are paired within a tile), and residual.
 
-Where the device can, a launch begins while its predecessor ends (`overlap`). A next one that multiplies is
-not let in any earlier: its programs would go where there is room first, and those of a processor that is
-given many would end last, for each has its share of the tiles from the start. Attention is, for it is small.
+Where the device supports it, a launch begins while its predecessor ends (`overlap`). A following product is
+not let in any earlier: its programs would be placed wherever there is room first, and on a multiprocessor
+that gets many they would end last, as each has a fixed share of the tiles. Attention is let in, as it is
+small.
 
 Source: a loop over tiles with the vector held by the program as in persistent GEMV kernels; NVIDIA CUDA
 Programming Guide, "Programmatic Dependent Launch", for the overlap of launches.
@@ -53,7 +54,7 @@ from slipstream.ops.activation import KINDS
 __all__ = ["BUILDS", "WIDEST_ROW", "build_of", "times_row"]
 
 WIDEST_ROW = 1 << 15
-"""Inputs of a row that the registers of a program can hold."""
+"""Maximum number of inputs of a row that the registers of a program can hold."""
 
 _NARROW = 8192
 
@@ -63,7 +64,7 @@ def _store(
     y, before, out, place, there, factor,
     HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Finish `(OUTPUTS,)` and store them; gate and up lie side by side in it."""
+    """Apply activation and residual to sums `(OUTPUTS,)` and store them; `y` has gate and up interleaved."""
     if GATED:
         first, second = tl.split(tl.reshape(y, (y.shape[0] // 2, 2)))
         y = gate(first, second, ACTIVATION)
@@ -74,7 +75,7 @@ def _store(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=there)
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _one_row(
     x, codes, second, third, multiplier, bias, gain, shift, residual, out,
@@ -110,11 +111,11 @@ def _one_row(
         row = output.to(tl.int64)[:, None]
         place = tile * stored + tl.arange(0, stored)
         there = place < (outputs // 2 if GATED else outputs)
-        # What is small is asked for first: behind the sums nothing would hide how long it takes.
+        # Small loads are issued first: after the sums nothing would hide their latency.
         times, added, before, scale, least = 1.0, 0.0, 0.0, 1.0, 0.0
         if FORMAT >= 5:
-            # Before the words: the compiler then brings scales to the threads that have the sums, and not
-            # sums to those that asked for scales. Of int4, with more sums a thread, it is more operations.
+            # Before the words: the compiler then moves scales to the threads that hold the sums, not sums to
+            # those that loaded scales. For int4, with more sums per thread, that takes more operations.
             scale, least = groups_at(third, third, row, real, words // BLOCKS, TAKEN, 1, False)
         first, high = words_of(codes, second, row, real, word, words, stride, inputs, FORMAT, ALIGNED)
         if FORMAT == 3 or FORMAT == 4:
@@ -134,19 +135,19 @@ def _one_row(
 
 
 def _form(kind: int, itemsize: int, inputs: int, around: Around, *, narrow: bool) -> tuple[Bucket, Launch]:
-    """Tile, programs per processor and depth: enough bytes on their way, and a row that fits registers."""
+    """Choose sizes so that enough bytes are in flight and the row fits into registers."""
     padded = max(int(triton.next_power_of_2(inputs)), 512)
     each = itemsize if kind == 0 else 1
     # A thread holds 32 numbers of the row, or 64 of a long one.
     warps = min(max(padded // (32 * 32), 2), 16)
     outputs = max(2, min(8, (1 << 14) // (padded * each)))
     programs = max(1, 16 // warps)
-    if interpreted():  # there a program costs more than what it computes
+    if interpreted():  # a program then costs more than what it computes
         outputs, programs = 16, 1
     sizes = {"OUTPUTS": outputs, "PROGRAMS": programs, "AHEAD": 3}
     shape = f"{name_of(kind)}{', float32' if kind == 0 and itemsize > 2 else ''}, up to {padded} inputs"
     shape += ("", ", norm", ", layer norm")[around.norm] + (", gate" if around.gated else "")
-    # Of a narrow matrix tiles are few, and each had better be small.
+    # A narrow matrix has few tiles, which should be small.
     shape += f", up to {_NARROW} outputs" if narrow else ""
     choices = {"OUTPUTS": (2, 4, 8) if around.gated else (1, 2, 4, 8), "PROGRAMS": (1, 2, 3, 4, 6, 8)}
     choices["AHEAD"] = (2, 3, 4, 6)
@@ -154,7 +155,7 @@ def _form(kind: int, itemsize: int, inputs: int, around: Around, *, narrow: bool
 
 
 def _way(kind: int, itemsize: int, *, hand: bool) -> int:
-    """How a row is multiplied: 0 as float32, 1 as integers, 2 as pairs of float16."""
+    """Return how a row is multiplied: 0 in float32, 1 as integers, 2 as pairs of float16."""
     if itemsize > 2:
         return 0
     return 1 if kind in INTEGERS else 2 if kind in PAIRED and hand else 0
@@ -163,11 +164,11 @@ def _way(kind: int, itemsize: int, *, hand: bool) -> int:
 def _constants(
     kind: int, itemsize: int, blocks: int, inputs: int, around: Around, number: int
 ) -> dict[str, Any]:
-    """What the kernel is compiled for, but for what depends on the tensors at hand."""
+    """Return the kernel's compile-time constants, except those that depend on the tensors at hand."""
     hand = by_hand(number, least=89 if kind == 2 else 80)
     way = _way(kind, itemsize, hand=hand or interpreted())
     words = max(int(triton.next_power_of_2(-(-inputs // PER_WORD[kind]))), 128)
-    # By float32 only codes of fp8 are converted by the hardware.
+    # For products in float32 only fp8 codes are converted by the hardware.
     converts = by_hand(number, least=89) and kind in PAIRED and (kind == 2 or way == 2)
     return {
         "FORMAT": kind,
@@ -192,7 +193,7 @@ def _constants(
 
 
 def _by_fours(vector: Tensor | None, x: Tensor, kind: int) -> Tensor | None:
-    """A vector of the row's 16-bit dtype as int64, four to one, where it can be read so."""
+    """Return a vector in the row's 16-bit dtype viewed as int64, four numbers each, where possible."""
     if vector is None or kind == 0 or vector.dtype != x.dtype or vector.element_size() != 2:
         return vector
     fits = vector.numel() % 4 == 0 and vector.storage_offset() % 4 == 0 and vector.is_contiguous()
@@ -200,12 +201,12 @@ def _by_fours(vector: Tensor | None, x: Tensor, kind: int) -> Tensor | None:
 
 
 def times_row(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
-    """Return what a matrix, and what stands around it, makes of one row.
+    """Multiply one row by a matrix, including the norm before it and what follows it.
 
     Args:
         x: `(1, I)`, contiguous, of at most `WIDEST_ROW` inputs.
         matrix: `(O, I)`.
-        around: Norm before; activation and residual after.
+        around: The norm before the matrix; activation and residual after it.
 
     Returns:
         `(1, O)`, or `(1, O / 2)` where gated, in the dtype of x.
@@ -215,7 +216,7 @@ def times_row(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
     number = generation(x.device)
     launch = launched(*_form(kind, x.element_size(), inputs, around, narrow=outputs <= _NARROW), number)
     codes, second, third, multiplier = planes_of(matrix.planes, kind)
-    # Rows whose codes are less than a byte are padded to whole runs, those of a byte a code are not.
+    # Rows of codes smaller than a byte are padded to whole runs, rows of one byte per code are not.
     whole = inputs % 4 == 0 and codes.stride(0) % 4 == 0 and codes.data_ptr() % 16 == 0
     aligned = kind not in (1, 2) or whole
     stride = codes.stride(0)
@@ -242,13 +243,13 @@ def times_row(x: Tensor, matrix: Matrix, around: Around) -> Tensor:
 
 
 def build_of(name: str, inputs: int, around: str = "", *, narrow: bool = False, number: int = 90) -> Build:
-    """The form for a format and a row of some inputs, for a generation (0 for the canary on AMD).
+    """Return the build for a weight format and a row length on a GPU generation (0 for the AMD canary).
 
     Args:
-        name: Of the weight format.
+        name: Name of the weight format.
         inputs: I.
-        around: Text that names what stands around the matrix.
-        narrow: It has few outputs.
+        around: Text that names what surrounds the matrix.
+        narrow: Whether the matrix has few outputs.
         number: Compute capability (80, 90), or 0.
     """
     kind, blocks = kind_of(name) or (0, 1)

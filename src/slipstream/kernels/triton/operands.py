@@ -1,4 +1,4 @@
-"""A matrix as the kernels take it, and what stands before and after it in a layer.
+"""A matrix as the kernels take it, and what precedes and follows it in a layer.
 
 Shapes: T rows, I inputs, O outputs, E experts.
 """
@@ -20,8 +20,8 @@ class Matrix:
     Attributes:
         planes: `(O, n)` each, or `(E, O, n)`.
         bias: `(O,)` or `(E, O)`, or None.
-        kind: Number of the weight format.
-        blocks: Blocks of 32 inputs in one of its groups.
+        kind: Number of the weight format in `decode.FORMATS`.
+        blocks: Blocks of 32 inputs per group of the format.
         outputs: O.
     """
 
@@ -34,19 +34,19 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Around:
-    """What stands before and after a matrix.
+    """The norm before a matrix, and the activation and residual after it.
 
     Attributes:
         norm: 0 for none, 1 for an RMS norm, 2 for a layer norm.
-        eps: Of the norm.
-        offset: Added to its weight.
-        gain: Its weight, `(I,)`, or None.
-        shift: Its bias, `(I,)`, of a layer norm; or None.
+        eps: The norm's epsilon.
+        offset: Added to the norm's weight.
+        gain: The norm's weight, `(I,)`, or None.
+        shift: The bias of a layer norm, `(I,)`, or None.
         activation: A number of `ops.activation.KINDS`, -1 for none.
-        gated: The matrix is `[gate | up]`.
+        gated: Whether the matrix is `[gate | up]`.
         residual: `(T, O)` or, where gated, `(T, O / 2)`; or None.
         factor: Multiplies what is added to the residual.
-        lets: Whether the next kernel, which takes little room, may come in while this one runs.
+        lets: Whether the next kernel, which occupies little of the GPU, may start while this one runs.
     """
 
     norm: int = 0
@@ -62,7 +62,7 @@ class Around:
 
 
 def planes_of(planes: list[Tensor], kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, second and third plane and multipliers of rows; what a format lacks is never read."""
+    """Return codes, second and third plane and row multipliers; codes stand in for what a format lacks."""
     codes = planes[0].view(torch.uint8) if kind == 1 else planes[0]
     second = planes[1] if kind >= 3 else codes
     third = planes[2] if kind == 3 or kind >= 5 else codes

@@ -1,7 +1,7 @@
-"""Launches that overlap: a kernel is let in before its predecessor has ended, and waits for it inside.
+"""Overlapping launches: a kernel may start before its predecessor has ended, and then waits for it.
 
-Every kernel that is launched so must wait before it reads or writes what others have to do with; then all of
-its predecessor's predecessors have ended too, for that one has waited for them. A captured graph keeps the
+Every kernel that is launched this way must wait before it reads or writes memory that other kernels use; then
+all earlier kernels have ended too, since the predecessor has waited for them. A captured graph keeps the
 overlap.
 
 Source: NVIDIA CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA,
@@ -20,12 +20,12 @@ __all__ = ["let_in", "overlapping", "overlaps", "wait_for_predecessor"]
 
 
 def overlaps(generation: int) -> bool:
-    """Whether launches overlap on a GPU of this compute capability (80, 90): since Hopper."""
+    """Whether launches overlap on a GPU of this compute capability (80, 90): from Hopper on."""
     return generation >= 90 and torch.version.hip is None and not interpreted()
 
 
 def overlapping(generation: int) -> dict[str, bool]:
-    """What a launch says where it may begin before its predecessor has ended."""
+    """Return the launch options that let a kernel begin before its predecessor has ended."""
     return {"launch_pdl": True} if overlaps(generation) else {}
 
 
@@ -38,9 +38,9 @@ def wait_for_predecessor(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def let_in(OVERLAPS: tl.constexpr):
-    """Let the next kernel's programs begin where there is room, which wait for this one to end.
+    """Let the next kernel's programs start where there is room; they wait for this kernel to end.
 
-    For kernels that leave most processors idle; of others the end lets the next one in.
+    For kernels that leave most multiprocessors idle; other kernels let the next one in by ending.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()

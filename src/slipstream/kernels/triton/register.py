@@ -1,4 +1,4 @@
-"""Makes a launch an operator of torch, so that graphs can record it and torch.compile can pass over it."""
+"""Makes a launch a torch operator, which graphs can record and torch.compile does not trace into."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) 
     `torch.library.Library` costs half of what `torch.library.custom_op` does per call (1.8 us).
 
     Args:
-        schema: As torch writes it, "norm(Tensor x, float eps) -> Tensor".
-        launch: Runs the kernel on CUDA tensors (on any, where Triton interprets).
-        fake: Makes results of the right shape and dtype on tensors without data.
+        schema: In torch's notation, "norm(Tensor x, float eps) -> Tensor".
+        launch: Runs the kernel on CUDA tensors (also on CPU tensors, where Triton interprets kernels).
+        fake: Makes results of the right shape and dtype for tensors without data.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -30,12 +30,12 @@ def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) 
     if interpreted():
         _LIBRARY.impl(name, launch, "CPU")
     torch.library.register_fake(f"slipstream::{name}", fake, lib=_LIBRARY)
-    found: Callable[..., Any] = getattr(torch.ops.slipstream, name).default
-    return found
+    defined: Callable[..., Any] = getattr(torch.ops.slipstream, name).default
+    return defined
 
 
 def _guarded(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """A launch on the GPU that has the tensors, where Triton alone would take the current one."""
+    """Run a launch on the GPU that holds the tensors; Triton by itself would use the current one."""
 
     def run(*arguments: Any) -> Any:
         index = next(_indices(arguments))

@@ -1,4 +1,4 @@
-"""`rope` on the GPU: every head of some tokens by one program.
+"""`rope` on the GPU: a program rotates some heads of one token.
 
 Shapes: T packed tokens, H heads, D head dim, R rotated dims.
 """
@@ -20,7 +20,7 @@ from slipstream.ops.bind import Kernel
 __all__ = ["BUILDS", "KERNELS", "build_of"]
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _rotate(
     x, cos, sin, out, heads, stride,
@@ -29,8 +29,8 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, DIMS)
-    # Each dim is turned by its own angle together with its partner; the dims beyond the rotated ones stay.
-    turned = dim < 2 * HALF
+    # Each dim is rotated by its angle together with its partner; dims beyond the rotated ones stay as is.
+    rotated = dim < 2 * HALF
     if INTERLEAVED:
         angle = dim // 2
         partner = tl.where(dim % 2 == 0, dim + 1, dim - 1)
@@ -42,11 +42,11 @@ def _rotate(
     inside = (head < heads)[:, None] & (dim < DIM)[None, :]
     base = token * stride + head[:, None] * DIM
     a = tl.load(x + base + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + base + partner[None, :], mask=inside & turned[None, :], other=0.0).to(tl.float32)
-    c = tl.load(cos + token * HALF + angle, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + token * HALF + angle, mask=turned, other=0.0).to(tl.float32)
+    b = tl.load(x + base + partner[None, :], mask=inside & rotated[None, :], other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + angle, mask=rotated, other=1.0).to(tl.float32)
+    s = tl.load(sin + token * HALF + angle, mask=rotated, other=0.0).to(tl.float32)
     y = a * c[None, :] + b * tl.where(first, -s, s)[None, :]
-    y = tl.where(turned[None, :], y, a)
+    y = tl.where(rotated[None, :], y, a)
     place = (token * heads + head[:, None]) * DIM + dim[None, :]
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
@@ -59,7 +59,7 @@ def _form(heads: int, dim: int) -> tuple[Bucket, Launch]:
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     tokens, heads, dim = x.shape
-    # The heads of q, k and v lie side by side: a token's own are together, tokens are not.
+    # q, k and v may be parts of one tensor: the heads of a token are contiguous, tokens are not.
     if x.stride()[1:] != (dim, 1):
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -97,7 +97,7 @@ KERNELS = (Kernel("rope", "triton", "cuda", functools.partial(refuse, dtypes=_DT
 
 
 def build_of(heads: int, dim: int, half: int, interleaved: bool) -> Build:
-    """The form for some heads, of which `2 * half` dims are turned."""
+    """Return the build for some heads, of which `2 * half` dims are rotated."""
     types = {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "out": "*bf16", "heads": "i32", "stride": "i32"}
     bucket, launch = _form(heads, dim)
     return Build(

@@ -1,7 +1,7 @@
-"""`rope_cache` on the GPU: a token's heads rotated and kept by one launch, where torch would need five.
+"""`rope_cache` on the GPU: one launch rotates and caches a token's heads, where torch would need five.
 
-A program takes some heads of one token: queries, which it rotates, or keys and values, which it rotates (the
-keys), rounds as the cache keeps them, and writes to their slot.
+A program takes some heads of one token: queries, which it rotates, or keys and values. Of these it rotates
+the keys, rounds both as the cache stores them, and writes them to their slot.
 
 Shapes: T packed tokens, H heads, K kv heads, D head dim, R rotated dims, P blocks (pages), Z tokens per
     block.
@@ -27,7 +27,7 @@ from slipstream.ops.kv_cache import CachePart
 __all__ = ["BUILDS", "KERNELS", "build_of"]
 
 
-# The arguments of a launch are what the host hands over, in registers that the driver fills; one each.
+# A launch passes pointers and numbers one by one, so the arguments cannot be grouped into objects.
 @triton.jit
 def _rotate_and_keep(
     q, k, v, cos, sin, out, k_cache, v_cache, k_scales, v_scales, slots,
@@ -42,14 +42,14 @@ def _rotate_and_keep(
     sin += token * angle_row
     if block < query_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
-        asks = head < heads
+        is_query = head < heads
         rows = head_rows(
-            q + token * q_row, head, asks, head, q, cos, sin, angle_step, 0.0, 0.0, 0.0,
+            q + token * q_row, head, is_query, head, q, cos, sin, angle_step, 0.0, 0.0, 0.0,
             DIM, HALF, INTERLEAVED, 0, False, DIMS,
         )  # fmt: skip
         dim = tl.arange(0, DIMS)[None, :]
         own = (token * heads + head)[:, None] * DIM + dim
-        tl.store(out + own, rows.to(out.dtype.element_ty), mask=asks[:, None] & (dim < DIM))
+        tl.store(out + own, rows.to(out.dtype.element_ty), mask=is_query[:, None] & (dim < DIM))
     else:
         head = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
         inside = head < kv_heads
@@ -84,7 +84,7 @@ def _launch(
 ) -> Tensor:
     tokens, heads, dim = q.shape
     kv_heads, int8 = k.shape[1], caches[0].dtype == torch.int8
-    # The heads of q, k and v lie side by side: a token's own are together, tokens are not.
+    # q, k and v may be parts of one tensor: the heads of a token are contiguous, tokens are not.
     q, k, v = (t if t.stride()[1:] == (dim, 1) else t.contiguous() for t in (q, k, v))
     cos, sin = tables or (q, q)
     if cos.stride() != sin.stride():
@@ -93,7 +93,7 @@ def _launch(
     if tokens:
         launch = launched(*_form(heads, dim, int8), generation(q.device))
         each = launch.sizes["HEADS"]
-        # Where nothing is rotated, queries stay where they are.
+        # Where nothing is rotated, queries are returned as they are, and need no programs.
         queries = triton.cdiv(heads, each) if tables else 0
         _rotate_and_keep[(tokens, queries + triton.cdiv(kv_heads, each))](
             *(q, k, v, cos, sin, out, *caches, slots),
@@ -130,8 +130,8 @@ def _run(
 ) -> Tensor:
     (keys, k_scales), (values, v_scales) = parts_of(k_cache), parts_of(v_cache)
     caches = [keys, values, k_scales, v_scales]
-    turned: Tensor = _rope_cache(q, k, v, list(tables or ()), caches, slots, interleaved)
-    return q if tables is None else turned
+    rotated: Tensor = _rope_cache(q, k, v, list(tables or ()), caches, slots, interleaved)
+    return q if tables is None else rotated
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,7 +140,7 @@ KERNELS = (Kernel("rope_cache", "triton", "cuda", functools.partial(refuse, dtyp
 
 
 def build_of(heads: int, dim: int, *, interleaved: bool = False, int8: bool = False) -> Build:
-    """The form for some heads that are rotated whole."""
+    """Return the build for some heads of which all dims are rotated."""
     types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"slots": "*i64"}
     types |= dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else "*bf16")
     types |= dict.fromkeys(("cos", "sin", "k_scales", "v_scales"), "*fp32")

@@ -1,8 +1,8 @@
-"""The pieces of the kernel of one row: the row in registers, and a tile of the words of some outputs.
+"""Parts of the one-row kernel: loading the row into registers, and multiplying a tile of words by it.
 
 Shapes: I inputs, O outputs of a tile, W words of a row (`words.PER_WORD` inputs each). A thread takes a run
-    of four words, 16 bytes, of fp6 a group of two runs beside one of upper bits; they stand for the 16 inputs
-    of each of PARTS parts. Of dense matrices it takes one number.
+    of four words (16 bytes), for fp6 a group of two runs and one run of upper bits; these hold 16 inputs of
+    each of PARTS parts. For dense matrices it takes one number.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ __all__ = ["groups_at", "row_sums", "row_taken", "sums_of_runs", "words_of"]
 
 @triton.jit
 def _four_of(wide, KIND: tl.constexpr):
-    """Four neighbours out of 64 bits each, of bfloat16 or float16: a tuple of `(W,)` float32."""
-    found = nothing()
+    """Unpack four bfloat16 or float16 numbers from each 64 bits: a tuple of `(W,)` float32."""
+    four = nothing()
     for half in tl.static_range(2):
         word = (wide >> (32 * half)).to(tl.int32)
         if tl.bfloat16 == KIND:
-            found = found + ((word << 16).to(tl.float32, bitcast=True),)  # noqa: RUF005
-            found = found + ((word & -65536).to(tl.float32, bitcast=True),)  # noqa: RUF005
+            four = four + ((word << 16).to(tl.float32, bitcast=True),)  # noqa: RUF005
+            four = four + ((word & -65536).to(tl.float32, bitcast=True),)  # noqa: RUF005
         else:
-            found = found + (word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)  # noqa: RUF005
+            four = four + (word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)  # noqa: RUF005
             upper = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-            found = found + (upper.to(tl.float32),)  # noqa: RUF005
-    return found
+            four = four + (upper.to(tl.float32),)  # noqa: RUF005
+    return four
 
 
 @triton.jit
 def _loaded(vector, at, inputs, WHOLE: tl.constexpr):
-    """Numbers of a vector, zeros beyond its end; masks cost as much as all that is done with a number."""
+    """Load numbers, zeros beyond the end; unless WHOLE, masks cost as much as all else done per number."""
     return tl.load(vector + at) if WHOLE else tl.load(vector + at, mask=at < inputs, other=0)
 
 
@@ -42,10 +42,10 @@ def _loaded(vector, at, inputs, WHOLE: tl.constexpr):
 def _row(
     vector, inputs, KIND: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """A row by runs of PER inputs: a tuple of their first, second, ... inputs, `(COUNT,)` float32 each.
+    """Load a row by runs of PER inputs: a tuple of their first, second, ... inputs, `(COUNT,)` float32 each.
 
-    A vector of 16-bit numbers may come four to an int64: loaded one by one, they keep a program from its
-    weights for microseconds.
+    A vector of 16-bit numbers may be given as int64, four numbers each: loading them one by one delays the
+    loads of weights by microseconds.
     """
     fields = nothing()
     run = tl.arange(0, COUNT)
@@ -55,8 +55,8 @@ def _row(
             fields = fields + _four_of(_loaded(vector, four, inputs // 4, WHOLE), KIND)  # noqa: RUF005
     else:
         for index in tl.static_range(PER):
-            one = _loaded(vector, run * PER + index, inputs, WHOLE).to(tl.float32)
-            fields = fields + (one,)  # noqa: RUF005
+            numbers = _loaded(vector, run * PER + index, inputs, WHOLE).to(tl.float32)
+            fields = fields + (numbers,)  # noqa: RUF005
     return fields
 
 
@@ -66,7 +66,7 @@ def _centred(
     LAYER: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, COUNT: tl.constexpr,
     PER: tl.constexpr,
 ):  # fmt: skip
-    """A row as a norm with a mean or a bias hands it on, zero beyond its end; the first three are tuples."""
+    """Apply a norm with a mean or a bias to a row, zero beyond its end; the first three are tuples."""
     first = tl.arange(0, COUNT) * PER
     mean = 0.0
     if LAYER:
@@ -76,18 +76,18 @@ def _centred(
         mean = tl.sum(total) / inputs
     squares = tl.zeros([COUNT], tl.float32)
     for index in tl.static_range(PER):
-        off = tl.where(first + index < inputs, fields[index] - mean, 0.0)
-        squares += off * off
+        difference = tl.where(first + index < inputs, fields[index] - mean, 0.0)
+        squares += difference * difference
     root = tl.rsqrt(tl.sum(squares) / inputs + eps)
-    found = nothing()
+    normed = nothing()
     for index in tl.static_range(PER):
-        one = (fields[index] - mean) * root
+        numbers = (fields[index] - mean) * root
         if HAS_GAIN:
-            one = one * (gains[index] + offset)
+            numbers = numbers * (gains[index] + offset)
         if HAS_SHIFT:
-            one += shifts[index]
-        found = found + (tl.where(first + index < inputs, one, 0.0),)  # noqa: RUF005
-    return found
+            numbers += shifts[index]
+        normed = normed + (tl.where(first + index < inputs, numbers, 0.0),)  # noqa: RUF005
+    return normed
 
 
 @triton.jit
@@ -101,35 +101,35 @@ def _measured(
     SQUARES: tl.constexpr, HAS_GAIN: tl.constexpr, OFFSET: tl.constexpr, LARGEST: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Fields times the gains, the sum of their squares before, and the largest magnitude after.
+    """Return fields times gains, the sum of squares before that, and the largest magnitude after it.
 
-    That is infinite where the sum is none, so that zero times it is none, too. Threads meet once for both:
-    every such meeting keeps a program from its weights for a tenth of a microsecond.
+    The latter is infinite where the sum is NaN, so that zero times it is NaN, too. Both are reduced at once:
+    every synchronisation of threads delays a program's weights by a tenth of a microsecond.
     """
     squares = tl.zeros(fields[0].shape, tl.float32)
     largest = tl.zeros(fields[0].shape, tl.float32)
-    found = nothing()
+    scaled = nothing()
     for index in tl.static_range(COUNT):
-        one = fields[index]
+        numbers = fields[index]
         if SQUARES or LARGEST:
-            squares += one * one
+            squares += numbers * numbers
         if SQUARES and HAS_GAIN:
-            one = one * (gains[index] + offset if OFFSET else gains[index])
+            numbers = numbers * (gains[index] + offset if OFFSET else gains[index])
         if LARGEST:
-            largest = tl.maximum(largest, tl.abs(one))
-        found = found + (one,)  # noqa: RUF005
+            largest = tl.maximum(largest, tl.abs(numbers))
+        scaled = scaled + (numbers,)  # noqa: RUF005
     total, most = 0.0, 0.0
     if LARGEST:
         total, most = tl.reduce((squares, largest), 0, _both)
         most = tl.where(total == total, most, float("inf"))
     elif SQUARES:
         total = tl.sum(squares)
-    return found, total, most
+    return scaled, total, most
 
 
 @triton.jit
 def _words_at(codes, at, there, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Words `(OUTPUTS, W)`; of a plane whose rows begin anywhere, byte by byte."""
+    """Load words `(OUTPUTS, W)`; byte by byte where the plane's rows are not aligned."""
     if FORMAT == 0:
         word = tl.load(codes + at, mask=there, other=0.0)
     elif ALIGNED:
@@ -145,10 +145,10 @@ def _words_at(codes, at, there, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 def words_of(
     codes, second, row, real, word, words, stride, inputs, FORMAT: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Words `(OUTPUTS, W)` of some rows, and of fp6 those of the upper bits, `(OUTPUTS, W / 2)`."""
+    """Load words `(OUTPUTS, W)` of some rows, and for fp6 those of the upper bits, `(OUTPUTS, W / 2)`."""
     inside = real[:, None] & (word < words)[None, :]
     if FORMAT >= 5:
-        # Every word of the upper bits is asked for by one thread alone, and a warp asks for whole lines.
+        # Each word of the upper bits is loaded by a single thread, and a warp loads whole cache lines.
         half = tl.arange(0, word.shape[0] // 2)
         upper = real[:, None] & (half < words // 2)[None, :]
         first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)
@@ -157,7 +157,7 @@ def words_of(
         first = _words_at(codes, row * stride + word[None, :], inside, FORMAT, True)
         high = first
     else:
-        # What lies beyond the last input belongs to the next row.
+        # Bytes beyond the last input belong to the next row.
         there = nothing()
         for byte in tl.static_range(4):
             there = there + (real[:, None] & (4 * word + byte < inputs)[None, :],)  # noqa: RUF005
@@ -170,7 +170,7 @@ def words_of(
 def _products(
     first, high, fields, FORMAT: tl.constexpr, PARTS: tl.constexpr, HAND: tl.constexpr
 ):  # fmt: skip
-    """Products in float32, summed over what a thread takes; of dense matrices each word alone."""
+    """Return products in float32, summed over what a thread takes; for dense matrices not summed."""
     if FORMAT == 0:
         sums = first.to(tl.float32) * fields[0][None, :]
     else:
@@ -188,7 +188,7 @@ def _products(
 def groups_at(
     second, third, row, real, words, RUNS: tl.constexpr, BLOCKS: tl.constexpr, MINIMUM: tl.constexpr
 ):  # fmt: skip
-    """Scale and minimum of the groups of runs of 16 bytes, `(OUTPUTS, RUNS)` float32 each."""
+    """Load scale and minimum of each run of 16 bytes, those of its group, `(OUTPUTS, RUNS)` float32 each."""
     run = tl.arange(0, RUNS)
     group = row * (words // 4 // BLOCKS) + (run // BLOCKS)[None, :]
     there = real[:, None] & (run < words // 4)[None, :]
@@ -206,13 +206,13 @@ def row_taken(
     KIND: tl.constexpr, WAY: tl.constexpr, COUNT: tl.constexpr, PER: tl.constexpr,
     WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A row as a norm hands it on, but for one factor, by COUNT runs of PER inputs.
+    """Load a row as COUNT runs of PER inputs, and apply a norm up to one common factor.
 
     Returns:
-        The first, second, ... inputs of the runs, a tuple of `(COUNT,)` float32; what all of them are still
-        to be multiplied by; and the largest magnitude among them, where WAY makes use of it.
+        The first, second, ... inputs of the runs, a tuple of `(COUNT,)` float32; the factor that all of them
+        are still to be multiplied by; and the largest magnitude among them, where WAY needs it.
     """
-    # A norm's weight is older than the predecessor, and need not wait for it.
+    # A norm's weight is not written by the predecessor, so these loads need not wait for it.
     gains = nothing()
     shifts = nothing()
     if HAS_GAIN:
@@ -237,7 +237,7 @@ def row_taken(
 
 @triton.jit
 def sums_of_runs(fields, PER: tl.constexpr):
-    """What the inputs of each run come to."""
+    """Return the sum of the inputs of each run."""
     total = fields[0]
     for which in tl.static_range(1, PER):
         total += fields[which]
@@ -250,17 +250,17 @@ def row_sums(
     FORMAT: tl.constexpr, PARTS: tl.constexpr, WAY: tl.constexpr, HAND: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's words times the row, `(O,)` float32; `counts` is the unit of a row as codes or pairs."""
+    """Multiply a tile's words by the row, `(O,)` float32; `counts` is the unit of integers or pairs."""
     if WAY == 2:
-        found = pairs(first, high, fields, PARTS, FORMAT, HAND, CONVERTS) * counts
+        sums = pairs(first, high, fields, PARTS, FORMAT, HAND, CONVERTS) * counts
     elif WAY == 1:
-        found = dots(first.to(tl.int32, bitcast=True), fields, PARTS, HAND) * counts
+        sums = dots(first.to(tl.int32, bitcast=True), fields, PARTS, HAND) * counts
     else:
-        found = _products(first, high, fields, FORMAT, PARTS, HAND)
+        sums = _products(first, high, fields, FORMAT, PARTS, HAND)
     if FORMAT == 4:
-        found -= 8.0 * of_run[None, :]
+        sums -= 8.0 * of_run[None, :]
     if FORMAT >= 3:
-        found = found * scale
+        sums = sums * scale
     if FORMAT == 3:
-        found += of_run[None, :] * least
-    return tl.sum(found, 1)
+        sums += of_run[None, :] * least
+    return tl.sum(sums, 1)

@@ -1,4 +1,4 @@
-"""Decode steps in the fewest launches: five for a layer like Llama's.
+"""Decode steps in as few launches as possible: five for a layer like Llama's.
 
 1. norm, qkv
 2. q/k norm, rope, cache, attention
@@ -6,11 +6,11 @@
 4. norm, mlp_in, activation
 5. mlp_out, residual
 
-That is for one sequence. For more, norms are launches of their own; a packed matrix takes two (its splits are
-summed by the second, which also has activation and residual), a dense one is torch's product.
-Norms behind a branch are launches of their own, and mixtures of experts run as the op.
+That is for one sequence. For more, norms are separate launches; a packed matrix takes two launches (the
+second sums the splits and applies activation and residual), a dense one is multiplied by torch.
+Norms after a branch are separate launches, and mixtures of experts run as the op.
 
-Shapes: T tokens, one of each sequence; C hidden, F feed-forward width.
+Shapes: T tokens, one per sequence; C hidden, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KNOWN = {
     "alibi", "alibi_scale", "alibi_in_mask", "sinks", "rope", "qk_norm",
     "clip_qkv", "moe",
 }
-"""What of a spec is honoured here, or refused below."""
+"""Fields of a spec that are implemented here, or refused below."""
 
 _ROLES = {
     Role.ATTN_NORM, Role.QKV, Role.Q_NORM, Role.K_NORM, Role.SINKS,
@@ -64,16 +64,16 @@ _ROLES = {
     Role.MLP_POST_NORM, Role.ROUTER, Role.ROUTER_BIAS, Role.EXPERTS_IN, Role.EXPERTS_OUT,
     Role.SHARED_IN, Role.SHARED_OUT, Role.SHARED_GATE,
 }
-"""What a layer may be made of."""
+"""Roles that a layer may have."""
 # fmt: on
 
 
 def refuse_block(block: BlockLike) -> str | None:
-    """Why a layer's decode steps run op by op, or None where they run fused."""
+    """Return why a layer's decode steps run op by op, or None if they run fused."""
     spec, vectors = block.spec, block.weights.vectors
-    for one in fields(spec):  # what later specs say is refused until somebody has thought of it here
-        if one.name not in _KNOWN and getattr(spec, one.name) != one.default:
-            return f"{one.name}={getattr(spec, one.name)!r} is not in it"
+    for field in fields(spec):  # fields added to the spec later are refused until they are handled here
+        if field.name not in _KNOWN and getattr(spec, field.name) != field.default:
+            return f"{field.name}={getattr(spec, field.name)!r} is not in it"
     strange = [role for role in (*block.weights.matrices, *vectors) if role not in _ROLES]
     if strange:
         return f"the role {strange[0]} is not in it"
@@ -116,12 +116,12 @@ def _refuse_qk_norm(spec: BlockSpec, vectors: Mapping[Role, VectorLike]) -> str 
 
 
 def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
-    """Choose what runs all blocks on a GPU.
+    """Choose the implementation that runs all blocks on a GPU.
 
     Args:
         blocks: The layers in order.
-        otherwise: `model.frame.run_stack`, for steps that are no decode steps, and for layers that are not
-            accepted.
+        otherwise: The fallback, `model.frame.run_stack`, for steps other than decode steps, and for layers
+            that are not accepted.
     """
     reasons = [reason for block in blocks if (reason := refuse_block(block)) is not None]
     refused = {"triton": f"{len(reasons)} of {len(blocks)} layers: {reasons[0]}"} if reasons else {}
@@ -133,40 +133,40 @@ def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
 class TritonStack:
     """Runs layers over packed tokens and the paged cache, as `model.frame.run_stack` does.
 
-    Weights are read where the model has them; nothing is kept but which of them were accepted.
+    Weights are read in place; the stack only remembers which of them were accepted.
     """
 
     def __init__(self, otherwise: Run) -> None:
-        """Take what runs other steps and other layers."""
+        """Take the fallback for other steps and other layers."""
         self._otherwise = otherwise
         self._accepted: dict[int, WeightsLike] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TritonStack:
-        """For a copy of the engine."""
+        """Return a stack for a copy of the engine, which has not accepted any weights yet."""
         return TritonStack(self._otherwise)
 
     def __call__(
         self, blocks: Sequence[Any], x: Tensor, step: Step, caches: Caches, tables: Tables
     ) -> Tensor:
-        """Run some layers that follow each other.
+        """Run consecutive layers over packed tokens and the paged cache.
 
         Args:
-            blocks: All of the engine's, or some in a row.
-            x: `(T, C)`; not changed.
+            blocks: All blocks of the engine, or a contiguous part of them.
+            x: `(T, C)`; not modified.
             step: Lengths, slots and block table.
             caches: `(k, v)` of each of the blocks, `(P, Z, K, D)`; updated in place.
-            tables: Angles by rope, `(T, R / 2)`.
+            tables: Cosines and sines by rope, `(T, R / 2)`.
 
         Returns:
-            `(T, C)`, what leaves the last of them.
+            `(T, C)`, the output of the last block.
         """
         rows = x.shape[0]
         is_decode = step.max_query_len == 1 and step.kv_lens.shape[0] == rows
         if not is_decode or not 0 < rows <= MOST_ROWS or x.dtype not in _DTYPES or not blocks:
             return self._otherwise(blocks, x, step, caches, tables)
         most = max(block.spec.kv_heads for block in blocks)
-        # One launch clears the counters of all layers: a step that was broken off leaves none behind.
-        # Each layer's begin at a multiple of 16 bytes, or every other launch would be compiled for less.
+        # One launch clears the arrival counters of all layers: an aborted step leaves no counts behind.
+        # Each layer's counters begin at a multiple of 16 bytes: other launches would be compiled separately.
         counters = -(-rows * most // 4) * 4
         arrived = torch.zeros(len(blocks), counters, dtype=torch.int32, device=x.device)
         x = x.contiguous()
@@ -210,7 +210,7 @@ def _layer(
 
 
 def _onto(residual: Tensor, x: Tensor, block: BlockLike, role: Role, post: Role) -> Tensor:
-    """`residual + scale * post(matrix(x))`."""
+    """Return `residual + scale * post(matrix(x))`."""
     if post in block.weights.vectors:
         return _added(residual, _times(x, block, role, Around()), block, post)
     return _times(x, block, role, Around(residual=residual, factor=block.spec.residual_scale))
@@ -224,7 +224,7 @@ def _added(residual: Tensor, branch: Tensor, block: BlockLike, post: Role) -> Te
 
 
 def _before(block: BlockLike, role: Role) -> Around:
-    """The norm that stands before a matrix."""
+    """Return the norm in front of a matrix."""
     vector, norm = block.weights.vectors.get(role), block.spec.norm
     if vector is None:
         return Around()
@@ -249,7 +249,7 @@ def _heads(block: BlockLike, tables: Tables) -> Heads:
 
 
 def _times(x: Tensor, block: BlockLike, role: Role, around: Around) -> Tensor:
-    """A role's matrix with what stands before and after it."""
+    """Multiply by a role's matrix, including the norm before it and what follows it."""
     weight = block.weights.matrices[role]
     matrix = matrix_of(weight)
     if isinstance(matrix, str):

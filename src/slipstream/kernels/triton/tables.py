@@ -1,13 +1,14 @@
-"""How kernels are launched, by kernel, GPU generation and shape bucket: `tables/sm_*.json`.
+"""Launch parameters by kernel, GPU generation and shape bucket: `tables/sm_*.json`.
 
-Each kernel's file has a rule that fits every shape. A table has what `scripts/tune_kernels` found to be
-better for a bucket of shapes on one generation; it is read once, and nothing is tuned at run time. What a
-table says about a bucket replaces some of the rule's sizes, its warps and its stages:
+Each kernel's file has a rule that works for every shape. A table holds what `scripts/tune_kernels` found to
+be better for a bucket of shapes on one generation; it is read once, and nothing is tuned at run time. The
+table's entry for a bucket replaces some of the rule's sizes, its warps and its stages:
 
     {"generation": 90, "kernels": {"norm": {"4096": {
         "sizes": {}, "warps": 8, "stages": 1, "triton": "3.6.0", "us": 2.9, "on": "NVIDIA H200"}}}}
 
-`us` and `on` are absent where nothing was timed: such an entry is what compiles within its bounds.
+`us` and `on` are absent where nothing was timed: such an entry was chosen because it compiles within the
+kernel's bounds.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ from slipstream.kernels.triton.target import Bucket, Launch, interpreted
 __all__ = ["FOLDER", "launched", "read", "trial"]
 
 FOLDER = Path(__file__).parent / "tables"
-"""Where the package keeps its tables."""
+"""The folder of the package's tables."""
 
 
 _trials: dict[tuple[str, str], Launch] = {}
 
 
 def launched(bucket: Bucket, rule: Launch, generation: int) -> Launch:
-    """Return how a bucket is launched: as on trial, else as in the generation's table, else by the rule.
+    """Return a bucket's launch parameters: those on trial, else of the generation's table, else of the rule.
 
     Args:
         bucket: Kernel and shapes.
-        rule: The kernel's own answer, with all sizes.
+        rule: The launch parameters by the kernel's rule, with all sizes.
         generation: Compute capability as one number (80, 90).
     """
     if _trials and (bucket.kernel, bucket.shape) in _trials:
         return _trials[bucket.kernel, bucket.shape]
-    if interpreted():  # there a program costs more than what it computes: rules are made for that
+    if interpreted():  # a program then costs more than what it computes, which rules take into account
         return rule
-    found = _table(generation).get(bucket.kernel, {}).get(bucket.shape)
-    if found is None:
+    entry = _table(generation).get(bucket.kernel, {}).get(bucket.shape)
+    if entry is None:
         return rule
-    return Launch({**rule.sizes, **found["sizes"]}, found["warps"], found["stages"])
+    return Launch({**rule.sizes, **entry["sizes"]}, entry["warps"], entry["stages"])
 
 
 @contextmanager
 def trial(bucket: Bucket, launch: Launch) -> Iterator[None]:
-    """Launch a bucket like this for a while; for tuners and tests, in one thread.
+    """Use given launch parameters for a bucket within the context; for tuners and tests, in one thread.
 
     Args:
         bucket: Kernel and shapes.
-        launch: With all of the kernel's sizes.
+        launch: The launch parameters, with all of the kernel's sizes.
     """
     _trials[bucket.kernel, bucket.shape] = launch
     try:
@@ -64,10 +65,10 @@ def trial(bucket: Bucket, launch: Launch) -> Iterator[None]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what a table's file holds.
+    """Return the contents of a table's file.
 
     Raises:
-        ValueError: It is no table; the message names file and entry.
+        ValueError: An entry is invalid; the message names file and entry.
     """
     held = json.loads(file.read_text())
     for kernel, buckets in held["kernels"].items():
@@ -82,6 +83,6 @@ def read(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def _table(generation: int) -> dict[str, dict[str, Any]]:
-    """Buckets by kernel of a generation; empty where nobody has tuned for it."""
+    """Return a generation's buckets by kernel; empty where no table exists for it."""
     file = FOLDER / f"sm_{generation}.json"
     return read(file)["kernels"] if file.exists() else {}

@@ -1,4 +1,4 @@
-"""What the kernels are compiled for, and what each compiled form must hold to."""
+"""What the kernels are compiled for, and the requirements on each compiled form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Bucket", "Build", "Launch", "by_hand", "generation", "interpreted", 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one shape bucket of a kernel is launched.
+    """The launch parameters of one shape bucket of a kernel.
 
     Attributes:
         sizes: Values of the kernel's own constants, by name.
@@ -30,20 +30,20 @@ class Launch:
     stages: int = 1
 
     def options(self) -> dict[str, int]:
-        """The keywords of a launch."""
+        """Return the keyword arguments of a launch."""
         return {**self.sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Shapes of one kernel that are launched alike.
+    """Shapes of one kernel that share launch parameters.
 
     Attributes:
         kernel: The first key into a table.
-        shape: The second: what of the shapes decides, as text ("int4, 1 row, norm").
+        shape: The second key: the properties of the shapes that matter, as text ("int4, 1 row, norm").
         choices: Values that a tuner may try for each of the kernel's sizes.
-        warps: Numbers of warps that it may try.
-        stages: Depths of the pipeline that it may try.
+        warps: Numbers of warps that a tuner may try.
+        stages: Pipeline depths that a tuner may try.
     """
 
     kernel: str
@@ -58,16 +58,16 @@ class Build:
     """One form of a kernel, to be compiled ahead of time on a machine without a GPU.
 
     Attributes:
-        name: Kernel and what is particular about this form.
+        name: The kernel and the distinguishing properties of this form.
         kernel: The jitted function.
         types: Triton's type of each argument by name ("*bf16", "i32"), or the value of a constant.
-        launch: As the form is launched.
-        divisible: Integers that are multiples of 16 when it is launched; pointers always are.
-        registers: Most registers that a thread may use.
-        wide_loads: Least number of 128-bit loads.
-        needs: Instructions that must be in NVIDIA's machine code.
-        targets: Names of what it is compiled for.
-        bucket: Whose entry in a generation's table replaces `launch`, where there is one.
+        launch: The launch parameters of the form.
+        divisible: Names of integer arguments that are multiples of 16 at launch; pointers always are.
+        registers: Maximum number of registers per thread.
+        wide_loads: Minimum number of 128-bit loads.
+        needs: Instructions that must occur in NVIDIA's machine code.
+        targets: Names of the targets that the form is compiled for.
+        bucket: The bucket whose entry in a generation's table, if any, replaces `launch`.
     """
 
     name: str
@@ -83,34 +83,34 @@ class Build:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels by its interpreter, on the CPU."""
+    """Whether Triton runs kernels in its interpreter, on the CPU."""
     return bool(triton.knobs.runtime.interpret)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; interpreted, a number that makes small cases take the ways of large ones."""
+    """Return a GPU's number of multiprocessors; interpreted, few, so that small cases take all code paths."""
     return 8 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def generation(device: torch.device) -> int:
-    """A GPU's compute capability as one number (80, 90); interpreted, 90."""
+    """Return a GPU's compute capability as one number (80, 90); 90 where kernels are interpreted."""
     major, minor = (9, 0) if interpreted() else torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def by_hand(generation: int, least: int = 80) -> bool:
-    """Whether kernels may use NVIDIA's own instructions, those of compute capability `least` (80, 89, 90)."""
+    """Whether kernels may use NVIDIA's instructions of compute capability `least` (80, 89, 90)."""
     return generation >= least and torch.version.hip is None and not interpreted()
 
 
 def refuse(facts: Facts, *, dtypes: tuple[Any, ...]) -> str | None:
-    """Why no kernel of this backend should be chosen, or None.
+    """Return why a kernel of this backend should not be chosen, or None if it may be.
 
     Args:
-        facts: As `bind` gives them.
-        dtypes: That the kernel computes in.
+        facts: As `bind` passes them.
+        dtypes: The dtypes that the kernel computes in.
     """
     if facts.dtype not in dtypes:
         return f"computes in {', '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {facts.dtype}"

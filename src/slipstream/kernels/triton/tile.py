@@ -1,7 +1,7 @@
-"""A tile of packed weights as matrix units take it: of the bytes of some rows, each field a block of weights.
+"""Decodes a tile of packed weights for the matrix units: one block of weights per field of the bytes.
 
-Blocks of bytes have two dimensions, so that a warp reads runs of rows and not a column of them. Nothing but
-operations on single elements stands between loads and products, so that bytes go from shared memory to those
+Blocks of bytes have two dimensions, so that a warp reads runs of rows and not a column of them. There are
+only elementwise operations between loads and products, so that bytes go from shared memory directly to the
 registers where products expect them.
 
 Shapes: G runs of WIDTH bytes, BYTES = G * WIDTH.
@@ -21,16 +21,17 @@ __all__ = ["weights_at"]
 
 @triton.jit
 def _each(group, TIMES: tl.constexpr):
-    """`(OUTPUTS, G)` with each column TIMES times, `(OUTPUTS, G * TIMES)`."""
+    """Repeat each column of `(OUTPUTS, G)` TIMES times: `(OUTPUTS, G * TIMES)`."""
     wide = tl.broadcast_to(group[:, :, None], (group.shape[0], group.shape[1], TIMES))
     return tl.reshape(wide, (group.shape[0], group.shape[1] * TIMES))
 
 
 @triton.jit
 def _upper_bits(second, own, begin, limit, ODD: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr):
-    """Of fp6, `(OUTPUTS, BYTES)`: bytes of the other plane for even runs, or for odd ones, and else zeros.
+    """Load fp6's upper bits for the even runs, or for the odd ones: `(OUTPUTS, BYTES)`, zeros elsewhere.
 
-    Of a run of them the lower nibbles belong to one run of the first plane, the upper ones to the next.
+    In a run of the second plane, the lower nibbles belong to one run of the first plane, the upper ones to
+    the next.
     """
     lane = tl.arange(0, BYTES)
     run = lane // WIDTH
@@ -41,7 +42,7 @@ def _upper_bits(second, own, begin, limit, ODD: tl.constexpr, BYTES: tl.constexp
 
 @triton.jit
 def _first_half(group):
-    """The first half of the columns of `(OUTPUTS, 2 G)`."""
+    """Return the first half of the columns of `(OUTPUTS, 2 G)`."""
     halves = tl.reshape(group, (group.shape[0], 2, group.shape[1] // 2))
     first, _ = tl.split(tl.permute(halves, (0, 2, 1)))
     return first
@@ -51,10 +52,10 @@ def _first_half(group):
 def _groups(
     second, third, matrix_row, begin, runs, BLOCKS: tl.constexpr, FORMAT: tl.constexpr, RUNS: tl.constexpr
 ):  # fmt: skip
-    """Scale and minimum of the groups of some runs, `(OUTPUTS, RUNS / BLOCKS)` float32 each."""
+    """Load scale and minimum of the groups of some runs, `(OUTPUTS, RUNS / BLOCKS)` float32 each."""
     GROUPS: tl.constexpr = RUNS // BLOCKS
-    # Four columns of 16 bits at least: each thread of four warps then has two of them, and no less can be on
-    # its way while the step before is computed.
+    # At least four columns of 16 bits: each thread of four warps then has two of them, the least that can be
+    # loaded asynchronously while the previous step is computed.
     WIDE: tl.constexpr = GROUPS if GROUPS > 4 else 4
     column = tl.arange(0, WIDE)
     # Written so that the compiler sees what the first group is a multiple of.
@@ -73,7 +74,7 @@ def _field(
     codes, even, odd, scale, minimum,
     FIELD: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Weights `(OUTPUTS, BYTES)` of one field; of bytes by the conversions that the compiler has."""
+    """Decode the weights `(OUTPUTS, BYTES)` of one field; int8 codes by the compiler's own conversion."""
     if FORMAT == 1:
         weights = codes.to(tl.int8, bitcast=True).to(KIND)
     else:
@@ -91,11 +92,11 @@ def weights_at(
     FORMAT: tl.constexpr, FIELDS: tl.constexpr, BLOCKS: tl.constexpr, LIFT: tl.constexpr,
     HAND: tl.constexpr, KIND: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of the weights `(OUTPUTS, BYTES)` of each field of some runs of some rows."""
+    """Return a tuple of the weights `(OUTPUTS, BYTES)` of each field of some runs of some rows."""
     BYTES: tl.constexpr = RUNS * WIDTH
     own = matrix_row[:, None] * stride
     at = begin * WIDTH + tl.arange(0, BYTES)
-    # Rows of whole bytes end anywhere: what lies beyond the last input belongs to the next row.
+    # Rows of one byte or more per weight are not padded: what follows the last input is the next row.
     limit = inputs if FORMAT <= 2 else runs * WIDTH
     first = tl.load(
         codes + (own * 2 if FORMAT >= 5 else own) + at[None, :], mask=(at < limit)[None, :], other=0
@@ -114,9 +115,9 @@ def weights_at(
         even = _upper_bits(second, own, begin, limit, 0, BYTES, WIDTH)
         odd = _upper_bits(second, own, begin, limit, 1, BYTES, WIDTH)
     if HAND:
-        found = fields_of(first, even, odd, scale, minimum, FORMAT, tl.bfloat16 == KIND)
+        blocks = fields_of(first, even, odd, scale, minimum, FORMAT, tl.bfloat16 == KIND)
     else:
-        found = nothing()
+        blocks = nothing()
         for field in tl.static_range(FIELDS):
-            found = found + (_field(first, even, odd, scale, minimum, field, FORMAT, KIND),)  # noqa: RUF005
-    return found
+            blocks = blocks + (_field(first, even, odd, scale, minimum, field, FORMAT, KIND),)  # noqa: RUF005
+    return blocks

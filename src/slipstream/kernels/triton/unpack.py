@@ -1,6 +1,6 @@
-"""Packed matrices as dense ones, in one pass: what torch's product takes where rows are many.
+"""Unpacks matrices to dense ones in one pass, for torch's product where there are many rows.
 
-A weight is read once as it is stored and written once as the matrix units want it.
+A weight is read once as it is stored and written once in the dtype that the matrix units take.
 
 Shapes: I inputs, O outputs, G runs of bytes of a row.
 """
@@ -49,7 +49,7 @@ def _unpack(
 
 
 def _runs_of_group(kind: int, blocks: int) -> int:
-    """Runs that a group of some blocks of 32 inputs has: here one of fp6 stands for 64 inputs."""
+    """Return the number of runs in a group of some blocks of 32 inputs; here a run of fp6 holds 64 inputs."""
     return max(2 * blocks // PARTS[kind], 1)
 
 
@@ -88,13 +88,13 @@ _unpacked = operator(
 
 
 def unpacked(matrix: Matrix, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return `(O, I)` of a matrix in a packed format."""
+    """Return the dense matrix `(O, I)` of a packed one."""
     shape = [matrix.outputs, inputs]
     return _unpacked(matrix.planes, matrix.kind, matrix.blocks, shape, dtype)  # type: ignore[no-any-return]
 
 
 def build_of(name: str) -> Build:
-    """The form for a format."""
+    """Return the build for a format."""
     kind, blocks = kind_of(name) or (0, 1)
     types = {"codes": "*u8", "second": "*u8" if kind >= 5 else "*fp16", "third": "*fp16"}
     types |= {"multiplier": "*fp32", "out": "*bf16"}

@@ -1,12 +1,11 @@
-"""Weight formats by words of four bytes, inside of kernels; `slipstream.formats` draws the bytes.
+"""Decodes weight formats by words of four bytes, inside kernels; `slipstream.formats` documents the bytes.
 
-A row's time is that of its integer operations, of which a processor does half as many as of products: so
-bits are placed into a float by as few of them as there are. An integer becomes the mantissa of a float where
-it stands, by one operation of logic; fields that are floats themselves go two at a time into a pair of
-float16.
+A row's time is that of its integer operations, of which a multiprocessor does half as many as products: so
+bits are placed into floats with as few of them as possible. An integer becomes the mantissa of a float in
+place, by one logic operation; fields that are floats themselves go two at a time into a pair of float16.
 
-`HAND` takes the one instruction that the compiler does not find by itself; without it the same numbers come
-out.
+`HAND` uses the single instruction that the compiler does not find by itself; without it the results are the
+same.
 
 Source: NVIDIA PTX ISA, `lop3` and `cvt`.
 """
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 PER_WORD = {0: 1, 1: 4, 2: 4, 3: 8, 4: 8, 5: 8, 6: 8}
-"""Inputs that a word, with what belongs to it in other planes, stands for."""
+"""Inputs that a word holds, together with its bits in other planes, by format number."""
 
 INTEGERS = (1, 3, 4)
 """Formats whose codes are integers, which can be multiplied four at a time."""
@@ -43,19 +42,19 @@ PAIRED = (2, 5, 6)
 
 @triton.jit
 def nothing():
-    """A tuple to begin with, of which type checkers believe that it can grow."""
+    """Return an empty tuple to append to, for which type checkers accept that it grows."""
     return ()
 
 
 @triton.jit
 def _shifted(word, BY: tl.constexpr):
-    """Bits moved up by BY, or down where it is negative."""
+    """Shift bits up by BY, or down where it is negative."""
     return word << BY if BY >= 0 else word >> -BY
 
 
 @triton.jit
 def _by_asm(TEXT: tl.constexpr, word):
-    """What one instruction makes of a word: 32 bits of 32."""
+    """Apply one instruction, from 32 bits to 32 bits, to each word."""
     return tl.inline_asm_elementwise(TEXT, "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
 
 
@@ -63,10 +62,10 @@ def _by_asm(TEXT: tl.constexpr, word):
 def _placed(
     word, PLACE: tl.constexpr, MASK: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, HAND: tl.constexpr
 ):  # fmt: skip
-    """A field at bit PLACE, less BIAS, as float32: `MASK` has its bits, `FLIP` those that are inverted first.
+    """Return the field at bit PLACE, minus BIAS, as float32; the bits in `FLIP` of `MASK` are inverted first.
 
-    It stays at its bit, or 16 below where it would reach the exponent, which is chosen so that its lowest bit
-    counts one.
+    The field stays at its bit, or 16 below where it would overlap the exponent; the exponent is chosen so
+    that the field's lowest bit counts one.
     """
     low: tl.constexpr = PLACE if PLACE < 16 else PLACE - 16
     onto: tl.constexpr = (0x4B000000 - (low << 23)) | (FLIP << low)
@@ -83,20 +82,20 @@ def _placed(
 
 @triton.jit
 def _half(pair, UPPER: tl.constexpr, HAND: tl.constexpr):
-    """One of a pair of float16, as float32."""
+    """Return one of a pair of float16 as float32."""
     if HAND and UPPER:
-        found = _by_asm("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", pair)
-        found = found.to(tl.float32, bitcast=True)
+        number = _by_asm("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", pair)
+        number = number.to(tl.float32, bitcast=True)
     else:
         if UPPER:
             pair = pair >> 16
-        found = pair.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return found
+        number = pair.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return number
 
 
 @triton.jit
 def _converted(word, PAIR: tl.constexpr, E5M2: tl.constexpr):
-    """What bytes 2 PAIR and the next stand for, two float16, by the hardware."""
+    """Convert bytes 2 PAIR and 2 PAIR + 1 with the hardware, to two float16."""
     two = _shifted(word, -16 * PAIR).to(tl.uint16)
     if E5M2:
         pair = tl.inline_asm_elementwise(
@@ -111,7 +110,7 @@ def _converted(word, PAIR: tl.constexpr, E5M2: tl.constexpr):
 
 @triton.jit
 def _fp8_pair(word, PAIR: tl.constexpr, HAND: tl.constexpr):
-    """What bytes 2 PAIR and the next stand for; without the hardware 2^-8 times that of PAIR and PAIR + 2."""
+    """Decode bytes 2 PAIR and the next; without the hardware PAIR and PAIR + 2, to 2^-8 of their values."""
     if HAND:
         pair = _converted(word, PAIR, False)
     else:
@@ -122,31 +121,31 @@ def _fp8_pair(word, PAIR: tl.constexpr, HAND: tl.constexpr):
 
 @triton.jit
 def _fp8_at(word, BYTE: tl.constexpr, HAND: tl.constexpr):
-    """By the hardware what the code stands for, else 2^-8 times that."""
+    """Return the value of a code as the hardware decodes it, else 2^-8 times the value."""
     if HAND:
-        found = _half(_fp8_pair(word, BYTE // 2, HAND), BYTE % 2 == 1, HAND)
+        weight = _half(_fp8_pair(word, BYTE // 2, HAND), BYTE % 2 == 1, HAND)
     else:
-        found = _half(_fp8_pair(word, BYTE % 2, HAND), BYTE >= 2, HAND)
-    return found
+        weight = _half(_fp8_pair(word, BYTE % 2, HAND), BYTE >= 2, HAND)
+    return weight
 
 
 @triton.jit
 def _fp6_pair(low, high, PART: tl.constexpr, PAIR: tl.constexpr, E3M2: tl.constexpr):
-    """Bytes PAIR and PAIR + 2 of the 6-bit codes of one part of four, two float16."""
+    """Return bytes PAIR and PAIR + 2 of the 6-bit codes of one of four parts, as two float16."""
     odd: tl.constexpr = 8 * PAIR
-    more: tl.constexpr = 1 if E3M2 else 0
-    pair = _shifted(low, 7 + more - odd - 4 * (PART % 2)) & (0x07800780 << more)
-    pair = pair | (_shifted(high, 11 + more - odd - 2 * PART) & (0x08000800 << more))
+    wider: tl.constexpr = 1 if E3M2 else 0
+    pair = _shifted(low, 7 + wider - odd - 4 * (PART % 2)) & (0x07800780 << wider)
+    pair = pair | (_shifted(high, 11 + wider - odd - 2 * PART) & (0x08000800 << wider))
     return pair | (_shifted(high, 14 - odd - 2 * PART) & 0x80008000)
 
 
 @triton.jit
 def _fp6_bytes(low, high, PART: tl.constexpr):
-    """Four 6-bit codes of one part of four as bytes of a wider exponent: e2m3 as e4m3, and e3m2 as e5m2.
+    """Return four 6-bit codes of one of four parts as bytes: e2m3 as e4m3, and e3m2 as e5m2.
 
-    These stand for 2^-6 and 2^-12 of what the codes do.
+    As the exponents are wider, these have 2^-6 and 2^-12 of the values of the codes.
     """
-    # One product brings a code's uppermost bit and its sign, side by side, to bits 4 and 7 of its byte.
+    # One product moves a code's uppermost bit and its sign, which are adjacent, to bits 4 and 7 of its byte.
     down: tl.constexpr = 2 if PART == 3 else 0
     place: tl.constexpr = 2 * PART - down
     bits = (_shifted(high, -down) & (0x03030303 << place)) * (0x50 >> place)
@@ -160,9 +159,9 @@ def _fp6_at(low, high, PART: tl.constexpr, BYTE: tl.constexpr, E3M2: tl.constexp
 
 @triton.jit
 def field_at(word, high, PART: tl.constexpr, BYTE: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr):
-    """Weights of byte BYTE and part PART of some words, float32; of int4 its codes, from zero on.
+    """Return the weights of byte BYTE and part PART of some words, float32; for int4 the unsigned codes.
 
-    Of fp6, `word` holds the lower four bits of PART and its neighbour, `high` the upper two of all four.
+    For fp6, `word` holds the lower four bits of PART and its neighbour, `high` the upper two of all four.
     """
     if FORMAT == 0:
         weight = word.to(tl.float32)
@@ -179,7 +178,7 @@ def field_at(word, high, PART: tl.constexpr, BYTE: tl.constexpr, FORMAT: tl.cons
 
 @triton.jit
 def quarters(word):
-    """The four words of each run, `(..., W / 4)` each: what one thread loads at once."""
+    """Return the four words of each run, `(..., W / 4)` each; a thread loads a run at once."""
     even, odd = tl.split(tl.reshape(word, word.shape[:-1] + [word.shape[-1] // 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -188,7 +187,7 @@ def quarters(word):
 
 @triton.jit
 def taken(word, high, FORMAT: tl.constexpr):
-    """The words that a thread takes, of a run or of two, and those of the other plane: two tuples."""
+    """Return the words that a thread takes, of one run or two, and those of the other plane: two tuples."""
     if FORMAT < 5:
         words = quarters(word)
         highs = words
@@ -205,9 +204,9 @@ def taken(word, high, FORMAT: tl.constexpr):
 
 @triton.jit
 def _cast_four(fields, AT: tl.constexpr, each):
-    """Four inputs as integers of 16 bits, two to a word.
+    """Return four inputs as 16-bit integers, two to a word.
 
-    Beside 1.5 * 2^23 a number's lowest bits are those of the integer next to it.
+    Once 1.5 * 2^23 is added, the lowest bits of a number are those of the nearest integer.
     """
     first = (fields[AT] * each + 12582912.0).to(tl.int32, bitcast=True)
     second = (fields[AT + 1] * each + 12582912.0).to(tl.int32, bitcast=True)
@@ -218,70 +217,70 @@ def _cast_four(fields, AT: tl.constexpr, each):
 
 @triton.jit
 def _bytes_of(low, high, UPPER: tl.constexpr, HAND: tl.constexpr):
-    """The lower or the upper bytes of two words with two 16-bit numbers each."""
+    """Return the lower or the upper bytes of two words with two 16-bit numbers each."""
     if HAND and UPPER:
-        found = tl.inline_asm_elementwise(
+        both = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
     elif HAND:
-        found = tl.inline_asm_elementwise(
+        both = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
         if UPPER:
             low, high = low >> 8, high >> 8
-        found = (low & 0xFF) | ((low >> 8) & 0xFF00) | ((high & 0xFF) << 16) | ((high << 8) & -0x1000000)
-    return found
+        both = (low & 0xFF) | ((low >> 8) & 0xFF00) | ((high & 0xFF) << 16) | ((high << 8) & -0x1000000)
+    return both
 
 
 @triton.jit
 def fixed(fields, most, PARTS: tl.constexpr, HAND: tl.constexpr):
-    """A row as integers of 16 bits in two bytes each, four inputs to a word, and what one of them counts.
+    """Return a row as 16-bit integers, split into bytes, four inputs to a word, and the value of one unit.
 
-    A number is off by 2^-16 of the largest (`most`), where a model of 16 bits rounds that one to 2^-9 or
+    A number is off by 2^-16 of the largest (`most`), whereas a model of 16 bits rounds the latter to 2^-9 or
     2^-12 of itself. Returned are the upper (signed) and the lower bytes of the first four inputs of the runs,
     of the next four, and so on, `(W / 4,)` int32 each.
     """
-    # A step less than 2^15, for the largest is rounded, too; a number that is none stays none.
+    # 32766 rather than 2^15 - 1, as the largest is rounded, too; NaN stays NaN.
     most = tl.maximum(most, 1e-30)
-    one = most / 32766.0
+    unit = most / 32766.0
     each = 32766.0 / most
     words = nothing()
     for four in tl.static_range(4 * PARTS):
         low, high = _cast_four(fields, 4 * four, each)
         words = words + (_bytes_of(low, high, True, HAND), _bytes_of(low, high, False, HAND))  # noqa: RUF005
-    return words, one + most * 0.0
+    return words, unit + most * 0.0
 
 
 @triton.jit
 def _dot4(word, other, onto, SIGNED: tl.constexpr, HAND: tl.constexpr):
-    """`onto` and the products of four signed bytes of a word with four bytes of another, int32."""
+    """Return `onto` plus the dot product of four signed bytes of a word and four bytes of another, int32."""
     if HAND and SIGNED:
-        found = tl.inline_asm_elementwise(
+        total = tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [word, other, onto],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     elif HAND:
-        found = tl.inline_asm_elementwise(
+        total = tl.inline_asm_elementwise(
             "dp4a.s32.u32 $0, $1, $2, $3;", "=r,r,r,r", [word, other, onto],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        found = onto
+        total = onto
         for byte in tl.static_range(4):
             weight = (word << (24 - 8 * byte)) >> 24
             number = (other << (24 - 8 * byte)) >> 24
             if not SIGNED:
                 number = number & 255
-            found += weight * number
-    return found
+            total += weight * number
+    return total
 
 
 @triton.jit
 def dots(word, fixed_row, PARTS: tl.constexpr, HAND: tl.constexpr):
-    """Words `(O, W)` of integers times a row as `fixed` makes it, summed over each run: `(O, W / 4)` float32.
+    """Multiply words `(O, W)` of integers by a row from `fixed`, summed over each run: `(O, W / 4)` float32.
 
-    Sums are exact: a run's are below 2^27.
+    The sums are exact: those of a run are below 2^27.
     """
     words = quarters(word)
     total = tl.zeros(words[0].shape, tl.int32)
@@ -299,8 +298,8 @@ def dots(word, fixed_row, PARTS: tl.constexpr, HAND: tl.constexpr):
 
 @triton.jit
 def _packed(low, high, HAND: tl.constexpr):
-    """Two blocks of float32, rounded to float16, as one of 32 bits."""
-    if HAND:  # one instruction, where the compiler takes three of which two are slow
+    """Round two blocks of float32 to float16 and pack them into one of 32-bit words."""
+    if HAND:  # one instruction, where the compiler uses three of which two are slow
         both = tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.uint32, is_pure=True, pack=1
         )
@@ -314,17 +313,17 @@ def _packed(low, high, HAND: tl.constexpr):
 def paired(
     fields, most, PARTS: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr, CONVERTS: tl.constexpr
 ):  # fmt: skip
-    """A row as pairs of float16 in the order of the weights', two for each part, and what they must be times.
+    """Return a row as pairs of float16 in the order of the weights' pairs, and the factor to multiply by.
 
     They are as large as sums of eight products leave room for: a number that is rounded here is off by 2^-12
-    of itself, where a model in bfloat16 would round it to 2^-9.
+    of itself, whereas a model in bfloat16 would round it to 2^-9.
     """
-    # Weights are at most 448 as they are, 1.75 where they are placed; of fp6 28 * 2^-12.
+    # Weights are at most 448 where they are converted, 1.75 where they are placed; of fp6 28 * 2^-12.
     room: tl.constexpr = 32768.0 if FORMAT >= 5 else 16.0 if CONVERTS else 4096.0
     most = tl.maximum(most, 1e-30)
-    one = most / room
+    unit = most / room
     each = room / most
-    found = nothing()
+    row = nothing()
     for four in tl.static_range(4 * PARTS):
         for pair in tl.static_range(2):
             if CONVERTS:
@@ -332,23 +331,23 @@ def paired(
             else:
                 low, high = fields[4 * four + pair], fields[4 * four + pair + 2]
             both = _packed(low * each, high * each, HAND)
-            found = found + (both,)  # noqa: RUF005
-    return found, one + most * 0.0
+            row = row + (both,)  # noqa: RUF005
+    return row, unit + most * 0.0
 
 
 @triton.jit
 def _onto(pair, other, onto, HAND: tl.constexpr):
-    """`onto` and the products of two pairs of float16, rounded once."""
+    """Return `onto` plus the products of two pairs of float16, rounded once."""
     if HAND:
-        found = tl.inline_asm_elementwise(
+        sums = tl.inline_asm_elementwise(
             "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [pair, other, onto],
             dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
         low = _half(pair, False, HAND) * _half(other, False, HAND) + _half(onto, False, HAND)
         high = _half(pair, True, HAND) * _half(other, True, HAND) + _half(onto, True, HAND)
-        found = _packed(low, high, HAND)
-    return found
+        sums = _packed(low, high, HAND)
+    return sums
 
 
 @triton.jit
@@ -356,14 +355,14 @@ def pairs(
     word, high, row, PARTS: tl.constexpr, FORMAT: tl.constexpr, HAND: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Words `(O, W)` of small floats times a row as `paired` makes it: float32, by what a thread takes.
+    """Multiply words `(O, W)` of small floats by a row from `paired`: float32, summed per thread.
 
     Eight products at a time are summed in float16.
     """
     words, highs = taken(word, high, FORMAT)
     total = tl.zeros(words[0].shape, tl.float32)
     sums = tl.zeros(words[0].shape, tl.uint32)
-    # Of a word both parts are taken before the next.
+    # Both parts of a word are used before the next word.
     for at in tl.static_range(8 if PARTS == 4 else 4):
         for side in tl.static_range(2 if PARTS == 4 else 1):
             for pair in tl.static_range(2):
@@ -384,8 +383,8 @@ def pairs(
 
 
 def rescale_of(kind: int, rescale: float, *, hand: bool) -> float:
-    """What a field must be multiplied by: what `decode.RESCALE` says, unless the hardware has decoded it.
+    """Return what a field must be multiplied by: `decode.RESCALE`, unless the hardware has decoded it.
 
-    It takes codes of e2m3 for such of e4m3, whose exponents are six less, and codes of e3m2 for such of e5m2.
+    The hardware reads e2m3 codes as e4m3, with exponents 6 too small, and e3m2 as e5m2, 12 too small.
     """
     return {2: 1.0, 5: 2.0**6, 6: 2.0**12}.get(kind, rescale) if hand else rescale
