@@ -1,4 +1,4 @@
-"""What stands in a block's branches, in numbers: norms, angles, gates, latents, mixtures."""
+"""Numeric descriptions of a block's parts: norms, rotary embeddings, gates, latent attention, experts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class QKNorm:
 
     Attributes:
         norm: Its kind, eps and offset.
-        over: "head" normalises each head by itself; the weight is `(D,)`, or `(H, D)` where heads have their
-            own. "all" normalises the whole projection, `(H * D,)`.
-        after_rope: It follows the rotary embedding, rather than comes before it.
+        over: "head" normalises each head separately; the weight is `(D,)`, or `(H, D)` where each head has
+            its own. "all" normalises the whole projection, `(H * D,)`.
+        after_rope: It is applied after the rotary embedding rather than before.
     """
 
     norm: Norm
@@ -44,17 +44,17 @@ class Rope:
     """Which part of a head is rotated, and how the model's table of cosines is laid out.
 
     The angles are never computed here: they come from the model's own rotary module (or table), so every
-    scaling rule that transformers has is right by construction.
+    scaling rule of transformers is right by construction.
 
     Attributes:
-        dim: Leading dims of each head that are rotated; the others pass unchanged.
+        dim: Number of leading dims of each head that are rotated; the others pass unchanged.
         interleaved: Pairs are `(0, 1), (2, 3), ...` when true, `(0, dim/2), (1, dim/2 + 1), ...` when false.
         table: How `cos` and `sin` repeat each angle: "halves" is `[a b ... a b ...]`, "pairs" is
             `[a a b b ...]`, "half" has each angle once.
-        layer_type: Passed to the rotary module where it keeps a table per type of layer.
-        source: "module" asks the model's rotary module; "buffer" reads the attention's own `[sin | cos]`
+        layer_type: Passed to the rotary module where it keeps one table per type of layer.
+        source: "module" calls the model's rotary module; "buffer" reads the attention's own `[sin | cos]`
             table.
-        backwards: Pairs are turned by the negative of their angles.
+        backwards: Pairs are rotated by the negative of their angles.
     """
 
     dim: int
@@ -67,7 +67,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Growth:
-    """Queries are multiplied by `1 + slope * ln(1 + floor((position + offset) / period))`.
+    """Scaling of queries by position: `1 + slope * ln(1 + floor((position + offset) / period))`.
 
     Source: Llama 4's `attn_scale` and `floor_scale`; Nakanishi 2025 (arXiv 2501.19399) for the idea.
 
@@ -75,7 +75,7 @@ class Growth:
         slope: See above.
         period: See above.
         offset: See above.
-        padded: Positions are places in the cache, of which padding has some.
+        padded: Positions are indices into the cache, in which padding counts.
     """
 
     slope: float
@@ -86,10 +86,10 @@ class Growth:
 
 @dataclass(frozen=True)
 class Gate:
-    """What multiplies the attention's answer, made of what entered it.
+    """A gate that multiplies the attention output and is computed from the attention input.
 
     Attributes:
-        activation: Of the gate: "sigmoid" or "softplus", in float32.
+        activation: Activation of the gate, "sigmoid" or "softplus", computed in float32.
         per: One gate for each "channel" of a head, or one for each "head".
     """
 
@@ -99,20 +99,20 @@ class Gate:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): what is cached is one short vector per token.
+    """Multi-head latent attention (arXiv 2405.04434): the cache holds one short vector per token.
 
-    A head's dims are `plain_dim` unrotated ones, then `rope_dim` rotated ones, whose keys all heads share.
+    A head has `plain_dim` unrotated dims followed by `rope_dim` rotated ones, whose keys all heads share.
 
     Attributes:
-        rank: Width of the latent that keys and values are projections of.
-        query_rank: Width of the one that queries are; None where they are projected at once.
+        rank: Width of the latent from which keys and values are projected.
+        query_rank: Width of the latent from which queries are projected; None where they have no latent.
         plain_dim: See above.
         rope_dim: See above.
         value_dim: Width of a head's values.
-        norm: Of both latents.
+        norm: Normalisation of both latents.
         query_scale: Multiplies queries.
         latent_scale: Multiplies the normalised latent of keys and values.
-        interleaved: The rotated dims come as pairs, and leave as halves.
+        interleaved: The rotated dims are projected as adjacent pairs, and reordered into halves.
     """
 
     rank: int
@@ -132,27 +132,27 @@ class MoE:
 
     Attributes:
         experts: Number of experts.
-        top_k: Experts that see each token.
-        scoring: "softmax_topk" takes the softmax over all experts, then the best; "topk_softmax" takes the
-            best logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811,
-            inference); "sigmoid" scores each expert by itself, then takes the best; "topk_sigmoid" takes the
-            best logits, then scores those.
+        top_k: Number of experts per token.
+        scoring: "softmax_topk" takes the softmax over all experts, then the top k; "topk_softmax" takes the
+            top k logits, then their softmax; "sparsemixer" is PhiMoE's two-step choice (arXiv 2310.00811,
+            inference); "sigmoid" takes the sigmoid of every logit, then the top k; "topk_sigmoid" takes the
+            top k logits, then their sigmoid.
         normalize: Divide the chosen weights by their sum ("softmax_topk" and "sigmoid").
-        least_sum: What that sum is at least taken for.
+        least_sum: Lower bound of that sum.
         more_sum: Added to that sum.
-        groups: Experts stand in this many groups of equal size; only those of `top_groups` of them are chosen
-            from ("softmax_topk" and "sigmoid").
+        groups: Number of groups of equal size that the experts form; experts are chosen only from the best
+            `top_groups` groups ("softmax_topk" and "sigmoid").
         top_groups: See `groups`.
-        group_score: What a group is chosen by: its best expert, or the sum of its best two.
-        factor: Multiplies the chosen weights, after all else.
+        group_score: How groups are ranked: by their best expert, or by the sum of their best two.
+        factor: Multiplies the chosen weights, last of all.
         exact: The router's logits are computed in float32.
         jitter: Threshold of "sparsemixer".
-        shared: Width of the experts that see every token; 0 for none.
-        shared_gate: What the shared experts say is multiplied by the sigmoid of the role `SHARED_GATE`.
+        shared: Width of the shared experts, which process every token; 0 for none.
+        shared_gate: The output of the shared experts is multiplied by the sigmoid of the role `SHARED_GATE`.
         residual: The softmax of that role's two outputs weighs experts and shared experts (arXiv 2201.05596).
-        weighs_input: Weights multiply what enters an expert, rather than what leaves it.
-        idle: Experts that come after the others and answer what they are asked. The router scores them, and
-            the first matrix has rows for them, which nothing reads. Only courses know of them.
+        weighs_input: Weights multiply an expert's input rather than its output.
+        idle: Number of identity experts, numbered after the others, which return their input. The router
+            scores them, and `EXPERTS_IN` has rows for them that nothing reads. Only courses know about them.
     """
 
     experts: int
@@ -177,7 +177,7 @@ class MoE:
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts are chosen among all by their logits, in the dtype of what enters, and no more."""
+        """Whether routing is a plain top-k over all experts' logits in the input's dtype, without options."""
         whole = self.top_groups >= self.groups and self.factor == 1.0 and not self.least_sum
         return (
             "sigmoid" not in self.scoring and whole and not (self.exact or self.weighs_input or self.residual)

@@ -1,7 +1,7 @@
-"""DeepSpeed's names for what is here: `import slipstream.compat as deepspeed` runs inference scripts.
+"""Slipstream's API under DeepSpeed's names: `import slipstream.compat as deepspeed` runs inference scripts.
 
 The configuration classes, `init_inference` and `InferenceEngine` are the library's own under another name.
-The rest is what such scripts use beside the engine: a model without memory, process groups, command-line
+The rest is what such scripts use beside the engine: models on the meta device, process groups, command-line
 arguments.
 """
 
@@ -65,31 +65,32 @@ _IGNORED = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: a script that only builds a configuration needs no engine.
+    # Imported lazily: a script that only builds a configuration needs no engine.
     if name == "InferenceEngine":
         return getattr(importlib.import_module("slipstream"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def init_inference(model: Any, config: Any = None, **kwargs: Any) -> Any:
-    """Build an engine, as `slipstream.init_inference` does; it is documented there."""
+    """Build an engine; see `slipstream.init_inference`."""
     return importlib.import_module("slipstream").init_inference(model, config, **kwargs)
 
 
 class OnDevice:
     """Build modules on a device and in a dtype: `with OnDevice(torch.bfloat16, device="meta"): ...`.
 
-    On the meta device parameters have a shape and no memory, and neither has a buffer that the model computes
-    when it is built (a rotary module's frequencies): whoever fills the parameters computes those again.
+    On the meta device parameters have a shape but no memory. The same holds for buffers that the model
+    computes when it is built (a rotary module's frequencies): the code that fills the parameters must compute
+    them again.
 
-    The device holds for this thread alone; the default dtype is the process's, so another thread that creates
-    tensors at the same time sees it too. Both are restored on leaving, also after an exception. May be nested
-    and entered again.
+    The device applies to this thread only; the default dtype is global to the process, so another thread that
+    creates tensors at the same time sees it too. Both are restored on exit, also after an exception. The
+    context can be nested and re-entered.
 
     Args:
-        dtype: What floating-point parameters are created in, a dtype or its name; None leaves the default as
-            it is. int8 models are built in float16: quantizing is done later, by the engine.
-        device: What tensors are created on.
+        dtype: Dtype, or its name, in which floating-point parameters are created; None leaves the default as
+            it is. int8 models are built in float16: the engine quantizes them later.
+        device: Device on which tensors are created.
         enabled: False makes all of this do nothing.
 
     Raises:
@@ -133,18 +134,18 @@ def init_distributed(
 ) -> None:
     """Create torch.distributed's default process group, unless there is one already.
 
-    Ranks and the address to meet at come from the arguments, else from torchrun's variables; without either,
-    the group is this process alone.
+    Ranks and the rendezvous address come from the arguments, else from torchrun's variables; without either,
+    the group consists of this process alone.
 
     Args:
         dist_backend: A backend of torch.distributed; None takes nccl with a GPU and gloo without.
-        timeout: How long an operation may wait for the other ranks; None leaves torch's own.
-        init_method: Where the ranks meet, as a URL.
+        timeout: Maximum time that an operation waits for the other ranks; None keeps torch's default.
+        init_method: URL of the rendezvous.
         rank: This process's rank; negative takes the launcher's.
         world_size: Number of ranks; negative takes the launcher's.
-        distributed_port: Port of this machine to meet at, for ranks given by argument without `init_method`.
-        dist_init_required: False does nothing; otherwise the group is made when there is none.
-        **ignored: DeepSpeed's further arguments, which change nothing here; each warns.
+        distributed_port: Rendezvous port on this machine, for ranks given by argument without `init_method`.
+        dist_init_required: False does nothing; otherwise the group is created if there is none.
+        **ignored: DeepSpeed's other arguments, which have no effect here; each one warns.
 
     Raises:
         ConfigError: rank and world_size do not fit together.
@@ -196,7 +197,7 @@ def _float_dtype(value: torch.dtype | str) -> torch.dtype:
 
 
 def _meeting_point(init_method: str | None, port: int | None, ranks_given: bool) -> str | None:
-    """Return the URL where the ranks meet, or None when there is only this process to meet."""
+    """Return the rendezvous URL, or None if this process is alone."""
     if port is not None:
         if ranks_given and init_method is None:
             return f"tcp://127.0.0.1:{port}"

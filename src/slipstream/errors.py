@@ -1,4 +1,4 @@
-"""The exception tree: everything Slipstream raises on purpose, one class per thing a user can mend.
+"""The exception tree: everything Slipstream raises on purpose, one class per kind of problem a user can fix.
 
     SlipstreamError
     ├── ConfigError (ValueError)                a configuration field, or two that contradict each other
@@ -9,7 +9,7 @@
     ├── RequestError (ValueError)               an input that cannot be run: empty, out of range, misshapen
     └── TokenLimitError (RuntimeError)          a request for more tokens than `max_out_tokens`
 
-A message has the thing, the value, the bound and the way out.
+A message names the offending object, its value, the bound and a way to fix it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TokenLimitError(SlipstreamError, RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """What another library's error says: its first line, with the second where that only leads up to it."""
+    """Return the first line of an error's message, and the second too if the first ends with a colon."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    return said or type(error).__name__
+    message = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return message or type(error).__name__

@@ -1,4 +1,4 @@
-"""What a tensor of a block is for: the word that families, weights, kernels and ranks share."""
+"""Roles of a block's tensors: the vocabulary that families, weights, kernels and sharding have in common."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["SECOND", "Role"]
 
 
 class Role(StrEnum):
-    """What a tensor is for; decides its canonical layout, how it is sharded, and whether it may be quantized.
+    """Purpose of a tensor; decides its canonical layout, its sharding, and whether it may be quantized.
 
-    Matrices are stored `(out, in)`; the rows of `QKV` are `[q | k | v]`, and `[q | k | v | gate]` where a
-    gate stands behind the attention, those of `CROSS_KV` `[k | v]` and those of a gated `MLP_IN`
-    `[gate | up]`. Expert matrices carry the expert first: `(experts, out, in)`.
+    Matrices are stored `(out, in)`. The rows of `QKV` are `[q | k | v]`, or `[q | k | v | gate]` where the
+    attention output is gated; those of `CROSS_KV` are `[k | v]`, and those of a gated `MLP_IN` are
+    `[gate | up]`. Expert matrices have the expert as first dimension: `(experts, out, in)`.
     `ATTN_SCALE` and `MLP_SCALE` multiply a branch, one number per channel, before it is added.
-    `ATTN_INNER_NORM` and `MLP_INNER_NORM` normalise what enters `ATTN_OUT` and `MLP_OUT`.
-    `ACTIVATION` has the numbers of an activation that is learned.
-    `INPUT_GATE`, `INPUT_OUT` and `INPUT_NORM` are the branch that reads an input of the layer's own;
-    `LAYER_SCALE` multiplies what leaves the layer.
-    `ROUTER_BIAS` is added to experts' scores for the choice among them, and to nothing else.
-    `SECOND_...` are those of the second half of a layer that has every branch twice.
+    `ATTN_INNER_NORM` and `MLP_INNER_NORM` normalise the inputs of `ATTN_OUT` and `MLP_OUT`.
+    `ACTIVATION` holds the parameters of a learned activation.
+    `INPUT_GATE`, `INPUT_OUT` and `INPUT_NORM` belong to the branch that reads the per-layer input;
+    `LAYER_SCALE` multiplies the layer's output.
+    `ROUTER_BIAS` is added to the experts' scores for the top-k choice only, not to their weights.
+    `SECOND_...` are the roles of the second half of a layer that has every branch twice.
     """
 
     ATTN_NORM = "attn_norm"
@@ -78,23 +78,23 @@ class Role(StrEnum):
 
     @property
     def kind(self) -> Role:
-        """The role itself, or what one of a second half is there."""
+        """The role without its `SECOND_` prefix; any other role is its own kind."""
         return _KINDS.get(self, self)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether rows are multiplied by the role; the others are norms and small vectors."""
+        """Whether the tensor is a matrix of a linear; the others are norms and small vectors."""
         dense = (Role.ROUTER, Role.SHARED_GATE, Role.KV_UP, Role.ATTN_GATE)
         return self.is_quantizable or self.kind in dense
 
     @property
     def is_cross(self) -> bool:
-        """Whether the role belongs to attention over an encoder's states."""
+        """Whether the role belongs to cross-attention over an encoder's states."""
         return self.value.startswith("cross_")
 
     @property
     def is_quantizable(self) -> bool:
-        """Whether the role may be stored in a weight format; a router decides too much for its size."""
+        """Whether the role may be stored in a weight format; routers may not, being small but decisive."""
         return self.kind in _QUANTIZABLE
 
 
@@ -122,6 +122,6 @@ _QUANTIZABLE = frozenset(
 SECOND: Final[Mapping[Role, Role]] = MappingProxyType(
     {Role(role.removeprefix("second_")): role for role in Role if role.startswith("second_")}
 )
-"""The role in a layer's second half of each that it has there, too."""
+"""By role of the first half, the same role in a layer's second half."""
 
 _KINDS = {second: role for role, second in SECOND.items()}

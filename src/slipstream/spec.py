@@ -1,7 +1,7 @@
-"""A transformer block in numbers: everything a kernel has to know, and nothing of torch.nn or transformers.
+"""Numeric descriptions of blocks and frames: all that kernels need, independent of torch.nn and transformers.
 
 A family reads the model's config once and returns one `BlockSpec` per layer (and one `FrameSpec` for what
-stands around the layers). Layers with equal specs are of one kind: they share kernels and one self-check.
+surrounds the layers). Layers with equal specs are of one kind: they share kernels and one self-check.
 """
 
 from __future__ import annotations
@@ -31,67 +31,69 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One transformer block in numbers.
+    """Dimensions and options of one transformer block.
 
     Attributes:
         hidden: Width of the residual stream (C).
         heads: Query heads (H).
         kv_heads: Key and value heads (K); `heads % kv_heads == 0`.
         head_dim: Width of a head (D).
-        ffn: Width of the feed-forward (F), of one expert where there are experts.
+        ffn: Width of the feed-forward (F); with experts, the width of one expert.
         norm: The block's normalisation.
-        place: "pre" normalises what enters a branch (and, where the post-norm roles are filled, what leaves
-            it); "post" normalises the sum, as BERT does.
-        parallel: Attention and feed-forward both read the block's input and are added together.
+        place: "pre" normalises the input of a branch (and its output where the post-norm roles are filled);
+            "post" normalises the sum, as BERT does.
+        parallel: Attention and feed-forward both read the block's input, and both are added to it.
         residual_from: "norm" adds the branch to the normalised input (BLOOM's option), "input" to the input.
-        residual_scale: Multiplies each branch before it is added.
-        carry: Multiplies what a branch is added to.
+        residual_scale: Multiplies each branch before it is added to the residual stream.
+        carry: Multiplies the residual stream before a branch is added to it.
         activation: A name in `slipstream.ops.activation`.
         gated: The feed-forward is `activation(gate) * up`.
         scale: Multiplies the scores.
         softcap: Scores become `softcap * tanh(scores / softcap)`.
-        mask: What the mask that transformers passes says. "whole": just what a token sees. "padding": the
-            layer itself adds causality and window to it. "hidden": a bool mask is true where a key is not
-            seen.
-        scales_mask: What a mask adds is multiplied by `scale` as the scores are: the original adds it before.
-        cache_repeated: Keys and values are repeated to `heads` before transformers' cache keeps them.
-        causal: A token sees itself and what came before.
-        window: A token sees at most this many tokens, itself among them (on each side where not causal:
-            window / 2).
+        mask: Meaning of the mask that transformers passes. "whole": it fully determines what a token sees.
+            "padding": the layer itself adds causality and window to it. "hidden": a bool mask is true where a
+            key is not seen.
+        scales_mask: An additive mask is multiplied by `scale`, because the original adds it before scaling.
+        cache_repeated: Keys and values are repeated to `heads` before transformers' cache stores them.
+        causal: A token sees itself and the tokens before it.
+        window: Maximum number of tokens that a token sees, itself included (where not causal: window / 2 on
+            each side).
         alibi: One slope per query head; `slope * alibi_scale * key_position` is added to the scores.
-        alibi_scale: See `alibi`; not 1 where the original adds the slopes before it scales the scores.
-        alibi_in_mask: As much of `alibi_scale` as the mask that transformers passes holds already.
-        sinks: The softmax has one more term per head, the role `SINKS`.
+        alibi_scale: See `alibi`; differs from 1 where the original adds the slopes before scaling the scores.
+        alibi_in_mask: The part of `alibi_scale` that is already contained in the mask transformers passes.
+        sinks: The softmax has one extra term per head, the role `SINKS`.
         rope: The rotary embedding, if any.
         qk_norm: The normalisation of queries and keys, if any.
         clip_qkv: Queries, keys and values are clamped to this magnitude, after `qk_norm` and before `rope`.
         moe: The mixture of experts, if any.
-        values: Where values come from: a projection of their own, or keys before their norm.
+        values: Source of the values: "own" is a separate projection, "keys" the keys before their norm.
         value_norm: Each head's values are normalised by their root mean square, without a weight.
-        sharing: Keys and values are the layer's "own"; or what it "lends" to later layers of its window; or
-            what it "borrows" from such a one, having no projections for them.
-        inputs: Width of an input of the layer's own, which a third branch weighs in; 0 for none.
+        sharing: "own": keys and values are used by this layer only. "lends": later layers of the same
+            attention type reuse them. "borrows": the layer reuses those of such a layer and has no key and
+            value projections.
+        inputs: Width of a per-layer input, which a third branch adds in; 0 for none.
         latent: Multi-head latent attention in place of keys and values per head, if any.
-        gate: What multiplies the attention's answer before `ATTN_OUT`, if anything.
-        growth: How queries grow with their position, if they do.
-        inner_norms: What enters `ATTN_OUT` and `MLP_OUT` is normalised.
-        mixer: What stands in attention's place and stays a part of the layer, which runs its own code and
-            keeps its state where it always did: "a state space", "a convolution", ...; None for attention.
-        feeder: What stands in the feed-forward's place and stays a part of the layer: "experts of limited
-            capacity", ...; None for the feed-forward or the experts of the block.
-        course: Which of its family's courses says how the layer's branches follow each other
-            (`Family.courses`); None for the block's own.
-        branches: What the block has of the two.
-        cross: Width of an encoder's states that the layer attends to, between its own attention and its
-            feed-forward, with as many heads and the same cap; None where it attends to itself alone.
-        relative: A learned bias by relative position is added to the scores of the layer's own attention.
-            "shared" is made by the first layer, returned, and handed to the others; "own" is each layer's.
-        twice: The layer has two halves with a latent attention and a dense feed-forward each, and its
-            experts beside them. The first half's feed-forward has the roles of the shared experts, and their
-            width; the second's roles are those of `SECOND`. Only courses know of halves.
-        own_attention: The family's own code says which keys a query meets (`Family.attention`).
-        clamp: In float16, sums that are no longer finite are brought back into the dtype's range: after each
-            "branch", or at the layer's "end".
+        gate: The gate that multiplies the attention output before `ATTN_OUT`, if any.
+        growth: How queries are scaled by position, if they are.
+        inner_norms: The inputs of `ATTN_OUT` and `MLP_OUT` are normalised.
+        mixer: What replaces attention (a key of `Family.mixers`): "a state space", "a convolution", ... It is
+            a module that remains part of the layer, runs its own code and keeps its state where it always
+            did. None for attention.
+        feeder: What replaces the feed-forward (a key of `Family.feeders`), likewise a module of the layer:
+            "experts of limited capacity", ...; None for the block's own feed-forward or experts.
+        course: Name of the family's function that orders the layer's branches (a key of `Family.courses`);
+            None for the block's own order.
+        branches: Which of the two branches, attention and feed-forward, the block has.
+        cross: Width of the encoder states that the layer cross-attends to, between self-attention and
+            feed-forward, with as many heads and the same softcap; None without cross-attention.
+        relative: A learned relative position bias is added to the scores of the self-attention. With "shared"
+            the first layer computes and returns it for the others; with "own" each layer has one.
+        twice: The layer has two halves, each with a latent attention and a dense feed-forward, and experts
+            beside them. The first half's feed-forward has the roles of the shared experts, and their width;
+            the second half has the roles in `SECOND`. Only courses know about halves.
+        own_attention: The family's own code decides which keys a query attends to (`Family.attention`).
+        clamp: In float16, sums that are no longer finite are clamped to the dtype's range: after each
+            "branch", or at the "end" of the layer.
     """
 
     hidden: int
@@ -152,7 +154,7 @@ class BlockSpec:
 
     @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads and width of the two things that a cache keeps of each token.
+        """Heads and width of the two tensors that a KV cache keeps for each token.
 
         They are keys and values, or a latent and the one rotated key that all heads share.
         """
@@ -162,12 +164,12 @@ class BlockSpec:
 
     @property
     def half(self) -> BlockSpec:
-        """One of the halves of a layer that has every branch twice."""
+        """Spec of one half of a layer that has every branch twice."""
         return replace(self, twice=False, moe=None, ffn=0 if self.moe is None else self.moe.shared)
 
     @property
     def gate_dim(self) -> int:
-        """Rows of the gate behind the attention; 0 for none."""
+        """Rows of the gate on the attention output; 0 for none."""
         width = self.head_dim if self.latent is None else self.latent.value_dim
         return 0 if self.gate is None else self.heads * (width if self.gate.per == "channel" else 1)
 
@@ -197,7 +199,7 @@ class BlockSpec:
         return shapes
 
     def matrix_shapes(self) -> Mapping[Role, tuple[int, ...]]:
-        """Canonical shape of every matrix that a block of this spec must have."""
+        """Return the canonical shape of every matrix that a block of this spec must have."""
         gate = 2 if self.gated else 1
         shapes = self._attention_shapes()
         if self.inputs:
@@ -230,11 +232,11 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class FrameSpec:
-    """What stands around the layers of a causal language model, by the model's own names.
+    """What surrounds the layers of a causal language model, by the model's own names.
 
-    Names are paths from the model that was handed in (`LlamaForCausalLM`); an absent part is None. The packed
-    batch goes `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`, the
-    layers, `final_norm`, `project_out`, `head * logit_scale + logit_bias`, `logit_softcap`.
+    Names are paths from the model that was passed in (`LlamaForCausalLM`); an absent part is None. The packed
+    batch goes through `embed * embed_scale + pos_embed[position + pos_offset]`, `project_in`, `embed_norm`,
+    the layers, `final_norm`, `project_out`, `head * logit_scale + logit_bias`, `logit_softcap`.
 
     Attributes:
         layers: The module list of the layers.
@@ -244,21 +246,21 @@ class FrameSpec:
         final_norm: The norm after the last layer.
         embed_norm: The norm before the first layer.
         pos_embed: The learned (or tabulated) position embedding: a module, or a buffer.
-        pos_offset: Added to a position before it is looked up.
-        pos_padding: Tokens of this id look up the row of that index, wherever they stand (M2M100's).
-        pos_after_norm: Positions are added after `embed_norm`, not before it.
-        hears_padding: The decoder sees all of an encoder's states, whatever a mask says (Whisper's).
+        pos_offset: Added to a position before the lookup.
+        pos_padding: Tokens with this id look up the row of that index, whatever their position (M2M100).
+        pos_after_norm: Position embeddings are added after `embed_norm`, not before it.
+        hears_padding: The decoder cross-attends to all encoder states and ignores the mask (Whisper).
         project_in: Linear from the embedding's width to the hidden one.
         project_out: Linear from the hidden width to the head's.
         rotary: The rotary module.
         embed_scale: Multiplies the token embedding; rounded to the embedding's dtype where
             `embed_scale_rounded`.
-        embed_scale_rounded: Whether the original rounds the multiplier to the embedding's dtype first.
+        embed_scale_rounded: The original rounds `embed_scale` to the embedding's dtype before multiplying.
         logit_scale: Multiplies the logits.
         logit_bias: A buffer `(1, V)` that is added to the logits.
         logit_softcap: Logits become `softcap * tanh(logits / softcap)`.
-        restart: The original drops its cache and computes anew once a generation passes this length (Phi-3's
-            long rope).
+        restart: Length beyond which the original drops its cache and recomputes it during a generation
+            (Phi-3's long rope).
     """
 
     layers: str
@@ -284,27 +286,27 @@ class FrameSpec:
 
     @property
     def root(self) -> str:
-        """Path of what runs the layers."""
+        """Path of the module that runs the layers."""
         return self.layers.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What stands around an encoder's layers, by names from the model that has them (`BertModel`).
+    """What surrounds an encoder's layers, by names relative to the model that has them (`BertModel`).
 
-    Tokens go `words[id] + types[type] + positions[place]`, `norm`, `project_in`, the layers; a pooler
-    multiplies the first of each row, and takes the hyperbolic tangent.
+    Tokens go through `words[id] + types[type] + positions[position]`, `norm`, `project_in`, the layers; a
+    pooler applies a linear and tanh to the first token of each row.
 
     Attributes:
         layers: The module list of the layers.
         words: The token embedding.
-        positions: The embedding by place.
+        positions: The position embedding.
         norm: The layer norm before the first layer.
-        types: The embedding by token type, 0 where none is given; None where there is none.
-        padding: Places count tokens that are not of this id, from the number after it, and padding is at the
-            place of its id; None where they are counted from 0 whatever the tokens are.
+        types: The token type embedding (type 0 where the call gives none), or None.
+        padding: Padding token id; other tokens are then numbered from `padding + 1`, and padding tokens have
+            position `padding`. None where positions count from 0 whatever the tokens are.
         project_in: Linear from the embedding's width to the hidden one, or None.
-        pooler: Has a linear `dense`; what the model lacks is left out.
+        pooler: A module with a linear `dense`; skipped if the model has none.
     """
 
     layers: str

@@ -1,1 +1,1 @@
-"""The model: one block for every family, and all that puts it into a live model and proves it there."""
+"""The fused model: one block for every family, and the code that checks it and injects it into a model."""

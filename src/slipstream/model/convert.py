@@ -1,4 +1,4 @@
-"""Casts a model to the engine's dtype as transformers would have loaded it: tables stay in float32."""
+"""Casts a model to the engine's dtype as if transformers had loaded it so: angle tables stay in float32."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ANGLES = re.compile(r"freq|rot|cos|sin|timescale|embed_positions")
 
 
 def kept_in_float32(model: nn.Module, dtype: torch.dtype) -> tuple[re.Pattern[str], ...]:
-    """Patterns of parameters that transformers keeps in float32 when it is asked for a dtype.
+    """Return patterns of the parameters that transformers keeps in float32 when it loads a model in `dtype`.
 
-    Source: transformers, modeling_utils.py, `_keep_in_fp32_modules`: some in float16 only, for its range.
+    Source: transformers, modeling_utils.py, `_keep_in_fp32_modules`: some only for float16, for its range.
     """
     names: set[str] = set()
     always, ranged = "_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"
@@ -38,16 +38,17 @@ def convert(
 ) -> None:
     """Cast floating parameters and persistent buffers in place, one tensor at a time.
 
-    Tables of angles and frequencies that are not saved keep their dtype, as they do when transformers loads a
-    model in half precision: rounded frequencies turn long prompts wrong. A tensor that stands in several
-    places is cast once.
+    Non-persistent tables of angles and frequencies keep their dtype, as they do when transformers loads a
+    model in half precision: rounded frequencies corrupt long prompts. A tensor that occurs in several places
+    is cast once.
 
     Args:
-        module: What to cast.
+        module: The module to cast.
         dtype: A floating dtype.
         keep: Patterns of full names to leave alone.
-        prefix: The module's own path, for the patterns.
-        mapped: Files of which parameters that were cast are dropped; None where others still read them.
+        prefix: The module's own path, to which the patterns apply.
+        mapped: Mapped files whose pages are dropped once a parameter is cast; None where others still read
+            them.
     """
     patterns = tuple(keep)
     for path, owner in module.named_modules(prefix=prefix):
@@ -66,7 +67,7 @@ def convert(
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Move a model in place; what has no values, because it is filled later, stays without."""
+    """Move a model in place; tensors on the meta device, which are filled later, stay there."""
     mapped = MappedFiles()
 
     def there(tensor: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def applies(name: str, tensor: torch.Tensor, dtype: torch.dtype, keep: tuple[re.
 
 
 def dtype_named(name: str, dtype: torch.dtype, keep: Iterable[re.Pattern[str]]) -> torch.dtype:
-    """What a tensor of this name unpacks to where `dtype` is the engine's: float32 if it is kept in that."""
+    """Return the dtype that a tensor of this name unpacks to: float32 if it is kept so, else `dtype`."""
     return torch.float32 if _is_kept(name, dtype, keep) else dtype
 
 
@@ -96,5 +97,5 @@ def _is_kept(name: str, dtype: torch.dtype, keep: Iterable[re.Pattern[str]]) -> 
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers are codes: integers, or floats of 8 bits, whose scales lie elsewhere."""
+    """Whether a tensor holds codes whose scales are stored elsewhere: integers or 8-bit floats."""
     return not tensor.is_floating_point() or tensor.dtype.itemsize < 2

@@ -1,4 +1,4 @@
-"""Decides which layers can be fused, proves it on copies, and puts the blocks in, one layer at a time."""
+"""Decides which layers can be fused, verifies that on copies, and injects the blocks, one layer at a time."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ __all__ = ["Settings", "Verdict", "fuse", "judge"]
 log = logging.getLogger(__name__)
 
 _ROUTER_TIES = 0.4
-"""In 16 bits a router's scores often lie within one rounding of each other, and two right implementations
-choose different experts: for up to a third of the tokens, measured on random weights. A wrong formula is off
-everywhere."""
+"""Share of the tokens for which the self-check tolerates a different choice of experts in 16 bits. A router's
+scores then often lie within one rounding of each other, and two correct implementations choose different
+experts: for up to a third of the tokens, measured on random weights. A wrong formula is off everywhere."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine decided before it looks at layers.
+    """The engine's decisions that apply to all layers.
 
     Attributes:
-        dtype: Of activations and dense weights.
+        dtype: Dtype of activations and dense weights.
         check: "error" raises on a mismatch, "fallback" keeps the original layer, "off" trusts the families.
-        bind: Chooses the implementations for a spec, or for parts outside of a block.
-        format: Of the matrices that may be quantized.
-        plain_roles: Roles that stay dense though they may be quantized.
+        bind: Chooses the implementations for a spec, or (None) for parts outside of blocks.
+        format: Format of the matrices that may be quantized.
+        plain_roles: Quantizable roles that stay dense nevertheless.
         keep: Patterns of parameters that stay in float32.
-        device: Where the engine will run.
-        join: Dense matrices become one plane each, at the cost of a copy per layer while it is fused.
-        filling: Where the layers' values come from, if not from the layers.
+        device: Device on which the engine will run.
+        join: Each dense matrix becomes one plane, at the cost of a copy per layer while it is fused.
+        filling: Source of the layers' values, if they do not come from the layers themselves.
         mesh: The ranks that layers are split over.
-        streamer: Takes the layers' matrices over, where they are streamed.
+        streamer: Takes ownership of the layers' matrices if they are streamed.
     """
 
     dtype: torch.dtype
@@ -87,28 +87,28 @@ class Settings:
     streamer: Streamer | None = None
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the model, by its name, as the engine holds it."""
+        """Return a tensor of the model in the engine's dtype for its name and on the engine's device."""
         wanted = self.dtype if applies(name, tensor, self.dtype, self.keep) else tensor.dtype
         return tensor.to(self.device, wanted)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """What a packed matrix of the model, by its name, unpacks to."""
+        """Return the dtype that a packed matrix of this name unpacks to."""
         return dtype_named(name, self.dtype, self.keep)
 
     def lent(self, found: Found) -> AbstractContextManager[None]:
-        """Within, the layer has its values."""
+        """Return a context in which the layer has its values."""
         return nullcontext() if self.filling is None else self.filling.lend(found)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one kind of layer is fused.
+    """Decision on whether one kind of layer is fused.
 
     Attributes:
-        returns: How to answer for the layer; None where it is not fused.
-        max_error: Of the self-check; None where that did not run.
+        returns: Turns the block's results into the layer's return value; None where the layer is not fused.
+        max_error: Largest error of the self-check; None where that did not run.
         reason: Why the layer is not fused; empty where it is.
-        bool_masks: The model makes boolean masks for the layer.
+        bool_masks: The model passes boolean masks to the layer.
     """
 
     returns: Callable[..., Any] | None
@@ -118,10 +118,10 @@ class Verdict:
 
 
 def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict[str, Verdict]:
-    """Decide about every layer; the model is only read.
+    """Decide for every layer whether it is fused; the model is only read.
 
     Args:
-        model: In eval mode.
+        model: The model, in eval mode.
         layers: From `find_layers`.
         settings: Decides dtype and strictness.
 
@@ -130,8 +130,8 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
 
     Raises:
         InjectionError: A kind of layer does not agree with its block.
-        WeightError: A layer's tensors are not what its family says.
-        ConfigError: There are more ranks than heads, or units, in all of the layers.
+        WeightError: A layer's tensors do not match its family's recipes.
+        ConfigError: All layers have fewer heads, or feed-forward units, than there are ranks.
     """
     verdicts: dict[str, Verdict] = {}
     kinds: dict[tuple[Any, ...], list[Found]] = {}
@@ -156,7 +156,7 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
                 recorded = calls.get(members[0].name) or _record_alone(members[0])
                 verdict = _check(members[0], recorded, settings, why, answered=True)
             if len(members) > 1 and verdict.returns is not None:
-                # What a layer's own code derives from its index, beside its spec, shows in the last one.
+                # If a layer's own code depends on its index beyond the spec, the last layer shows it.
                 with settings.lent(members[-1]):
                     last = _check(members[-1], recorded[:1], settings)
                 verdict = last if last.returns is None else verdict
@@ -165,19 +165,19 @@ def judge(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict
 
 
 def _kind(found: Found) -> tuple[Any, ...]:
-    """What layers of one kind share; a layer with a forward of its own inside is a kind by itself."""
+    """Return what identifies a layer's kind; a layer with an instance-level forward is a kind by itself."""
     modules = tuple((name, type(module)) for name, module in found.layer.named_modules())
     names = tuple(name for name, _ in found.layer.named_parameters())  # ModernBERT's first has no norm
-    alone = found.name if any("forward" in vars(module) for module in found.layer.modules()) else ""
-    return found.root, found.spec, modules, names, alone
+    patched = found.name if any("forward" in vars(module) for module in found.layer.modules()) else ""
+    return found.root, found.spec, modules, names, patched
 
 
 def _record(
     root: nn.Module, layers: Sequence[Found], known: Sequence[Found]
 ) -> tuple[dict[str, list[RecordedCall]], str]:
-    """The calls that a model makes of some of its layers, or why it cannot be run.
+    """Record how a model calls some of its layers, or return why it cannot be run.
 
-    What it is given is for all that are `known`: one that is not fused may be what looks at pictures.
+    The inputs are chosen for all `known` layers, because the one that attends to images may not be fused.
     """
     try:
         return record_calls(root, layers, runs_of(root, known)), ""
@@ -188,7 +188,7 @@ def _record(
 
 
 def _record_alone(found: Found) -> list[RecordedCall]:
-    """A call of a layer outside of its model, where the user has a family for it."""
+    """Call a layer outside its model, if the user's policy gives it a family."""
     return call_alone(found, found.spec.hidden) if found.wanted and found.spec is not None else []
 
 
@@ -220,7 +220,7 @@ def _check(
     *,
     answered: bool = False,
 ) -> Verdict:
-    """The verdict on one kind, by one of its layers: `answered` where the calls were recorded of that one."""
+    """Return the verdict on one kind from one of its layers; `answered`: the calls are recorded from it."""
     _, spec = _known(found)
     if not calls:
         return Verdict(None, reason=f"the model cannot be run on random tokens to check the block{why}")
@@ -231,10 +231,10 @@ def _check(
     if settings.check == "off":
         return Verdict(returns, bool_masks=_has_bool_mask(calls))
     like = torch.empty(0, dtype=settings.dtype, device=settings.device)
-    # Only what is to be converted or moved is copied.
+    # Only tensors that have to be converted or moved are copied.
     tensors = list(found.layer.parameters())
-    here = all(t.device == like.device for t in tensors)
-    shared = [t for t in tensors if here and t.dtype == like.dtype]
+    on_device = all(t.device == like.device for t in tensors)
+    shared = [t for t in tensors if on_device and t.dtype == like.dtype]
     try:
         twin = trial_copy(found.layer, {id(t): t for t in shared})
         convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
@@ -251,8 +251,8 @@ def _check(
             unpack_into(twin, state, found.name, settings.format)
             round_inputs(twin, state)
         ties = _ROUTER_TIES if spec.moe is not None and settings.dtype.itemsize == 2 else 0.0
-        stands = answered and len(shared) == len(tensors) and not settings.format.bits
-        original = None if stands else twin.forward
+        reusable = answered and len(shared) == len(tensors) and not settings.format.bits
+        original = None if reusable else twin.forward
         exact = partial(_in_float32, twin) if settings.dtype.itemsize == 2 else None
         rounding = settings.format.rounding
         rounded = rounding is not None and not rounding.above
@@ -269,15 +269,15 @@ def _check(
 
 
 def _in_float32(layer: nn.Module) -> Callable[..., Any]:
-    """The layer's own code on the same weights, without rounding in between."""
-    wide = trial_copy(layer)
-    convert(wide, torch.float32)
-    forward: Callable[..., Any] = wide.forward
+    """Return the forward of a float32 copy of the layer, with the same weights."""
+    widened = trial_copy(layer)
+    convert(widened, torch.float32)
+    forward: Callable[..., Any] = widened.forward
     return forward
 
 
 def _has_bool_mask(calls: Sequence[RecordedCall]) -> bool:
-    """Whether the model makes boolean masks; attention that adds masks to scores would add ones."""
+    """Whether the model passes boolean masks, which attention that adds masks to scores would add as ones."""
     given = (value for call in calls for value in (*call.args, *call.kwargs.values()))
     return any(isinstance(value, Tensor) and value.dtype == torch.bool for value in given)
 
@@ -285,7 +285,7 @@ def _has_bool_mask(calls: Sequence[RecordedCall]) -> bool:
 def make_block(
     found: Found, layer: nn.Module, settings: Settings, verdict: Verdict, turn: int = 0
 ) -> Injected:
-    """Build a layer's block out of the layer's own tensors (or a copy's), which it shares where it can."""
+    """Build a layer's block from the tensors of the layer (or of a copy), sharing them where possible."""
     family, spec = _known(found)
     if verdict.returns is None:
         raise AssertionError("only layers that are to be fused come here")
@@ -305,7 +305,7 @@ def make_block(
         plain=FORMATS["plain"],
         plain_roles=settings.plain_roles,
         join=settings.join,
-        # Of a layer with values of its own they are laid out; files that are streamed stay as they lie.
+        # A live layer's matrices were laid out by `_lay_by_rows`; streamed files keep their layout.
         by_rows=ops.linear.by_rows and (layer is not found.layer or (filled and settings.streamer is None)),
     )
     block = Block(spec, weights, ops, share)
@@ -331,10 +331,10 @@ def make_block(
 
 
 def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> dict[str, Block]:
-    """Put the blocks in, in place: after `judge` nothing is left that could refuse.
+    """Inject the blocks in place; after `judge` nothing can fail any more.
 
-    Each layer's tensors are released as its block takes them over, so memory grows by one layer at most; of
-    those that lie in mapped files, and are packed, the pages are dropped.
+    Each layer's tensors are released as its block takes them over, so memory grows by one layer at most. When
+    tensors in mapped files are packed, their pages are dropped.
 
     Args:
         layers: From `find_layers`, already in the engine's dtype and on its device.
@@ -368,7 +368,7 @@ def fuse(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Set
 
 
 def _lay_by_rows(found: Found, settings: Settings, mapped: MappedFiles) -> None:
-    """Before anything holds a layer's tensors: each matrix is let go of as it is laid out anew."""
+    """Lay out a layer's dense matrices by rows before anything else references them, freeing each in turn."""
     family, spec = _known(found)
     if settings.filling is None and settings.mesh.is_alone and settings.bind(spec).linear.by_rows:
         plans = plan_block(ModuleSource(found.layer), family.recipes, spec, ignored=family.ignores(spec))

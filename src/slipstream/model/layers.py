@@ -1,4 +1,4 @@
-"""Finds the layers of a model, the config that each obeys, and the family, if any, that knows it."""
+"""Finds the layers of a model, the config that applies to each, and the family, if any, that supports it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Found:
     Attributes:
         name: Path from the model.
         layer: The module.
-        index: Its place among its siblings, which is its place in the cache.
-        root: Path of the nearest ancestor that runs on tokens, pictures or sound ("" for the model itself).
-        family: Who knows its class, or None.
-        spec: Its numbers, or None where there is no family or the family declines.
+        index: Its index among its siblings, which is its layer index in the cache.
+        root: Path of the nearest ancestor that takes tokens, images or audio ("" for the model itself).
+        family: The family that supports its class, or None.
+        spec: Its spec, or None where there is no family or the family declines.
         reason: Why there is no spec, for the report.
         wanted: Whether the user's `injection_policy` names its class.
     """
@@ -44,35 +44,35 @@ class Found:
 
     @property
     def note(self) -> str:
-        """What stays the layer's own where it is fused; empty for nothing."""
+        """Note on the part of the layer that runs its own code once the layer is fused; empty for none."""
         own = "" if self.spec is None or self.family is None else self.family.own_code(self.spec)
         return f"{own} runs its own code" if own else ""
 
 
 def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = None) -> list[Found]:
-    """List the layers that repeat: members of the outermost lists, and whatever else a family knows.
+    """List the repeated layers: members of the outermost lists, and all other modules that a family supports.
 
     A list is an `nn.ModuleList`, or an `nn.Sequential` of two or more modules of one class that have
-    parts, and matrices in them.
+    submodules and contain matrices.
 
     Args:
         model: Any module.
         config: Used in place of the models' own configs, where given.
-        policy: The user's own layer classes; what it says of a class goes before what the families say.
+        policy: The user's own layer classes; it takes precedence over the families.
 
     Returns:
-        In the order of the model's modules; a module that stands in several places once.
+        The layers in the order of the model's modules; a module that occurs in several places is listed once.
 
     Raises:
         InjectionError: The policy names a family that cannot read the config.
     """
-    found = [
+    layers = [
         _identify(model, name, layer, index, config=config, policy=policy)
         for name, layer, index in _candidates(model, "", policy)
     ]
-    if all(one.family is None for one in found):
-        return found
-    return [one for one in found if one.family is not None or one.wanted or not _is_between(one.layer)]
+    if all(one.family is None for one in layers):
+        return layers
+    return [one for one in layers if one.family is not None or one.wanted or not _is_between(one.layer)]
 
 
 def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator[tuple[str, nn.Module, int]]:
@@ -92,10 +92,10 @@ def _candidates(module: nn.Module, path: str, policy: Policy | None) -> Iterator
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether what runs its modules one after the other runs layers: not linears with what bends between.
+    """Whether a module is an `nn.Sequential` of layers, rather than of linears and activations.
 
-    Containers inside of it are stages, or such linears again: layers are looked for in each. Stacks of
-    convolutions have nothing that is packed or swapped.
+    Members that are containers are stages or nested linears, so layers are searched for inside each of them.
+    Stacks of convolutions are no lists: they contain nothing that is packed or swapped.
     """
     if not isinstance(module, nn.Sequential):
         return False
@@ -108,16 +108,16 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_between(layer: nn.Module) -> bool:
-    """Whether a layer comes before those that a family knows, or leads from a tower to another.
+    """Whether a layer precedes the layers that a family supports, or connects two towers.
 
-    Its matrices are all convolutions', or they are too few for an attention: at most two.
+    Either all its matrices belong to convolutions, or there are too few for attention: one or two.
     """
     if sum(p.dim() > 1 for p in layer.parameters()) in (1, 2):
         return True
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     convolutions = [module for module in layer.modules() if isinstance(module, kinds)]
-    theirs = {id(p) for module in convolutions for p in module.parameters()}
-    return bool(convolutions) and all(p.dim() < 2 or id(p) in theirs for p in layer.parameters())
+    convolved = {id(p) for module in convolutions for p in module.parameters()}
+    return bool(convolutions) and all(p.dim() < 2 or id(p) in convolved for p in layer.parameters())
 
 
 def _is_known(module: nn.Module, policy: Policy | None) -> bool:
@@ -145,7 +145,7 @@ def _identify(
     try:
         reason = family.why_not(layer, config, index)
         spec = family.spec_of(layer, config, index) if reason is None else None
-    except (AttributeError, LookupError, TypeError) as error:  # of a config that is another family's
+    except (AttributeError, LookupError, TypeError) as error:  # the config belongs to another family
         reason = f"{type(config).__name__} is no config that it reads: {one_line(error)}"
         if wanted:
             raise InjectionError(
@@ -158,7 +158,7 @@ def _identify(
 
 
 def _parents(model: nn.Module, name: str) -> list[tuple[str, Any]]:
-    """Ancestors of a module, nearest first, the model itself last."""
+    """Return the ancestors of a module by path, nearest first, the model itself last."""
     parts = name.split(".")[:-1]
     paths = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
     return [(path, model.get_submodule(path)) for path in paths]

@@ -1,6 +1,6 @@
-"""`injection_policy`: layer classes that a user names, each with its output linears or a family of its own.
+"""`injection_policy`: layer classes named by the user, each with its output linears or a family of its own.
 
-The whole policy is held against the model before any work starts; a name that matches nothing is an error.
+The whole policy is checked against the model before any work starts; a name that matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from slipstream.families import Family
 __all__ = ["Policy", "check_policy", "target_of"]
 
 Policy = Mapping[type[nn.Module], Any]
-"""By layer class: a `Family`, the path's end of an output linear, or several of them."""
+"""By layer class: a `Family`, the path suffix of an output linear, or several such suffixes."""
 
 
 def target_of(policy: Policy | None, layer_class: type) -> Family | tuple[str, ...] | None:
-    """What the policy says of a layer class, by the nearest class along its MRO, or None."""
+    """Return the policy's entry for the nearest class along a layer class's MRO, or None."""
     if not policy:
         return None
     target = next((policy[c] for c in layer_class.__mro__ if c in policy), None)
@@ -32,10 +32,10 @@ def target_of(policy: Policy | None, layer_class: type) -> Family | tuple[str, .
 
 
 def check_policy(model: nn.Module, policy: Policy | None) -> None:
-    """Refuse a policy that the model does not bear out.
+    """Check that a policy matches the model.
 
     Raises:
-        ConfigError: A class that does not occur, a name that is no linear of its class, or a value that is
+        ConfigError: A class does not occur in the model, a name matches no linear of its class, or a value is
             neither names nor a family.
     """
     for layer_class, target in (policy or {}).items():
@@ -50,7 +50,7 @@ def check_policy(model: nn.Module, policy: Policy | None) -> None:
 
 
 def _check_names(layer_class: type[nn.Module], layers: Iterable[nn.Module], target: object) -> None:
-    """Refuse names that no layer of the class bears out."""
+    """Check that each name matches a linear in some layer of the class."""
     names = [target] if isinstance(target, str) else target
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -72,7 +72,7 @@ def _ends_in(name: str, suffix: str) -> bool:
 
 
 def _linears(layer: nn.Module) -> Iterable[str]:
-    """Paths of the modules that hold one matrix, transposed ones too."""
+    """Yield the paths of modules with a matrix as `weight`, transposed or not, except embeddings."""
     for name, module in layer.named_modules():
         weight = module._parameters.get("weight")
         if name and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
@@ -80,7 +80,7 @@ def _linears(layer: nn.Module) -> Iterable[str]:
 
 
 def _near(suffix: str, names: list[str]) -> list[str]:
-    """The few names that were most likely meant."""
+    """Return up to five names that were most likely meant."""
     last = suffix.rpartition(".")[2]
     ends = {name.rpartition(".")[2]: name for name in reversed(names)}
     near = difflib.get_close_matches(suffix, names, 3, 0.4)
@@ -89,7 +89,7 @@ def _near(suffix: str, names: list[str]) -> list[str]:
 
 
 def _repeated(model: nn.Module) -> str:
-    """The classes that occur more than once and have parts, as a sentence."""
+    """Describe the classes that occur more than once and have submodules."""
     counts = Counter(type(m).__name__ for m in model.modules() if any(True for _ in m.children()))
     names = [f"{name} ({count})" for name, count in counts.most_common() if count > 1]
     names = [name for name in names if not name.startswith(("ModuleList ", "Sequential "))]

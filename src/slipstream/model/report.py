@@ -1,4 +1,4 @@
-"""What was fused, what was not, and why: a table for people and a dictionary for programs."""
+"""Reports what was fused, what was not, and why: as a table for people and a dictionary for programs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["LayerReport", "OutsideReport", "Report", "SplitReport"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer.
+    """Report on one layer.
 
     Attributes:
         name: Its path in the model.
-        family: The family that knows it, or None.
+        family: The family that supports it, or None.
         level: "block", "module" or "none".
         kernels: Implementation by op; empty where nothing is bound.
         format: Weight format, or the dtype's name for dense weights.
-        bytes: Of its weights.
+        bytes: Size of its weights in bytes.
         max_error: Largest absolute error of the self-check; None where it did not run.
-        reason: Why the level is not higher; for "block" what runs its own code within, if anything.
-        parts: What each swapped module is ("norm", "linear", "gated feed-forward", "attention"), by its
-            path from the layer; at level "module" alone.
-        refused: Why a module that looks like one of these runs its own code, by its path.
+        reason: Why the level is not higher; at level "block", which part still runs its own code, if any.
+        parts: Kind of each swapped module ("norm", "linear", "gated feed-forward", "attention") by its path
+            from the layer; only at level "module".
+        refused: Why a module of one of these kinds runs its own code, by its path.
     """
 
     name: str
@@ -43,14 +43,14 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class OutsideReport:
-    """One packed matrix outside of the layers.
+    """Report on one packed matrix outside the layers.
 
     Attributes:
         name: Its path in the model.
         role: "head" or "embedding".
         kernels: Implementation by op; empty for an embedding.
         format: Weight format.
-        bytes: Of its planes; 0 where it shares those of the embedding.
+        bytes: Size of its planes in bytes; 0 where it shares those of the embedding.
     """
 
     name: str
@@ -60,7 +60,7 @@ class OutsideReport:
     bytes: int
 
     def __str__(self) -> str:
-        """One line."""
+        """Return one line of text."""
         size = _size(self.bytes) if self.bytes else "in the embedding's planes"
         run = f", {_kernels(self.kernels)}" if self.kernels else ""
         return f"{self.role} {self.name}: {self.format}, {size}{run}"
@@ -68,14 +68,14 @@ class OutsideReport:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """One matrix of a layer that runs its own code on several ranks.
+    """Report on one matrix of a layer that runs its own code on several ranks.
 
     Attributes:
-        name: Its path; from its layer, or from the model in an engine's report.
-        how: What a rank has of it.
-        source: Who says so: "injection_policy", "transformers' plan", "structure" (a run of the layer shows
-            it), "any linear", or nobody where it is whole.
-        reason: Why it is not cut as a part of a branch.
+        name: Its path, relative to its layer, or to the model in an engine's report.
+        how: Which part of it a rank holds.
+        source: Origin of the decision: "injection_policy", "transformers' plan", "structure" (a run of the
+            layer shows it), "any linear", or empty where the matrix is whole.
+        reason: Why it is not cut as part of a branch.
     """
 
     name: str
@@ -86,16 +86,16 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole engine (or what an engine would be, from `inspect`).
+    """Report on a whole engine (or, from `inspect`, on the engine that would be built).
 
     Attributes:
-        level: "block" where every layer is, "module" where any part is fused, else "none".
-        device: Where the engine runs.
+        level: "block" where every layer is fused, "module" where any part is, else "none".
+        device: Device of the engine.
         notes: What a user should know: settings without effect here, fallbacks and their reasons.
-        layers: In the order of the model.
+        layers: The layers in the order of the model.
         times: Milliseconds per call by layer name, where profiling is on.
-        outside: What is packed outside of the layers.
-        split: What a rank has of the matrices of layers that run their own code.
+        outside: The packed matrices outside the layers.
+        split: Which parts of the matrices of layers that run their own code a rank holds.
     """
 
     level: str
@@ -107,20 +107,20 @@ class Report:
     split: tuple[SplitReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `outside` and `split`, and of a layer `parts` and `refused`, where there are any."""
+        """Return plain data; `outside`, `split`, `parts` and `refused` are present only if not empty."""
         keys = ("name", "family", "level", "kernels", "format", "bytes", "max_error")
         layers = [{key: getattr(layer, key) for key in keys} for layer in self.layers]
         for layer in layers:
             layer["kernels"] = dict(layer["kernels"])
         for row, layer in zip(self.layers, layers, strict=True):
             layer |= {key: dict(getattr(row, key)) for key in ("parts", "refused") if getattr(row, key)}
-        found = {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
+        data = {"level": self.level, "device": self.device, "notes": list(self.notes), "layers": layers}
         outside = [{**asdict(part), "kernels": dict(part.kernels)} for part in self.outside]
         split = [asdict(part) for part in self.split]
-        return found | ({"outside": outside} if outside else {}) | ({"split": split} if split else {})
+        return data | ({"outside": outside} if outside else {}) | ({"split": split} if split else {})
 
     def with_stack(self, names: Mapping[str, str]) -> Report:
-        """The same with what runs layers that follow each other, by layer name."""
+        """Return a copy with the implementation that runs consecutive layers together, by layer name."""
         layers = (
             replace(one, kernels={**one.kernels, "stack": names[one.name]}) if one.name in names else one
             for one in self.layers
@@ -128,7 +128,7 @@ class Report:
         return replace(self, layers=tuple(layers))
 
     def __str__(self) -> str:
-        """A table; layers in a row that differ in nothing but their number share a line."""
+        """Return a table; consecutive layers that differ only in their index share a line."""
         size = sum(layer.bytes for layer in self.layers)
         lines = [
             f"level {self.level} on {self.device}, {len(self.layers)} layers, {_size(size)} of layer weights"
@@ -169,7 +169,7 @@ class Report:
 
 
 def _part_lines(layers: tuple[LayerReport, ...]) -> list[str]:
-    """What was swapped inside of layers, and what was not and why; layers that are alike together."""
+    """List what was swapped inside layers, and what was not and why; identical layers share lines."""
     seen: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], str] = {}
     for layer in layers:
         kinds = tuple(sorted(layer.parts.values()))
@@ -188,7 +188,7 @@ def _several(kind: str, kinds: tuple[str, ...]) -> str:
 
 
 def _split_lines(rows: tuple[SplitReport, ...]) -> list[str]:
-    """A line for each matrix, those of layers that are alike together."""
+    """Return a line for each matrix; matrices of identical layers share one."""
     seen: dict[tuple[str, ...], None] = {}
     for row in rows:
         source = f" ({row.source})" if row.source else ""

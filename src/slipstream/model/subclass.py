@@ -1,4 +1,4 @@
-"""Subclasses that bear the name of the class they change: a module gets other code and looks as it did."""
+"""Subclasses named like the class they derive from: a module gets new code but looks unchanged."""
 
 from __future__ import annotations
 
@@ -16,57 +16,58 @@ __all__ = ["become", "deep_twin", "namesake", "trial_copy"]
 def namesake(
     original: type[nn.Module], own: Mapping[str, Any], *, bases: tuple[type[Any], ...] = ()
 ) -> type[nn.Module]:
-    """A subclass that bears the original's name, module and docstring.
+    """Create a subclass that has the original's name, module and docstring.
 
-    It is made by `type`, which runs `__init_subclass__`: transformers' layers wrap their `forward` there.
+    It is created by `type`, which runs `__init_subclass__`: transformers' layers wrap their `forward` there.
 
     Args:
-        original: The class of a live module, whose `__class__` the subclass can become.
+        original: The class of a live module, to whose `__class__` the subclass can be assigned.
         own: Attributes of the subclass: methods by name.
-        bases: What it derives from, where that is not the original alone.
+        bases: Its bases; empty for the original alone.
     """
     namespace = {"__module__": original.__module__, "__doc__": original.__doc__, **own}
-    made: type[nn.Module] = type(original.__name__, bases or (original,), namespace)
-    made.__qualname__ = original.__qualname__
-    return made
+    subclass: type[nn.Module] = type(original.__name__, bases or (original,), namespace)
+    subclass.__qualname__ = original.__qualname__
+    return subclass
 
 
 def deep_twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What `copy.deepcopy` makes of a module by way of pickling, which such a subclass refuses."""
+    """Copy a module as `copy.deepcopy` does, but without pickling, which such a subclass refuses."""
     memo[id(module)] = twin = type(module).__new__(type(module))
     twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return twin
 
 
 def trial_copy(module: nn.Module, memo: Mapping[int, Any] | None = None) -> Any:
-    """A copy of a module to try things on.
+    """Copy a module for trial runs.
 
     Args:
-        module: What a forward with gradients left in its attributes is shared: torch copies no such tensor.
-        memo: What else is shared, by its id.
+        module: The module. Non-leaf tensors that a forward with gradients left in its attributes are shared,
+            because torch cannot copy them.
+        memo: Other objects to share, by id.
 
     Raises:
         InjectionError: Something in it cannot be copied.
     """
-    held = (value for part in module.modules() for value in vars(part).values())
-    left = {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    non_leaf = {id(t): t.detach() for t in attributes if isinstance(t, Tensor) and not t.is_leaf}
     try:
-        return copy.deepcopy(module, {**left, **(memo or {})})
-    except Exception as error:  # of whatever code its parts have for it
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InjectionError(f"{type(module).__name__} cannot be copied to be checked; {said}") from error
+        return copy.deepcopy(module, {**non_leaf, **(memo or {})})
+    except Exception as error:  # submodules may define arbitrary code for copying
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise InjectionError(f"{type(module).__name__} cannot be copied to be checked; {cause}") from error
 
 
 def become(
     model: nn.Module, names: Iterable[str], mark: str, subclass: Callable[..., type[nn.Module]]
 ) -> None:
-    """Let modules become of a subclass of their class, in place; each stays the object it was.
+    """Change the class of modules to a subclass, in place; each stays the same object.
 
     Args:
-        model: What the names are of.
-        names: Of the modules. One that has become so before is left as it is.
-        mark: An attribute that says so.
-        subclass: Makes the subclass of a module's class.
+        model: The model that contains the modules.
+        names: Paths of the modules. Modules that already have the mark are left as they are.
+        mark: Attribute that marks a module as changed.
+        subclass: Creates the subclass of a module's class.
     """
     for name in names:
         module = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""What a module was handed, or answered: the tensors within, and whether they are values and no more."""
+"""Inspects a module's arguments and results: the tensors in them, and whether only their values matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["is_plain", "tensors_in", "unseen", "wants_derivatives", "wants_opera
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value, in its order; what is no tensor, tuple, list or mapping has none."""
+    """Yield the tensors of a value in order, searching tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -29,10 +29,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def wants_operations() -> bool:
-    """Whether somebody sees each of torch's operations: traces, counts, transforms or differentiates them.
+    """Whether torch's operations are being observed: traced, counted, transformed or differentiated.
 
-    What a library computes would be missing there, and tensors may have no memory that it could read.
-    Autograd, which says so by the tensors, is not asked for here, nor torch.compile, which leaves its graph.
+    The observer would miss what a native library computes, and tensors may have no memory to read from.
+    Autograd is not covered here, because tensors themselves show it, nor is torch.compile, which breaks its
+    graph instead.
     """
     return (
         forward_ad._current_level >= 0
@@ -43,12 +44,12 @@ def wants_operations() -> bool:
 
 
 def _is_seen_by_others() -> bool:
-    """Whether a dispatch mode is at work that is not our own."""
+    """Whether a dispatch mode other than `Recorder` is active."""
     return any(not isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack())
 
 
 def wants_derivatives(value: Any) -> bool:
-    """Whether some of a value's tensors are differentiated by, backwards, or there may be such, forwards."""
+    """Whether a value's tensors require gradients, or forward-mode differentiation is active."""
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(value))
@@ -56,7 +57,7 @@ def wants_derivatives(value: Any) -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Within, nobody sees torch's operations: what they make is a constant to a trace or a transform."""
+    """Hide torch's operations from traces, transforms and modes, to which their results are constants."""
     tracing = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
@@ -67,7 +68,7 @@ def unseen() -> Iterator[None]:
 
 
 def is_plain(module: nn.Module, x: Any) -> bool:
-    """Whether an argument stands for its values alone: no gradients, other dtypes, traces or transforms."""
+    """Whether only the values of an argument matter: no gradients, autocast, traces or transforms."""
     if not isinstance(x, Tensor) or torch.compiler.is_compiling() or wants_operations():
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):

@@ -1,4 +1,4 @@
-"""The one block: every family's layer, written against roles.
+"""The block: one implementation of every family's layer, written against roles.
 
 Shapes: T packed tokens, C hidden, H heads, K kv heads, D head dim, F feed-forward width.
 """
@@ -28,16 +28,16 @@ from slipstream.weights.load import BlockWeights
 __all__ = ["Attend", "Block", "CrossAttend", "Mix", "RopeTable"]
 
 RopeTable = tuple[Tensor, Tensor]
-"""Cosines and sines of the packed tokens, `(T, R / 2)` each, every angle once."""
+"""Cosines and sines of the packed tokens, `(T, R / 2)` each, with every angle once."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A road's attention: q `(T, H, D)`, k and v `(T, K, D)` in, `(T, H, D)` out; it owns the cache."""
+"""Attention as the caller provides it: q `(T, H, D)`, k and v `(T, K, D)` to `(T, H, D)`; owns the cache."""
 
 Mix = Callable[[Tensor], Tensor]
-"""The layer's own part in a branch's place: normalised `(T, C)` in, `(T, C)` out; it owns its state."""
+"""A module of the layer that replaces a branch: normalised `(T, C)` to `(T, C)`; it owns its state."""
 
 CrossAttend = Callable[[Tensor], Tensor]
-"""A road's attention over an encoder's states: q `(T, H, D)` in, `(T, H, D)` out; it owns keys and values."""
+"""Cross-attention as the caller provides it: q `(T, H, D)` to `(T, H, D)`; it owns keys and values."""
 
 
 _POST_NORMS = frozenset({Role.ATTN_POST_NORM, Role.MLP_POST_NORM})
@@ -46,14 +46,14 @@ _POST_NORMS = frozenset({Role.ATTN_POST_NORM, Role.MLP_POST_NORM})
 class Block:
     """One transformer layer over packed tokens, bound to its kernels.
 
-    The residual stream, where `place` is "pre" and the branches follow each other::
+    The residual stream, where `place` is "pre" and the branches are sequential::
 
         x ─┬─ attn_norm ─ qkv ─ q/k norm ─ rope ─ attend ─ attn_out ─ attn_post_norm ─ * scale ─(+)─┐
            └─────────────────────────────────────────────────────────────────────────────────────┘
           ─┬─ mlp_norm ─ mlp_in ─ activation ─ mlp_out  (or experts) ─ mlp_post_norm ─ * scale ─(+)─▶
            └─────────────────────────────────────────────────────────────────────────────────────┘
 
-    A block with cross attention has a third branch between the two, which asks an encoder's states::
+    A block with cross-attention has a third branch between the two, which attends to an encoder's states::
 
         ─┬─ cross_norm ─ cross_q ─ attend across ─ cross_out ─ cross_post_norm ─(+)─▶
          └───────────────────────────────────────────────────────────────────────┘
@@ -67,9 +67,9 @@ class Block:
         spec: The block in numbers.
         weights: Its tensors by role.
         ops: The implementations it was bound to.
-        mask: What the paged attention needs beside lengths.
-        share: Which part of the layer this is, where it lies on several ranks: `spec` and `weights` are the
-            rank's, and what leaves a branch is added up before anything else happens to it.
+        mask: What the paged attention needs besides lengths.
+        share: This rank's part of a layer that is split over several ranks: `spec` and `weights` are the
+            rank's, and the output of a branch is summed over the ranks before anything else happens to it.
     """
 
     def __init__(self, spec: BlockSpec, weights: BlockWeights, ops: Ops, share: Share | None = None) -> None:
@@ -89,7 +89,7 @@ class Block:
 
     @property
     def whole(self) -> BlockSpec:
-        """The layer in numbers as the model has it, of which this may be a rank's part."""
+        """Spec of the whole layer, of which this block may be one rank's part."""
         return self.spec if self.share is None else self.share.whole
 
     def __call__(
@@ -109,12 +109,12 @@ class Block:
         Args:
             x: `(T, C)`; not changed.
             rope: The table for these tokens; ignored where the spec has no rope.
-            attend: The road's attention for this layer.
-            across: The road's attention over an encoder's states; without one, that branch is left out.
-            mix: What stands in attention's place, where the spec has a mixer.
-            feed: What stands in the feed-forward's place, where the spec has a feeder.
-            positions: `(T,)` int64, where queries grow with them.
-            inputs: `(T, P)`, the layer's own input, where its spec has one.
+            attend: The caller's attention for this layer.
+            across: The caller's attention over an encoder's states; None skips that branch.
+            mix: Replaces attention, where the spec has a mixer.
+            feed: Replaces the feed-forward, where the spec has a feeder.
+            positions: `(T,)` int64; needed where the spec has `growth`.
+            inputs: `(T, P)`, the per-layer input, where the spec has one.
 
         Returns:
             `(T, C)`, a new tensor in the dtype of `x`.
@@ -127,7 +127,7 @@ class Block:
             return self._run(x, rope, attend, across, (mix, feed), inputs)
 
     def follow(self, course: Callable[[], Any]) -> Any:
-        """Run the layer in a course of its family's own, with every tensor of the block there."""
+        """Run a family's own course while every tensor of the block has its values."""
         with self.weights.held():
             return course()
 
@@ -153,7 +153,7 @@ class Block:
         if spec.parallel:
             entry = self.norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
             return residual + self._both(attended, self.feed_forward(entry))
-        # Every rank has the whole of a mixer, and of a feeder, and runs it.
+        # Mixers and feeders are not split: every rank runs the whole module.
         attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended) if mix is None else attended)
         x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
         normed = self.norm(Role.MLP_NORM, x)
@@ -164,7 +164,7 @@ class Block:
         return self._end(self._weigh_in(residual + self._scaled(Role.MLP_SCALE, fed), inputs))
 
     def _weigh_in(self, x: Tensor, inputs: Tensor | None) -> Tensor:
-        """The branch of the layer's own input, of which every rank has the whole."""
+        """Add the branch of the per-layer input, which is whole on every rank; then scale the result."""
         if inputs is not None:
             gate = self.ops.activation.run(
                 self.linear(Role.INPUT_GATE, x), name=self.spec.activation, gated=False
@@ -177,39 +177,39 @@ class Block:
         return residual if self.spec.carry == 1.0 else residual * self.spec.carry
 
     def sum(self, branch: Tensor) -> Tensor:
-        """What a branch says, out of what the ranks' parts of it say."""
+        """Sum a branch's partial outputs over the ranks."""
         return branch if self.share is None else all_sum(branch, self.share.tp)
 
     def _both(self, attended: Tensor, fed: Tensor) -> Tensor:
-        """The scaled sum of two branches, which travels as one where no norm stands in between."""
+        """Return the scaled sum of two branches; without post-norms, one all-reduce serves both."""
         if self.share is None or not _POST_NORMS.isdisjoint(self.weights.vectors):
             attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended))
             fed = self.norm(Role.MLP_POST_NORM, self.sum(fed))
             return self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed)
-        # Multipliers are linear: a rank scales its part.
+        # Scaling is linear, so each rank can scale its part before the sum.
         return self.sum(self._scaled(Role.ATTN_SCALE, attended) + self._scaled(Role.MLP_SCALE, fed))
 
     def _ask(self, x: Tensor, across: CrossAttend | None) -> Tensor:
-        """The branch between the others."""
+        """Apply the cross-attention branch, if there is one."""
         if across is None:
             return x
         pre = self.spec.place == "pre"
-        asked = self.norm(Role.CROSS_NORM, x) if pre else x
-        q = self.linear(Role.CROSS_Q, asked).unflatten(-1, (-1, self.spec.head_dim))
+        entry = self.norm(Role.CROSS_NORM, x) if pre else x
+        q = self.linear(Role.CROSS_Q, entry).unflatten(-1, (-1, self.spec.head_dim))
         x = x + self.norm(Role.CROSS_POST_NORM, self.sum(self.linear(Role.CROSS_OUT, across(q).flatten(1))))
         return self._branch(x) if pre else self.norm(Role.CROSS_NORM, x)
 
     def entered(self, x: Tensor) -> Tensor:
-        """What the layer's projections read of its input `(T, C)`."""
+        """Return what the projections read of the layer's input `(T, C)`: its norm if `place` is "pre"."""
         return x if self.spec.place == "post" else self.norm(Role.ATTN_NORM, x)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `(T, H, D)`, keys and values `(T, K, D)` of rows `(T, C)`, as they are projected."""
+        """Project rows `(T, C)` to queries `(T, H, D)`, keys and values `(T, K, D)`."""
         q, k, v, _ = self._project(x)
         return q, k, v
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same, and the rows of the gate."""
+        """Project rows `(T, C)` to queries, keys, values and the gate."""
         spec = self.spec
         *parts, opening = self.linear(Role.QKV, x).split(spec.qkv_rows, dim=-1)
         q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
@@ -218,7 +218,7 @@ class Block:
         return q, k, v, opening
 
     def cross_keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of an encoder's states.
+        """Project an encoder's states to keys and values.
 
         Args:
             states: `(N, Ce)`, of any number of sequences.
@@ -237,27 +237,27 @@ class Block:
         return x if self.spec.clamp is None else in_range(x)
 
     def _scaled(self, role: Role, branch: Tensor) -> Tensor:
-        """The branch times the block's one number, and the role's number per channel, where there are any."""
+        """Multiply a branch by `residual_scale` and by the role's vector per channel, where there are any."""
         if self.spec.residual_scale != 1.0:
             branch = branch * self.spec.residual_scale
         vector = self.weights.vectors.get(role)
         return branch if vector is None or vector.weight is None else branch * vector.weight
 
     def norm(self, role: Role, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """A norm of rows `(..., C)`, or the rows where the block has none of this role."""
+        """Normalise rows `(..., C)`; return them unchanged where the block has no norm of this role."""
         vector = self.weights.vectors.get(role)
         if vector is None:
             return x
         return self.ops.norm.run(x, vector.weight, vector.bias, spec=norm or self.spec.norm)  # type: ignore[no-any-return]
 
     def linear(self, role: Role, x: Tensor) -> Tensor:
-        """A matrix of the block, and its bias, of rows `(T, in)`."""
+        """Multiply rows `(T, in)` by a matrix of the block and add its bias."""
         weight = self.weights.matrices[role]
-        # A matrix that is kept in float32 (T5's last one) answers in it, and the sums go on so.
+        # A matrix kept in float32 (T5's last one) returns float32, and the residual stream continues in it.
         return times(self.ops.linear.run, x.to(weight.computes_in), weight)
 
     def attention(self, x: Tensor, rope: RopeTable | None, attend: Attend) -> Tensor:
-        """The first branch between its norms, `(T, C)` to `(T, C)`."""
+        """Run the attention branch between its norms, `(T, C)` to `(T, C)`."""
         spec = self.spec
         if spec.latent is not None:
             return self._latent_attention(x, spec.latent, rope, attend)
@@ -278,7 +278,7 @@ class Block:
         return self._leave(attend(q, k, v), opening)
 
     def _leave(self, attended: Tensor, opening: Tensor) -> Tensor:
-        """What the heads say `(T, H, D)`, through the gate `opening` where there is one, to `(T, C)`."""
+        """Gate the heads' output `(T, H, D)` by `opening`, if there is a gate, and project it to `(T, C)`."""
         if self.spec.gate is not None:
             attended = attended * opened(opening, self.spec.gate, attended)
         return self.linear(Role.ATTN_OUT, self.norm(Role.ATTN_INNER_NORM, attended.flatten(1)))
@@ -289,14 +289,14 @@ class Block:
             return self._qk_norm(Role.Q_NORM, q), self._qk_norm(Role.K_NORM, k)
         width = {Role.Q_NORM: share.whole.q_dim, Role.K_NORM: share.whole.kv_dim}
         counts = {Role.Q_NORM: True, Role.K_NORM: share.counts_keys}
-        found = {Role.Q_NORM: q, Role.K_NORM: k}
-        vectors = {role: v for role, v in self.weights.vectors.items() if role in found}
-        parts = [(found[role], v.weight, v.bias, width[role], counts[role]) for role, v in vectors.items()]
-        found |= dict(zip(vectors, norm_across(parts, spec.norm, share.tp), strict=True))
-        return found[Role.Q_NORM], found[Role.K_NORM]
+        rows = {Role.Q_NORM: q, Role.K_NORM: k}
+        vectors = {role: v for role, v in self.weights.vectors.items() if role in rows}
+        parts = [(rows[role], v.weight, v.bias, width[role], counts[role]) for role, v in vectors.items()]
+        rows |= dict(zip(vectors, norm_across(parts, spec.norm, share.tp), strict=True))
+        return rows[Role.Q_NORM], rows[Role.K_NORM]
 
     def _latent_attention(self, x: Tensor, latent: Latent, rope: RopeTable | None, attend: Attend) -> Tensor:
-        """The road's attention gets latents and shared keys in place of keys and values, and expands them."""
+        """Run latent attention: `attend` gets latents and shared keys in place of keys and values."""
         if rope is None and self.spec.rope is not None:
             raise AssertionError("a block with a rotary embedding was run without its table")
 
@@ -312,14 +312,14 @@ class Block:
         def rotate(y: Tensor) -> Tensor:
             if self.spec.rope is None or rope is None:
                 return y
-            turned: Tensor = self.ops.rope.run(y, *rope, interleaved=self.spec.rope.interleaved)
-            return turned
+            rotated: Tensor = self.ops.rope.run(y, *rope, interleaved=self.spec.rope.interleaved)
+            return rotated
 
         attended = attend(*queries_and_latents(x, latent, project, rotate))
         return self._leave(attended, x if self.spec.gate is None else self.linear(Role.ATTN_GATE, x))
 
     def _qk_norm(self, role: Role, x: Tensor) -> Tensor:
-        """`(T, heads, D)`, normalised over the head or over all of them."""
+        """Normalise `(T, heads, D)` over each head or over all heads together."""
         spec, vector = self.spec.qk_norm, self.weights.vectors.get(role)
         if spec is None or vector is None:
             return x
@@ -331,7 +331,7 @@ class Block:
         return self.ops.norm.run(x, weight, vector.bias, spec=spec.norm)  # type: ignore[no-any-return]
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """The second branch between its norms, `(T, C)` to `(T, C)`."""
+        """Run the feed-forward branch between its norms, `(T, C)` to `(T, C)`."""
         spec = self.spec
         if spec.moe is None:
             return self._mlp(x, Role.MLP_IN, Role.MLP_OUT)
@@ -353,11 +353,11 @@ class Block:
         return out + shared
 
     def mix(self, x: Tensor, router: Weight | Routed, choice: Tensor | None = None) -> Tensor:
-        """What the experts that this block has say of `(T, C)`, by a router or by a choice made before."""
+        """Run this block's experts on `(T, C)`, routed by a router matrix or by an earlier choice."""
         experts = (self.weights.matrices[role] for role in (Role.EXPERTS_IN, Role.EXPERTS_OUT))
-        how = {"spec": self.spec.moe, "activation": self.spec.activation, "gated": self.spec.gated}
-        said: Tensor = self.ops.moe.run(x, router, *experts, **how, choice=choice)
-        return said
+        options = {"spec": self.spec.moe, "activation": self.spec.activation, "gated": self.spec.gated}
+        mixed: Tensor = self.ops.moe.run(x, router, *experts, **options, choice=choice)
+        return mixed
 
     def _mlp(self, x: Tensor, first: Role, second: Role) -> Tensor:
         y, learned = self.linear(first, x), self.weights.vectors.get(Role.ACTIVATION)
@@ -368,10 +368,10 @@ class Block:
         return self.linear(second, self.norm(Role.MLP_INNER_NORM, y))
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move or cast every tensor of the block, as `nn.Module._apply` does; what is streamed stays.
+        """Move or cast every tensor of the block, as `nn.Module._apply` does; streamed matrices do not move.
 
         Raises:
-            UnsupportedError: A cast of what is streamed.
+            UnsupportedError: Streamed matrices would be cast.
         """
         self.weights = self.weights.apply(fn)
         sinks = self.weights.vectors.get(Role.SINKS)

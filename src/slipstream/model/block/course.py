@@ -1,4 +1,4 @@
-"""Runs a block whose family says itself how the layer's branches follow each other.
+"""Runs a block whose family orders the layer's branches itself (`OwnCourse`).
 
 Shapes: B batch, S rows, C hidden, H heads, K kv heads, D head dim, L keys.
 """
@@ -29,7 +29,7 @@ _FIRST_FEED = {Role.MLP_IN: Role.SHARED_IN, Role.MLP_OUT: Role.SHARED_OUT}
 
 @dataclass(frozen=True)
 class _Branches:
-    """`families.Branches`, of a block and one call of its layer."""
+    """`families.Branches` for a block and one call of its layer."""
 
     block: Block
     call: LayerCall
@@ -62,12 +62,12 @@ class _Branches:
         shared_as: Any = None,
         beyond: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        given = self.call.mask if mask is None else mask
-        call = replace(self.call, mask=given, mask_of=mask_of, shared_as=shared_as, beyond=beyond)
-        heard = attention_of(self.block, call, self.index)
+        used = self.call.mask if mask is None else mask
+        call = replace(self.call, mask=used, mask_of=mask_of, shared_as=shared_as, beyond=beyond)
+        attention = attention_of(self.block, call, self.index)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return heard(q, k if keys == 1.0 else k * keys, v)
+            return attention(q, k if keys == 1.0 else k * keys, v)
 
         return self.block.attention(x.flatten(0, 1), self.rope, attend).view(*x.shape[:-1], -1)
 
@@ -82,13 +82,13 @@ class _Branches:
     def mix(self, x: Tensor, chosen: Routed) -> Tensor:
         spec, moe, held = self.block.spec, self._moe, self.block.weights.matrices
         first, busy = held[Role.EXPERTS_IN], moe.experts
-        # Kernels number experts by the first matrix, and the second has none for those that are idle.
+        # Kernels take the number of experts from the first matrix; the second has none for idle experts.
         first = replace(
             first, shape=(busy, *first.shape[1:]), planes=tuple(plane[:busy] for plane in first.planes)
         )
-        how = {"spec": moe, "activation": spec.activation, "gated": spec.gated}
-        said: Tensor = self.block.ops.moe.run(x, chosen, first, held[Role.EXPERTS_OUT], **how)
-        return said
+        options = {"spec": moe, "activation": spec.activation, "gated": spec.gated}
+        mixed: Tensor = self.block.ops.moe.run(x, chosen, first, held[Role.EXPERTS_OUT], **options)
+        return mixed
 
     @property
     def _moe(self) -> MoE:
@@ -109,8 +109,8 @@ class _Branches:
 
     def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         options = {"scale": self.block.spec.scale, "softcap": None, "sinks": None}
-        heard: Tensor = self.block.ops.attention.run(q, k, v, mask=mask, causal=False, **options)
-        return heard.flatten(2)
+        attended: Tensor = self.block.ops.attention.run(q, k, v, mask=mask, causal=False, **options)
+        return attended.flatten(2)
 
 
 def run_course(
@@ -123,21 +123,21 @@ def run_course(
     hidden: Tensor,
     given: Mapping[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Run a block as its layer would have.
+    """Run a block in the order of its family's course, in place of its layer.
 
     Args:
         block: The fused layer.
-        call: What the model passed.
-        index: The layer's place in the cache.
-        layer: Has the parts that stay its own.
-        course: The family's.
-        hidden: `(B, S, C)`, or several of them, stacked.
+        call: The arguments that the model passed.
+        index: The layer's index in the cache.
+        layer: The module with the parts that remain the layer's own.
+        course: The family's course.
+        hidden: `(B, S, C)`, or several such streams, stacked.
         given: The arguments of the call by name.
 
     Returns:
-        Of the shape of `hidden`, then what the layer returns beside it.
+        Hidden states in the shape of `hidden`, then whatever else the layer returns.
     """
     rope = None if block.spec.rope is None else rope_table(block.spec.rope, call, None)
     heads = _Branches(block, call, index, rope)
-    answer = block.follow(lambda: course.run(heads, layer, hidden, given))
-    return answer if isinstance(answer, tuple) else (answer,)
+    result = block.follow(lambda: course.run(heads, layer, hidden, given))
+    return result if isinstance(result, tuple) else (result,)

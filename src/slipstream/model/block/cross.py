@@ -1,4 +1,4 @@
-"""Attention over an encoder's states, whose keys and values are made once per input, and biases by position.
+"""Cross-attention over an encoder's states, whose keys and values are computed once, and position biases.
 
 Shapes: B batch, S queries, M states of the encoder, C hidden, H heads, K kv heads, D head dim, L keys.
 """
@@ -29,17 +29,17 @@ __all__ = [
 
 
 _asked: tuple[weakref.ref[Tensor] | None, int, bool] = (None, 0, False)
-"""The last mask that was asked, and the answer."""
+"""The last mask that `_leaves_nothing` examined, its version, and the result."""
 
 
 @dataclass(frozen=True)
 class Relative:
-    """What makes a layer's bias by relative position.
+    """How a layer's relative position bias is computed.
 
     Attributes:
-        make: From queries `(B, H, S, D)`, the number of keys and that of tokens seen before to a bias
-            `(1, H, S, L)`.
-        causal: Whether no mask means causality; in some versions of transformers it does not to UMT5.
+        make: Takes queries `(B, H, S, D)`, the number of keys and the number of tokens seen before; returns a
+            bias `(1, H, S, L)`.
+        causal: Whether a missing mask means causality; in some versions of transformers, not for UMT5.
     """
 
     make: Callable[[Tensor, int, Any], Tensor]
@@ -48,13 +48,13 @@ class Relative:
 
 @dataclass(frozen=True)
 class CrossCall:
-    """What one call of a layer says of an encoder.
+    """Arguments of one call of a layer that concern the encoder.
 
     Attributes:
-        states: `(B, M, C)`.
+        states: The encoder's states, `(B, M, C)`.
         mask: 4-D mask (bool or additive) over the states, or None.
         bias: Added to the scores, `(1, H, S, M)`, or None.
-        caches: transformers' pair of caches, or None where nothing is kept.
+        caches: transformers' pair of caches (`EncoderDecoderCache`), or None where nothing is cached.
     """
 
     states: Tensor
@@ -64,16 +64,16 @@ class CrossCall:
 
 
 def read_cross(given: dict[str, Any], hidden: Tensor, cache: Any) -> CrossCall | None:
-    """Take what concerns an encoder out of a call's arguments.
+    """Take the arguments that concern an encoder out of a call's arguments.
 
     Args:
         given: The arguments by name; those that are read are removed.
-        hidden: `(B, S, C)`.
-        cache: As transformers passed it.
+        hidden: Hidden states `(B, S, C)`.
+        cache: The cache that transformers passed.
 
     Returns:
-        The call, or None where a block cannot serve it: states of another batch, a mask of another length, or
-        one cache for both kinds of attention, which transformers then mixes.
+        The call, or None where a block cannot serve it: states of another batch size, a mask of another
+        length, or a single cache for both kinds of attention, in which transformers mixes them.
     """
     states = given.pop("encoder_hidden_states", None)
     mask = given.pop("encoder_attention_mask", None)
@@ -90,14 +90,14 @@ def read_cross(given: dict[str, Any], hidden: Tensor, cache: Any) -> CrossCall |
 
 
 def attend_across(block: Block, call: CrossCall, layer_index: int) -> CrossAttend:
-    """The attention of a layer over an encoder's states, as `Block` asks for it.
+    """Return a layer's cross-attention over an encoder's states, as `Block` takes it.
 
-    Keys and values are made by the first call upon an empty cache and read from it by those that follow.
+    The first call with an empty cache computes keys and values; later calls read them from the cache.
 
     Args:
         block: The fused layer.
-        call: What the model passed.
-        layer_index: The layer's place in the caches.
+        call: The arguments that the model passed.
+        layer_index: The layer's index in the caches.
     """
     batch = call.states.shape[0]
 
@@ -105,11 +105,11 @@ def attend_across(block: Block, call: CrossCall, layer_index: int) -> CrossAtten
         q = q.unflatten(0, (batch, -1)).transpose(1, 2)
         k, v = _keys_and_values(block, call, layer_index)
         mask = None if call.mask is None else own_heads(call.mask, block.share)
-        # The zeros that stand for a bias in a layer that has none are one number, seen from everywhere.
+        # A zero bias is a single number expanded with stride 0 (`zeros`); there is nothing to add.
         if call.bias is not None and any(call.bias.stride()):
             mask = add_bias(own_heads(call.bias, block.share).to(q.dtype), mask)
         elif block.spec.relative is not None and _leaves_nothing(mask):
-            mask = add_bias(q.new_zeros(()), mask)  # as those layers add it: such a row then sees everything
+            mask = add_bias(q.new_zeros(()), mask)  # additive, as in the original: such a row sees everything
         out: Tensor = block.ops.attention.run(
             q, k, v, mask=mask, causal=False, scale=block.spec.scale, softcap=block.spec.softcap, sinks=None
         )
@@ -119,14 +119,14 @@ def attend_across(block: Block, call: CrossCall, layer_index: int) -> CrossAtten
 
 
 def _keys_and_values(block: Block, call: CrossCall, index: int) -> tuple[Tensor, Tensor]:
-    """`(B, K, M, D)` each, from the cache where it has them."""
+    """Return keys and values, `(B, K, M, D)` each, from the cache if it has them."""
     caches = call.caches
     if caches is not None and caches.is_updated.get(index):
-        kept = caches.cross_attention_cache.layers[index]
-        return kept.keys, kept.values
+        cached = caches.cross_attention_cache.layers[index]
+        return cached.keys, cached.values
     batch, length, _ = call.states.shape
-    made = block.cross_keys_values(call.states.flatten(0, 1))
-    k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in made)
+    projected = block.cross_keys_values(call.states.flatten(0, 1))
+    k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in projected)
     if caches is not None:
         k, v = caches.cross_attention_cache.update(k, v, index)
         caches.is_updated[index] = True
@@ -134,27 +134,27 @@ def _keys_and_values(block: Block, call: CrossCall, index: int) -> tuple[Tensor,
 
 
 def _leaves_nothing(mask: Tensor | None) -> bool:
-    """Whether a bool mask hides everything from some query; all layers of a forward are handed one mask."""
+    """Whether a bool mask hides all keys from some query; cached, as the layers of a forward share a mask."""
     global _asked
     if mask is None or mask.dtype != torch.bool:
         return False
-    of, version, found = _asked
-    now = 0 if mask.is_inference() else mask._version
-    if of is None or of() is not mask or version != now:
-        found = not bool(mask.any(-1).all())
-        _asked = (weakref.ref(mask), now, found)
-    return found
+    last, last_version, empty = _asked
+    version = 0 if mask.is_inference() else mask._version
+    if last is None or last() is not mask or last_version != version:
+        empty = not bool(mask.any(-1).all())
+        _asked = (weakref.ref(mask), version, empty)
+    return empty
 
 
 def own_heads(tensor: Tensor, share: Share | None) -> Tensor:
-    """A mask or bias `(B | 1, H | 1, S | 1, L)` for a rank's heads."""
+    """Cut a mask or bias `(B | 1, H | 1, S | 1, L)` to a rank's heads."""
     if share is None or tensor.shape[1] != share.whole.heads or share.whole.heads == 1:
         return tensor
     return tensor[:, share.heads.start : share.heads.stop]
 
 
 def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """A bias upon the scores with a mask, bool or additive, as one additive mask in the dtype of the bias."""
+    """Merge a bias and a mask (bool or additive) into one additive mask in the dtype of the bias."""
     if mask is None:
         return bias
     lowest = torch.finfo(bias.dtype).min
@@ -164,11 +164,11 @@ def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def relative_of(layer: nn.Module, path: str | None) -> Relative | None:
-    """What makes a layer's bias by relative position: its own part, or zeros where it has no table.
+    """Return how a layer's relative position bias is computed: by its module, or zeros if that has no table.
 
     Args:
         layer: The layer, with its own modules.
-        path: Of the part that has `compute_bias`, or None where the family has no such bias.
+        path: Path of the module that has `compute_bias`, or None where the family has no such bias.
     """
     if path is None:
         return None
@@ -178,13 +178,13 @@ def relative_of(layer: nn.Module, path: str | None) -> Relative | None:
         return zeros(q.shape[1], q.shape[2], keys, dtype=q.dtype, device=q.device)
 
     def computed(q: Tensor, keys: int, seen: Any) -> Tensor:
-        made: Tensor = part.compute_bias(q.shape[2], keys, device=q.device, past_seen_tokens=seen)
-        return made
+        bias: Tensor = part.compute_bias(q.shape[2], keys, device=q.device, past_seen_tokens=seen)
+        return bias
 
     make = computed if hasattr(part, "relative_attention_bias") else nothing
     return Relative(make, bool(getattr(part, "is_causal", True)))
 
 
 def zeros(heads: int, queries: int, keys: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """No bias, `(1, H, S, L)`, in the memory of one number."""
+    """Return a zero bias `(1, H, S, L)` that occupies the memory of a single number."""
     return torch.zeros((), dtype=dtype, device=device).expand(1, heads, queries, keys)

@@ -1,4 +1,4 @@
-"""A block's small arithmetic: what multiplies queries, by position, and the attention's answer, by a gate.
+"""Elementwise helpers of a block: scaling of queries by position, attention gates, clamping to float16.
 
 Shapes: T packed tokens, H heads, D head dim.
 """
@@ -21,33 +21,34 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Turning:
-    """A road's attention that can rotate queries and keys itself, on their way into its cache.
+    """An `Attend` that can itself rotate queries and keys while it writes the cache.
 
     Attributes:
-        turned: The attention of q, k and v as they are projected, and the table that turns q and k.
+        turned: Attends with unrotated q, k and v, and the table to rotate q and k by; with None in place of
+            the table, they are already rotated.
     """
 
     turned: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with queries and keys that have been turned."""
+        """Attend with queries and keys that are already rotated."""
         return self.turned(q, k, v, None)
 
 
 def growth(spec: Growth, positions: Tensor) -> Tensor:
-    """What queries at positions `(T,)` are multiplied by, `(T,)` float32."""
+    """Return the factors of queries at positions `(T,)`, `(T,)` float32."""
     steps = torch.floor((positions.float() + spec.offset) / spec.period)
     return 1.0 + spec.slope * torch.log1p(steps)
 
 
 def growing(attend: Attend, spec: Growth, positions: Tensor) -> Attend:
-    """The same attention of queries that have grown."""
+    """Wrap an attention so that it scales queries by position."""
     factors = growth(spec, positions)[:, None, None]
     return lambda q, k, v: attend((q * factors).to(q.dtype), k, v)
 
 
 def opened(opening: Tensor, gate: Gate, attended: Tensor) -> Tensor:
-    """A gate's factors, `(T, H, D | 1)`, of its rows `(T, H * D | H)`."""
+    """Compute a gate's factors, `(T, H, D | 1)`, from its projected rows `(T, H * D | H)`."""
     opening = opening.float()
     factors = torch.sigmoid(opening) if gate.activation == "sigmoid" else F.softplus(opening)
     by_head: Tensor = factors.to(attended.dtype).unflatten(-1, (attended.shape[1], -1))
@@ -55,7 +56,7 @@ def opened(opening: Tensor, gate: Gate, attended: Tensor) -> Tensor:
 
 
 def in_range(x: Tensor) -> Tensor:
-    """In float16, where a sum has left the dtype's range, everything brought back into it."""
+    """Clamp float16 values to the dtype's range, or 1000 short of it if any is infinite or NaN."""
     if x.dtype != torch.float16:
         return x
     largest = torch.finfo(x.dtype).max

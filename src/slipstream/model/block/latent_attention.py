@@ -1,7 +1,7 @@
 """Multi-head latent attention: keys and values of all heads are projections of one short vector per token.
 
-That vector (after its norm) and one rotated key, which all heads share, are all that a cache keeps:
-`kv_rank + rope_dim` numbers per token and layer. Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
+A cache keeps only that vector (after its norm) and one rotated key, which all heads share:
+`rank + rope_dim` numbers per token and layer. Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
 
 Shapes: B batch, T packed tokens, L keys, H heads, D head dim (unrotated, then rotated), R latent width.
 """
@@ -21,18 +21,18 @@ from slipstream.spec import Latent
 __all__ = ["absorbed", "attend_paged", "expanded", "queries_and_latents"]
 
 Project = Callable[[str, Tensor], Tensor]
-"""A linear or a norm of the block by what it is called in `queries_and_latents`."""
+"""Applies the linear or norm of the block that `queries_and_latents` names."""
 
 
 def queries_and_latents(
     x: Tensor, latent: Latent, project: Project, rotate: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a layer's attention is made of.
+    """Compute queries, latents and shared keys.
 
     Args:
         x: `(T, C)`.
         latent: The widths.
-        project: Applies "queries", "latents" and "norm".
+        project: Applies "queries", "latents" or "norm".
         rotate: Applies the rotary embedding to `(T, heads, rope_dim)`.
 
     Returns:
@@ -40,26 +40,26 @@ def queries_and_latents(
     """
     q = project("queries", x).unflatten(-1, (-1, latent.plain_dim + latent.rope_dim))
     q = q if latent.query_scale == 1.0 else q * latent.query_scale
-    plain, turned = q.split((latent.plain_dim, latent.rope_dim), dim=-1)
+    plain, rotated = q.split((latent.plain_dim, latent.rope_dim), dim=-1)
     short, key = project("latents", x).split((latent.rank, latent.rope_dim), dim=-1)
-    turned, key = (rotate(_apart(t) if latent.interleaved else t) for t in (turned, key[:, None]))
+    rotated, key = (rotate(_apart(t) if latent.interleaved else t) for t in (rotated, key[:, None]))
     short = project("norm", short)[:, None]
     short = short if latent.latent_scale == 1.0 else short * latent.latent_scale
-    return torch.cat((plain, turned), dim=-1), short, key
+    return torch.cat((plain, rotated), dim=-1), short, key
 
 
 def _apart(x: Tensor) -> Tensor:
-    """The first of each pair, then the second: after this the pairs are halves, as the cache keeps them."""
-    apart: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return apart
+    """Reorder adjacent pairs into halves, as the cache keeps them: even elements first, then odd ones."""
+    halves: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves
 
 
 def expanded(short: Tensor, key: Tensor, up: Tensor, latent: Latent) -> tuple[Tensor, Tensor]:
-    """Keys `(B, H, L, D)` and values `(B, H, L, V)` of all heads.
+    """Compute keys `(B, H, L, D)` and values `(B, H, L, V)` of all heads from latents.
 
     Args:
-        short: `(B, 1, L, R)`.
-        key: `(B, 1, L, rope_dim)`.
+        short: The latents, `(B, 1, L, R)`.
+        key: The shared rotated keys, `(B, 1, L, rope_dim)`.
         up: `(H * (plain_dim + value_dim), R)`.
         latent: The widths.
     """
@@ -71,15 +71,15 @@ def expanded(short: Tensor, key: Tensor, up: Tensor, latent: Latent) -> tuple[Te
 def absorbed(
     q: Tensor, short: Tensor, key: Tensor, up: Tensor, *, latent: Latent, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of one token per sequence, without making any head's keys and values.
+    """Attend with one query per sequence, without expanding keys and values per head.
 
-    A score is `q . (up_k c)`, which is `(up_k^T q) . c`: the projection moves to the query, of which there is
-    one, from the keys, of which there are L; the values' projection moves behind the sum alike.
+    A score is `q . (up_k c)`, which equals `(up_k^T q) . c`, so the projection is applied to the one query
+    instead of the L keys; likewise the projection of the values is applied after the weighted sum.
 
     Args:
         q: `(B, H, 1, D)`.
-        short: `(B, 1, L, R)`.
-        key: `(B, 1, L, rope_dim)`.
+        short: The latents, `(B, 1, L, R)`.
+        key: The shared rotated keys, `(B, 1, L, rope_dim)`.
         up: `(H * (plain_dim + value_dim), R)`.
         latent: The widths.
         mask: As `attention` takes it.
@@ -90,15 +90,15 @@ def absorbed(
     """
     by_head = up.unflatten(0, (-1, latent.plain_dim + latent.value_dim))
     up_keys, up_values = by_head.split((latent.plain_dim, latent.value_dim), dim=1)
-    plain, turned = q[:, :, 0].split((latent.plain_dim, latent.rope_dim), dim=-1)
-    # By heads, not by sequences: each head's matrix is read once, whatever the batch.
-    asked = torch.cat(((plain.transpose(0, 1) @ up_keys).transpose(0, 1), turned), dim=-1)
-    kept = torch.cat((short[:, 0], key[:, 0]), dim=-1)
-    scores = (asked @ kept.mT).float() * scale
+    plain, rotated = q[:, :, 0].split((latent.plain_dim, latent.rope_dim), dim=-1)
+    # Batched over heads, not sequences: each head's matrix is read once, whatever the batch size.
+    queries = torch.cat(((plain.transpose(0, 1) @ up_keys).transpose(0, 1), rotated), dim=-1)
+    cached = torch.cat((short[:, 0], key[:, 0]), dim=-1)
+    scores = (queries @ cached.mT).float() * scale
     if mask is not None:
-        seen = mask[:, 0] if mask.shape[1] == 1 else mask[:, :, 0]
-        least = torch.finfo(torch.float32).min
-        scores = scores.masked_fill(~seen, least) if seen.dtype == torch.bool else scores + seen
+        visible = mask[:, 0] if mask.shape[1] == 1 else mask[:, :, 0]
+        lowest = torch.finfo(torch.float32).min
+        scores = scores.masked_fill(~visible, lowest) if visible.dtype == torch.bool else scores + visible
     out = scores.softmax(-1).to(q.dtype) @ short[:, 0]
     values: Tensor = (out.transpose(0, 1) @ up_values.mT).transpose(0, 1)
     return values[:, None]
@@ -113,14 +113,14 @@ def attend_paged(
     latent: Latent,
     scale: float,
 ) -> Tensor:
-    """Causal attention of packed queries over pages of latents, as `paged_attention` of keys and values.
+    """Attend causally with packed queries to pages of latents, the counterpart of `paged_attention`.
 
     Sequences with one query absorb the projections; the others expand their latents for this call.
 
     Args:
         q: `(T, H, D)`.
-        caches: Latents `(P, Z, 1, R)` and shared keys `(P, Z, 1, rope_dim)`, with those of this step; slots
-            that no step has written may hold anything, NaN among it.
+        caches: Latents `(P, Z, 1, R)` and shared keys `(P, Z, 1, rope_dim)`, including those of this step;
+            slots that no step has written may hold anything, even NaN.
         step: Lengths and block table.
         up: `(H * (plain_dim + value_dim), R)`.
         latent: The widths.
@@ -134,7 +134,7 @@ def attend_paged(
         pages = step.block_table[:, : -(-step.max_kv_len // size)].long()
         keys = torch.arange(step.max_kv_len, device=q.device)
         visible = keys < step.kv_lens[:, None]
-        # A NaN beyond a sequence's end would survive a weight of zero.
+        # A NaN beyond a sequence's end would survive multiplication by a weight of zero.
         short, key = (
             read_cache(part, pages, q.dtype)
             .flatten(1, 2)[:, : step.max_kv_len, 0]
@@ -151,10 +151,10 @@ def attend_paged(
         short, key = (
             read_cache(part, pages, q.dtype).flatten(0, 1)[:length].transpose(0, 1)[None] for part in caches
         )
-        asked = q[tokens].transpose(0, 1)[None]
-        if asked.shape[2] == 1:
-            out[tokens] = absorbed(asked, short, key, up, latent=latent, mask=None, scale=scale)[0]
+        queries = q[tokens].transpose(0, 1)[None]
+        if queries.shape[2] == 1:
+            out[tokens] = absorbed(queries, short, key, up, latent=latent, mask=None, scale=scale)[0]
         else:
-            wide = expanded(short, key, up, latent)
-            out[tokens] = attention(asked, *wide, mask=None, causal=True, scale=scale)[0]
+            keys_values = expanded(short, key, up, latent)
+            out[tokens] = attention(queries, *keys_values, mask=None, causal=True, scale=scale)[0]
     return out

@@ -1,4 +1,4 @@
-"""Reads the arguments that transformers passes to a layer: one call, reduced to what a block needs.
+"""Reads the arguments that transformers passes to a layer, and reduces a call to what a block needs.
 
 Shapes: B batch, S sequence, C hidden, T = B * S packed tokens, H heads, K kv heads, D head dim, L keys.
 """
@@ -36,12 +36,12 @@ _SILENT = frozenset(
         "num_items_in_batch",
     }
 )
-"""Arguments that the block either reads or has no use for, whatever their value.
+"""Arguments that the block either reads or can ignore, whatever their value.
 
-Some are of the head or of the loss, and come down to the layers because models pass on what they do not know.
+Some belong to the head or the loss, and reach the layers because models pass on unknown arguments.
 """
 _PASSED_ON = frozenset({"mm_token_type_ids"})
-"""The same, but for layers whose own forward names them (which have experts for pictures)."""
+"""Arguments that can be ignored unless the layer's own forward names them (to select experts for images)."""
 _TABLE_TYPES = (tuple, list)
 
 
@@ -50,20 +50,20 @@ class LayerCall:
     """One call of a layer, reduced to what a block needs.
 
     Attributes:
-        hidden: `(B, S, C)`.
+        hidden: Hidden states `(B, S, C)`.
         mask: 4-D mask (bool or additive), or None.
         bias: Added to the scores, `(B | 1, H, S | 1, L)`, or None.
         cache: A transformers cache with `update`, or None.
-        rope: What the model passed as `position_embeddings`, or None.
+        rope: Cosines and sines that the model passed as `position_embeddings`, or None.
         positions: `(B | 1, S)` int64, or None.
-        cross: What the model passed of an encoder, or None.
-        given: All arguments but the hidden states by name, where the layer mixes tokens by a part of its own.
-        inputs: `(B, S, P)`, the layer's own input, or None.
-        mask_of: Makes the mask of the values `(B, K, L, D)` that are attended to, or None.
-        offset: Added to the layer's place in the cache, for layers that run more than once.
-        shared: Where layers put keys and values for others, or None.
-        shared_as: Under which name; None for the type of the layer.
-        beyond: Keys and values `(B, K, M, D)` of other rows, which are seen behind the layer's own.
+        cross: Arguments about an encoder, or None.
+        given: All arguments except the hidden states, by name, where a module of the layer replaces a branch.
+        inputs: `(B, S, P)`, the per-layer input, or None.
+        mask_of: Computes the mask from the values `(B, K, L, D)` that are attended to, or None.
+        offset: Added to the layer's index in the cache, for layers that run more than once.
+        shared: Mapping in which layers share keys and values, or None.
+        shared_as: Key of this layer in `shared`; None for the rope's `layer_type`.
+        beyond: Keys and values `(B, K, M, D)` of other rows, appended to the layer's own.
     """
 
     hidden: Tensor
@@ -83,16 +83,16 @@ class LayerCall:
 
     @property
     def has_bool_mask(self) -> bool:
-        """Whether a mask says what is visible, rather than what to add to the scores."""
+        """Whether a mask is boolean rather than additive."""
         masks = (self.mask, None if self.cross is None else self.cross.mask)
         return any(mask is not None and mask.dtype == torch.bool for mask in masks)
 
 
 class LayerSignature:
-    """How one layer class takes its arguments; made once per class."""
+    """The call signature of one layer class; created once per class."""
 
     def __init__(self, layer_class: type, silent: frozenset[str] = frozenset()) -> None:
-        """Read the signature of the class's own forward; `silent` arguments ask nothing of a block."""
+        """Read the signature of the class's own forward; blocks may ignore the `silent` arguments."""
         parameters = list(inspect.signature(inspect.unwrap(layer_class.forward)).parameters.values())[1:]  # type: ignore[attr-defined]
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._order = [p.name for p in parameters if p.kind in positional]
@@ -100,30 +100,30 @@ class LayerSignature:
         self._silent = _SILENT | silent | _PASSED_ON.difference(self._order)
 
     def name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, `args` without `self`."""
+        """Return the arguments of a call by name; `args` comes without `self`."""
         named = dict(zip(self._order, args, strict=False), **kwargs)
         if "hidden_state" in named and self.hidden == "hidden_states":
-            named[self.hidden] = named.pop("hidden_state")  # as transformers' decorators let a caller say
+            named[self.hidden] = named.pop("hidden_state")  # transformers' decorators accept this name too
         return named
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: BlockSpec) -> LayerCall | None:
-        """Reduce a call, or return None where it asks for something that a block does not do.
+        """Reduce a call, or return None where it requests something that a block does not support.
 
         Args:
             args: Positional arguments, without `self`.
             kwargs: Keyword arguments.
-            spec: Of the layer's block.
+            spec: Spec of the layer's block.
         """
         given = self.name(args, kwargs)
         hidden = given.pop(self.hidden, None)
         if spec.course is not None and isinstance(hidden, Tensor) and hidden.dim() == 4:
-            hidden = hidden[0]  # of several streams, which are alike
+            hidden = hidden[0]  # one of several streams, which have the same shape
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(args) > len(self._order):
             return None
         if spec.mixer is not None or spec.branches in ("feed_forward", "neither"):
             known = self._silent.union(_MASKS, _CACHES)
-            asked = any(_asks(value) for name, value in given.items() if name not in known)
-            return None if asked else LayerCall(hidden, None, None, None, None, None, given=given)
+            unknown = any(_asks(value) for name, value in given.items() if name not in known)
+            return None if unknown else LayerCall(hidden, None, None, None, None, None, given=given)
         shared = given.pop("shared_kv_states", None)
         inputs = given.pop("per_layer_input", None) if spec.inputs else None
         offset = given.pop("cycle_offset", 0)
@@ -136,7 +136,7 @@ class LayerSignature:
             if cross is None:
                 return None
         elif spec.cross is not None and spec.relative == "shared":
-            return None  # without states, the layer's answer has fewer parts
+            return None  # without encoder states, the layer returns fewer values
         rope = given.get("position_embeddings")
         rope = _sinusoids(given.pop("sinusoidal_pos", None)) if rope is None else rope
         if isinstance(rope, Tensor) and rope.is_complex():
@@ -149,7 +149,7 @@ class LayerSignature:
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
             if spec.course is None or "attention_mask" not in self._silent:
                 return None
-            mask = None  # of a form that the course reads
+            mask = None  # the course reads masks of this form itself
         if bias is not None:
             bias = _shape_bias(bias, hidden.shape[0], spec.heads)
             if bias is None:
@@ -166,7 +166,7 @@ class LayerSignature:
         return LayerCall(hidden, mask, bias, cache, table, positions, cross, **own)
 
     def read_own(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, packed: bool) -> LayerCall | None:
-        """Reduce a call of a layer that attends in a way of its own; `packed` states are `(S, C)`."""
+        """Reduce a call of a layer with `own_attention`; hidden states are `(S, C)` where `packed`."""
         given = self.name(args, kwargs)
         hidden, rope = given.pop(self.hidden, None), given.get("position_embeddings")
         if not isinstance(hidden, Tensor) or hidden.dim() != (2 if packed else 3):
@@ -180,12 +180,12 @@ class LayerSignature:
 
 
 def _pop_first(given: dict[str, Any], names: tuple[str, ...]) -> Any:
-    found = [given.pop(name) for name in names if name in given]
-    return next((value for value in found if value is not None), None)
+    values = [given.pop(name) for name in names if name in given]
+    return next((value for value in values if value is not None), None)
 
 
 def _sinusoids(table: Any) -> tuple[Tensor, Tensor] | None:
-    """RoFormer's `(1, 1, S, D)` table `[sin | cos]` as cosines and sines, or None."""
+    """Split RoFormer's `(1, 1, S, D)` table `[sin | cos]` into cosines and sines; None if it is no tensor."""
     if not isinstance(table, Tensor):
         return None
     sin, cos = table.flatten(0, -3).chunk(2, dim=-1)
@@ -193,12 +193,12 @@ def _sinusoids(table: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _asks(value: Any) -> bool:
-    """Whether an argument that no block knows asks for anything."""
+    """Whether the value of an argument that no block knows requests anything."""
     return not (value is None or value is False)
 
 
 def _shape_bias(bias: Any, batch: int, heads: int) -> Tensor | None:
-    """A flat alibi `(B * H, 1, L)`, or `(H, S, L)`, as `(B | 1, H, S | 1, L)`."""
+    """Reshape a flat alibi `(B * H, 1, L)`, or `(H, S, L)`, to `(B | 1, H, S | 1, L)`; None if impossible."""
     if not isinstance(bias, Tensor):
         return None
     if bias.dim() == 4:

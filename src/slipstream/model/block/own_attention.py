@@ -1,6 +1,6 @@
-"""Runs a block whose family says itself which keys a query meets: windows of a picture, blocks of a text.
+"""Runs a block whose family decides which keys a query attends to: windows of an image, blocks of a text.
 
-Shapes: B batch, S rows, C hidden, H heads, D head dim, N groups of rows that meet, L keys.
+Shapes: B batch, S rows, C hidden, H heads, D head dim, N groups of rows that attend to each other, L keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["run_own"]
 
 @dataclass(frozen=True)
 class _Heads:
-    """`families.Heads`, of a block and its input `(B, S, C)`."""
+    """`families.Heads` for a block and its input `(B, S, C)`."""
 
     block: Block
     hidden: Tensor
@@ -34,10 +34,10 @@ class _Heads:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         scale = self.block.spec.scale
-        made: Tensor = self.block.ops.attention.run(
+        attended: Tensor = self.block.ops.attention.run(
             q, k, v, mask=mask, causal=False, scale=scale, softcap=None, sinks=None
         )
-        return made
+        return attended
 
 
 def run_own(
@@ -49,26 +49,26 @@ def run_own(
     attention: OwnAttention,
     given: Mapping[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Run a block as its layer would have.
+    """Run a block with its family's attention, in place of its layer.
 
     Args:
         block: The fused layer.
         hidden: `(B, S, C)`.
         rope: The table of these rows, where the spec has a rope.
-        layer: Has the parts that its attention reads beside the block's tensors.
-        attention: The family's.
+        layer: The module with the parts that the attention reads besides the block's tensors.
+        attention: The family's attention.
         given: The arguments of the call by name.
 
     Returns:
-        `(B, S, C)`, then what the layer returns beside it.
+        `(B, S, C)`, then whatever else the layer returns.
     """
-    made: list[Tensor] = []
+    extras: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (t.unflatten(0, hidden.shape[:2]) for t in (q, k, v))
-        heard, *more = attention.run(_Heads(block, hidden), layer, given, *rows)
-        made.extend(more)
-        return heard.flatten(0, 1)
+        attended, *others = attention.run(_Heads(block, hidden), layer, given, *rows)
+        extras.extend(others)
+        return attended.flatten(0, 1)
 
     out = block(hidden.flatten(0, 1), rope, attend)
-    return (out.view(hidden.shape), *made)
+    return (out.view(hidden.shape), *extras)

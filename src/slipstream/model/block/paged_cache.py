@@ -1,4 +1,4 @@
-"""The paged KV cache of one generation: blocks of tokens, handed to sequences and given back together.
+"""The paged KV cache of one generation: blocks of tokens, allocated to sequences and released together.
 
 Shapes: P blocks, Z tokens per block, K kv heads, D head dim.
 """
@@ -23,12 +23,12 @@ BLOCK_SIZE = 32
 class PagedCache:
     """Keys and values of every layer, `(P, Z, K, D)` each, with the list of free blocks.
 
-    One generation owns one cache, so generations in other threads cannot disturb it, and its memory goes back
+    One generation owns one cache, so generations in other threads cannot interfere, and its memory is freed
     when the generation ends.
 
     Attributes:
-        layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s where the
-            cache was asked for in int8. Of latent attention (`BlockSpec.cached`) a latent and one key.
+        layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s if the
+            dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key.
         capacity: Number of blocks.
     """
 
@@ -38,11 +38,11 @@ class PagedCache:
         """Reserve `blocks` blocks in each layer; on the CPU the system commits them as they are written.
 
         Raises:
-            DeviceError: The device has no room for them.
+            DeviceError: The device has too little memory.
         """
         shapes = [shape for spec in specs for shape in spec.cached]
         try:
-            # Parts of one shape lie in one room, so that a block of all layers is copied at once.
+            # Parts of one shape share one tensor, so that a block is copied in all layers at once.
             rooms = {
                 shape: _room(shapes.count(shape), (blocks, BLOCK_SIZE, *shape), dtype, device)
                 for shape in dict.fromkeys(shapes)
@@ -62,22 +62,22 @@ class PagedCache:
         self._free = list(range(blocks - 1, -1, -1))
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks, `(from, to)` each, in every layer and in this order."""
+        """Copy blocks, given as `(source, target)` pairs, in every layer and in this order."""
         for source, target in pairs:
             for room in self._rooms:
                 room[:, target].copy_(room[:, source])
 
     def lend(self, blocks: int) -> PagedCache:
-        """The first blocks of the same memory as a cache of its own, all of them free."""
+        """Return a separate cache over the first `blocks` blocks of the same memory, all of them free."""
         lent = copy.copy(self)
         lent.capacity, lent._free = blocks, list(range(blocks - 1, -1, -1))
         return lent
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks.
+        """Take `count` free blocks and return their indices.
 
         Raises:
-            DeviceError: Fewer are free.
+            DeviceError: Fewer blocks are free.
         """
         if count > len(self._free):
             raise DeviceError(
@@ -86,7 +86,7 @@ class PagedCache:
         return [self._free.pop() for _ in range(count)]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back."""
+        """Return blocks to the free list."""
         self._free.extend(reversed(blocks))
 
     @property
@@ -96,27 +96,27 @@ class PagedCache:
 
 
 def slots_of(blocks: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
-    """Where the first tokens of a sequence lie, `(tokens,)` int64.
+    """Return the cache slots of the first tokens of a sequence, `(tokens,)` int64.
 
     Args:
-        blocks: Of the sequence, in order.
-        tokens: How many.
-        device: Of the result.
+        blocks: The sequence's blocks, in order.
+        tokens: Number of tokens.
+        device: Device of the result.
     """
     place = torch.arange(tokens, device=device)
-    own = torch.tensor(blocks, dtype=torch.int64, device=device)
-    return own[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+    indices = torch.tensor(blocks, dtype=torch.int64, device=device)
+    return indices[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
 
 
 def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:
-    """Bytes that one token takes in a cache of these layers."""
+    """Return the bytes that one token takes in a cache of these layers."""
     scales = 4 if dtype == torch.int8 else 0
-    kept = (part for spec in specs for part in spec.cached)
-    return sum(heads * (dtype.itemsize * width + scales) for heads, width in kept)
+    parts = (part for spec in specs for part in spec.cached)
+    return sum(heads * (dtype.itemsize * width + scales) for heads, width in parts)
 
 
 def _room(parts: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:
-    """Keys or values, `(parts, P, Z, K, D)`."""
+    """Allocate the keys or values of several layers, `(parts, P, Z, K, D)`."""
     values = torch.empty((parts, *shape), dtype=dtype, device=device)
     if dtype != torch.int8:
         return values
@@ -124,7 +124,7 @@ def _room(parts: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
 
 
 def _parts(room: CachePart) -> Iterator[CachePart]:
-    """Each of the parts of a room."""
+    """Iterate over the parts of a tensor from `_room`."""
     if isinstance(room, Int8Cache):
         return iter([Int8Cache(*pair) for pair in zip(room.codes, room.scales, strict=True)])
     return iter(room)

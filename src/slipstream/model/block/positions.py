@@ -1,4 +1,4 @@
-"""Where the tokens of a layer's call stand, and the cosines and sines that they are turned by.
+"""Positions of the tokens in a layer's call, and their cosines and sines.
 
 Shapes: B batch, S sequence, T = B * S packed tokens, R rotated dims.
 """
@@ -19,7 +19,7 @@ __all__ = ["own_angles", "positions_of", "rope_table"]
 
 
 class Call(Protocol):
-    """What is asked of `layer_call.LayerCall`."""
+    """The attributes of `layer_call.LayerCall` that are read here."""
 
     @property
     def hidden(self) -> Tensor: ...  # noqa: D102
@@ -32,14 +32,14 @@ class Call(Protocol):
 
 
 def own_angles(rotary: Any, call: Call, layer_index: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a layer's own rotary module for a call."""
+    """Return the cosines and sines of a layer's own rotary module for a call."""
     batch, length, _ = call.hidden.shape
     cos, sin = rotary(call.hidden, positions_of(call, layer_index, padded=False).view(batch, length))
     return cos, sin
 
 
 def positions_of(call: Call, layer_index: int, *, padded: bool) -> Tensor:
-    """Where each packed token stands, `(B * S,)`; in the cache, padding and all, where `padded`."""
+    """Return each packed token's position, `(B * S,)`; if `padded`, its index in the cache with padding."""
     batch, length, _ = call.hidden.shape
     positions = None if padded else call.positions
     if positions is None:
@@ -49,13 +49,13 @@ def positions_of(call: Call, layer_index: int, *, padded: bool) -> Tensor:
 
 
 def rope_table(rope: Rope, call: Call, table: Tensor | None) -> RopeTable:
-    """The packed tokens' cosines and sines: of the layer's own table, or what the model passed."""
+    """Return the packed tokens' cosines and sines, from the layer's own table or the model's arguments."""
     batch, length, _ = call.hidden.shape
     if table is not None:
         positions = (
             call.positions if call.positions is not None else torch.arange(length, device=table.device)[None]
         )
-        # Unlike an index, an embedding does not count negative positions from the end.
+        # Unlike indexing, an embedding lookup does not count negative positions from the end.
         sin, cos = F.embedding(positions, table.to(call.hidden.device)).chunk(2, dim=-1)
     elif call.rope is not None:
         cos, sin = half_tables(*call.rope, rope)
@@ -64,7 +64,7 @@ def rope_table(rope: Rope, call: Call, table: Tensor | None) -> RopeTable:
             "a layer that rotates was called without a table; its injected class checks for that"
         )
     if cos.dim() == 2 and cos.shape[0] < length:
-        # A picture's first tokens have no place in it, and no angle; its table has no batch.
+        # An image's prefix tokens have no position in it and are not rotated; its table has no batch.
         before = (0, 0, length - cos.shape[-2], 0)
         cos, sin = F.pad(cos, before, value=1.0), F.pad(sin, before)
     cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in (cos, sin))

@@ -1,4 +1,4 @@
-"""Runs a block on a layer's call: a padded batch, the cache that transformers hands down, masks and biases.
+"""Runs a block on a call of its layer: a padded batch with transformers' cache, masks and biases.
 
 Shapes: B batch, S sequence, C hidden, T = B * S packed tokens, H heads, K kv heads, D head dim, L keys.
 """
@@ -32,20 +32,20 @@ def run_block(
     mix: Mix | None = None,
     feed: Mix | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run a block on a padded batch, as its layer would have.
+    """Run a block on a padded batch in place of its layer.
 
     Args:
         block: The fused layer.
-        call: What the model passed.
-        layer_index: The layer's place in the cache.
+        call: The arguments that the model passed.
+        layer_index: The layer's index in the cache.
         table: The layer's own `[sin | cos]` table by position, where the model passes none.
-        relative: Makes the layer's bias by relative position, where it has one and is given none.
-        mix: What stands in attention's place, of `(B, S, C)`, if anything.
-        feed: What stands in the feed-forward's place, of the same, if anything.
+        relative: Computes the layer's relative position bias, where it has one and the call passes none.
+        mix: Replaces attention, on `(B, S, C)`, if given.
+        feed: Replaces the feed-forward, on `(B, S, C)`, if given.
 
     Returns:
-        `(B, S, C)`; then, where layers share a bias by relative position, that bias, and the one over the
-        encoder's states where there are any.
+        `(B, S, C)`; then, where layers share a relative position bias, that bias, followed by the one for
+        cross-attention if the call has encoder states.
     """
     spec = block.spec
     batch, length, width = call.hidden.shape
@@ -78,7 +78,7 @@ def attention_of(
     relative: Relative | None = None,
     biases: list[Tensor] | None = None,
 ) -> Attend:
-    """A call's attention over a padded batch and its cache; biases that it makes are put into `biases`."""
+    """Return attention over a call's padded batch and cache; it appends the bias it uses to `biases`."""
     spec = block.spec
     batch, length, _ = call.hidden.shape
 
@@ -96,8 +96,8 @@ def attention_of(
         if spec.latent is not None:
             return _latent_scores(call, block, q, k, v).flatten(0, 1)
         hides_later = spec.causal and (relative is None or relative.causal)
-        asked = call if call.mask_of is None else replace(call, mask=call.mask_of(v))
-        mask = _scores_mask(asked, block, q, k, bias=bias, causal=hides_later)
+        masked = call if call.mask_of is None else replace(call, mask=call.mask_of(v))
+        mask = _scores_mask(masked, block, q, k, bias=bias, causal=hides_later)
         options = {"scale": spec.scale, "softcap": spec.softcap, "sinks": block.mask.sinks}
         causal = spec.causal and mask is None
         out: Tensor = block.ops.attention.run(q, k, v, mask=mask, causal=causal, **options)
@@ -107,7 +107,7 @@ def attention_of(
 
 
 def _keep(call: LayerCall, spec: BlockSpec, k: Tensor, v: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
-    """All keys and values that the queries see, the new ones in the cache: the layer's own, or another's."""
+    """Update the cache and return all keys and values that the queries see: the layer's own or borrowed."""
     length, seen = call.hidden.shape[1], 0
     kind = None if spec.rope is None else spec.rope.layer_type
     kind = kind if call.shared_as is None else call.shared_as
@@ -120,29 +120,29 @@ def _keep(call: LayerCall, spec: BlockSpec, k: Tensor, v: Tensor, layer_index: i
             k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for t in (k, v))
         k, v = call.cache.update(k, v, layer_index)
     if call.mask is None and spec.causal and spec.mask == "whole" and length > 1:
-        # No mask is transformers' way to say that causality is all there is; a static cache has room
-        # after that.
+        # In transformers, no mask means that only causality applies; a static cache has unused slots after
+        # the new tokens.
         k, v = k[:, :, : seen + length], v[:, :, : seen + length]
-    if spec.sharing == "lends":  # without that room: who borrows knows no cache
+    if spec.sharing == "lends":  # without those slots: layers that borrow have no cache
         call.shared[kind] = k, v
     return k, v
 
 
 def _seen_before(cache: Any, layer_index: int) -> Any:
-    """Tokens in the cache; a static cache counts them in a tensor, which it goes on to change."""
+    """Return the number of cached tokens; a static cache's counter is a tensor that changes, so copy it."""
     seen = cache.get_seq_length(layer_index)
     return seen.clone() if isinstance(seen, Tensor) else seen
 
 
 def _cross_bias(cross: CrossCall, spec: BlockSpec, out: Tensor) -> Tensor:
-    """What the first layer hands on to the others as a bias over the encoder's states: none."""
+    """Return the cross-attention bias that layers pass on: the one from the call, or zeros."""
     if cross.bias is not None:
         return cross.bias
     return zeros(spec.heads, out.shape[1], cross.states.shape[1], dtype=out.dtype, device=out.device)
 
 
 def _latent_scores(call: LayerCall, block: Block, q: Tensor, short: Tensor, key: Tensor) -> Tensor:
-    """Latent attention over what the cache keeps: projections absorbed for one token, else keys per head."""
+    """Attend over cached latents: with absorbed projections for one token, else with keys per head."""
     latent, scale = block.spec.latent, block.spec.scale
     if latent is None:
         raise AssertionError("only blocks with latent attention come here")
@@ -157,9 +157,9 @@ def _latent_scores(call: LayerCall, block: Block, q: Tensor, short: Tensor, key:
 def _scores_mask(
     call: LayerCall, block: Block, q: Tensor, k: Tensor, *, bias: Tensor | None, causal: bool
 ) -> Tensor | None:
-    """The model's mask, with the bias or the slopes added to it where there are any.
+    """Return the model's mask with the bias or alibi slopes, if any, added to it.
 
-    `causal` is what no mask means.
+    `causal` says whether a missing mask means causality.
     """
     keys = k.shape[2]
     mask, bias = (None if t is None else own_heads(t, block.share) for t in (call.mask, bias))
@@ -168,8 +168,7 @@ def _scores_mask(
         missing = block.spec.alibi_scale - block.spec.alibi_in_mask
         bias = bias[..., -keys:] if missing == 1.0 else bias[..., -keys:] * missing if missing else None
     elif block.mask.alibi is not None:
-        # A constant per query leaves a softmax alone: slope times the key's index says the same as times the
-        # distance.
+        # Softmax ignores a constant per query, so slope times key index equals slope times distance.
         bias = block.mask.alibi.view(1, -1, 1, 1) * torch.arange(keys, device=k.device)
     if bias is None:
         return mask
@@ -178,7 +177,7 @@ def _scores_mask(
             None, None
         ]
     if bias.dtype != q.dtype and bias.shape[-2] == 1:
-        # Measured from the query's own key, the bias of the keys that count is small and survives rounding.
+        # Relative to the query's own key, the bias of nearby keys is small and survives rounding.
         bias = bias - bias[..., keys - q.shape[2] :].mT
     return add_bias(bias.to(q.dtype), mask)
 
@@ -186,13 +185,13 @@ def _scores_mask(
 def _full_mask(
     mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, device: torch.device
 ) -> Tensor | None:
-    """The model's mask with what the layer itself hides: bool (true: visible) or additive, or None."""
+    """Add the layer's causality and window to the model's mask: bool (true: visible), additive or None."""
     mask = None if mask is None else mask[..., :keys]
     if spec.scales_mask and mask is not None and mask.dtype != torch.bool:
         mask = mask * spec.scale
     if spec.mask == "hidden" and mask is not None and mask.dtype == torch.bool:
         return ~mask
-    # Flash attention is handed no mask either, and applies causality and windows itself.
+    # With flash attention too, the model passes no mask: the attention applies causality and windows.
     windowed = mask is None and spec.causal and spec.window is not None and keys > spec.window
     if not windowed and (spec.mask != "padding" or (queries == 1 and spec.window is None)):
         return mask
@@ -203,8 +202,8 @@ def _full_mask(
         return visible[None, None]
     if mask.dtype == torch.bool:
         return mask & visible
-    # Added, as the original does: what both hide weighs less than what one of them hides, which is all that
-    # tells keys apart in a row that sees none.
+    # Added, as the original does: keys that both hide get a lower score than keys that one of them hides, and
+    # in a row that sees no key, this alone distinguishes keys.
     return mask + torch.zeros_like(visible, dtype=mask.dtype).masked_fill(
         ~visible, torch.finfo(mask.dtype).min
     )

@@ -1,1 +1,1 @@
-"""What stands around the layers: embedding, positions, final norm, head, and whole encoders of text."""
+"""What surrounds the layers: embedding, positions, final norm, head, and whole text encoders."""

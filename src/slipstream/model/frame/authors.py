@@ -1,8 +1,8 @@
-"""Whose code a model runs around its layers.
+"""Detects custom code around a model's layers.
 
-What a family says of a model is what transformers' classes do, and a few tokens prove that a model is one of
-those. They prove nothing of code that somebody else has written: it may do something else for one token, or
-in a later step.
+A family describes what transformers' classes do, and a run on a few tokens confirms that a model behaves like
+one of them. For custom code such a run proves nothing: it may behave differently for one token, or in a later
+step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _KNOWN = frozenset({"builtins", "slipstream", "torch", "transformers"})
 
 
 def own_code(model: nn.Module, layers: Iterable[nn.Module], name: str = "the model") -> str | None:
-    """What of the code around a model's layers is neither transformers' nor torch's, or None.
+    """Describe code around a model's layers that is neither transformers' nor torch's; None if there is none.
 
     Args:
         model: The model.
-        layers: Whose own code, and that of their parts, is not looked at.
-        name: What to call the model itself.
+        layers: Its layers, which are not searched, nor the modules inside them.
+        name: Name of the model itself in the description.
     """
-    closed, left = set(layers), [("", model)]
-    for path, module in left:
+    closed, queue = set(layers), [("", model)]
+    for path, module in queue:
         if module in closed:
             continue
         closed.add(module)
@@ -36,12 +36,12 @@ def own_code(model: nn.Module, layers: Iterable[nn.Module], name: str = "the mod
         if method is not None:
             return f"{path or name} ({type(module).__name__}) has a {method} of its own"
         inside = ((f"{path}.{key}" if path else key, child) for key, child in module._modules.items())
-        left += [(key, child) for key, child in inside if child is not None]
+        queue += [(key, child) for key, child in inside if child is not None]
     return None
 
 
 def is_ours(method: Any) -> bool:
-    """Whether a function, a property or what wraps one is known code: transformers', torch's or ours."""
+    """Whether a function, a property or a wrapper is known code: transformers', torch's or Slipstream's."""
     inner = (getattr(method, name, None) for name in ("fget", "func", "__func__"))
     within = next((one for one in inner if one is not None), None)
     if within is not None:
@@ -51,7 +51,7 @@ def is_ours(method: Any) -> bool:
 
 @functools.cache
 def _written(kind: type[nn.Module], forward: Callable[..., Any]) -> str | None:
-    """A method that somebody else has written anew; `forward` is the class's of now."""
+    """Return the name of a method that custom code overrides; `forward` is the class's current one."""
     if not is_ours(forward):
         return "forward"
     for place, one in enumerate(kind.__mro__):

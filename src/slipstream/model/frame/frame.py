@@ -1,4 +1,4 @@
-"""What stands around the layers of a causal language model: embedding, final norm, head, angles.
+"""The parts around the layers of a causal language model: embedding, final norm, head, rotary angles.
 
 Shapes: T packed tokens, C hidden, V vocabulary, R rotated dims.
 """
@@ -31,14 +31,14 @@ __all__ = ["Frame", "run_stack"]
 
 
 _FIXED_ROPES = frozenset({"default", "linear", "yarn", "llama3"})
-"""Kinds of rope whose angles depend on the position alone."""
+"""Rope types whose angles depend on the position alone."""
 
 
 class Frame:
-    """The parts of a causal language model outside of its layers, by the model's own tensors.
+    """The parts of a causal language model outside its layers, computed with the model's own tensors.
 
-    Nothing is copied: the tensors (or packed planes) are looked up in the live model, so a move or a new tie
-    is seen at once.
+    Nothing is copied: the tensors (or packed planes) are looked up in the live model at each use, so that
+    moved or newly tied weights take effect immediately.
     """
 
     def __init__(self, model: nn.Module, spec: FrameSpec, ops: Ops, *, rope_table: str | None = None) -> None:
@@ -46,7 +46,7 @@ class Frame:
 
         Args:
             model: The causal language model.
-            spec: Names and numbers.
+            spec: Names and options.
             ops: Bound implementations for norms and for the head's format.
             rope_table: Path of a `[sin | cos]` table within a layer, where the model has no rotary module.
 
@@ -75,14 +75,14 @@ class Frame:
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )
         self._has_scale = self._own_scale == self._scale
-        # Some rotary modules count how far they have come.
-        apart = {*self.layers, *(() if self.rotary is None else self.rotary.modules())}
-        self._numbers = numbers_of(part for part in modules_of(model, self.layers) if part not in apart)
+        # Some rotary modules keep a running maximum of the length as an attribute.
+        excluded = {*self.layers, *(() if self.rotary is None else self.rotary.modules())}
+        self._numbers = numbers_of(part for part in modules_of(model, self.layers) if part not in excluded)
 
     def replaced(self, model: nn.Module) -> str | None:
-        """Name of a part that is no longer the one in the model, or was given another forward, or None.
+        """Return the name of a part that was replaced in the model or given another forward, or None.
 
-        The modules around the parts are asked for their forwards too, up to the model itself, which is "".
+        The forwards of all modules that contain parts are checked too, up to the model itself, named "".
         """
         other = (name for name, part in self._parts.items() if _at(model, name) is not part)
         patched = (name for name, own in self._forwards.items() if _own_forward(model, name) is not own)
@@ -90,24 +90,24 @@ class Frame:
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether nobody has set another number of a part, or of what is around the parts."""
+        """Whether the numeric attributes of the parts, and of the modules around them, are unchanged."""
         return self._numbers.hold()
 
     @property
     def keeps_scale(self) -> bool:
-        """Whether an embedding that multiplies its rows by itself does so by what it did at first."""
+        """Whether an embedding module that scales its rows itself still has the original scale."""
         return not self._has_scale or self._own_scale == self._scale
 
     @property
     def _scale(self) -> float:
-        """The multiplier of the embedding in the precision that tells it from others."""
+        """The multiplier of the embedding, rounded as the module's own is for comparison."""
         return (
             self.embed_factor if self.spec.embed_scale_rounded else _rounded(self.embed_factor, torch.float32)
         )
 
     @property
     def _own_scale(self) -> float | None:
-        """The same as the embedding's own module has it; None where it has none, or no value yet."""
+        """The multiplier that the embedding module itself has; None where it has none, or no value yet."""
         own = getattr(self.embed, "embed_scale", None)
         if own is None or (isinstance(own, Tensor) and own.is_meta):
             return None
@@ -120,18 +120,18 @@ class Frame:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the position embedding has a row for, or None where nothing is looked up."""
+        """Number of positions that the position embedding covers; None where there is no such embedding."""
         table = self.pos_table
         return None if table is None else int(table.shape[0]) - self.spec.pos_offset
 
     @property
     def most_angles(self) -> int | None:
-        """Positions that the layers' own table of angles has a row for, or None where there is none."""
+        """Number of positions that the layers' own table of angles covers; None where there is none."""
         return None if self._rope_table is None else int(self._layer_table().shape[0])
 
     @property
     def angles_share_a_length(self) -> bool:
-        """Whether a token's angles depend on the longest sequence beside it (dynamic and long rope)."""
+        """Whether a token's angles depend on the longest sequence of the batch (dynamic and long rope)."""
         kinds = getattr(self.rotary, "rope_type", None)
         return not _FIXED_ROPES.issuperset(
             kinds.values() if isinstance(kinds, dict) else {kinds or "default"}
@@ -145,7 +145,7 @@ class Frame:
             positions: `(T,)` int64, from 0 within each sequence.
 
         Returns:
-            `(T, C)`, what enters the first layer.
+            `(T, C)`, the input of the first layer.
         """
         spec = self.spec
         x = weight_of(self.embed).rows(token_ids)
@@ -159,7 +159,7 @@ class Frame:
         return x if self.embed_norm is None else self._norm(self.embed_norm, x)
 
     def _at_places(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The sum with the position embedding, where there is one."""
+        """Add the position embedding, if there is one."""
         table, padding = self.pos_table, self.spec.pos_padding
         if table is None:
             return x
@@ -170,7 +170,7 @@ class Frame:
 
     @property
     def embed_factor(self) -> float:
-        """What multiplies the token embedding."""
+        """The multiplier of the token embedding, rounded as the original rounds it."""
         scale = self.spec.embed_scale
         if not self.spec.embed_scale_rounded:
             return scale
@@ -178,26 +178,26 @@ class Frame:
 
     @property
     def pos_table(self) -> Tensor | None:
-        """The position embedding, `(rows, C)`, as the model has it now."""
+        """The model's current position embedding, `(rows, C)`, or None."""
         return _tensor_at(self.pos_embed)
 
     @property
     def logit_bias(self) -> Tensor | None:
-        """What is added to the logits, `(1, V)`, as the model has it now."""
+        """The model's current bias of the logits, `(1, V)`, or None."""
         return _tensor_at(self._logit_bias)
 
     def matrices(self) -> dict[str, Weight]:
-        """The matrices by their names in `FrameSpec`, as the model has them now; `embed` has a row per id."""
+        """Return the current matrices by their names in `FrameSpec`; `embed` has a row per id."""
         parts = {name: getattr(self, name) for name in ("embed", "project_in", "project_out", "head")}
         return {name: weight_of(part) for name, part in parts.items() if part is not None}
 
     def norms(self) -> dict[str, Vector]:
-        """The norms by their names in `FrameSpec`, as the model has them now."""
+        """Return the current norms by their names in `FrameSpec`."""
         parts = {name: getattr(self, name) for name in ("embed_norm", "final_norm")}
         return {name: _vector_of(part) for name, part in parts.items() if part is not None}
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return logits `(R, V)` of rows `(R, C)` as they leave the last layer."""
+        """Return the logits `(R, V)` of rows `(R, C)` from the last layer."""
         spec = self.spec
         if self.final_norm is not None:
             x = self._norm(self.final_norm, x)
@@ -220,11 +220,11 @@ class Frame:
         return self.ops.norm.run(x, vector.weight, vector.bias, spec=self.spec.norm)  # type: ignore[no-any-return]
 
     def angles(self, positions: Tensor, ropes: Sequence[Rope | None]) -> dict[Rope, RopeTable]:
-        """Ask the model's own rotary module (or table) for the angles of these positions.
+        """Get the angles of these positions from the model's own rotary module (or table).
 
         Args:
             positions: `(T,)` int64.
-            ropes: Of the layers; each distinct one is asked for once.
+            ropes: The layers' ropes; each distinct one is evaluated once.
 
         Returns:
             Tables `(T, R / 2)` by rope.
@@ -244,12 +244,12 @@ class Frame:
         return tables
 
     def angle_tables(self) -> list[Tensor]:
-        """The tensors that angles are made of."""
-        made = [] if self.rotary is None else [*self.rotary.buffers(), *self.rotary.parameters()]
-        return made if self._rope_table is None else [*made, self._layer_table()]
+        """Return the tensors that the angles are computed from."""
+        tensors = [] if self.rotary is None else [*self.rotary.buffers(), *self.rotary.parameters()]
+        return tensors if self._rope_table is None else [*tensors, self._layer_table()]
 
     def angle_numbers(self) -> tuple[tuple[str, Any], ...]:
-        """The plain attributes of the rotary module, which may be a part of its formula."""
+        """Return the plain attributes of the rotary module, on which its angles may depend."""
         plain = () if self.rotary is None else vars(self.rotary).items()
         return tuple((name, value) for name, value in plain if isinstance(value, int | float | str))
 
@@ -265,7 +265,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path, or None where there is none any more."""
+    """Return the module at a path, or None if there is none now."""
     at: nn.Module | None = model
     for name in path.split(".") if path else ():
         at = None if at is None else at._modules.get(name)
@@ -273,7 +273,7 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _own_forward(model: nn.Module, path: str) -> Any:
-    """A forward set on an object, around its class's; accelerate does so, too."""
+    """Return the `forward` set on an object itself, as accelerate does, or None."""
     return vars(model.get_submodule(path)).get("forward")
 
 
@@ -282,7 +282,7 @@ def _vector_of(module: Any) -> Vector:
 
 
 def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Owner and name of a table of positions, a module's weights or a buffer; the model may replace it."""
+    """Return owner and attribute of a table, a module's weights or a buffer, as the model may replace it."""
     parent, _, leaf = path.rpartition(".")
     owner = model.get_submodule(parent)
     if leaf in owner._buffers:
@@ -292,7 +292,7 @@ def _table_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def _tensor_at(place: tuple[nn.Module, str] | None) -> Tensor | None:
-    """What stands at an owner's name by now; None for no place."""
+    """Return the current tensor at an owner's attribute; None for None."""
     return None if place is None else getattr(*place)
 
 
@@ -306,17 +306,17 @@ def run_stack(
     """Run every layer over packed tokens and the paged cache.
 
     This is the definition of the largest op: everything it needs is in its arguments, so that one native
-    call, or a captured graph, can stand in its place.
+    call, or a captured graph, can replace it.
 
     Args:
         blocks: The layers in order.
         x: `(T, C)`.
         step: Lengths, slots and block table.
-        caches: `(k, v)` of each layer, of latent attention `(latents, keys)`; updated in place.
+        caches: `(k, v)` of each layer, with latent attention `(latents, keys)`; updated in place.
         tables: From `Frame.angles`.
 
     Returns:
-        `(T, C)`, what leaves the last layer.
+        `(T, C)`, the output of the last layer.
     """
     for block, pair in zip(blocks, caches, strict=True):
 

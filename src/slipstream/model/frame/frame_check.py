@@ -1,4 +1,4 @@
-"""Proves a frame: with its layers passing their input on, the model enters and leaves as the frame does."""
+"""Checks a frame: with identity layers, the model's first hidden states and logits must equal the frame's."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ _LENGTH = 7
 def check_frame(
     model: nn.Module, frame: Frame, layers: Sequence[Found], verdicts: Mapping[str, Verdict]
 ) -> None:
-    """Compare what enters the first layer, the rotary tables and the logits; costs no layer.
+    """Compare the first layer's input, the rotary tables and the logits, without running any layer.
 
     Args:
         model: The causal language model, with its original layers.
-        frame: Of this model.
+        frame: The frame of this model.
         layers: All of its layers, in order.
-        verdicts: Have how each layer answers.
+        verdicts: Provide the form of each layer's return value.
 
     Raises:
-        InjectionError: The model does something around its layers that the family's frame does not say.
+        InjectionError: The model computes something around its layers that the frame does not describe.
     """
     device = frame.embed.weight.device
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, frame.embed.weight.shape[0], (1, _LENGTH), generator=generator).to(device)
     if frame.spec.pos_padding is not None:
-        # Positions count what is no padding: so does the frame, but for a prompt with padding inside of it.
+        # Such models number only tokens that are not padding; the frame differs if padding is in the middle.
         ids = torch.where(ids == frame.spec.pos_padding, (ids + 1) % frame.embed.weight.shape[0], ids)
     positions = torch.arange(_LENGTH, device=device)
     seen: list[tuple[Tensor, Any]] = []
     with torch.no_grad(), left_as_it_was(model), _passing_on(layers, verdicts, seen):
         logits = _logits(model, _given(ids, layers))[0]
-        entered = frame.enter(ids[0], positions)
-        left = frame.leave(entered)
+        hidden = frame.enter(ids[0], positions)
+        frame_logits = frame.leave(hidden)
         tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
-    _agree("what enters the layers", seen[0][0][0], entered)
-    _agree("the logits", logits, left)
+    _agree("what enters the layers", seen[0][0][0], hidden)
+    _agree("the logits", logits, frame_logits)
     for found, (_, passed) in zip(layers, seen, strict=True):
         if found.spec is None or found.spec.rope is None or passed is None:
             continue
@@ -62,11 +62,11 @@ def check_frame(
 
 
 def _logits(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
-    """What a model answers whose layers pass their input on; no router runs in them that it could sum up."""
+    """Run a model with identity layers, without router logits, since no routers run; return its logits."""
     routed = "output_router_logits"
-    asks = {routed: False} if routed in inspect.signature(model.forward).parameters else {}
+    options = {routed: False} if routed in inspect.signature(model.forward).parameters else {}
     try:
-        answer = model(**given, **asks, use_cache=False)
+        answer = model(**given, **options, use_cache=False)
     except MODEL_ERRORS as failure:
         raise InjectionError(
             f"the model cannot run without what its layers do ({type(failure).__name__}: "
@@ -79,7 +79,7 @@ def _logits(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
 
 
 def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
-    """The arguments of a run on token ids; a decoder that listens gets an encoder's states beside them."""
+    """Return the arguments of a run on token ids; with cross-attention, an encoder's states are added."""
     width = next((f.spec.cross for f in layers if f.spec is not None and f.spec.cross is not None), None)
     if width is None:
         return {"input_ids": ids}
@@ -87,7 +87,7 @@ def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
 
     like = next(layers[0].layer.parameters())
     states = BaseModelOutput(torch.zeros(1, 3, width, dtype=like.dtype, device=like.device))
-    states.__dict__ |= {"attention_mask": None, "router_logits": None}  # as some encoders return beside them
+    states.__dict__ |= {"attention_mask": None, "router_logits": None}  # some encoders return these too
     return {"encoder_outputs": states, "decoder_input_ids": ids}
 
 
@@ -95,9 +95,9 @@ def _given(ids: Tensor, layers: Sequence[Found]) -> dict[str, Any]:
 def _passing_on(
     layers: Sequence[Found], verdicts: Mapping[str, Verdict], seen: list[tuple[Tensor, Any]]
 ) -> Iterator[None]:
-    """Let each layer answer with its own input, and record what it was given.
+    """Make each layer return its own input, and record the input and rotary table that it is passed.
 
-    Hooks on layers are left out: a generation looks for them before it takes the frame.
+    Hooks on layers are removed meanwhile: a generation checks for them before it uses the frame.
     """
     own = [vars(found.layer).get("forward") for found in layers]
 
@@ -127,7 +127,7 @@ def _passing_on(
 
 
 def _is_table(given: Any) -> bool:
-    """Whether an argument without a name is cosines and sines."""
+    """Whether a positional argument is a pair of cosines and sines."""
     return isinstance(given, tuple) and len(given) == 2 and all(isinstance(t, Tensor) for t in given)
 
 

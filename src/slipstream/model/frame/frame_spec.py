@@ -1,4 +1,4 @@
-"""Frames of language models that are a part of another model, by the names of the whole."""
+"""Frames of language models that are part of a larger model, with paths from the larger model."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _PATHS = (
 
 
 def frame_within(spec: FrameSpec, layers: str) -> FrameSpec | None:
-    """The frame of a language model whose layers lie elsewhere in a larger model.
+    """Translate the frame of a language model to its paths in a larger model.
 
-    The whole causal model may be a part (`language_model.model.layers`, with a head of its own), or what
-    stands below its head (`model.language_model.layers`, with the head where it was).
+    The larger model may contain the whole causal model (`language_model.model.layers`, with a head of its
+    own), or only the part below its head (`model.language_model.layers`, with the head at its usual path).
 
     Args:
-        spec: By the names of the causal language model itself.
+        spec: The frame, with paths from the causal language model itself.
         layers: Path of the module list of the layers in the larger model.
 
     Returns:
-        None where the paths have nothing in common.
+        The frame with paths from the larger model; None where the paths have nothing in common.
     """
     if layers.endswith(f".{spec.layers}"):
-        ahead, base = layers.removesuffix(spec.layers), ""
+        prefix, base = layers.removesuffix(spec.layers), ""
     else:
         first, _, rest = spec.layers.partition(".")
         if not rest or not layers.endswith(f".{rest}"):
             return None
-        ahead, base = layers.removesuffix(rest), f"{first}."
+        prefix, base = layers.removesuffix(rest), f"{first}."
 
     def moved(name: str | None) -> str | None:
-        return ahead + name.removeprefix(base) if name is not None and name.startswith(base) else name
+        return prefix + name.removeprefix(base) if name is not None and name.startswith(base) else name
 
     paths: dict[str, Any] = {name: moved(getattr(spec, name)) for name in _PATHS}
     return dataclasses.replace(spec, **paths)

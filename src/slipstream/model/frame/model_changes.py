@@ -1,4 +1,4 @@
-"""Notices what was done to a model since its layers were fused, as `layer_changes.py` does for one layer."""
+"""Detects changes to a model since its layers were fused, as `layer_changes.py` does for one layer."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["Still"]
 
 
 class Still:
-    """A model as it is now, and whether it still is.
+    """A snapshot of a model, and the check that the model still matches it.
 
-    That is asked in every call, of a hundred modules: what they hold is compared in C, all of a kind at once,
-    which takes a quarter of the time that a loop does.
+    The check runs in every call, over a hundred modules: it compares their attributes in C, all of one kind
+    at once, which takes a quarter of the time of a Python loop.
     """
 
     def __init__(self, base: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Remember the parts, their code, who listens, and the layers' tensors."""
+        """Record the modules, their code and hooks, and the layers' tensors."""
         self._modules, self._layers = modules_of(base), layers
         self._held = [_Held() for _ in layers]
         own = list(map(_OWN, self._modules))
         self._types: list[type[Any]] = list(map(type, self._modules))
         self._code = {kind: kind.forward for kind in self._types}
-        # Of torch's own modules without any, the code calls none.
+        # torch's own modules without children would not call children that are added later.
         self._outer = [m for m in self._modules if m._modules or not _is_torchs(m)]
         self._children = [dict(module._modules) for module in self._outer]
         self._forwards = [each.get("forward") for each in own]
@@ -45,13 +45,13 @@ class Still:
         inside = {part for layer in layers for part in modules_of(layer)}
         around = [module for module in self._modules if module not in inside]
         self._tables = [module for module in around if isinstance(module, nn.Embedding)]
-        found = [(one, name, b) for one in around for name, b in one._buffers.items() if b is not None]
-        self._places = [(one, name) for one, name, _ in found]
-        self._buffers = [b for *_, b in found]
+        buffers = [(one, name, b) for one in around for name, b in one._buffers.items() if b is not None]
+        self._places = [(one, name) for one, name, _ in buffers]
+        self._buffers = [b for *_, b in buffers]
         self._versions = list(map(_version, self._buffers))
 
     def holds(self) -> bool:
-        """Whether nobody has changed a part, its code or a layer's tensors, or listens to any."""
+        """Whether no module, code or layer tensor has changed, and no module has new hooks."""
         own = list(map(_OWN, self._modules))
         return (
             not any(map(_TRAINING, own))
@@ -69,7 +69,7 @@ class Still:
         )
 
     def _has_buffers(self) -> bool:
-        """Whether the buffers around the layers are what they were, and tables are only looked up."""
+        """Whether the buffers around the layers are unchanged, and embeddings do not renormalise rows."""
         now = [one._buffers.get(name) for one, name in self._places]
         return (
             all(map(operator.is_, now, self._buffers))
@@ -78,7 +78,7 @@ class Still:
         )
 
     def links(self) -> list[tuple[Link, ...] | None]:
-        """By what the tensors of the layers were found: none has moved while these are the same objects."""
+        """Return the links of each layer; while they are the same objects, no tensor of a layer has moved."""
         return [held.links for held in self._held]
 
 
@@ -90,7 +90,7 @@ _BEFORE, _AFTER = map(operator.itemgetter, ("_forward_pre_hooks", "_forward_hook
 
 
 def _version(buffer: Tensor) -> int:
-    """How often a tensor was written to; of one that was made in inference mode nobody knows."""
+    """Return a tensor's version, which counts writes; 0 for inference tensors, which have none."""
     return 0 if buffer.is_inference() else buffer._version
 
 
@@ -99,23 +99,23 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 def _any(table: Callable[[Any], Any], own: list[dict[str, Any]]) -> bool:
-    """Whether there is a hook in a module's table, but for the first's, which are `watch`'s."""
+    """Whether any module but the first, whose hooks are `watch`'s, has a hook in the given table."""
     return any(map(table, own[1:]))
 
 
 class _Held:
-    """The links of a layer, laid out so that all of them are asked in C, as `all_hold` asks them."""
+    """The links of a layer, laid out so that the check of `all_hold` runs in C for all of them."""
 
     def __init__(self) -> None:
-        """Of none yet."""
+        """Start without links."""
         self.links: tuple[Link, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
-        """Of none yet: a copy of a layer has links of its own."""
+        """Return one without links: a copy of a layer has links of its own."""
         return _Held()
 
     def holds(self, state: Injected) -> bool:
-        """Whether a layer's class has its code, and the layer its tensors."""
+        """Whether a layer's original class still has its code, and the layer its tensors."""
         if state.links is not self.links:
             self.links = state.links
             self._owners = [one.owner for one in state.links]
@@ -124,7 +124,7 @@ class _Held:
             ]
             self._leaves = [one.leaf for one in state.links]
             self._tensors = [one.parameter for one in state.links]
-            # A released parameter has no address, and asking it for one takes as long as ten others.
+            # A released parameter has no address, and reading it takes ten times as long as for others.
             self._there = [one.parameter for one in state.links if one.address]
             self._addresses = [one.address for one in state.links if one.address]
             self._strides = [one.stride for one in state.links if one.address]

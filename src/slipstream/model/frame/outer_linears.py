@@ -1,9 +1,9 @@
-"""Large linears around fused layers, a vocabulary's above all, run the bound product where rows are few.
+"""Large linears outside fused layers, above all the vocabulary projection, run the bound op on few rows.
 
-The module stays what it was, with its own tensors as they are now; its class becomes a subclass, as of a
-part of a layer (`parts/parts.py`). torch multiplies few rows by a large matrix at half of the memory's rate
-or less, and leaves threads behind that spin beside the library's: a row times 49152 x 576 in bfloat16 takes
-it 3.5 ms, and the library 1.2.
+The module keeps its identity and its own current tensors; its class becomes a subclass, as for parts of
+layers (`parts/parts.py`). torch multiplies few rows by a large matrix at half of the memory bandwidth or
+less, and leaves spinning threads that compete with the library's: one row times 49152 x 576 in bfloat16 takes
+torch 3.5 ms, and the library 1.2.
 
 Shapes: I input width, O output width.
 """
@@ -33,22 +33,22 @@ __all__ = ["MOST_ROWS", "swap_around"]
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 32
-"""Above this torch multiplies 16 bits as fast."""
+"""Maximum number of rows; with more, torch is as fast in 16 bits."""
 
 _LEAST_BYTES = 1 << 20
-"""Below this a product takes microseconds, and calling the library costs some of them."""
+"""Minimum bytes of a matrix; a smaller product takes microseconds, and calling the library costs some."""
 
 _PROOF = 1 << 17
-"""Bytes of rows, of both ends of a matrix, that are multiplied to prove it: enough for the library."""
+"""Bytes of rows, from both ends of a matrix, that are multiplied in the check: enough to use the library."""
 
 
 def swap_around(model: nn.Module, layers: Sequence[Found], settings: Settings) -> None:
-    """Swap the linears of a model that lie in none of its layers; what disagrees stays as it is.
+    """Swap the linears of a model outside its layers; those that fail the check stay as they are.
 
     Args:
         model: In the engine's dtype and on its device.
-        layers: The layers that were looked at.
-        settings: Has the implementations.
+        layers: The layers that were examined.
+        settings: Provides the implementations.
     """
     bound = settings.bind(None).linear
     inside = {id(part) for found in layers for part in found.layer.modules()}
@@ -78,21 +78,21 @@ def _serves(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _prove(module: nn.Module, run: Callable[[Tensor, Weight], Tensor]) -> float | None:
-    """The largest difference on the first and last rows of a matrix; None where it is more than rounding."""
+    """Return the largest error for the first and last rows of a matrix; None if it exceeds rounding."""
     own: Any = module._parameters["weight"]
     edge = 1 + _PROOF // 2 // (own.shape[1] * own.itemsize)
     rows = torch.cat((own[:edge], own[-edge:])).detach()
     x = torch.randn(
         3, rows.shape[1], dtype=torch.float32, generator=torch.Generator().manual_seed(0), device="cpu"
     ).to(rows)
-    # Of a size whose products are near one, which is what the bound is for.
+    # Scaled so that products are near one, which the bound of `disagreement` assumes.
     rows = rows / rows.float().square().sum(1).mean().sqrt().clamp(min=1e-6).to(rows)
     return disagreement(F.linear(x, rows), run(x, FORMATS["plain"].weight(rows, None)))
 
 
 @dataclass(frozen=True)
 class _Around:
-    """How a swapped linear runs: on the module's own parameters, as they are now."""
+    """Runs a swapped linear on the module's own current parameters."""
 
     run: Callable[[Tensor, Weight], Tensor]
 

@@ -1,10 +1,10 @@
-"""Encoders of text that answer at once: embedding, layers and pooler, without the loop of the model's own.
+"""Text encoders that run in one call: embedding, layers and pooler, bypassing the model's own forward.
 
 What transformers does around the layers of a small encoder (masks, hooks, a dozen of torch's operations)
-takes longer than the layers. Where a family says what it is, and a run on a few tokens shows that it is so,
-the model's class becomes a subclass whose call does that alone. It steps aside for every argument but ids,
-masks of padding and token types, for whoever asks for more than the answer, and as soon as anybody listens to
-a part of the model or has changed one.
+takes longer than the layers. Where a family describes what surrounds the layers, and a run on a few tokens
+confirms it, the model's class becomes a subclass whose call computes just that. The original code runs for
+all arguments other than ids, padding masks and token types, if more than the usual outputs are requested, and
+if a part of the model has been hooked or changed.
 
 Shapes: B batch, S sequence, E embedding's width, C hidden.
 """
@@ -56,24 +56,24 @@ _IDLE: Mapping[str, Any] = {
     "output_hidden_states": False,
     "use_cache": False,
 }
-"""What may be said beside, for it is what happens anyway."""
+"""Values of further arguments that may be passed, because they are what happens anyway."""
 
 _LENGTH = 6
-"""Tokens of a row of the run that proves it."""
+"""Tokens per row of the checking run."""
 
 
 @dataclass
 class _Whole:
-    """What an encoder that answers at once carries beside its parts.
+    """State of an encoder that runs in one call.
 
     Attributes:
         spec: Names of its parts.
-        parts: Those, by their fields in `spec`; without the ones that it lacks.
-        layers: In order.
-        encoder: Runs them.
-        text: Runs them with the parts.
-        still: What has to be as it was.
-        kind: Of the answer.
+        parts: The parts that it has, by their fields in `spec`.
+        layers: The layers in order.
+        encoder: Runs the layers.
+        text: Runs the layers together with the parts.
+        still: Checks that the model is unchanged.
+        kind: Class of the model's output.
     """
 
     spec: EncoderSpec
@@ -86,17 +86,17 @@ class _Whole:
 
 
 def answer_at_once(model: nn.Module, layers: Sequence[Found], encoder: Encoder | None) -> list[str]:
-    """Let the encoders of text in a model answer at once, where that is proved to be the same.
+    """Make the text encoders in a model run in one call, where a check confirms equal results.
 
     Args:
         model: With fused layers, in the engine's dtype and on its device.
-        layers: All that were looked at.
-        encoder: Runs layers together; None where nothing does.
+        layers: All layers that were examined.
+        encoder: Runs layers together; None if not available.
 
     Returns:
-        Paths of the encoders that do.
+        Paths of the encoders that now run in one call.
     """
-    taken = []
+    changed = []
     for root in dict.fromkeys(found.root for found in layers):
         own = [found for found in layers if found.root == root]
         base = model.get_submodule(root)
@@ -111,12 +111,12 @@ def answer_at_once(model: nn.Module, layers: Sequence[Found], encoder: Encoder |
             base.__class__ = _quick_class(type(base))  # type: ignore[arg-type]
             whole.still = Still(base, own_layers)
             base.__dict__[_STATE] = whole
-            taken.append(root)
-    return taken
+            changed.append(root)
+    return changed
 
 
 def _spec(base: nn.Module, root: str, own: Sequence[Found], encoder: Encoder) -> EncoderSpec | None:
-    """What the layers' family says of a model; None where that, or a layer, is no plain encoder's."""
+    """Return the family's `EncoderSpec` for a model; None where it or a layer is not of a plain encoder."""
     family: Family | None = own[0].family
     config = getattr(base, "config", None)
     if family is None or family.encoder is None or config is None:
@@ -131,17 +131,17 @@ def _spec(base: nn.Module, root: str, own: Sequence[Found], encoder: Encoder) ->
 
 
 def _is_plain(layer: nn.Module, encoder: Encoder) -> bool:
-    """Whether a layer reads its states and a mask of padding, and nothing else."""
+    """Whether a layer reads hidden states and a padding mask, and nothing else."""
     if not is_injected(layer):
         return False
     state = injected_state(layer)
     spec = state.block.spec
-    apart = (spec.rope, spec.alibi, spec.window, spec.cross, state.attention)
-    return state.is_plain and encoder.has(state.block) and not spec.causal and apart == (None,) * len(apart)
+    extras = (spec.rope, spec.alibi, spec.window, spec.cross, state.attention)
+    return state.is_plain and encoder.has(state.block) and not spec.causal and extras == (None,) * len(extras)
 
 
 def _parts(base: nn.Module, spec: EncoderSpec) -> dict[str, Any]:
-    """The parts by their fields; empty where one is missing that has to be there."""
+    """Return the parts by their fields in `spec`; empty if a required one is missing."""
     names = {name: getattr(spec, name) for name in ("words", "positions", "types", "norm", "project_in")}
     try:
         parts = {name: base.get_submodule(path) for name, path in names.items() if path is not None}
@@ -153,7 +153,7 @@ def _parts(base: nn.Module, spec: EncoderSpec) -> dict[str, Any]:
 
 
 def _look_up(parts: Mapping[str, Any]) -> bool:
-    """Whether the parts are there, and the tables only looked up, from tensors of their own."""
+    """Whether there are parts, the tables are plain embeddings, and the norm is torch's layer norm."""
     tables = [part for name, part in parts.items() if name in ("words", "positions", "types")]
     plain = (type(part).forward is nn.Embedding.forward and part.max_norm is None for part in tables)
     return bool(parts) and all(plain) and type(parts["norm"]).forward is nn.LayerNorm.forward
@@ -161,35 +161,35 @@ def _look_up(parts: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _quick_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of an encoder's class that answers at once where it can; it bears the original's name."""
+    """Create a subclass of an encoder's class, with the same name, that runs in one call where it can."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        answer = at_once(self, args, kwargs)
-        return original.__call__(self, *args, **kwargs) if answer is None else answer
+        output = at_once(self, args, kwargs)
+        return original.__call__(self, *args, **kwargs) if output is None else output
 
     return namesake(original, {"__call__": __call__})
 
 
 def answers_at_once(model: nn.Module) -> bool:
-    """Whether a model is one of those encoders."""
+    """Whether a model is a text encoder that runs in one call."""
     return _STATE in model.__dict__
 
 
 def at_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
-    """What an encoder that answers at once says to these arguments; None where its own code has to run."""
+    """Run an encoder in one call; return None where its original code has to run."""
     whole: _Whole | None = model.__dict__.get(_STATE)
     if whole is None or torch.compiler.is_compiling() or not whole.still.holds():
         return None
     try:
         return _answer(model, whole, args, kwargs)
-    except DeviceError:  # ids that no table has, of which others say more
+    except DeviceError:  # ids out of range, for which the original code has a better error
         return None
 
 
 def _answer(
     base: nn.Module, whole: _Whole, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Mapping[str, Any] | None:
-    """What the model would answer, or None where its own code has to."""
+    """Return the model's output, or None where its original code has to run."""
     given, scope, config = named(base, args, kwargs), current(), base.config
     ids = given.get("input_ids")
     if (
@@ -220,7 +220,7 @@ def _answer(
 
 
 def _real(mask: Any, ids: Tensor) -> Tensor | None | bool:
-    """Which tokens are, `(B, S)` bool; None for all of them; False where the mask says something else."""
+    """Return which tokens are real, `(B, S)` bool; None for all; False if the mask is no padding mask."""
     if mask is None:
         return None
     if type(mask) is not Tensor or mask.shape != ids.shape or mask.is_floating_point() or mask.is_complex():
@@ -245,7 +245,7 @@ def _fits(types: Any, ids: Tensor) -> bool:
 def _run(
     whole: _Whole, ids: Tensor, types: Tensor | None, real: Tensor | None, *, drops: bool
 ) -> Mapping[str, Any] | None:
-    """The answer of the tables, the layers and what follows them; None as of `_answer`."""
+    """Run tables, layers and pooler; return None where the original code has to run."""
     run = whole.text.run()
     if run is None:
         return None
@@ -254,21 +254,21 @@ def _run(
     blocks = [injected_state(layer).block for layer in whole.layers]
     rows = pack(real, batch, length, specs=(block.spec for block in blocks), drops=drops)
     tokens = _tokens(whole, ids, types, rows)
-    answer = None if tokens is None else run(blocks, tokens, whole.still.links())
-    if answer is None:
+    result = None if tokens is None else run(blocks, tokens, whole.still.links())
+    if result is None:
         return None
-    left, pooled = answer
+    states, pooled = result
     if rows.index is not None:
-        left = left.new_zeros(batch * length, left.shape[1]).index_copy_(0, rows.index, left)
-    values = {"last_hidden_state": left.view(batch, length, -1)}
+        states = states.new_zeros(batch * length, states.shape[1]).index_copy_(0, rows.index, states)
+    values = {"last_hidden_state": states.view(batch, length, -1)}
     if pooled is not None:
         values["pooler_output"] = pooled
-    made: Mapping[str, Any] = whole.kind(**values)
-    return made
+    output: Mapping[str, Any] = whole.kind(**values)
+    return output
 
 
 def _tokens(whole: _Whole, ids: Tensor, types: Tensor | None, rows: Rows) -> TextRows | None:
-    """The tokens that are computed, and where; None where the table has no such places."""
+    """Lay out the tokens that are computed; None where the position table is too short."""
     (batch, length), padding, index = ids.shape, whole.spec.padding, rows.index
     first = 0 if padding is None else padding + 1
     if first + length > whole.parts["positions"].weight.shape[0]:
@@ -299,7 +299,7 @@ def _flat(tokens: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _prove(base: nn.Module, whole: _Whole) -> bool:
-    """Whether the model says the same of a few tokens, with and without a mask and types."""
+    """Whether both ways give the same results for a few tokens, with and without a mask and types."""
     try:
         return all(_same(base, whole, given) for given in _inputs(whole))
     except (*MODEL_ERRORS, SlipstreamError) as failure:
@@ -317,10 +317,10 @@ def _inputs(whole: _Whole) -> list[dict[str, Tensor]]:
     if spec.padding is not None:
         ids = torch.where(ids == spec.padding, (ids + 1) % rows["words"], ids)
         ids[1, 4:] = spec.padding
-    more = {}
+    extra = {}
     if spec.types is not None:
-        more["token_type_ids"] = torch.randint(0, rows["types"], ids.shape, generator=generator)
-    return [{"input_ids": ids[:1]}, {"input_ids": ids, "attention_mask": mask, **more}]
+        extra["token_type_ids"] = torch.randint(0, rows["types"], ids.shape, generator=generator)
+    return [{"input_ids": ids[:1]}, {"input_ids": ids, "attention_mask": mask, **extra}]
 
 
 def _same(base: nn.Module, whole: _Whole, given: dict[str, Tensor]) -> bool:

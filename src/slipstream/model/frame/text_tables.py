@@ -1,4 +1,4 @@
-"""What stands around the layers of an encoder of text, as its model has it now, and the call that runs it."""
+"""The current parts around the layers of a text encoder, and the native call that runs the encoder."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["TextParts"]
 
 
 class TextParts:
-    """The call that runs an encoder whole, made anew where a tensor of its parts is another or has moved."""
+    """The call that runs a whole encoder, rebuilt whenever a tensor of its parts was replaced or moved."""
 
     def __init__(self, parts: Mapping[str, Any], encoder: Encoder) -> None:
-        """Of no tensors yet."""
+        """Take the parts; the call is built on first use."""
         self._parts, self._encoder = parts, encoder
         self._run: TextRun | None = None
         self._known: list[Any] = []
         self._addresses: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TextParts:
-        """Of a copy's own parts: addresses do not travel."""
+        """Build one from copies of the parts; recorded addresses are not copied."""
         return TextParts(copy.deepcopy(self._parts, memo), copy.deepcopy(self._encoder, memo))
 
     def run(self) -> TextRun | None:
-        """The call, or None where the parts are none that one runs."""
+        """Return the current call, or None where the encoder cannot run these parts."""
         now = self._now()
         if (
             len(now) != len(self._known)
@@ -42,7 +42,7 @@ class TextParts:
         return self._run
 
     def _now(self) -> list[Any]:
-        """What the parts hold, and what else they answer by."""
+        """Return the tensors of the parts, and whatever else their results depend on."""
         parts = self._parts
         now: list[Any] = [t for part in parts.values() for t in part._parameters.values()]
         for part in (parts[name] for name in _DENSE if name in parts):

@@ -1,1 +1,1 @@
-"""Fused layers in a live model: the subclass that runs the block, and layers that run together."""
+"""Fused layers in a live model: the subclass that runs the block, and deferred layers that run together."""

@@ -1,4 +1,4 @@
-"""Layers that wait for each other, what they were handed, and the one call that runs them.
+"""Chains of deferred layers, their arguments, and the one call that runs them.
 
 Shapes: B batch, S sequence, C hidden, K kv heads, D head dim, T packed tokens, R rotated dims.
 """
@@ -27,7 +27,7 @@ __all__ = ["Chain", "Encoder", "TextRun"]
 
 
 class Encoder(Protocol):
-    """What runs some layers in one call: `kernels.cpu.stack.NativeStack`."""
+    """Runs several layers in one call: `kernels.cpu.stack.NativeStack`."""
 
     name: str
     most_tokens: int
@@ -60,21 +60,21 @@ TextRun = Callable[[Sequence[Any], TextRows, Sequence[object]], "tuple[Tensor, T
 
 @dataclass
 class Chain:
-    """Layers that wait, and what entered the first of them.
+    """A chain of deferred layers and the input of the first of them.
 
     Attributes:
-        encoder: Runs them.
-        drops: As of its scope.
-        x: `(B, S, C)`.
-        real: Which tokens are, `(B, S)`; None for all.
-        kept: The cache that they extend, if there is one; every token is real then.
-        steps: Each layer's block, and the mask and the angles that the model passed to it.
-        masks: What masks say, by their identity and the kind of layer that they were read for; and they
-            themselves, so that nothing else takes their identity.
+        encoder: Runs the layers.
+        drops: As in the `Scope`.
+        x: Input of the first layer, `(B, S, C)`.
+        real: Mask of the real (not padding) tokens, `(B, S)`; None where all are.
+        kept: The cache that the layers extend, if any; every token is real then.
+        steps: Each layer's block, and the mask and angles that the model passed to it.
+        masks: Results of `read`, by the mask's id and the kind of layer; with each mask itself, so that its
+            id is not reused.
         tables: The model's cosines and sines by rope, `(B | 1, S, R)`.
-        versions: Of what was handed in, which must not change before the layers run.
+        versions: Tensors that the model passed, with versions; they must not change before the layers run.
         blank: NaN in the shape of the states.
-        told: What the layer that joined last was handed beside the states (`same_arguments.py`).
+        told: The other arguments of the layer that joined last (`same_arguments.py`).
     """
 
     encoder: Encoder
@@ -90,7 +90,7 @@ class Chain:
     told: Any = None
 
     def accept(self, block: Block, call: LayerCall, index: int) -> bool:
-        """Add a layer that is at a place in the cache; False where it cannot run with those that wait."""
+        """Append a layer with its index in the cache; return False if it cannot run with the others."""
         spec = block.spec
         if not self.encoder.has(block) or self.steps and spec.causal != self.steps[0][0].spec.causal:
             return False
@@ -107,14 +107,14 @@ class Chain:
         return True
 
     def again(self, block: Block, index: int) -> bool:
-        """Add a layer that is handed what the one before it was, beside its place in the cache."""
+        """Append a layer with the same arguments as the previous one, except its index in the cache."""
         if self.kept is not None and not self.kept.accept(block.spec, index):
             return False
         self.steps.append((block, *self.steps[-1][1:]))
         return True
 
     def read(self, block: Block, mask: Tensor | None) -> Tensor | None | bool:
-        """What `real_tokens` says of a layer's mask."""
+        """Return the result of `real_tokens`, or of `sees_all` with a cache, for a layer's mask."""
         spec = block.spec
         key = (id(mask), spec.causal, spec.window, spec.mask, spec.alibi is None)
         if key not in self.masks:
@@ -124,14 +124,14 @@ class Chain:
             kept = self.kept
             if kept is not None and (kept.past or kept.room is not None):
                 sees = sees_all(mask, spec, length, length + kept.past, kept.room)
-                found: Tensor | None | bool = None if sees else False
+                real: Tensor | None | bool = None if sees else False
             else:
-                found = real_tokens(mask, spec, batch, length, drops=self.drops)
-            self.masks[key] = mask, found
+                real = real_tokens(mask, spec, batch, length, drops=self.drops)
+            self.masks[key] = mask, real
         return self.masks[key][1]
 
     def _turns(self, rope: Rope, pair: tuple[Tensor, Tensor] | None) -> bool:
-        """Whether the angles that a layer is handed are those of the other layers of its kind."""
+        """Whether a layer is passed the same angles as the other layers with the same rope."""
         if pair is None:
             return False
         known = self.tables.get(rope)
@@ -147,15 +147,15 @@ class Chain:
         return True
 
     def watch(self, tensor: Tensor) -> None:
-        """Notice if something that was handed in is written to; tensors of inference mode do not tell."""
+        """Record a tensor's version, to detect writes to it; inference tensors have no version."""
         if not tensor.is_inference():
             self.versions.append((tensor, tensor._version))
 
     def run(self, count: int) -> Tensor:
-        """What leaves the first `count` layers, `(B, S, C)`; their keys and values are in the cache then.
+        """Run the first `count` layers, add their keys and values to the cache, and return `(B, S, C)`.
 
         Raises:
-            DeviceError: Something that they were handed was written to since.
+            DeviceError: A tensor that the model passed to them was written to since.
         """
         if any(tensor._version != version for tensor, version in self.versions):
             raise DeviceError(
@@ -169,12 +169,12 @@ class Chain:
         x = self.x.reshape(batch * length, width)
         entering = x if rows.index is None else x[rows.index]
         packed, tables = _turned(rows, self.tables, batch, length)
-        left = self._call([step[0] for step in steps], entering, packed, tables)
-        if left is None:
+        states = self._call([step[0] for step in steps], entering, packed, tables)
+        if states is None:
             return self._one_by_one(steps)
         if rows.index is not None:
-            left = torch.zeros_like(x).index_copy_(0, rows.index, left)
-        return left.view(batch, length, width)
+            states = torch.zeros_like(x).index_copy_(0, rows.index, states)
+        return states.view(batch, length, width)
 
     def _call(
         self, blocks: Sequence[Block], x: Tensor, packed: Packed, tables: dict[Rope, RopeTable]
@@ -182,11 +182,11 @@ class Chain:
         if self.kept is None:
             return self.encoder.encode(blocks, x, packed, tables)
         past = self.kept.past if self.kept.in_place else None
-        found = self.encoder.extend(blocks, x, packed, tables, self.kept.older[: len(blocks)], past)
-        if found is None:
+        result = self.encoder.extend(blocks, x, packed, tables, self.kept.older[: len(blocks)], past)
+        if result is None:
             return None
-        self.kept.commit(found[1])
-        return found[0]
+        self.kept.commit(result[1])
+        return result[0]
 
     def _one_by_one(self, steps: Sequence[tuple[Block, Any, Any]]) -> Tensor:
         x, kept = self.x, self.kept
@@ -202,7 +202,7 @@ class Chain:
         return x
 
     def end(self) -> None:
-        """See to it that the cache has what every layer adds to it, whether or not a state was looked at."""
+        """Make sure that every layer has extended the cache, even if no state was read."""
         if self.kept is not None and self.kept.done < len(self.steps):
             self.run(len(self.steps))
 
@@ -210,7 +210,7 @@ class Chain:
 def _turned(
     rows: Rows, tables: dict[Rope, tuple[Tensor, Tensor]], batch: int, length: int
 ) -> tuple[Packed, dict[Rope, RopeTable]]:
-    """The tables by row, each angle once, and the packed tokens with their rows in them."""
+    """Flatten the tables to rows with every angle once, and point the packed tokens to their rows."""
     shared = all(cos.shape[0] == 1 for cos, _ in tables.values())
     angles: dict[Rope, RopeTable] = {}
     for rope, pair in tables.items():
@@ -223,7 +223,7 @@ def _turned(
 
 
 def _is_view(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same values at the same place."""
+    """Whether two tensors are views of the same memory with the same layout."""
     places = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, other))
     return one is other or next(places) == next(places)
 

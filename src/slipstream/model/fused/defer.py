@@ -1,12 +1,12 @@
-"""Layers that follow each other run in one call: what a layer returns is computed when somebody looks at it.
+"""Runs consecutive layers in one call: a layer's result is a deferred tensor, computed when it is read.
 
 Within a forward of a watched model (`watch.py`), an injected layer returns a `Pending` tensor, and the next
-layer adds itself to it (`chain.py`). The last layer runs them all: where a model reads text, keeps no cache
-and no loss is asked for, padding is dropped before the first of them, and zeros stand in its place
-afterwards. Whoever looks at a state in between (a hook, a model's own loop) has it computed then, from the
-layers up to there: the tensor becomes a plain one in its place. So nothing depends on how a model's loop is
-written, and no state outlives its forward unseen. A cache (`dynamic_cache.py`) has the layers' keys and
-values as soon as a state is computed, and when the forward ends.
+layer appends itself to its chain (`chain.py`). The last layer runs them all. Where a model reads text, keeps
+no cache and no loss is requested, padding is dropped before the first layer and replaced by zeros after the
+last. If a hook or the model's own loop reads a state in between, the layers up to there run, and the tensor
+becomes a plain one, as the same object. So nothing depends on how a model's loop is written, and states that
+are still referenced when the forward ends are computed then. A cache (`dynamic_cache.py`) receives the
+layers' keys and values when a state is computed, at the latest when the forward ends.
 
 Shapes: B batch, S sequence, C hidden.
 """
@@ -44,16 +44,16 @@ __all__ = [
 
 @dataclass
 class Scope:
-    """A forward of a watched model, within which layers may wait for each other.
+    """A forward of a watched model, within which layers may be deferred.
 
     Attributes:
-        encoder: Runs its layers; None where nothing does, or where every state is asked for.
-        drops: What leaves padded positions is read by nobody.
-        original: It needs the original layers' code.
-        outer: The forward that this one is a part of.
-        frame: Python's frame that it runs in (a number of it may soon be another's); None where unknown.
-        waiting: States that were not computed when they were returned.
-        owing: Layers that are to extend a cache.
+        encoder: Runs the layers; None where nothing can, or where every state is requested.
+        drops: The output at padded positions is not read.
+        original: The forward needs the layers' original code.
+        outer: The enclosing forward, if any.
+        frame: The Python frame of the forward (the object, because an id may be reused); None where unknown.
+        waiting: Deferred states that were returned.
+        owing: Chains that still have to extend a cache.
     """
 
     encoder: Encoder | None
@@ -69,17 +69,17 @@ _scope: ContextVar[Scope | None] = ContextVar("slipstream_scope", default=None)
 
 
 def current() -> Scope | None:
-    """The forward that is running in this context, if any is watched."""
+    """Return the watched forward that is running in this context, if any."""
     return _scope.get()
 
 
 def enter(
     encoder: Encoder | None, *, drops: bool, original: bool = False, frame: FrameType | None = None
 ) -> None:
-    """Begin a forward of a watched model, as `Scope` says, or as an outer one does."""
+    """Begin a forward of a watched model with the fields of `Scope`, restricted by an enclosing forward."""
     outer = _scope.get()
     while outer is not None and outer.frame is not None and not _runs(outer.frame):
-        outer = outer.outer  # torch calls no hook after a KeyboardInterrupt, so nobody ended it
+        outer = outer.outer  # never left, because torch calls no hooks after a KeyboardInterrupt
     if outer is not None:
         encoder, drops = encoder if outer.encoder is not None else None, drops and outer.drops
         original = original or outer.original
@@ -87,7 +87,7 @@ def enter(
 
 
 def _runs(frame: FrameType) -> bool:
-    """Whether a frame is among those of this thread."""
+    """Whether a frame is on the stack of this thread."""
     one: FrameType | None = sys._getframe(1)
     while one is not None and one is not frame:
         one = one.f_back
@@ -95,7 +95,7 @@ def _runs(frame: FrameType) -> bool:
 
 
 def leave(*, failed: bool) -> None:
-    """End it: states that are still waiting and that somebody holds are computed, unless it failed."""
+    """End the current forward; unless it failed, compute deferred states that are still referenced."""
     scope = _scope.get()
     if scope is None:
         return
@@ -109,14 +109,14 @@ def leave(*, failed: bool) -> None:
 
 
 class Pending(Tensor):
-    """The states that will leave a layer, `(B, S, C)`: shape, dtype and device are known, values are not.
+    """The deferred output of a layer, `(B, S, C)`: shape, dtype and device are known, values are not.
 
-    Anything but a look at those computes the values, after which this is a plain tensor. What passes by
-    torch's functions reads NaN.
+    Any use beyond those computes the values, after which this is a plain tensor. Code that bypasses torch's
+    functions reads NaN.
 
     Attributes:
-        chain: The layers.
-        count: How many of them, from the first.
+        chain: The chain of layers.
+        count: Number of layers, from the first, that compute this state.
     """
 
     chain: Chain
@@ -126,7 +126,7 @@ class Pending(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute whatever is waiting among the arguments, then go on."""
+        """Compute all deferred states among the arguments, then call the function."""
         kwargs = kwargs or {}
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
@@ -150,7 +150,7 @@ _KNOWN = frozenset(
 
 
 def _settle(pending: Pending) -> None:
-    """Compute the values; the tensor is a plain one from now on."""
+    """Compute a deferred state and turn it into a plain tensor."""
     if type(pending) is not Pending:
         return
     values = pending.chain.run(pending.count)
@@ -161,27 +161,27 @@ def _settle(pending: Pending) -> None:
 
 
 def _waiting(values: Iterable[Any]) -> list[Pending]:
-    found: list[Pending] = []
+    waiting: list[Pending] = []
     for value in values:
         if type(value) is Pending:
-            found.append(value)
+            waiting.append(value)
         elif isinstance(value, tuple | list):
-            found += _waiting(value)
+            waiting += _waiting(value)
         elif isinstance(value, dict):
-            found += _waiting(value.values())
-    return found
+            waiting += _waiting(value.values())
+    return waiting
 
 
 def defer(block: Block, call: LayerCall, index: int) -> Tensor | None:
-    """The states that a layer will return: computed where it is the last, else waiting.
+    """Return a layer's output: computed if it is the last layer, else deferred.
 
     Args:
-        block: The layer's.
-        call: What the model passed; its states may be waiting.
-        index: The layer's place in the cache.
+        block: The layer's block.
+        call: The arguments that the model passed; its hidden states may be deferred.
+        index: The layer's index in the cache.
 
     Returns:
-        `(B, S, C)`; None where the layer has to run now, and by itself.
+        `(B, S, C)`; None where the layer has to run immediately and by itself.
     """
     scope, hidden = _scope.get(), call.hidden
     if scope is None or scope.encoder is None or call.bias is not None:
@@ -204,7 +204,7 @@ def defer(block: Block, call: LayerCall, index: int) -> Tensor | None:
 
 
 def join(scope: Scope, chain: Chain, block: Block) -> Tensor:
-    """What the layer that joined a chain last returns."""
+    """Return the output of the layer that joined a chain last: computed if it is the model's last layer."""
     count, blocks = len(chain.steps), chain.encoder.blocks
     if 1 < count == len(blocks) and block is blocks[-1]:
         return chain.run(count)
@@ -214,7 +214,7 @@ def join(scope: Scope, chain: Chain, block: Block) -> Tensor:
 
 
 def _may_begin(encoder: Encoder, hidden: Tensor) -> bool:
-    """Whether layers may wait for each other at all, by the states that enter the first."""
+    """Whether a chain may begin, judging by the hidden states that enter its first layer."""
     return (
         type(hidden) is Tensor
         and 0 < hidden.shape[0] * hidden.shape[1] <= encoder.most_tokens
@@ -223,7 +223,7 @@ def _may_begin(encoder: Encoder, hidden: Tensor) -> bool:
 
 
 def is_plain_run(x: Tensor) -> bool:
-    """Whether nothing but values on the CPU is wanted: no gradients, other dtypes, traces or transforms."""
+    """Whether only values on the CPU are needed: no gradients, autocast, traces or transforms."""
     return (
         not torch.is_grad_enabled()
         and x.device.type == "cpu"
@@ -235,7 +235,7 @@ def is_plain_run(x: Tensor) -> bool:
 
 
 def _begin(encoder: Encoder, block: Block, call: LayerCall, index: int, *, drops: bool) -> Chain | None:
-    """A chain of one layer, or None where that must run by itself."""
+    """Begin a chain with one layer; return None where that layer must run by itself."""
     hidden, kept = call.hidden, None
     if not encoder.has(block):
         return None
@@ -243,10 +243,10 @@ def _begin(encoder: Encoder, block: Block, call: LayerCall, index: int, *, drops
         kept = Kept.of(call.cache, block.spec, index, hidden)
         if kept is None:
             return None
-    # Without versions, nobody could tell whether it was changed before it is read.
+    # Inference tensors have no version, so a write to one before it is read would go unnoticed: copy it.
     chain = Chain(encoder, drops, hidden.clone() if hidden.is_inference() else hidden, None, kept)
     real = chain.read(block, call.mask)
-    # What leaves padding is in the cache as well, and only the layers' own way makes it as the original does.
+    # Padded positions are cached too, and are as in the original only if the layers run one by one.
     if isinstance(real, bool) or (kept is not None and real is not None):
         return None
     chain.real = real

@@ -1,6 +1,6 @@
-"""The cache that layers extend together: transformers' own, whose keys and values are made in one call.
+"""transformers' own cache, extended by several layers in one call.
 
-Shapes: B batch, K kv heads, L cached tokens, S new ones, M room of a static cache, D head dim.
+Shapes: B batch, K kv heads, L cached tokens, S new tokens, M size of a static cache, D head dim.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["Kept"]
 
 @dataclass
 class Kept:
-    """A cache, and what was in it before the layers that wait.
+    """A cache, and its contents before the deferred layers run.
 
-    Nothing is written to what a cache holds that grows: it gets new tensors, as by its own code, so that a
-    state may be computed twice, and whoever kept the old ones has them as they were. A static cache is
-    written to, as by its own code, behind what it had; a state that is computed twice writes the same.
+    A growing cache gets new tensors, as by its own code, and the old ones are not written to: so a state can
+    be computed twice, and other references to the old tensors stay valid. A static cache is written to, as by
+    its own code, after its previous tokens; a state that is computed twice writes the same values.
 
     Attributes:
         cache: transformers' `DynamicCache` or `StaticCache`.
         batch: B.
         length: S.
         past: L, the same in all layers.
-        dtype: Of keys and values.
-        room: M, the same in all layers; None for a cache that grows.
-        places: Of the layers in the cache.
-        older: What it has of each, of a static cache with its room.
-        done: How many of them have extended it.
+        dtype: Dtype of keys and values.
+        room: M, the same in all layers; None for a growing cache.
+        places: Indices of the layers in the cache.
+        older: Keys and values that the cache has for each layer; of a static cache, in full size M.
+        done: Number of layers that have extended the cache.
     """
 
     cache: Any
@@ -51,40 +51,40 @@ class Kept:
 
     @classmethod
     def of(cls, cache: Any, spec: BlockSpec, index: int, x: Tensor) -> Kept | None:
-        """Begin with a layer, which has yet to be accepted; None for a cache of another kind.
+        """Begin with a layer's cache, before the layer is accepted; return None for unsupported caches.
 
         Args:
-            cache: What the model passed.
-            spec: Of the layer.
-            index: Its place in the cache.
-            x: The states that enter it, `(B, S, C)`.
+            cache: The cache that the model passed.
+            spec: Spec of the layer.
+            index: Its index in the cache.
+            x: Hidden states that enter the layer, `(B, S, C)`.
         """
-        # What was set on the object, or said in a subclass, is somebody's own way to keep tokens.
+        # A subclass, or an `update` set on the object, may store tokens differently.
         known = type(cache) in _kinds().caches and "update" not in vars(cache)
-        found = _older(cache, index) if known and not cache.offloading and spec.causal else None
-        if found is None:
+        older = _older(cache, index) if known and not cache.offloading and spec.causal else None
+        if older is None:
             return None
         batch, length = x.shape[:2]
         if type(cache) is _kinds().caches[0]:
-            return cls(cache, batch, length, 0 if found[0] is None else found[0].shape[2], x.dtype)
+            return cls(cache, batch, length, 0 if older[0] is None else older[0].shape[2], x.dtype)
         past, room = _seen(cache.layers[index]), cache.layers[index].max_cache_len
         return cls(cache, batch, length, past, x.dtype, room) if past + length <= room else None
 
     @property
     def in_place(self) -> bool:
-        """Whether keys and values are written where the older ones are."""
+        """Whether keys and values are written into the tensors that hold the older ones."""
         return self.room is not None and self.older[0][0] is not None
 
     def accept(self, spec: BlockSpec, index: int) -> bool:
-        """Add a layer; False where it cannot go with the others."""
-        found = None if index in self.places or spec.cache_repeated else _older(self.cache, index)
-        if found is None:
+        """Add a layer; return False if it cannot run together with the others."""
+        older = None if index in self.places or spec.cache_repeated else _older(self.cache, index)
+        if older is None:
             return False
-        if self.room is not None and not self._is_as_full(index, found):
+        if self.room is not None and not self._is_as_full(index, older):
             return False
         length = self.past if self.room is None else self.room
         shape = (self.batch, spec.kv_heads, length, spec.head_dim)
-        for one in found:
+        for one in older:
             if one is None and self.past:
                 return False
             if one is not None and (
@@ -92,22 +92,22 @@ class Kept:
             ):
                 return False
         self.places.append(index)
-        self.older.append(found)
+        self.older.append(older)
         return True
 
     def _is_as_full(self, index: int, found: Older) -> bool:
-        """Whether a layer of a static cache has as many tokens as the others, and as much room."""
+        """Whether a layer of a static cache has as many tokens as the others, and the same size."""
         layer = self.cache.layers[index]
         known = found[0] is None or all(t is not None and t.is_contiguous() for t in found)
         alike = not self.older or (self.older[0][0] is None) == (found[0] is None)
         return known and alike and layer.max_cache_len == self.room and _seen(layer) == self.past
 
     def commit(self, made: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Let the cache have what the first layers made, unless it has that already.
+        """Store the keys and values of the first layers in the cache, unless they are there already.
 
         Args:
-            made: Keys and values `(B, K, L + S, D)` of each, or those of the cache itself where they were
-                written to.
+            made: Keys and values `(B, K, L + S, D)` of each layer, or the cache's own tensors where those
+                were written to in place.
         """
         if self.in_place:
             for index in self.places[self.done : len(made)]:
@@ -124,19 +124,19 @@ class Kept:
             if type(layer) is plain and layer.is_initialized:
                 layer.keys, layer.values = k, v
             else:
-                # Which windows it keeps, and what else it counts, is its own affair.
+                # The cache itself handles windows and counters.
                 self.cache.update(k[:, :, self.past :], v[:, :, self.past :], index)
         self.done = max(self.done, len(made))
 
 
 class _Kinds(NamedTuple):
-    """transformers' classes.
+    """transformers' cache classes.
 
     Attributes:
-        caches: The one that grows, and the static one.
-        plain: Layers that keep all tokens.
-        sliding: Those that keep a window.
-        static: Both with room of a fixed size.
+        caches: The growing cache, and the static one.
+        plain: Layer of a growing cache that keeps all tokens.
+        sliding: Layer of a growing cache that keeps a window.
+        static: Layers of a static cache, for all tokens and for a window.
     """
 
     caches: tuple[Any, Any]
@@ -158,12 +158,12 @@ def _kinds() -> _Kinds:
 
 
 def _seen(layer: Any) -> int:
-    """Tokens in a layer of a static cache (L); one whose window has passed has more than its room."""
+    """Return the tokens seen by a layer of a static cache (L); more than its size once its window slides."""
     return int(layer.cumulative_length_int if layer.is_sliding else layer.cumulative_length)
 
 
 def _older(cache: Any, index: int) -> Older | None:
-    """What a cache has of a layer, `(None, None)` where that is nothing; None where only it can say."""
+    """Return a layer's cached keys and values, `(None, None)` if empty; None if its storage is unknown."""
     kinds, layers = _kinds(), cache.layers
     if index >= len(layers):
         return (None, None) if cache.layer_class_to_replicate is kinds.plain else None

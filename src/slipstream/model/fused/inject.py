@@ -1,9 +1,10 @@
-"""Puts fused blocks into a live model: layers stay, their class becomes a subclass that runs the block.
+"""Injects fused blocks into a live model: each layer's class becomes a subclass that runs the block.
 
-The object keeps its class along the MRO, its place and its names, because transformers records hidden states
-by class and everyone else finds layers by path. The layer's parameters become views of the block's tensors
-where one is a run of the other's rows, and are released (moved to the meta device) where it is not
-(`links.py`); they come back for a state dict, and for calls that only the original code can serve.
+The object keeps its original class along the MRO, its place and its names, because transformers records
+hidden states by class, and other code finds layers by path. A parameter of the layer becomes a view of the
+block's tensor if it is a run of that tensor's rows, and is otherwise released (moved to the meta device, see
+`links.py`); released values are restored for state dicts, and for calls that only the original code can
+serve.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ __all__ = ["inject_layer", "own_feed"]
 
 
 def inject_layer(layer: nn.Module, state: Injected) -> None:
-    """Turn a layer into its fused self, in place; nothing here can fail half-way.
+    """Make a layer run its fused block, in place; nothing here can fail half-way.
 
     Args:
         layer: An instance of `state.original`, in eval mode.
-        state: The block, made of this layer's own tensors, and how to answer for it.
+        state: The block, made of this layer's own tensors, and how the layer returns its results.
     """
-    # Some loaders set a forward around the class's own; the self-check compared with it.
+    # Some loaders set a forward on the object that wraps the class's; the self-check compared with it.
     layer.__dict__.pop("forward", None)
     layer.__dict__[STATE] = state
     state.parts = parts_of(layer)
@@ -61,7 +62,7 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
 
 @functools.cache
 def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[nn.Module]:
-    """A subclass of a layer class whose forward runs the block; it bears the original's name."""
+    """Create a subclass of a layer class, with the same name, whose forward runs the block."""
     signature = LayerSignature(original, silent)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,9 +75,9 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             if state.attention is not None:
                 return _run_own(self, state, state.attention, signature, args, kwargs)
             if state.is_plain and not is_heard(self):
-                later = follow(state.block, (type(self), state.bool_masks), state.index, args, kwargs)
-                if later is not None:
-                    return state.returns(later)
+                deferred = follow(state.block, (type(self), state.bool_masks), state.index, args, kwargs)
+                if deferred is not None:
+                    return state.returns(deferred)
             call = signature.read(args, kwargs, state.block.whole)
         if call is None or (call.has_bool_mask and not state.bool_masks):
             return original_forward(self, *args, **kwargs)
@@ -99,7 +100,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         state = injected_state(self)
         held = [one.holds() for one in state.links]
-        # What is linked follows the block, and needs no copy of its own on the way.
+        # Linked parameters are relinked to the block's tensors, and must not be copied here.
         linked = {id(one.parameter) for one, holds in zip(state.links, held, strict=True) if holds}
         nn.Module._apply(self, lambda t: t if id(t) in linked else fn(t), recurse)
         state.block.apply(fn)
@@ -111,7 +112,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         held = [one.holds() for one in links]
         linked = {id(one.parameter): one.parameter for one, holds in zip(links, held, strict=True) if holds}
         memo |= linked
-        twin = deep_twin(self, memo)  # whose parameters are not linked to its block yet
+        twin = deep_twin(self, memo)  # its parameters are not linked to its block yet
         for key in linked:
             del memo[key]
         state = injected_state(twin)
@@ -130,26 +131,26 @@ def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
 
 
 def _records(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether autograd is to go through a layer: a block has no derivative, and its original code has.
+    """Whether autograd has to record a layer's call; then the original code runs, as blocks have no backward.
 
     Raises:
-        UnsupportedError: A gradient is asked for of a parameter that lies in the block in another layout.
+        UnsupportedError: A parameter requires a gradient, but the block holds it in another layout.
     """
     if not torch.is_grad_enabled():
         return False
-    asked = [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
+    trained = [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
     elsewhere = {one.name for one in injected_state(layer).links if not one.address}
-    if not elsewhere.isdisjoint(asked):
+    if not elsewhere.isdisjoint(trained):
         raise UnsupportedError(
-            f"{next(name for name in asked if name in elsewhere)} of {type(layer).__name__} requires a "
+            f"{next(name for name in trained if name in elsewhere)} of {type(layer).__name__} requires a "
             "gradient, and its values lie in a fused block in another layout; train the model itself and "
             "hand its weights to engine.refresh_weights, or leave requires_grad False: inputs have gradients"
         )
-    return bool(asked) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+    return bool(trained) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
 def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | None) -> tuple[Tensor, ...]:
-    """What `run_block` returns, now or once somebody looks."""
+    """Return the results of `run_block`, or a deferred tensor that is computed when it is read."""
     mixer = state.mixer
     if mixer is not None:
         part, given = layer.get_submodule(mixer.part), call.given or {}
@@ -158,18 +159,18 @@ def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | Non
     if state.feeder is not None:
         return run_block(state.block, call, state.index, table, relative, feed=own_feed(layer, call.given))
     if table is None and relative is None and state.rotary is None and not is_heard(layer):
-        later = defer(state.block, call, state.index)
-        if later is not None:
-            return (later,)
+        deferred = defer(state.block, call, state.index)
+        if deferred is not None:
+            return (deferred,)
     return run_block(state.block, call, state.index, table, relative)
 
 
 def own_feed(layer: nn.Module, given: Mapping[str, Any] | None = None) -> Mix | None:
-    """What stands in the feed-forward's place in an injected layer, of `(B, S, C)`; None for the block's own.
+    """Return what replaces the feed-forward of an injected layer, on `(B, S, C)`; None for the block's own.
 
     Args:
         layer: The layer.
-        given: The arguments of its call by name; None for a call that has no mask.
+        given: The arguments of its call by name; None for a call without a mask.
     """
     feeder = injected_state(layer).feeder
     if feeder is None:
@@ -186,15 +187,15 @@ def _run_own(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The answer of a layer that attends in its family's own way."""
+    """Run a layer whose spec has `own_attention`."""
     call = signature.read_own(args, kwargs, packed=own.packed)
     rope = state.block.spec.rope
     if call is None or (rope is not None and call.rope is None):
         return original_forward(layer, *args, **kwargs)
     table = None if rope is None else rope_table(rope, call, None)
     given = signature.name(args, kwargs)
-    hidden, *more = run_own(state.block, call.hidden, table, layer=layer, attention=own, given=given)
-    return state.returns(hidden[0] if own.packed else hidden, *more)
+    hidden, *others = run_own(state.block, call.hidden, table, layer=layer, attention=own, given=given)
+    return state.returns(hidden[0] if own.packed else hidden, *others)
 
 
 def _run_course(
@@ -206,7 +207,7 @@ def _run_course(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The answer of a layer whose branches follow each other in its family's own way."""
+    """Run a layer whose spec has a `course`."""
     given = signature.name(args, kwargs)
     if any(given.get(name) is None for name in course.needs):
         return original_forward(layer, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Notices what was done to a layer after it was fused: a block would pass over hooks and replaced parts."""
+"""Detects changes to a layer after it was fused, such as hooks and new modules; a block would ignore them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _KNOWN = frozenset({"slipstream", "transformers"})
-"""Packages whose hooks are accounted for: our own, and those that record outputs, which `watch` sees to."""
+"""Packages whose hooks are accounted for: Slipstream's, and transformers', which `watch` handles."""
 
 _IDLE = frozenset(
     {
@@ -45,7 +45,7 @@ _IDLE = frozenset(
         "vocab_size",
     }
 )
-"""Numbers that a forward does not compute by, or whose change another sign tells of."""
+"""Numeric attributes that do not affect a forward, or whose change is detected in another way."""
 
 _OWN = operator.attrgetter("__dict__")
 _PARAMETERS = operator.attrgetter("_parameters")
@@ -57,15 +57,15 @@ Children = tuple[nn.Module | None, ...]
 
 @dataclass(frozen=True)
 class PartState:
-    """A module inside of a layer, and the code that it ran when that was fused.
+    """A module inside a layer, with the code and the children that it had when the layer was fused.
 
-    It holds while the module runs that code upon those modules, and nobody listens to it.
+    The layer is intact as long as they are the same and nobody else has put a forward hook on the module.
 
     Attributes:
-        module: The part.
-        own: A forward set on the object, around its class's, or None.
-        forward: Its class's.
-        children: Its own modules.
+        module: The module.
+        own: A `forward` set on the object, overriding its class's, or None.
+        forward: Its class's `forward`.
+        children: Its direct submodules.
     """
 
     module: nn.Module
@@ -76,12 +76,12 @@ class PartState:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Plain numbers that modules compute by, such as a scale, a count of experts, what a norm adds.
+    """Numeric attributes that modules compute with, such as a scale, a number of experts or a norm's epsilon.
 
     Attributes:
-        modules: Whose attribute each is.
-        names: Of the attributes.
-        values: Theirs.
+        modules: The module of each attribute.
+        names: Name of each attribute.
+        values: Value of each attribute.
     """
 
     modules: tuple[nn.Module, ...] = ()
@@ -89,43 +89,43 @@ class Numbers:
     values: tuple[Any, ...] = ()
 
     def hold(self) -> bool:
-        """Whether nobody has set another one since."""
+        """Whether all attributes still have the same values."""
         now = tuple(map(_GET, map(_OWN, self.modules), self.names))
         try:
             return now == self.values
-        except RuntimeError:  # a tensor of several numbers by now
+        except RuntimeError:  # an attribute is now a tensor with several elements
             return False
 
 
 @dataclass(frozen=True)
 class Absent:
-    """Parameters that modules have a name for and lack, such as the bias of a linear without one.
+    """Parameters that are registered as None, such as the bias of a linear without one.
 
     Attributes:
-        modules: Whose each is.
-        names: Of the parameters.
+        modules: The module of each parameter.
+        names: Name of each parameter.
     """
 
     modules: tuple[nn.Module, ...] = ()
     names: tuple[str, ...] = ()
 
     def hold(self) -> bool:
-        """Whether nobody has given one since."""
+        """Whether all of them are still None."""
         now = map(_GET, map(_PARAMETERS, self.modules), self.names)
         return not any(map(operator.is_not, now, repeat(None)))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What is inside of a layer.
+    """The contents of a layer at one point in time.
 
     Attributes:
-        children: The layer's own modules.
-        inside: All modules inside of it, at any depth.
-        places: Those that know the layer's place among its like, itself among them, and that place: by it a
-            cache is asked.
-        numbers: Of the layer and all inside of it.
-        absent: Likewise.
+        children: The layer's direct submodules.
+        inside: All modules inside it, at any depth.
+        places: The modules with a `layer_idx`, possibly the layer itself, and its value, by which the cache
+            is addressed.
+        numbers: Numeric attributes of the layer and all modules inside it.
+        absent: Absent parameters of the layer and all modules inside it.
     """
 
     children: Children = ()
@@ -136,26 +136,26 @@ class Parts:
 
 
 def modules_of(module: nn.Module, closed: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """`list(module.modules())` in another order, at a tenth of its time: 400 modules take 0.1 ms.
+    """Return `list(module.modules())` in another order, in a tenth of the time: 0.1 ms for 400 modules.
 
     Args:
-        module: Where to begin.
-        closed: Modules that are listed, and those inside of them are not.
+        module: The root.
+        closed: Modules that are listed without the modules inside them.
     """
     unopened = set(closed)
-    found, left = {module}, [module]
-    for one in left:
+    seen, queue = {module}, [module]
+    for one in queue:
         if one in unopened:
             continue
         for child in one._modules.values():
-            if child is not None and child not in found:
-                found.add(child)
-                left.append(child)
-    return left
+            if child is not None and child not in seen:
+                seen.add(child)
+                queue.append(child)
+    return queue
 
 
 def parts_of(module: nn.Module) -> Parts:
-    """The modules inside of a module, as they are now."""
+    """Record the current contents of a module."""
     inside = modules_of(module)
     states = (
         PartState(part, vars(part).get("forward"), type(part).forward, _children(part)) for part in inside[1:]
@@ -165,13 +165,13 @@ def parts_of(module: nn.Module) -> Parts:
 
 
 def absent_of(modules: Iterable[nn.Module]) -> Absent:
-    """The parameters that some modules lack now."""
-    found = [(one, name) for one in modules for name, p in one._parameters.items() if p is None]
-    return Absent(*zip(*found, strict=True)) if found else Absent()
+    """Record the parameters of modules that are currently None."""
+    absent = [(one, name) for one in modules for name, p in one._parameters.items() if p is None]
+    return Absent(*zip(*absent, strict=True)) if absent else Absent()
 
 
 def numbers_of(modules: Iterable[nn.Module]) -> Numbers:
-    """The numbers of some modules, as they are now."""
+    """Record the current numeric attributes of modules."""
     found = list[tuple[nn.Module, str, Any]]()
     for module in modules:
         kind: Any = type(module)
@@ -183,7 +183,7 @@ def numbers_of(modules: Iterable[nn.Module]) -> Numbers:
 
 @functools.cache
 def _written(kind: type[nn.Module]) -> frozenset[str]:
-    """Attributes that a class's own code sets after it was made, as routers do that count their tokens."""
+    """Return the attributes that a class assigns outside `__init__`, such as a router's token counts."""
     own: tuple[Any, ...] = kind.__mro__[: kind.__mro__.index(nn.Module)]
     methods = (value for one in own for name, value in vars(one).items() if name != "__init__")
     code = (getattr(inspect.unwrap(method), "__code__", None) for method in methods if callable(method))
@@ -192,18 +192,18 @@ def _written(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:
-    """Of numbers that a module computes by; torch's own have shapes as well, and what training leaves out."""
+    """Return the types of attributes to track: in torch's modules only floats, in dropout modules none."""
     if not type(module).__module__.startswith("torch.nn."):
         return (bool, int, float)
     return () if isinstance(module, nn.modules.dropout._DropoutNd) else (float,)
 
 
 def is_intact(module: nn.Module, parts: Parts) -> bool:
-    """Whether a module still has its parts, their code and its place, and nobody listens inside of it.
+    """Whether a module's contents, code and `layer_idx` are unchanged, and no one has hooks inside it.
 
     Args:
-        module: Hooks on itself are left aside, for whoever calls it runs them.
-        parts: From `parts_of`, of before.
+        module: The module. Hooks on the module itself are ignored, because its caller runs them.
+        parts: Earlier result of `parts_of`.
     """
     if _children(module) != parts.children or listens_everywhere():
         return False
@@ -212,7 +212,7 @@ def is_intact(module: nn.Module, parts: Parts) -> bool:
     for one, place in parts.places:
         if one.__dict__.get("layer_idx") != place:
             return False
-    # In one loop without calls: this runs for every layer of every forward.
+    # One loop without function calls, as this runs for every layer of every forward.
     for part in parts.inside:
         inner, hooks, pre_hooks = _STATE_OF(values := part.module.__dict__)
         if (
@@ -230,7 +230,7 @@ def _children(module: nn.Module) -> Children:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether someone else has put a forward hook on a module."""
+    """Whether a module has a forward hook that is neither Slipstream's nor transformers'."""
     values = module.__dict__
     hooks, pre_hooks = values["_forward_hooks"], values["_forward_pre_hooks"]
     return bool(hooks or pre_hooks) and _foreign(hooks, pre_hooks)
@@ -238,7 +238,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 @contextmanager
 def unhooked(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, modules run without the forward hooks that someone else has put on them."""
+    """Within the context, remove forward hooks that are neither Slipstream's nor transformers'."""
     tables = [table for one in modules for table in (one._forward_hooks, one._forward_pre_hooks)]
     before = [dict(table) for table in tables]
     try:
@@ -254,13 +254,13 @@ def unhooked(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Whether anyone but transformers, whose hooks `watch` sees to, has put a forward hook on a module."""
+    """Whether a module has a forward hook that is not transformers', whose hooks `watch` handles."""
     tables = (module._forward_hooks, module._forward_pre_hooks)
     return any(_package(hook) != "transformers" for table in tables if table for hook in table.values())
 
 
 def listens_everywhere() -> bool:
-    """Whether someone else has put a forward hook on all modules of the process."""
+    """Whether there is a global forward hook that is neither Slipstream's nor transformers'."""
     hooks, pre_hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     return bool(hooks or pre_hooks) and _foreign(hooks, pre_hooks)
 
@@ -270,6 +270,6 @@ def _foreign(*tables: dict[int, Any]) -> bool:
 
 
 def _package(hook: Any) -> str:
-    hook = getattr(hook, "func", hook)  # what a `functools.partial` calls
+    hook = getattr(hook, "func", hook)  # unwraps a `functools.partial`
     name: str = getattr(hook, "__module__", None) or type(hook).__module__
     return name.partition(".")[0]

@@ -1,9 +1,9 @@
-"""A fused layer's own parameters: views of its block's tensors, or names without values.
+"""A fused layer's own parameters: views of its block's tensors, or placeholders without values.
 
 Writing into a view writes into the block. A parameter that the block holds in another layout (rows grouped
-per head, packed formats) is released: it keeps its shape and dtype, and refuses to be written to, because
-nobody would hear of it, and to be computed with, because there is nothing to compute with. Whoever puts
-another tensor in a parameter's place is noticed by `Link.holds`.
+per head, packed formats) is released: it keeps its shape and dtype, but refuses writes, which would not reach
+the block, and computation, for which it has no values. `Link.holds` detects if a parameter is replaced by
+another tensor.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from slipstream.weights.recipe import Plan
 __all__ = ["PACKED", "Link", "all_hold", "link", "packed_names", "refuse_alone", "relink", "restored"]
 
 PACKED = "_slipstream_packed"
-"""What a packed module carries (`weights/packed.py`): in `weights`, its matrices by parameter name."""
+"""Attribute that holds the state of a packed module (`weights/packed.py`): `weights` by parameter name."""
 
 _HARMLESS = frozenset({"requires_grad_", "share_memory_"})
 _COMPARES = frozenset({"_has_compatible_shallow_copy_type", "is_same_size", "is_set_to"})
 
 
 class _Valueless(Tensor):
-    """What is made of a parameter without values, such as its transpose."""
+    """A tensor derived from a released parameter, such as its transpose; it has no values either."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what computes; everything else is torch's."""
+        """Refuse computation; leave everything else to torch."""
         return _answer(func, args, kwargs or {})
 
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What torch says of tensors without values, among themselves.
+    """Call a function on tensors without values, as torch does on the meta device.
 
     Raises:
-        UnsupportedError: One that has values is there too, of which torch's own products make a tensor with
-            whatever its memory held before.
+        UnsupportedError: A tensor with values is among the arguments; torch's own products would then return
+            uninitialized memory.
     """
     if getattr(func, "__name__", "") not in _COMPARES:
         others = (t for t in tensors_in((args, kwargs)) if not isinstance(t, _Released | _Valueless))
         if not all(t.is_meta for t in others):
             raise _refusal()
     with torch._C.DisableTorchFunctionSubclass():
-        made = func(*args, **kwargs)
-        return made.as_subclass(_Valueless) if type(made) is Tensor and made.is_meta else made
+        result = func(*args, **kwargs)
+        return result.as_subclass(_Valueless) if type(result) is Tensor and result.is_meta else result
 
 
 class _Released(nn.Parameter):
-    """A parameter without values, on the meta device."""
+    """A released parameter, without values, on the meta device."""
 
     def __new__(cls, like: Tensor) -> _Released:
-        """With the shape and dtype of `like`."""
+        """Create one with the shape and dtype of `like`."""
         empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
         return super().__new__(cls, empty, requires_grad=False)
 
@@ -69,7 +69,7 @@ class _Released(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what writes, and what computes; everything else is torch's."""
+        """Refuse writes and computation; leave everything else to torch."""
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if writes and name not in _HARMLESS and isinstance(args[0], cls):
@@ -78,18 +78,18 @@ class _Released(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """There is none."""
+        """Not available: raises `UnsupportedError`."""
         raise _refusal()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value is not self:  # as a move writes back what it left alone
+        if value is not self:  # `nn.Module._apply` assigns what it leaves unchanged
             raise _refusal()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Released:
-        """Another one of this shape."""
-        memo[id(self)] = made = _Released(self)
-        return made
+        """Return another one with this shape and dtype."""
+        memo[id(self)] = copied = _Released(self)
+        return copied
 
 
 def _refusal() -> UnsupportedError:
@@ -101,10 +101,10 @@ def _refusal() -> UnsupportedError:
 
 
 def refuse_alone(part: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook of a part of a layer: asked by itself, it has no values for its released parameters.
+    """State-dict hook for the modules inside a layer, which alone cannot restore released parameters.
 
     Raises:
-        UnsupportedError: It is asked by itself, and holds some.
+        UnsupportedError: The state dict is taken of such a module itself, and it has released parameters.
     """
     if not prefix and any(isinstance(t, _Released | _Valueless) for t in state_dict.values()):
         raise _refusal()
@@ -115,12 +115,12 @@ class Link:
     """A parameter as `link` left it.
 
     Attributes:
-        name: Path from the layer that the source tensor had.
-        owner: The module that holds it.
-        leaf: Its name there.
-        parameter: The view, or the released parameter; a buffer's view.
-        address: Where its values are.
-        stride: How they lie there.
+        name: The source tensor's path from the layer.
+        owner: The module that holds the parameter.
+        leaf: Its name in `owner`.
+        parameter: The view (for a buffer too), or the released parameter.
+        address: Address of its values; 0 if it has none.
+        stride: Stride of its values.
     """
 
     name: str
@@ -131,19 +131,19 @@ class Link:
     stride: tuple[int, ...]
 
     def holds(self) -> bool:
-        """Whether the parameter is still there, with its values where they were and as they lay."""
+        """Whether the parameter is still the same object, with its values at the same address and stride."""
         return all_hold((self,))
 
 
 def all_hold(links: Sequence[Link]) -> bool:
-    """Whether parameters are still there, with their values where they were and as they lay."""
-    # In one loop without calls: this runs for every layer of every forward.
+    """Whether all parameters are still the same objects, with values at the same addresses and strides."""
+    # One loop without function calls, as this runs for every layer of every forward.
     for one in links:
         held = one.owner.__dict__
         now = held["_parameters"].get(one.leaf)
         if now is None:
             now = held["_buffers"].get(one.leaf)
-        # A released parameter has no address, and asking it for one takes as long as ten others.
+        # A released parameter has no address, and reading it takes ten times as long as for others.
         if now is not one.parameter:
             return False
         if one.address and (now.data_ptr() != one.address or now.stride() != one.stride):
@@ -152,7 +152,7 @@ def all_hold(links: Sequence[Link]) -> bool:
 
 
 def link(layer: nn.Module, weights: BlockWeights, plans: Mapping[Role, Plan]) -> tuple[Link, ...]:
-    """Make a layer's parameters views of its block's tensors; release those that cannot be."""
+    """Make a layer's parameters views of its block's tensors; release those for which that is impossible."""
     links = []
     for name, view in own_views(weights, plans).items():
         path, _, leaf = name.rpartition(".")
@@ -161,7 +161,7 @@ def link(layer: nn.Module, weights: BlockWeights, plans: Mapping[Role, Plan]) ->
 
 
 def packed_names(module: nn.Module) -> Collection[str]:
-    """The parameters of a module that planes stand for: they have no values of their own either."""
+    """Return the names of a module's parameters that are stored as planes, without values of their own."""
     state: Any = vars(module).get(PACKED)
     return () if state is None else state.weights
 
@@ -169,13 +169,13 @@ def packed_names(module: nn.Module) -> Collection[str]:
 def relink(
     links: Sequence[Link], held: Sequence[bool], weights: BlockWeights, plans: Mapping[Role, Plan]
 ) -> tuple[Link, ...]:
-    """The same after the block's tensors were moved, cast or copied.
+    """Link a layer's parameters again after the block's tensors were moved, cast or copied.
 
     Args:
-        links: As they were.
-        held: Which of them held before that (`Link.holds`); the others are someone else's by now, and stay.
-        weights: The block's.
-        plans: How the layer's own tensors make them up.
+        links: The links from before.
+        held: Which of them held before that (`Link.holds`); the others were replaced by the user, and stay.
+        weights: The block's weights.
+        plans: How they are made of the layer's own tensors.
     """
     views = own_views(weights, plans)
     return tuple(
@@ -200,12 +200,12 @@ def _put(name: str, owner: nn.Module, leaf: str, view: Tensor | None) -> Link:
 def restored(
     layer: nn.Module, links: tuple[Link, ...], values: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Values of the released parameters that are still in a layer, by their paths of now.
+    """Return the values of the released parameters that are still in a layer, by their current paths.
 
     Args:
         layer: The layer.
-        links: As `link` left them.
-        values: Makes the layer's own tensors, by the names of the links.
+        links: The links from `link` or `relink`.
+        values: Returns the layer's own tensors by the names of the links.
     """
     names = {id(one.parameter): one.name for one in links if isinstance(one.parameter, _Released)}
     now = {path: names[id(p)] for path, p in layer.named_parameters(remove_duplicate=False) if id(p) in names}

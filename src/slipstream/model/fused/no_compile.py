@@ -1,7 +1,8 @@
-"""Calls that `torch.compile` leaves as they are.
+"""Calls that `torch.compile` does not trace.
 
-Traced, a fused layer falls into hundreds of pieces around what no graph holds (native calls, what is asked of
-modules and tensors), each of them guarded in every call: eight times the time of the layer itself.
+When traced, a fused layer breaks into hundreds of graphs around what no graph can contain (native calls,
+checks of modules and tensors), with guards on each of them in every call: eight times the time of the layer
+itself.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ _made: list[Callable[..., Any]] = []
 
 
 def prepare() -> None:
-    """Make the others ready; not upon import, for it loads torch's compiler, as transformers' models do."""
+    """Prepare the functions below; not at import, because this loads torch's compiler, as models also do."""
     if not _made:
         _made.append(torch.compiler.disable(_run))
 
 
 def as_it_is(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call returns, from within code that is being compiled, which is left for as long."""
+    """Run a call untraced from within code that is being compiled, by a graph break."""
     return _made[0](call, *args, **kwargs)
 
 
 def layer_as_it_is(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same of a layer, whose states are there then: compiled code would read those that are waiting."""
+    """Run a layer untraced and not deferred, because compiled code would read a deferred state's NaN."""
     return _made[0](_now, call, *args, **kwargs)
 
 
@@ -42,8 +43,8 @@ def _now(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     defer.enter(None, drops=False)
     failed = True
     try:
-        answer = call(*args, **kwargs)
+        result = call(*args, **kwargs)
         failed = False
-        return answer
+        return result
     finally:
         defer.leave(failed=failed)

@@ -1,4 +1,4 @@
-"""The original code and tensors of a fused layer: for calls that a block cannot honour, for state dicts."""
+"""The original code and tensors of a fused layer, for calls that a block cannot serve and for state dicts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["fill_state_dict", "original_forward", "refuse_load", "restore_layer"
 def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run an injected layer's original code on its original weights, restored for this call only.
 
-    The code runs on a shallow twin, so that other threads may go on using the layer meanwhile. Inputs are
-    rounded as the block rounds them, but for those that gradients are wanted of: steps have none.
+    The code runs on a shallow twin, so that other threads can keep using the layer meanwhile. Inputs are
+    rounded as the block rounds them, unless derivatives are wanted: rounding has none.
     """
     state = injected_state(layer)
     state.declined += 1
@@ -37,12 +37,12 @@ def original_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def restore_layer(layer: nn.Module, state: Injected) -> None:
-    """Give a layer that is not injected the tensors that a block of its kind stands for, unpacked."""
+    """Give a layer that is not injected the unpacked tensors of a block."""
     _assign(layer, _tensors(layer, state))
 
 
 def _tensors(layer: nn.Module, state: Injected) -> dict[str, Tensor]:
-    """The layer's own tensors out of its block's, of all ranks where they lie on several."""
+    """Recover the layer's own tensors from its block, gathered from all ranks if there are several."""
     share = state.block.share
     if share is None:
         return restore_block(state.block.weights, state.plans)
@@ -50,7 +50,7 @@ def _tensors(layer: nn.Module, state: Injected) -> dict[str, Tensor]:
 
 
 def _twin(layer: nn.Module) -> nn.Module:
-    """A copy of the layer's module tree, of the original class, with every tensor, shared where it can be."""
+    """Copy the layer's module tree with the original class and all tensors, which are shared if possible."""
     state = injected_state(layer)
     shared: dict[int, Any] = {id(t): t for t in (*layer.parameters(), *layer.buffers())}
     for module in layer.modules():
@@ -59,7 +59,7 @@ def _twin(layer: nn.Module) -> nn.Module:
             id(h): h for hooks in (module._forward_hooks, module._forward_pre_hooks) for h in hooks.values()
         }
     if state.mixer is not None:
-        part = layer.get_submodule(state.mixer.part)  # which may keep its state in itself
+        part = layer.get_submodule(state.mixer.part)  # it may keep its state in its attributes
         shared[id(part)] = part
     twin = deep_twin(layer, shared)
     del twin.__dict__[STATE]
@@ -67,7 +67,7 @@ def _twin(layer: nn.Module) -> nn.Module:
     _assign(twin, restored(layer, state.links, lambda: _tensors(layer, state)))
     if state.block.weights.device.type != "meta":
         for path, part in twin.named_modules():
-            planes = packed_names(part)  # which stand for parameters that have no values of their own
+            planes = packed_names(part)  # parameters without values of their own
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None and tensor.is_meta and name not in planes:
                     raise _without_values(f"{path}.{name}", layer, state)
@@ -75,10 +75,10 @@ def _twin(layer: nn.Module) -> nn.Module:
 
 
 def _without_values(name: str, layer: nn.Module, state: Injected) -> UnsupportedError:
-    if name in (one.name for one in state.links):  # as torch.export leaves it
-        said = "was replaced by one without values, and its own lie in a fused block; export or transform the"
-        return UnsupportedError(f"{name} of {type(layer).__name__} {said} model before init_inference")
-    return UnsupportedError(  # as adapters are that were made where such a parameter is
+    if name in (one.name for one in state.links):  # torch.export does this
+        what = "was replaced by one without values, and its own lie in a fused block; export or transform the"
+        return UnsupportedError(f"{name} of {type(layer).__name__} {what} model before init_inference")
+    return UnsupportedError(  # adapters are created on the device of such a parameter
         f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
         "parameters are whose values lie in a fused block; attach adapters by engine.load_adapter, "
         "or before init_inference"
@@ -97,7 +97,7 @@ def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook: put the released parameters' values in under their names."""
+    """State-dict hook: insert the released parameters' values under their names."""
     state = injected_state(layer)
     for name, tensor in restored(layer, state.links, lambda: _tensors(layer, state)).items():
         if prefix + name in state_dict:
@@ -105,7 +105,7 @@ def fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, m
 
 
 def refuse_load(layer: nn.Module, *args: Any) -> None:
-    """Load-state-dict hook: the block's tensors would not hear of it."""
+    """Load-state-dict hook that raises, because loading would not reach the block's tensors."""
     raise UnsupportedError(
         f"{type(layer).__name__} runs a fused block, of which load_state_dict would change only half; use "
         "engine.refresh_weights(state_dict), for adapters engine.load_adapter, or load before init_inference"

@@ -1,4 +1,4 @@
-"""Reads what a model's masks hide: where that is padding alone, the real tokens are packed side by side.
+"""Interprets a model's masks: where they hide nothing but padding, the real tokens are packed side by side.
 
 Shapes: B batch, S sequence, T packed tokens.
 """
@@ -18,16 +18,16 @@ from slipstream.spec import BlockSpec
 __all__ = ["Rows", "pack", "real_tokens", "sees_all"]
 
 _HIDDEN = -1.0e30
-"""What is added to a score hides its key from here on; in float16 from half of its lowest number on."""
+"""Additive masks hide a key from this value down; in float16, from half of its lowest number down."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which tokens of a padded batch are computed, and where they lie once they are packed.
+    """The tokens of a padded batch that are computed, and their packed layout.
 
     Attributes:
-        index: `(T,)` int64 places among the `B * S` tokens, or None: all of them, in order.
-        packed: Of those that are computed.
+        index: `(T,)` int64 indices into the `B * S` tokens; None for all of them, in order.
+        packed: Layout of the computed tokens.
     """
 
     index: Tensor | None
@@ -37,20 +37,20 @@ class Rows:
 def real_tokens(
     mask: Tensor | None, spec: BlockSpec, batch: int, length: int, *, drops: bool = True
 ) -> Tensor | None | bool:
-    """Which tokens are real, by the mask that a layer is handed.
+    """Determine from a layer's mask which tokens are real.
 
     Args:
         mask: 4-D, bool or additive, or None.
-        spec: Says what the layer sees where nothing is padded.
+        spec: Determines what the layer sees without padding.
         batch: B.
         length: S.
-        drops: Nobody reads what leaves padded positions, but for those of `_read`.
+        drops: The output at padded positions is not read, except at those of `_read`.
 
     Returns:
-        `(B, S)` bool; None where all of them are; False where the mask says more than that.
+        `(B, S)` bool; None where all tokens are real; False where the mask hides anything but padding.
     """
     if mask is None:
-        # Without a mask, an encoder's layer sees all there is, its window or not.
+        # Without a mask, an encoder's layer sees all tokens, regardless of its window.
         narrow = not spec.causal and spec.window is not None and length > spec.window // 2 + 1
         return False if narrow else None
     visible = _visible(mask, hidden=spec.mask == "hidden")
@@ -77,18 +77,18 @@ def real_tokens(
 
 
 def sees_all(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, room: int | None = None) -> bool:
-    """Whether the last tokens of a sequence see all before them, and no other, as far as a window goes.
+    """Whether each of the last tokens of a sequence sees exactly the tokens up to itself, within the window.
 
     Args:
-        mask: 4-D, bool or additive, that a causal layer is handed upon a cache, or None.
-        spec: Says what the layer sees beside.
-        queries: S, new tokens.
-        keys: L, with those in the cache.
-        room: Of a static cache, which is not seen behind the keys; None for a cache that grows.
+        mask: 4-D mask (bool or additive) of a causal layer with a cache, or None.
+        spec: Determines what else the layer hides, such as its window.
+        queries: S, number of new tokens.
+        keys: L, number of tokens including the cached ones.
+        room: Size of a static cache, whose slots after the keys must be hidden; None for a growing cache.
     """
     room = keys if room is None else room
     if mask is None:
-        # A single token is not told apart from what stands behind it.
+        # Without a mask, a single token would also see the unused slots after it.
         return queries > 1 or keys == room
     visible = _visible(mask, hidden=spec.mask == "hidden")
     if visible is None or mask.shape[1] != 1 or mask.shape[2] not in (1, queries) or mask.shape[3] != room:
@@ -102,7 +102,7 @@ def sees_all(mask: Tensor | None, spec: BlockSpec, queries: int, keys: int, room
 
 
 def _visible(mask: Tensor, *, hidden: bool) -> Tensor | None:
-    """The mask as bool, or None where it adds anything else than nothing and everything."""
+    """Return the mask as bool (true: visible), or None if it adds anything but zero or hiding values."""
     if mask.dtype == torch.bool:
         return ~mask if hidden else mask
     if not mask.is_floating_point():
@@ -124,14 +124,14 @@ def _near(length: int, reach: int) -> Tensor:
 
 
 def _structure(spec: BlockSpec, length: int) -> Tensor | None:
-    """`(S, S)`, what each token sees where nothing is padded; None where that is everything."""
+    """Return what each token sees without padding, `(S, S)` bool; None for everything."""
     if spec.causal:
         return _causal(length, spec.window)
     return None if spec.window is None else _near(length, spec.window // 2)
 
 
 def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
-    """Whether packed tokens are as far from each other as padded ones, where that counts."""
+    """Whether packing preserves the distances between tokens, if the layer depends on them."""
     if not drops and spec.causal:
         return False
     if spec.window is None and spec.alibi is None and not spec.causal:
@@ -143,11 +143,12 @@ def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
 
 
 def _read(real: Tensor, specs: Iterable[BlockSpec]) -> Tensor:
-    """The places that are computed whatever is there, `(B, S)` bool.
+    """Return the positions that are computed even if they are padding, `(B, S)` bool.
 
-    In an encoder the first of a row and the last, which poolers read; where distances count, only the first
-    is as far from the others as it was. In a causal model what stands behind a row's first real token: it
-    sees real ones, and some models read it (the end of a text, the last token); what is before sees nothing.
+    In an encoder, they are the first and the last of a row, which poolers read; where distances matter, only
+    the first, whose distance to the other tokens does not change. In a causal model, they are all positions
+    after a row's first real token: these see real tokens, and some models read them (the end of a text, the
+    last token); earlier positions see nothing.
     """
     specs = tuple(specs)
     if any(spec.causal for spec in specs):
@@ -161,17 +162,17 @@ def _read(real: Tensor, specs: Iterable[BlockSpec]) -> Tensor:
 def pack(
     real: Tensor | None, batch: int, length: int, *, specs: Iterable[BlockSpec], drops: bool = True
 ) -> Rows:
-    """Lay out the real tokens of a batch, and behind those of each row the padded ones that somebody reads.
+    """Pack the real tokens of each row, followed by the padded positions of the row that are read.
 
-    Padding sees the real tokens, as it does in the padded batch, and nobody sees it; in a causal model what
-    stands before them would see nothing, and is left out.
+    Padding sees the real tokens, as it does in the padded batch, but no token sees padding; in a causal model
+    padding before the real tokens would see nothing, and is left out.
 
     Args:
-        real: From `real_tokens`; every row has one.
+        real: From `real_tokens`; every row has a real token.
         batch: B.
         length: S.
-        specs: Of the layers that the tokens run through.
-        drops: Of padding, only the places of `_read` are computed.
+        specs: Specs of the layers that the tokens run through.
+        drops: Compute only the padded positions of `_read`.
     """
     if real is None:
         return _whole(batch, length)
@@ -188,8 +189,8 @@ def pack(
 
 @functools.lru_cache(maxsize=4)
 def _whole(batch: int, length: int) -> Rows:
-    """All tokens of a batch; nobody writes to what is returned."""
-    with torch.inference_mode(False):  # a tensor of inference mode serves no other
+    """Return the layout of all tokens of a batch; it is cached, so it must not be written to."""
+    with torch.inference_mode(False):  # inference tensors could not be used outside inference mode
         starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cpu")
         lens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
         return Rows(None, Packed(starts, lens, torch.arange(batch * length, device="cpu")))

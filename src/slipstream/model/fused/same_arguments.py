@@ -1,7 +1,7 @@
-"""Layers that are handed what the layer before them was: their arguments are not read again.
+"""Skips the parsing of a layer's arguments if they are the same as the previous layer's.
 
-A model's loop hands each of its layers the same mask and the same angles, and reading them takes longer than
-a small layer. A layer whose states are waiting (`defer.py`) leaves word of what it was handed beside them.
+A model's loop passes the same mask and angles to each of its layers, and parsing them takes longer than a
+small layer does. So a layer whose output is deferred (`defer.py`) records its other arguments in the chain.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["follow", "tell"]
 
 @dataclass(frozen=True)
 class _Told:
-    """What a layer was handed beside its states.
+    """A layer's arguments besides its hidden states.
 
     Attributes:
-        kind: Of its block, by the encoder.
-        layer: What else tells layers apart.
-        args: Behind the states.
-        names: Of the keywords.
-        values: Of the keywords.
-        offset: Between a layer's own place in the cache and that which was meant.
+        kind: The encoder's kind of its block.
+        layer: What else distinguishes layers that parse the same arguments differently.
+        args: Positional arguments after the hidden states.
+        names: Names of the keyword arguments.
+        values: Values of the keyword arguments.
+        offset: Difference between the cache index that the call means and the layer's own.
     """
 
     kind: int | None
@@ -43,15 +43,15 @@ class _Told:
 def tell(
     block: Block, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor, *, offset: int
 ) -> None:
-    """Leave word of what a layer was handed, if its states are waiting.
+    """Record a layer's arguments in its chain, if its output is deferred.
 
     Args:
-        block: The layer's.
-        layer: What tells it from layers that read the same arguments otherwise.
-        args: What the model passed, states first.
-        kwargs: By name.
-        out: The states that it returns.
-        offset: As `LayerCall` has it.
+        block: The layer's block.
+        layer: What distinguishes the layer from layers that parse the same arguments differently.
+        args: Positional arguments that the model passed, hidden states first.
+        kwargs: Keyword arguments.
+        out: The layer's output.
+        offset: As in `LayerCall`.
     """
     if args and type(out) is Pending:
         kind = out.chain.encoder.kind(block)
@@ -61,12 +61,12 @@ def tell(
 def follow(
     block: Block, layer: Any, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """The states of a layer that is handed what the one before it was, as `defer` returns them.
+    """Defer a layer whose arguments, besides the hidden states, are those of the previous layer.
 
-    `index` is its place in the cache.
+    `index` is its index in the cache.
 
     Returns:
-        None where it is not, so that its arguments have to be read.
+        The output, as from `defer`; None where the arguments differ and have to be parsed.
     """
     scope = current()
     if scope is None or not args or type(args[0]) is not Pending:

@@ -1,4 +1,4 @@
-"""What a fused layer carries, and whether it is still what it was when it was fused."""
+"""The state that a fused layer carries, and the check that the layer is unchanged since it was fused."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from slipstream.weights.recipe import Plan
 __all__ = ["STATE", "Injected", "injected_state", "is_injected", "is_untouched"]
 
 STATE = "_slipstream"
-"""The attribute of a layer that runs a fused block."""
+"""Name of the attribute that holds a fused layer's state."""
 
 
 @dataclass
 class Injected:
-    """What an injected layer carries beside its original parts.
+    """State of an injected layer besides its original parts.
 
     Attributes:
-        original: The class that the layer had.
-        block: The fused layer.
-        plans: How the layer's own tensors make up the block's; its rank's part where there are several.
-        whole: The same for all ranks together.
-        index: The layer's place in the cache.
+        original: The layer's original class.
+        block: The fused block.
+        plans: How the block's tensors are made of the layer's own; on several ranks, for this rank's part.
+        whole: The plans for the whole layer, on all ranks together.
+        index: The layer's index in the cache.
         returns: Turns what `run_block` returns into what the original class returns.
         rope_table: Path of the layer's own `[sin | cos]` table, if the model passes none.
         rotary: Path of the layer's own rotary module, if the model passes no angles.
-        bool_masks: The model makes boolean masks; where it does not, only its own code knows what one means.
-        forward: The original class's code.
-        relative: Path of the part that makes biases by relative position, if there is one.
-        parts: The modules inside of the layer when it was injected.
+        bool_masks: The model passes boolean masks; if it does not, only the original code can interpret one.
+        forward: The original class's `forward`.
+        relative: Path of the module that computes relative position biases, if there is one.
+        parts: The modules inside the layer when it was injected.
         links: The layer's parameters as the block holds them.
-        bias: Makes what the layer itself adds to the scores, of the layer and its call's arguments by name.
-        attention: The layer's own, where its spec says so.
-        mixer: What stands in attention's place, if anything.
-        feeder: What stands in the feed-forward's place, if anything.
-        course: How its branches follow each other, where its spec says so.
-        unread: Names of arguments that nobody reads.
-        declined: How many calls the original code served.
+        bias: Computes what the layer itself adds to the scores, if anything.
+        attention: The family's own attention, where the spec has `own_attention`.
+        mixer: The module that replaces attention, if any.
+        feeder: The module that replaces the feed-forward, if any.
+        course: The family's order of the branches, where the spec has a `course`.
+        unread: Names of arguments that nothing reads.
+        declined: Number of calls that the original code served.
     """
 
     original: type[nn.Module]
@@ -71,13 +71,13 @@ class Injected:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its arguments, and nothing of the layer's own, are all that its block is told."""
+        """Whether the block depends on the call's arguments alone, and on no module or table of the layer."""
         own = (self.rope_table, self.relative, self.rotary, self.bias, self.mixer, self.feeder, self.course)
         return own == (None,) * len(own)
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of arguments that at most a part of the layer reads."""
+        """Names of arguments that only a part of the layer reads, or nothing."""
         own = (self.bias, self.attention, self.mixer, self.feeder, self.course)
         return self.unread.union(*(one.reads for one in own if one is not None))
 
@@ -88,13 +88,13 @@ def is_injected(module: nn.Module) -> bool:
 
 
 def injected_state(layer: nn.Module) -> Injected:
-    """The state of an injected layer."""
+    """Return the state of an injected layer."""
     state: Injected = layer.__dict__[STATE]
     return state
 
 
 def is_untouched(layer: nn.Module) -> bool:
-    """Whether an injected layer's parts, their code and their tensors are still those that were fused."""
+    """Whether an injected layer's modules, code and tensors are still those that were fused."""
     state = injected_state(layer)
     same_code = state.original.forward is state.forward
     return same_code and all_hold(state.links) and is_intact(layer, state.parts)

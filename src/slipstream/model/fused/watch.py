@@ -1,9 +1,9 @@
-"""Watches a model's forwards: what each of them asks for decides how its layers run.
+"""Watches a model's forwards: what each of them requests decides how its layers run.
 
-transformers collects attention maps and router logits with hooks on the submodules of a layer, and does not
-tell the layer: a forward that asks for them runs the original code, on restored weights. So does one of a
-model that was told to attend by somebody's own function. Layers of a forward that asks for none of their
-states may wait for each other (`defer.py`).
+transformers collects attention maps and router logits with hooks on the submodules of a layer, without
+passing the request to the layer: a forward that requests them runs the original code on restored weights. So
+does a forward of a model that is set to use a custom attention function. Layers of a forward that does not
+request their hidden states may be deferred (`defer.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ATTENTIONS = frozenset(
         "sdpa",
     }
 )
-"""Transformers' own names of functions, all of which compute the same."""
+"""Names of transformers' attention functions, all of which compute the same."""
 _ATTENTION = "_attn_implementation_internal"
 _SETTINGS = (
     "attention_chunk_size",
@@ -60,17 +60,17 @@ _SETTINGS = (
     "sliding_window",
     "use_sliding_window",
 )
-"""What models read of their configs in every call."""
+"""Config attributes that models read in every call."""
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """What is remembered of a module that is watched.
+    """State of a module when watching began.
 
     Attributes:
-        attention: Name of the function that its layers were told to attend by.
-        settings: What its config said of how it attends, and of logits.
-        heard: It is a part of a model whose decoder hears what an encoder says.
+        attention: Name of the attention function of its layers.
+        settings: Values of `_SETTINGS` in its config.
+        heard: It is part of an encoder-decoder model, whose decoder cross-attends to the encoder's states.
     """
 
     attention: Any
@@ -79,10 +79,10 @@ class _Watched:
 
 
 def attends_otherwise(module: nn.Module) -> bool:
-    """Whether a module was told, since it is watched, to attend otherwise.
+    """Whether a module's attention was reconfigured since watching began.
 
-    That is by a function that is not transformers', or by other windows, which a model asks its config for in
-    every call.
+    That is, it now has an attention function that is not transformers', or other `_SETTINGS` such as windows,
+    which a model reads from its config in every call.
     """
     known: _Watched | None = module.__dict__.get(_STATE)
     if known is None:
@@ -95,27 +95,27 @@ def attends_otherwise(module: nn.Module) -> bool:
 
 
 def _values(module: nn.Module) -> Mapping[str, Any]:
-    """What a module's config holds, without its properties, which take 1.5 us each; {} where it has none."""
+    """Return the attributes of a config, or {}; without properties, which take 1.5 us each."""
     try:
         values: Mapping[str, Any] = object.__getattribute__(module.config, "__dict__")
-    except AttributeError:  # of a class that is not transformers'
+    except AttributeError:  # not a transformers class
         return {}
     return values
 
 
 def wants_original() -> bool:
-    """Whether the forward that is running in this context needs the original layers' code."""
+    """Whether the forward that is running in this context needs the layers' original code."""
     scope = defer.current()
     return scope is not None and scope.original
 
 
 def asks_for_internals(kwargs: Mapping[str, Any], config: Any) -> bool:
-    """Whether a call, or by default the model's config, asks for what only the original parts produce."""
+    """Whether a call, or by default the model's config, requests outputs that only the original code has."""
     return _asks(_ASKED, kwargs, config)
 
 
 def asks_for_states(kwargs: Mapping[str, Any], config: Any) -> bool:
-    """The same of the states between layers."""
+    """Whether a call, or by default the model's config, requests the hidden states between layers."""
     return _asks(_STATES, kwargs, config)
 
 
@@ -124,7 +124,7 @@ def _asks(names: tuple[str, ...], kwargs: Mapping[str, Any], config: Any) -> boo
 
 
 def _setting(config: Any, name: str) -> Any:
-    """What a config says; one of transformers' takes 25 us to say that it has no such attribute."""
+    """Return a config's attribute or False; transformers' configs take 25 us to fail on an unknown one."""
     kind = type(config)
     known = name in getattr(config, "__dict__", ()) or name in getattr(kind, "attribute_map", ())
     return (known or hasattr(kind, name) or hasattr(kind, "__getattr__")) and getattr(config, name, False)
@@ -136,12 +136,12 @@ def _parameters(forward: Any) -> tuple[str, ...]:
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a module's call by name."""
     return dict(zip(_parameters(type(module).forward), args, strict=False), **kwargs) if args else kwargs
 
 
 def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether what leaves padded positions counts: in a loss, in frames of sound, in keys for a decoder."""
+    """Whether the output at padded positions is used: by a loss, as audio frames, or by a decoder."""
     known: _Watched | None = module.__dict__.get(_STATE)
     if known is not None and known.heard:
         return True
@@ -152,7 +152,7 @@ def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
 def _enter(encoder: Encoder | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         _begin(encoder, module, args, kwargs, sys._getframe(1))
-    elif torch.compiler.is_dynamo_compiling():  # torch.export sees the original, and would not leave
+    elif torch.compiler.is_dynamo_compiling():  # not torch.export: it traces the original, without `_leave`
         as_it_is(_begin, encoder, module, args, kwargs)
 
 
@@ -189,20 +189,20 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
-    """Watch every submodule that has a config of its own (each may be called directly).
+    """Watch every submodule that has its own config, as each of them may be called directly.
 
     Args:
-        model: Has fused layers; None where no layer is.
-        encoder: Runs those of a forward in one go, where anything does.
+        model: A model with fused layers; None where no layer is fused.
+        encoder: Runs the layers of a forward in one call, if available.
     """
     prepare()
     enter = functools.partial(_enter, encoder)
     modules = [] if model is None else list(model.modules())
-    # The config of such a model's encoder may not say what it is a part of, and `generate` calls it alone.
-    heard = {id(part) for module in modules if _has_both(module) for part in module.modules()}
+    # An encoder's config may not show that a decoder follows, and `generate` calls the encoder by itself.
+    paired = {id(part) for module in modules if _has_both(module) for part in module.modules()}
     for module in modules:
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            module.__dict__[_STATE] = _watched(module, heard=id(module) in heard)
+            module.__dict__[_STATE] = _watched(module, heard=id(module) in paired)
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 

@@ -1,1 +1,1 @@
-"""The self-check: fused layers and parts beside the originals, on inputs that the model itself makes."""
+"""The self-check: compares fused layers and parts with the originals, on inputs that the model generates."""

@@ -1,4 +1,4 @@
-"""Lets a layer's original code compute upon what was packed, so that its self-check stays as strict."""
+"""Makes a layer's original code compute with unpacked weights, so that the self-check stays as strict."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["unpack_into"]
 
 
 def unpack_into(twin: nn.Module, state: Injected, name: str, packed: Format) -> None:
-    """Let the original code run on what was packed, so that the check stays as strict as without a format.
+    """Give a layer's twin the unpacked weights, so that the check stays as strict as without a format.
 
     Raises:
         InjectionError: A weight is off by more than its format allows.
     """
-    own = {path: p.detach() for path, p in twin.named_parameters()}
+    original = {path: p.detach() for path, p in twin.named_parameters()}
     restore_layer(twin, state)
     for path, parameter in twin.named_parameters():
-        before, after = own[path].float(), parameter.detach().float()
+        before, after = original[path].float(), parameter.detach().float()
         largest = float(before.abs().max()) if before.numel() else 0.0
-        # The bound for a group is at most this; rounding to the engine's dtype comes on top.
+        # No group's bound exceeds this; the last term is for rounding to the engine's dtype.
         bound = largest * (packed.error + packed.floor + torch.finfo(parameter.dtype).eps)
         off = float((after - before).abs().max()) if before.numel() else 0.0
         if not off <= bound:

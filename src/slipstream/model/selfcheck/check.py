@@ -1,9 +1,9 @@
-"""The self-check: each kind of layer, as it will run, is compared with the layer that it will replace.
+"""The self-check: compares each kind of fused layer, as it will run, with the layer that it replaces.
 
 A kind is a layer class with a spec. The model is run on a few random tokens until every kind was called once;
-the calls are recorded as transformers makes them (masks, positions, biases, cache), but with hidden states
-drawn at random, and the forward is cut short. Each recorded call is then replayed on a copy of the layer in
-the engine's dtype, on both; where the model has that dtype already, what it answered stands.
+the calls are recorded as transformers makes them (masks, positions, biases, cache), but with random hidden
+states, and the forward is cut short. Each recorded call is then replayed on a copy of the layer in the
+engine's dtype, original and fused; where the model already has that dtype, its recorded output is used.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.bfloat16: 1e-1,
     torch.float64: 1e-8,
 }
-"""Bound on every element's error, relative to the root mean square of the original's output, or to itself.
-One layer rounds some times at 2^-24, 2^-11 and 2^-8 per operation; a wrong formula is off by its own size."""
+"""Bound on every element's error, relative to the root mean square of the original's output or, if larger, to
+the element itself. One layer rounds several times, by 2^-24, 2^-11 and 2^-8 per operation in float32, float16
+and bfloat16; a wrong formula is off by the size of its result."""
 
 MODEL_ERRORS = (
     ArithmeticError,
@@ -56,27 +57,28 @@ MODEL_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a stranger's code may raise when it is run on input that it was not made for."""
+"""What a model's own code may raise when it runs on unsuitable input."""
 
 _STEPS, _MOST_TOKENS = 5e-2, 3e-3
-"""Where rows are rounded to 8 bits, the least that is allowed of a token, and of half of all tokens.
-Two right implementations differ in the last bit of a number, which may then be rounded one step apart; a
-step is 1/127 of a row's largest, a few hundredths of the output's size where that one outweighs its row.
-It happens to few tokens, to some of them in more than one product: 0.033 was seen. Rows that should be
-rounded and are not, or in another way, show in all: by 2e-2."""
+"""Where rows are rounded to 8 bits: lower bounds of the tolerance for each token, and for the median token.
+Two correct implementations differ in the last bit of a number, which may then be rounded one step apart. A
+step is 1/127 of a row's largest element: a few hundredths of the output's size where that element dominates
+its row. This affects few tokens, some of them in more than one product: 0.033 was seen. Rows that should be
+rounded and are not, or are rounded in another way, affect all tokens: by 2e-2."""
 
 _ROUNDS_AS_WELL = 1.5
-"""What lower precision may cost, in errors of the original in it: the promise of the whole."""
+"""Maximum error in lower precision, as a multiple of the original's error in that precision; Slipstream as a
+whole promises this bound."""
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call that transformers made of a layer; the cache is as it was before the call.
+    """A call of a layer as transformers made it, with the cache as it was before the call.
 
     Attributes:
-        args: Positional arguments, hidden states of standard normal numbers among them.
+        args: Positional arguments; hidden states, here or in `kwargs`, are standard normal numbers.
         kwargs: Keyword arguments.
-        output: What the layer's forward returned, before hooks on the layer.
+        output: The result of the layer's forward, before hooks on the layer.
     """
 
     args: tuple[Any, ...]
@@ -85,7 +87,7 @@ class RecordedCall:
 
 
 class _EnoughError(Exception):
-    """Cuts a forward short once every kind was seen."""
+    """Cuts a forward short once every kind of layer was called."""
 
 
 def record_calls(
@@ -95,11 +97,11 @@ def record_calls(
 
     Args:
         root: The model that owns the layers.
-        layers: One per kind, in the order of the model.
-        runs: Keyword arguments of each run; those of `runs_of` where None.
+        layers: One layer per kind, in the order of the model.
+        runs: Keyword arguments of each run; None uses `runs_of`.
 
     Returns:
-        Calls by layer name, one for each run; empty where there are none. The model may raise `MODEL_ERRORS`.
+        Calls by layer name, one for each run; empty if there are no runs. The model may raise `MODEL_ERRORS`.
     """
     runs = runs_of(root, layers) if runs is None else runs
     if not runs:
@@ -118,7 +120,7 @@ def record_calls(
 
 
 def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Run until every layer of `calls` was called."""
+    """Run a model until every layer of `calls` was called."""
     pending.clear()
     pending |= set(calls)
     try:
@@ -129,14 +131,14 @@ def _run(root: nn.Module, pending: set[str], calls: Mapping[str, Any], inputs: M
 
 
 def call_alone(found: Found, width: int) -> list[RecordedCall]:
-    """Call a layer by itself on random hidden states, where its forward needs nothing else.
+    """Call a layer by itself on random hidden states, if its forward needs nothing else.
 
     Args:
         found: The layer.
-        width: Of its hidden states.
+        width: Width of its hidden states.
 
     Returns:
-        The call, or nothing where the layer cannot be called so.
+        The call; empty if the layer cannot be called like this.
     """
     parameters = inspect.signature(found.layer.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -156,7 +158,7 @@ def call_alone(found: Found, width: int) -> list[RecordedCall]:
 
 
 def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str]) -> list[Any]:
-    """Hooks that record a call between the layer's own hooks: those run about the block as well."""
+    """Register hooks that record a call inside the layer's own hooks, as those run around the block too."""
     before: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,7 +170,7 @@ def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str
 
     def answer(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if found.name in pending:
-            # A hook that comes after this one may change it in place.
+            # A later hook may change the output in place.
             calls[found.name].append(RecordedCall(*before.pop(), copy.deepcopy(output)))
             pending.discard(found.name)
 
@@ -184,7 +186,7 @@ def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str
 
 
 def _with_random_states(args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> Any:
-    """The arguments with other hidden states: those of an embedding may be too small to show an error."""
+    """Replace the hidden states by random ones, as embeddings may be too small to show an error."""
     name = "hidden_states" if "hidden_states" in kwargs else "hidden_state"
     given = args[0] if args else kwargs[name]
     hidden = torch.randn(
@@ -194,9 +196,9 @@ def _with_random_states(args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: 
 
 
 def run_part(run: Callable[..., Any], share: Share | None, *args: Any, **kwargs: Any) -> Any:
-    """Run a fused layer on a call that was recorded of the whole one: its cache, which is changed, is cut.
+    """Run a rank's part of a fused layer on a call of the whole layer, after cutting the cache in place.
 
-    A mixer of the layer's own is whole on every rank, and so is what it keeps.
+    A layer's own mixer is whole on every rank, and so is its state.
     """
     if share is not None and share.whole.mixer is None:
         for value in (*args, *kwargs.values()):
@@ -207,25 +209,25 @@ def run_part(run: Callable[..., Any], share: Share | None, *args: Any, **kwargs:
 
 
 def _cut_cache(cache: Any, share: Share) -> None:
-    own = share.heads if share.whole.cache_repeated else share.kv_heads
+    heads = share.heads if share.whole.cache_repeated else share.kv_heads
     for layer in getattr(cache, "layers", ()):
         for part in ("keys", "values"):
-            kept = getattr(layer, part, None)
-            if isinstance(kept, Tensor) and kept.dim() == 4:
-                setattr(layer, part, kept[:, own.start : own.stop])
+            tensor = getattr(layer, part, None)
+            if isinstance(tensor, Tensor) and tensor.dim() == 4:
+                setattr(layer, part, tensor[:, heads.start : heads.stop])
 
 
 def replay(call: RecordedCall, run: Callable[..., Any], *, like: Tensor) -> Tensor:
     """Repeat a call on a fresh copy of its cache.
 
     Args:
-        call: As recorded.
+        call: The recorded call.
         run: The layer's forward, original or fused.
-        like: Has the dtype and the device that arguments are brought to; masks are kept within the dtype's
+        like: Has the dtype and the device that arguments are converted to; masks are clamped to the dtype's
             range.
 
     Returns:
-        The hidden states that `run` answered, float32.
+        The hidden states that `run` returned, in float32.
     """
     args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
     with torch.no_grad():
@@ -237,7 +239,7 @@ def _states(output: Any) -> Tensor:
 
 
 def bring(value: Any, like: Tensor) -> Any:
-    """A nest of arguments in the dtype and on the device of `like`; caches are changed in place."""
+    """Convert nested arguments to the dtype and device of `like`; caches are changed in place."""
     if isinstance(value, Tensor) and value.is_floating_point():
         lowest = max(torch.finfo(dtype).min for dtype in (value.dtype, like.dtype))
         return value.clamp(min=lowest).to(like)
@@ -256,7 +258,7 @@ def bring(value: Any, like: Tensor) -> Any:
     if isinstance(getattr(value, "linear_cache", None), list):
         value.linear_cache = bring(value.linear_cache, like)
     for layer in getattr(value, "layers", ()):
-        for part, tensor in tuple(vars(layer).items()):  # some keep more than keys and values
+        for part, tensor in tuple(vars(layer).items()):  # some cache more than keys and values
             if isinstance(tensor, Tensor):
                 setattr(layer, part, bring(tensor, like))
         for part in ("conv_states", "recurrent_states"):
@@ -277,28 +279,28 @@ def compare(
     rounded: bool = False,
     exact: Callable[[], Callable[..., Any]] | None = None,
 ) -> float:
-    """Replay every call on both and return the largest absolute error.
+    """Replay every call on the original and the fused layer, and return the largest absolute error.
 
     Args:
-        name: The layer, for the message.
-        calls: As recorded.
-        original: The original's forward; None where what it answered when it was recorded stands.
+        name: Name of the layer, for the message.
+        calls: The recorded calls.
+        original: The original's forward; None uses the recorded outputs instead.
         fused: The fused layer's forward.
         like: Has the engine's dtype and device.
         ties: Share of the tokens that may be off by any amount: those whose experts are decided by rounding.
-        rounded: Rows are rounded to 8 bits on the way.
-        exact: Makes the original's forward in float32, on the same weights. Some layers (squared
-            activations) round far beyond `TOLERANCE`; it is asked who does so.
+        rounded: Linears round their input rows to 8 bits.
+        exact: Creates the original's forward in float32, on the same weights. Some layers (squared
+            activations) have rounding errors far beyond `TOLERANCE`; this tells whether the original has too.
 
     Raises:
         InjectionError: An error exceeds `TOLERANCE`, and the original in this dtype is nearer to `exact`; or
-            one is not finite.
+            an output is not finite.
     """
     expected, got = _answers(name, calls, original, fused, like)
     size = max(min(float(part.square().mean().sqrt()) for part in expected), 1e-3)
     whole = torch.cat(expected)
     errors = (torch.cat(got) - whole).abs()
-    # An element far larger than its fellows is rounded in proportion to itself.
+    # The rounding error of an element that is far larger than the others is proportional to itself.
     shares = (errors / whole.abs().clamp(min=size)).amax(dim=-1)
     worst = shares.sort().values[len(shares) - 1 - int(ties * len(shares))]
     error, dtype = float(errors[shares <= worst].max()) if worst.isfinite() else math.nan, like.dtype
@@ -314,7 +316,7 @@ def compare(
     if not right and exact is not None:
         truth = _exactly(calls, exact(), like)
         ours, theirs = (float((torch.cat(part) - truth).square().mean()) for part in (got, expected))
-        right = ours <= _ROUNDS_AS_WELL**2 * theirs  # which NaN is not
+        right = ours <= _ROUNDS_AS_WELL**2 * theirs  # false for NaN
     if not right:
         raise InjectionError(
             f"{name}: the fused block is off by {error:.3g} where the original's outputs are of size "
@@ -331,7 +333,7 @@ def _answers(
     fused: Callable[..., Any],
     like: Tensor,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Both answers to every call, real rows only."""
+    """Return the outputs of original and fused layer for every call, without padded rows."""
     expected, got = [], []
     for call in calls:
         theirs = _states(call.output) if original is None else _original(name, call, original, like)
@@ -365,17 +367,17 @@ def _original(name: str, call: RecordedCall, run: Callable[..., Any], like: Tens
 
 
 def _exactly(calls: Sequence[RecordedCall], run: Callable[..., Any], like: Tensor) -> Tensor:
-    """The answers to the calls in float32, of real rows, to arguments as they are in the dtype of `like`."""
-    answers = []
+    """Run the calls in float32 on arguments rounded to the dtype of `like`; return the rows that are real."""
+    outputs = []
     for call in calls:
         args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
         states = replay(RecordedCall(args, kwargs, None), run, like=like.float())
-        answers.append(states[real_rows(call, states)])
-    return torch.cat(answers)
+        outputs.append(states[real_rows(call, states)])
+    return torch.cat(outputs)
 
 
 def real_rows(call: RecordedCall, output: Tensor) -> Tensor:
-    """Rows that are not padding; the first of the first sequence are, in the padded prompt."""
+    """Return which rows are not padding: in the padded prompt, the first sequence starts with padding."""
     rows = torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device)
     if output.dim() in (3, 4) and output.shape[-2] == LENGTH:
         rows[..., 0, :PADDING] = False

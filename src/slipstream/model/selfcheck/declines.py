@@ -1,4 +1,4 @@
-"""Why layers that a family knows stay as they are: what they hold, who else does, or too many ranks."""
+"""Reasons why layers that a family supports are not fused: their contents, shared modules, or the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["declines", "in_several", "unsplit"]
 
 
 def in_several(layers: Sequence[Found]) -> set[nn.Module]:
-    """Modules with parameters of their own that stand in several layers."""
+    """Return the modules with parameters of their own that occur in several layers."""
     seen: set[nn.Module] = set()
     several: set[nn.Module] = set()
     for found in layers:
@@ -27,10 +27,10 @@ def in_several(layers: Sequence[Found]) -> set[nn.Module]:
 
 
 def declines(found: Found, shared: set[nn.Module]) -> str:
-    """Why no block takes a layer's place that a family has numbers for; empty where one may.
+    """Return why a layer that has a spec is not replaced by a block; empty if it may be.
 
     Args:
-        found: It has numbers.
+        found: A layer with a spec.
         shared: From `in_several`.
     """
     if found.spec is None:
@@ -47,17 +47,17 @@ def declines(found: Found, shared: set[nn.Module]) -> str:
 
 
 def unsplit(found: Found, mesh: Mesh, group: int, narrow: list[ConfigError]) -> str:
-    """Why ranks cannot share a layer's block; its own code they may. Empty where they can.
+    """Return why a layer's block cannot be split over the ranks, though its own code may be; empty if it can.
 
     Args:
-        found: It has numbers.
+        found: A layer with a spec.
         mesh: The ranks.
-        group: Inputs that share a scale in the weights' format.
-        narrow: Is given the error of a layer that has fewer heads or units than there are ranks: others of
-            the model may be wider.
+        group: Number of inputs that share a scale in the weight format.
+        narrow: Receives the error if the layer has fewer heads or feed-forward units than there are ranks;
+            other layers of the model may be wider.
 
     Raises:
-        ConfigError: The experts are fewer than the ranks that they are spread over.
+        ConfigError: There are fewer experts than ranks that they are distributed over.
     """
     if found.spec is None:
         raise AssertionError("a layer without a spec has a reason")

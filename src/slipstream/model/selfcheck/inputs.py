@@ -1,4 +1,4 @@
-"""What a model is run on to see how it calls its layers: random tokens, pictures, or sound.
+"""Random inputs on which a model is run to record how it calls its layers: tokens, images or audio.
 
 Shapes: B batch, S tokens.
 """
@@ -19,11 +19,11 @@ Inputs = dict[str, Tensor]
 
 _BATCH = 2
 _FRAMES = 7
-"""Of sound, once the convolutions before the layers have shortened it."""
+"""Audio frames after the convolutions before the layers."""
 
 
 def takes_input(module: nn.Module) -> bool:
-    """Whether a module is a model that runs on tokens, or on what `sample_inputs` makes for it."""
+    """Whether a module is a model that runs on tokens, or on the output of `sample_inputs`."""
     accepts = inspect.signature(module.forward).parameters
     if "input_ids" in accepts and hasattr(module, "get_input_embeddings"):
         return True
@@ -31,41 +31,41 @@ def takes_input(module: nn.Module) -> bool:
 
 
 def vocabulary(root: nn.Module) -> int | None:
-    """Number of tokens that a model takes by `input_ids` and `attention_mask`, or None."""
+    """Return the vocabulary size of a model that takes `input_ids` and `attention_mask`; None for others."""
     accepts = inspect.signature(root.forward).parameters
     embeddings = getattr(root, "get_input_embeddings", None)
     if "input_ids" not in accepts or "attention_mask" not in accepts or embeddings is None:
         return None
     try:
         weight = getattr(embeddings(), "weight", None)
-    except NotImplementedError:  # transformers' answer where it does not know the embedding's name
+    except NotImplementedError:  # transformers does not know the embedding's name
         return _number(getattr(root, "config", None), "vocab_size")
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def beside_tokens(root: nn.Module, mask: Tensor) -> list[Inputs]:
-    """What a model may be given beside its tokens, and leads through parts that nothing else comes to.
+    """Make inputs that a model takes besides tokens, and that reach modules which nothing else reaches.
 
     Args:
         root: The model.
         mask: `(B, S)`, 0 where a token is padding.
 
     Returns:
-        Keyword arguments of its forward, for one run each; empty for most models.
+        Additional keyword arguments of its forward, for one run each; empty for most models.
     """
     accepts = inspect.signature(root.forward).parameters
     return [make(mask) for name, make in _BESIDE.items() if name in accepts]
 
 
 def _global(mask: Tensor) -> Inputs:
-    """Tokens that see all others and are seen by all: the first of each row, and the very last."""
+    """Make a mask of globally attending tokens: the first real one of each row, and the last of the batch."""
     marks = torch.zeros_like(mask).scatter_(1, mask.argmax(dim=1, keepdim=True), 1)
     marks[-1, -1] = 1
     return {"global_attention_mask": marks}
 
 
 def _entities(mask: Tensor) -> Inputs:
-    """Three things that a text speaks of, by one word and by two; of the first row the last is padding."""
+    """Make three entities per row, of one or two words; the last entity of the first row is padding."""
     places = torch.tensor([[4, -1], [5, 6], [4, -1]], device=mask.device).expand(len(mask), -1, -1)
     seen = mask.new_ones(len(mask), 3)
     seen[0, -1] = 0
@@ -79,7 +79,7 @@ _BESIDE: Mapping[str, Callable[[Tensor], Inputs]] = {
 
 
 def sample_inputs(root: nn.Module) -> list[Inputs]:
-    """Random input for a model of pictures or of sound, as its config says they are.
+    """Make random input for a model of images or audio, in the sizes of its config.
 
     Returns:
         Keyword arguments of its forward, for one run each; empty for any other model.
@@ -90,22 +90,22 @@ def sample_inputs(root: nn.Module) -> list[Inputs]:
         return []
     like = next(p for p in root.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
-    made = _MAKERS[name](getattr(root, "config", None), accepts, generator)
+    runs = _MAKERS[name](getattr(root, "config", None), accepts, generator)
     return [
         {key: t.to(like) if t.is_floating_point() else t.to(like.device) for key, t in inputs.items()}
-        for inputs in made
+        for inputs in runs
     ]
 
 
 def _sense(module: nn.Module, accepts: Mapping[str, Any]) -> str | None:
-    """The name of a model's input, where it is of pictures or of sound."""
+    """Return the name of a model's image or audio input, or None."""
     main = getattr(module, "main_input_name", None)
     names = [name for name in _MAKERS if name in accepts]
     return main if main in names else next(iter(names), None) if "input_ids" not in accepts else None
 
 
 def _pictures(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
-    """Pictures of the config's size, or patches of them where each has a shape of its own."""
+    """Make images of the config's size, or patches where images have individual shapes."""
     channels = int(_number(config, "num_channels", "in_channels", "in_chans") or 3)
     if "spatial_shapes" in accepts:
         return [_patches(config, channels, generator)]
@@ -118,7 +118,7 @@ def _pictures(config: Any, accepts: Mapping[str, Any], generator: torch.Generato
 
 
 def _tiles(config: Any, shape: tuple[int, ...], generator: torch.Generator) -> Inputs:
-    """Pictures cut into tiles, of which the second has one only (Llama 3.2 Vision)."""
+    """Make images cut into tiles; the second image has only one (Llama 3.2 Vision)."""
     tiles = _number(config, "max_num_tiles") or 1
     mask = torch.ones(_BATCH, 1, tiles, dtype=torch.long, device="cpu")
     mask[1, :, 1:] = 0
@@ -141,7 +141,7 @@ def _patches(config: Any, channels: int, generator: torch.Generator) -> Inputs:
 
 
 def _sound(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
-    """A spectrogram of the config's size, or samples that the model's convolutions turn into few frames."""
+    """Make a spectrogram of the config's size, or samples that convolutions turn into a few frames."""
     bins, length = _number(config, "num_mel_bins"), _number(config, "max_length")
     if bins is not None and length is not None:
         return [{"input_values": _noise(generator, _BATCH, length, bins)}]
@@ -155,12 +155,12 @@ def _sound(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) 
     mask = torch.ones(_BATCH, needed, dtype=torch.long, device="cpu")
     mask[0, -3 * math.prod(int(stride) for stride in strides) :] = 0
     if _value(config, "conv_stride") is None:
-        mask[0, needed // 3 :] = 0  # convolutions of another kind, which may leave fewer frames
+        mask[0, needed // 3 :] = 0  # other convolutions, which may produce fewer frames
     return [wave, {**wave, "attention_mask": mask}]
 
 
 def _spectrograms(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
-    """Spectrograms as long as Whisper's encoder has places for; or, frame by frame, Speech2Text's."""
+    """Make spectrograms of the maximum length of Whisper's encoder, or of a few frames for Speech2Text."""
     bins, places = _number(config, "num_mel_bins"), _number(config, "max_source_positions")
     width = _number(config, "input_feat_per_channel")
     if width is not None:
@@ -170,15 +170,15 @@ def _spectrograms(config: Any, accepts: Mapping[str, Any], generator: torch.Gene
         return [{"input_features": _noise(generator, _BATCH, frames, width), "attention_mask": mask}]
     if bins is None or places is None:
         return []
-    heard = {"input_features": _noise(generator, _BATCH, bins, 2 * places)}
+    inputs = {"input_features": _noise(generator, _BATCH, bins, 2 * places)}
     if "input_features_mask" in accepts:
-        heard["input_features_mask"] = torch.ones(_BATCH, 2 * places, dtype=torch.long, device="cpu")
-        heard["input_features_mask"][0, places:] = 0
-    return [heard]
+        inputs["input_features_mask"] = torch.ones(_BATCH, 2 * places, dtype=torch.long, device="cpu")
+        inputs["input_features_mask"][0, places:] = 0
+    return [inputs]
 
 
 def _packed_patches(config: Any, accepts: Mapping[str, Any], generator: torch.Generator) -> list[Inputs]:
-    """Patches of a film and of a picture in one row, as towers take them that know each one's grid."""
+    """Make the patches of an image and a video in one row, for vision towers that take a grid for each."""
     merged = _number(config, "spatial_merge_size") or 1
     grids = torch.tensor([[1, 2 * merged, 3 * merged], [2, merged, 2 * merged]], device="cpu")
     side, channels = _pair(_value(config, "patch_size") or 14)[0], _number(config, "in_channels", "in_chans")
@@ -210,5 +210,5 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _noise(generator: torch.Generator, *shape: int) -> Tensor:
-    """Whatever the caller's default dtype and device are."""
+    """Draw normal numbers in float32 on the CPU, whatever the caller's default dtype and device are."""
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""The runs of a model that the self-check listens to: prompts, a step upon a cache, states of an encoder.
+"""Inputs of the model runs that the self-check records: prompts, a step with a cache, encoder states.
 
 Shapes: B batch, S tokens, M states of an encoder, C their width.
 """
@@ -20,7 +20,7 @@ from slipstream.model.selfcheck.inputs import beside_tokens, sample_inputs, voca
 __all__ = ["BATCH", "LENGTH", "PADDING", "guessed_runs", "runs_of"]
 
 BATCH, LENGTH, PADDING = 2, 8, 3
-"""Rows, tokens of a prompt, and how many of them are padding, on the left of its first row."""
+"""Rows and tokens of a prompt, and the number of padding tokens at the left of its first row."""
 
 _UNPADDED, _STATES = 6, 5
 
@@ -28,24 +28,24 @@ _LISTENS = re.compile("cross_?att|encdec|encoder_(decoder_)?att", re.IGNORECASE)
 
 
 def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
-    """Arguments for each run of a model.
+    """Return the arguments of each run of a model.
 
     Args:
         root: The model that owns the layers.
-        layers: One per kind; their numbers, or the names of their parts, say whether an encoder is
-            listened to.
+        layers: One layer per kind; their specs, or the names of their modules, tell whether they cross-attend
+            to an encoder.
 
     Returns:
-        A padded prompt; one more token, where the model keeps a cache; and a prompt without padding, for
-        which transformers often makes no mask at all; then the padded one with each thing of `beside_tokens`.
-        Of a model that takes no tokens, what `sample_inputs` makes for it.
+        A padded prompt; one more token, if the model has a cache; a prompt without padding, for which
+        transformers often makes no mask at all; then the padded prompt with each input of `beside_tokens`.
+        For a model that takes no tokens, the inputs of `sample_inputs`.
     """
     tokens = vocabulary(root)
     if tokens is None:
         return [dict(inputs) for inputs in sample_inputs(root)]
     runs = _runs_on_tokens(root, layers, tokens)
     prompt = {name: value for name, value in runs[0].items() if name != "past_key_values"}
-    return [*runs, *({**prompt, **more} for more in beside_tokens(root, prompt["attention_mask"]))]
+    return [*runs, *({**prompt, **extra} for extra in beside_tokens(root, prompt["attention_mask"]))]
 
 
 def _runs_on_tokens(root: nn.Module, layers: Sequence[Found], tokens: int) -> list[dict[str, Any]]:
@@ -84,10 +84,10 @@ def _runs_on_tokens(root: nn.Module, layers: Sequence[Found], tokens: int) -> li
 
 
 def guessed_runs(root: nn.Module) -> Iterator[list[dict[str, Any]]]:
-    """What a model of one's own may take, of which nothing is known: tokens, or states, in each argument.
+    """Guess inputs of a custom model: tokens, then hidden states, as each required argument.
 
     Args:
-        root: The model; where its forward needs more than two arguments, nothing is guessed.
+        root: The model; nothing is guessed if its forward requires no argument or more than two.
     """
     parameters = inspect.signature(root.forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -108,7 +108,7 @@ def guessed_runs(root: nn.Module) -> Iterator[list[dict[str, Any]]]:
 
 
 def _width_of_states(found: Found) -> int | None:
-    """Width of an encoder's states that a layer listens to by its numbers, or by its family's course."""
+    """Return the width of the encoder states that a layer attends to by its spec or course, or None."""
     spec = found.spec
     course = None if spec is None or found.family is None else found.family.course_of(spec)
     if spec is None or course is None or "encoder_hidden_states" not in course.needs:
@@ -117,7 +117,7 @@ def _width_of_states(found: Found) -> int | None:
 
 
 def _widths_heard(layer: nn.Module) -> Iterator[int]:
-    """Widths of an encoder's states that a layer without numbers listens to, by the names of its parts."""
+    """Yield the widths of encoder states that a layer without a spec attends to, by its modules' names."""
     for path, module in layer.named_modules():
         parent, _, leaf = path.rpartition(".")
         if isinstance(module, nn.Linear) and _LISTENS.search(parent) and leaf.startswith("k"):
@@ -127,7 +127,7 @@ def _widths_heard(layer: nn.Module) -> Iterator[int]:
 def _add_states(
     runs: Sequence[dict[str, Any]], width: int, masked: bool, generator: torch.Generator, like: Tensor
 ) -> None:
-    """Let each run listen to an encoder: the padded ones to states of which some are padding."""
+    """Add encoder states to each run; in the padded runs, some of the states are padding."""
     states = torch.randn(BATCH, _STATES, width, generator=generator, dtype=torch.float32, device="cpu").to(
         like
     )
@@ -142,7 +142,7 @@ def _add_states(
 def _add_picture(
     runs: Sequence[dict[str, Any]], width: int, generator: torch.Generator, like: Tensor
 ) -> None:
-    """Let each run look at a picture, of which the second row sees a part, and the first token nothing."""
+    """Add an image to each run; the second row sees a part of it, and the first token nothing."""
     states = torch.randn(BATCH, _STATES, width, generator=generator, dtype=torch.float32, device="cpu").to(
         like
     )
@@ -152,14 +152,14 @@ def _add_picture(
         mask[1, ..., PADDING:] = torch.finfo(states.dtype).min
         looks[:, :, 0] = float(length == 1)
         run |= {"cross_attention_mask": mask, "full_text_row_masked_out_mask": looks}
-        if length > 1:  # the next token finds the picture in the cache
+        if length > 1:  # a single token finds the image in the cache
             run["cross_attention_states"] = states
 
 
 def _add_encoded(
     runs: Sequence[dict[str, Any]], name: str, width: int | None, generator: torch.Generator, like: Tensor
 ) -> None:
-    """Give each run two encoded pictures, as IDEFICS takes them: the first token sees none, the last both."""
+    """Add two encoded images to each run, for IDEFICS: the first token sees none, the last both."""
     if width is None:
         return
     shape = (BATCH, 2, _STATES, width)
@@ -182,6 +182,6 @@ def _cache(root: nn.Module, *, crosses: bool) -> Any:
     home = sys.modules[type(root).__module__]
     for kind in vars(home).values():
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind.__module__ == home.__name__:
-            return kind()  # a model with a cache of its own takes no other
-    # The config of a pair counts the encoder's layers in some families, and the caches grow by themselves.
+            return kind()  # a model with its own cache class accepts no other
+    # In some encoder-decoder families, the config counts the encoder's layers; caches grow without it.
     return EncoderDecoderCache(DynamicCache(), DynamicCache()) if crosses else DynamicCache(config=config)

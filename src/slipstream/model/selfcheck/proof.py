@@ -1,4 +1,4 @@
-"""What a part of a layer was proved to be, and how near two answers must lie for that.
+"""Results of checking a module inside a layer, and how close two outputs must be to pass.
 
 Shapes: any.
 """
@@ -19,20 +19,20 @@ Heard = tuple[Any, ...]
 """The positional arguments that a module was called with while the model ran on random input."""
 
 _ROUNDS_AS_WELL = 1.5
-"""What another order of operations may cost, in errors of the original's own rounding."""
+"""Maximum error of another order of operations, as a multiple of the original's own rounding error."""
 
 
 @dataclass(frozen=True)
 class Proven:
-    """One kind of module as it would run.
+    """A replacement that passed the check for one kind of module.
 
     Attributes:
         kind: "norm", "linear", "gated feed-forward" or "attention".
-        run: Called with the module and its arguments; of attention, what `attending` keeps with the module.
-        op: Whose implementation it is.
-        error: Largest absolute error, on random input and on what the module hears in its model.
-        gains: Whether it beats the module's own code.
-        takes: How many tensors it is called with; another call is the module's own.
+        run: Called with the module and its arguments; for attention, what `attending` stores with the module.
+        op: The op that implements it.
+        error: Largest absolute error, on random input and on the module's arguments recorded in its model.
+        gains: Whether it is faster than the module's own code.
+        takes: Number of tensors that it is called with; other calls run the module's own code.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Proven:
 
 
 def disagreement(expected: Tensor, got: Tensor) -> float | None:
-    """The largest absolute difference; None where it is more than rounding, which a norm may do twice."""
+    """Return the largest absolute difference; None if it exceeds rounding, which a norm may do twice."""
     bound = max(2e-5, 4 * torch.finfo(expected.dtype).eps)
     if got.dtype != expected.dtype or got.shape != expected.shape:
         return None
@@ -54,8 +54,8 @@ def disagreement(expected: Tensor, got: Tensor) -> float | None:
 
 
 def is_as_near(expected: Tensor, got: Tensor, exact: Tensor) -> bool:
-    """Whether an answer in low precision is as near to the exact one as the original's is."""
+    """Whether a low-precision output is about as close to the exact one as the original's output is."""
     if got.dtype != expected.dtype or got.shape != expected.shape or expected.dtype.itemsize > 2:
         return False
     ours, theirs = (float((t.double() - exact.double()).square().mean()) for t in (got, expected))
-    return ours <= _ROUNDS_AS_WELL**2 * theirs  # which NaN is not
+    return ours <= _ROUNDS_AS_WELL**2 * theirs  # false for NaN

@@ -1,4 +1,4 @@
-"""What parts of a model are called with, recorded while it runs on random input.
+"""Records the arguments of modules in a model while it runs on random input.
 
 Shapes: any.
 """
@@ -25,36 +25,36 @@ log = logging.getLogger(__name__)
 
 
 class _EnoughError(Exception):
-    """Cuts a forward short once every part was called."""
+    """Cuts a forward short once every module was called."""
 
 
 def heard_by(
     model: nn.Module, layers: Sequence[Found], paths: Mapping[str, Sequence[str]]
 ) -> dict[str, Heard]:
-    """Run a model and record the first call of some of its parts; it is left as it was.
+    """Run a model, record the first call of some of its modules, and leave the model unchanged.
 
     Args:
-        model: In eval mode, with its values.
-        layers: Those whose parts are listened to.
-        paths: Of the parts, from their layer, by its name.
+        model: The model, in eval mode and with its values.
+        layers: The layers that contain the modules.
+        paths: Paths of the modules relative to their layer, by the layer's name.
 
     Returns:
-        Positional arguments by full name. Parts that were called with keywords, or not at all, are missing,
-        and all of them are where the model cannot be run on what `runs_of` makes for it.
+        Positional arguments by full name. Modules that were not called, or with keywords, are missing; all
+        are missing if the model cannot run on the inputs of `runs_of`.
     """
-    heard: dict[str, Heard] = {}
+    recorded: dict[str, Heard] = {}
     for root in sorted({found.root for found in layers}):
         of_root = [found for found in layers if found.root == root]
         names = [f"{found.name}.{path}" for found in of_root for path in paths.get(found.name, ())]
         if names:
-            heard |= _listen(model, model.get_submodule(root), of_root, names)
-    return heard
+            recorded |= _listen(model, model.get_submodule(root), of_root, names)
+    return recorded
 
 
 def _listen(
     model: nn.Module, root: nn.Module, layers: Sequence[Found], names: Sequence[str]
 ) -> dict[str, Heard]:
-    heard: dict[str, Heard] = {}
+    recorded: dict[str, Heard] = {}
     pending = set(names)
 
     def listens_as(name: str) -> Any:
@@ -62,7 +62,7 @@ def _listen(
             if name in pending:
                 pending.discard(name)
                 if args and not kwargs and all(isinstance(x, Tensor) and x.dim() > 1 for x in args):
-                    heard[name] = copy.deepcopy(args)
+                    recorded[name] = copy.deepcopy(args)
                 if not pending:
                     raise _EnoughError
 
@@ -83,4 +83,4 @@ def _listen(
     finally:
         for handle in handles:
             handle.remove()
-    return heard
+    return recorded

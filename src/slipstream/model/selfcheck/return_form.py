@@ -1,4 +1,4 @@
-"""Learns from a layer's own answer how to answer for it.
+"""Derives the form of a layer's return value from an output of the original layer.
 
 Shapes: B batch, S sequence, C hidden, H heads, L keys.
 """
@@ -14,19 +14,19 @@ __all__ = ["returns_of"]
 
 
 def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Callable[..., Any] | None:
-    """Learn from a layer's own answer how to answer for it.
+    """Derive the form of a layer's return value from an output of the original layer.
 
-    Attention maps returned unasked become None: a forward that asks for them runs the original code. So does
-    a cache that is handed back: it is the one that the model handed in.
+    Attention maps that are returned without a request become None: a forward that requests them runs the
+    original code. A returned cache becomes None too: it is the one that the model passed in.
 
     Args:
-        output: What the original layer returned to a batch of more than one.
-        biases: The layer also returns biases by relative position, for the layers after it.
-        own: Whatever tensors it returns are its own attention's to make.
+        output: Output of the original layer for a batch of more than one.
+        biases: The layer also returns relative position biases, for the layers after it.
+        own: All further tensors that it returns are made by the family's own attention or course.
 
     Returns:
-        A function from what `run_block` returns to the same kind of answer, or None where the answer holds
-        more than that.
+        A function from the results of `run_block` to a return value of the same form, or None where the
+        output contains anything else.
     """
     if isinstance(output, Tensor):
         return lambda hidden: hidden
@@ -34,8 +34,8 @@ def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Calla
         kind, parts = type(output), list(output[1:])
         tensors = [i for i, part in enumerate(parts) if isinstance(part, Tensor)]
         places = [i for i in tensors if own or biases and _is_bias(parts[i], output[0])]
-        gone = [i for i, part in enumerate(parts) if _is_map(part, output[0]) or _is_cache(part)]
-        rest = [None if i in (*places, *gone) else part for i, part in enumerate(parts)]
+        dropped = [i for i, part in enumerate(parts) if _is_map(part, output[0]) or _is_cache(part)]
+        rest = [None if i in (*places, *dropped) else part for i, part in enumerate(parts)]
         if not all(part is None or isinstance(part, tuple) and not part for part in rest):
             return None
 
@@ -50,16 +50,16 @@ def returns_of(output: Any, *, biases: bool = False, own: bool = False) -> Calla
 
 
 def _is_bias(part: Any, hidden: Tensor) -> bool:
-    """Whether a part of an answer is a bias upon the scores, `(1, H, S, L)`."""
+    """Whether a part of an output is a bias of the scores, `(1, H, S, L)`."""
     shape = part.shape if isinstance(part, Tensor) and part.dim() == 4 else (0, 0, 0)
     return (shape[0], shape[2]) == (1, hidden.shape[1])
 
 
 def _is_map(part: Any, hidden: Tensor) -> bool:
-    """Whether a part of an answer is the attention of `(B, S, C)`, `(B, H, S, L)`."""
+    """Whether a part of an output is an attention map `(B, H, S, L)` of hidden states `(B, S, C)`."""
     return isinstance(part, Tensor) and part.dim() == 4 and (part.shape[0], part.shape[2]) == hidden.shape[:2]
 
 
 def _is_cache(part: Any) -> bool:
-    """Whether a part of an answer is a transformers cache."""
+    """Whether a part of an output is a transformers cache."""
     return hasattr(part, "get_seq_length") and hasattr(part, "update")

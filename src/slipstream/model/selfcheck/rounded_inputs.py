@@ -1,4 +1,4 @@
-"""Lets a layer's original code round what enters its linears, as its block does."""
+"""Makes a layer's original code round the inputs of its linears, as its block does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["round_inputs"]
 
 
 def round_inputs(twin: nn.Module, state: Injected) -> None:
-    """Let the original's own linears round their inputs as the block's matrices do."""
+    """Make the linears of an original layer round their inputs as the block's matrices do."""
     for role, weight in state.block.weights.matrices.items():
         if (rounding := weight.rounding) is None:
             continue
@@ -27,7 +27,7 @@ def round_inputs(twin: nn.Module, state: Injected) -> None:
 
 
 def _rounded(module: nn.Module, args: tuple[Tensor, ...], *, rounding: Rounding) -> tuple[Any, ...]:
-    """Forward pre-hook; transformers gives linears their input by place."""
+    """Forward pre-hook that rounds the input, which transformers passes as a positional argument."""
     if args[0].shape[:-1].numel() <= rounding.above:
         return args
     return (round_rows(args[0], rounding).to(args[0].dtype), *args[1:])

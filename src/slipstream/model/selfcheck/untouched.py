@@ -1,4 +1,4 @@
-"""Runs a user's model without a trace, or with all of the traces that belong together."""
+"""Runs a user's model and undoes what the run changed in its modules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ __all__ = ["left_as_it_was"]
 
 @contextmanager
 def left_as_it_was(root: nn.Module) -> Iterator[None]:
-    """Undo what a forward sets in its modules: a dynamic rotary module keeps the longest length it saw.
+    """Undo what a forward sets in its modules, such as the maximum length that a dynamic rotary module keeps.
 
-    A part that a forward puts in another's place (BigBird's attention, by a prompt's length) goes again.
-
-    transformers puts hooks on parts whose outputs are asked for, and would do so again. A model that writes
-    into its parameters (RWKV divides some of them before it answers for the first time) notes elsewhere that
-    it has: what is noted stays where what was written does.
+    A module that a forward replaces (BigBird's attention, depending on the prompt's length) is put back, and
+    hooks that transformers adds to modules whose outputs are requested are removed; it would add them again.
+    A model that writes into its parameters (RWKV divides some of them in its first forward) records in an
+    attribute that it has done so: if parameters were written to, attributes are not restored either.
     """
     before = [
         (module, dict(vars(module)), dict(module._buffers), dict(module._modules))
@@ -43,5 +42,5 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
 
 
 def _versions(root: nn.Module) -> list[tuple[int, int]]:
-    """How often each parameter was written to; those of inference mode do not tell."""
+    """Return each parameter's id and version, which counts writes; inference tensors have none."""
     return [(id(p), p._version) for p in root.parameters() if not p.is_inference()]
