@@ -1,4 +1,4 @@
-"""`slipstream bench`: speed and memory of generation, beside the original model where that is asked for."""
+"""`slipstream bench`: speed and memory of generation, optionally compared with the original model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["bench"]
 
 
 class Peer(Enum):
-    """What Slipstream is measured beside."""
+    """What Slipstream can be compared with."""
 
     HF = "hf"
 

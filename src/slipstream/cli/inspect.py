@@ -1,4 +1,4 @@
-"""`slipstream inspect`: what would be fused in a model, and what would not and why."""
+"""`slipstream inspect`: what would be fused in a model, what would not, and why."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def inspect(
 
 
 def _own_dtype(folder: str) -> torch.dtype:
-    """The dtype that the checkpoint's config names, float32 where it names none."""
+    """Return the dtype that the checkpoint's config names, float32 if it names none."""
     from transformers import AutoConfig
 
     try:
-        found = getattr(AutoConfig.from_pretrained(folder), "dtype", None)
+        dtype = getattr(AutoConfig.from_pretrained(folder), "dtype", None)
     except (OSError, ValueError) as error:
         raise WeightError(f"no model could be loaded from {folder!r}: {one_line(error)}") from error
-    return found if isinstance(found, torch.dtype) else torch.float32
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -1,4 +1,4 @@
-"""The options that several commands share, as dataclasses, and what makes a command line of them."""
+"""The options that several commands share, as dataclasses, and their expansion to a command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEW_TOKENS = 200
 
 
 class Precision(Enum):
-    """What weights are held and computed in."""
+    """The dtype of weights and computation."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -32,9 +32,9 @@ class Precision(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The same for torch."""
-        found: torch.dtype = getattr(torch, self.value)
-        return found
+        """The torch dtype."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, and how often."""
+    """How tokens are chosen, and how many are generated."""
 
     max_new_tokens: Annotated[
         int | None,
@@ -101,13 +101,13 @@ class Sampling:
     ] = 0
 
     def to_options(self, room: int = _NEW_TOKENS) -> dict[str, Any]:
-        """The same as arguments of transformers' `generate`.
+        """Return the options as arguments of transformers' `generate`.
 
         Args:
-            room: Tokens that fit after the prompt, for an answer of no given length.
+            room: Number of tokens that fit after the prompt; used if `max_new_tokens` is None.
 
         Raises:
-            ConfigError: `top_p` without a temperature, where it would have no effect.
+            ConfigError: `top_p` at temperature 0, where it would have no effect.
         """
         count = self.max_new_tokens or max(min(room, _NEW_TOKENS), 1)
         if self.temperature == 0.0:
@@ -125,18 +125,18 @@ class Sampling:
 
 
 def examples(*lines: str) -> str:
-    """The last words of a command's help."""
+    """Return the examples at the end of a command's help, as rich markup."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"  [cyan]{line}[/cyan]" for line in lines)])
 
 
 def unfold(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses: each of their fields becomes an option of its own.
+    """Expand a command's dataclass parameters, so that each of their fields becomes an option.
 
     Args:
-        command: Every parameter is either annotated for typer, or with a dataclass whose fields are.
+        command: A function whose parameters are annotated for typer, or are dataclasses whose fields are.
 
     Returns:
-        A function with the long signature, which gathers the options and calls the command.
+        A function with the expanded signature, which collects the options and calls the command.
     """
     hints = get_type_hints(command, include_extras=True)
     own: list[inspect.Parameter] = []

@@ -1,4 +1,4 @@
-"""`slipstream quantize`: packs a model's weights once, into a folder that opens by being mapped."""
+"""`slipstream quantize`: packs a model's weights once, into a folder that is memory-mapped when opened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PackedFormat", "quantize"]
 
 
 class PackedFormat(Enum):
-    """How a matrix is packed."""
+    """The format of a packed matrix in a layer."""
 
     INT8 = "int8"
     INT4 = "int4"
@@ -33,7 +33,7 @@ class PackedFormat(Enum):
 
 
 class OutsideFormat(Enum):
-    """How a matrix outside of the layers is packed."""
+    """The format of a matrix outside the layers."""
 
     INT8 = "int8"
     INT4 = "int4"
@@ -46,7 +46,7 @@ class OutsideFormat(Enum):
 
 @dataclass(frozen=True)
 class Packing:
-    """What is packed, and to what."""
+    """What is packed, and in which formats."""
 
     packed: Annotated[
         PackedFormat,
@@ -83,7 +83,7 @@ class Packing:
     ] = Precision.BFLOAT16
 
     def section(self) -> dict[str, Any]:
-        """The same as the configuration's `quant`."""
+        """Return the options as the configuration's `quant` section."""
         weight: dict[str, Any] = {"format": self.packed.value, "q_groups": self.groups}
         if self.symmetric:
             weight["q_type"] = "symmetric"

@@ -1,4 +1,4 @@
-"""A loaded model with its tokenizer: from a prompt to an answer that appears as it is made.
+"""A loaded model with its tokenizer: from a prompt to an answer that is streamed.
 
 Shapes: S prompt, L prompt and answer.
 """
@@ -34,20 +34,20 @@ __all__ = [
 ]
 
 Message = dict[str, str]
-"""A turn of a conversation: `role` and `content`."""
+"""A message of a conversation: `role` and `content`."""
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said.
+    """What the model generated.
 
     Attributes:
         ids: `(L,)` int64, the prompt included.
-        text: The answer alone, without special tokens.
-        tokens: How many are new.
-        seconds: From the call to the last token.
+        text: The answer only, without special tokens.
+        tokens: Number of new tokens.
+        seconds: Seconds from the call to the last token.
     """
 
     ids: Tensor
@@ -65,11 +65,11 @@ class Session:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model was trained to converse."""
+        """Whether the tokenizer has a chat template."""
         return getattr(self.tokenizer, "chat_template", None) is not None
 
     def encode(self, messages: Sequence[Message]) -> Tensor:
-        """Token ids of a conversation, `(1, S)`; without a template, of the plain text of its last turn."""
+        """Return a conversation's token ids, `(1, S)`; without a template, those of the last message only."""
         if not self.has_template:
             ids: Tensor = self.tokenizer(messages[-1]["content"], return_tensors="pt").input_ids
             return ids
@@ -79,15 +79,15 @@ class Session:
         return made["input_ids"]
 
     def answer(self, ids: Tensor, sampling: Sampling, show: Callable[[str], None]) -> Answer:
-        """Generate; `show` is called with each piece of text as soon as it stands.
+        """Generate an answer; `show` is called with each piece of text as soon as it is final.
 
         Args:
             ids: `(1, S)` int64.
             sampling: How tokens are chosen.
-            show: Gets the pieces of `Answer.text` in order.
+            show: Receives the pieces of `Answer.text` in order.
 
         Raises:
-            TokenLimitError: Prompt and answer are longer than the model was made for.
+            TokenLimitError: Prompt and answer exceed the model's context length.
         """
         most = self.engine.inference_config.max_out_tokens
         options = sampling.to_options(room := most - ids.shape[1])
@@ -117,20 +117,20 @@ def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
 
 
 def open_session(loading: Loading) -> Session:
-    """Load a model with its tokenizer, and make the model fast.
+    """Load a model with its tokenizer, and build an engine for it.
 
     Raises:
-        SlipstreamError: Any of its kinds.
+        SlipstreamError: Any subclass.
     """
     engine, folder = open_engine(loading)
     return Session(engine, _tokenizer(folder))
 
 
 def open_engine(loading: Loading) -> tuple[InferenceEngine, str]:
-    """Load a model and make it fast; also returns the folder (or hub id) that it came from.
+    """Load a model and build an engine for it; also return the folder (or hub id) that it came from.
 
     Raises:
-        SlipstreamError: Any of its kinds.
+        SlipstreamError: Any subclass.
     """
     set_up(loading.verbose)
     with busy("finding the model; a GGUF file is converted once"), hushed(loading.verbose):
@@ -154,7 +154,7 @@ def open_engine(loading: Loading) -> tuple[InferenceEngine, str]:
 
 
 def _open_packed(folder: str, loading: Loading) -> InferenceEngine:
-    """An engine over planes as they lie."""
+    """Build an engine for a folder of packed weights, which are memory-mapped."""
     from transformers import AutoConfig
 
     try:
@@ -171,10 +171,10 @@ def _open_packed(folder: str, loading: Loading) -> InferenceEngine:
 
 
 def check_original(loading: Loading) -> None:
-    """Refuse, before anything is loaded, a comparison with an original that is not there.
+    """Refuse, before anything is loaded, a comparison with an original that is not available.
 
     Raises:
-        ConfigError: The place holds packed weights.
+        ConfigError: The model's folder holds packed weights.
     """
     if is_packed_folder(Path(loading.model).expanduser()):
         raise ConfigError(
@@ -184,17 +184,17 @@ def check_original(loading: Loading) -> None:
 
 
 def load_original(loading: Loading, device: torch.device) -> Any:
-    """The same model as transformers runs it, in eval mode.
+    """Load the model as transformers runs it, in eval mode.
 
     Raises:
-        SlipstreamError: Any of its kinds.
+        SlipstreamError: Any subclass.
     """
     with busy("loading the original"):
         return open_model(resolve_place(loading.model), loading.dtype.dtype).to(device).eval()
 
 
 def context_length(config: Any) -> int:
-    """Most tokens that a model was made for, by its config: prompt and answer together."""
+    """Return a model's context length by its config: the maximum of prompt and answer together."""
     known = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(known) if known else 1024
 

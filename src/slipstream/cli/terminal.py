@@ -1,4 +1,4 @@
-"""What the commands say beside their result: progress, remarks and errors, all of it on stderr."""
+"""Consoles, and what commands print besides their result: progress, notes and errors, all on stderr."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ __all__ = ["answer_for_errors", "as_text", "busy", "hushed", "note", "set_up", "
 
 
 def stdout() -> Console:
-    """The terminal or pipe that takes a command's result."""
+    """Return a console on stdout, for a command's result."""
     console = Console(highlight=False)
-    # A pipe has no width: whoever reads it can fold lines, and nobody can unfold them.
+    # A pipe has no width of its own: its reader can wrap lines, but cannot join wrapped ones.
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def stderr() -> Console:
-    """The terminal or pipe that takes everything else."""
+    """Return a console on stderr, for everything else."""
     return Console(stderr=True, highlight=False)
 
 
 def note(text: str) -> None:
-    """Say something that is not the result."""
+    """Print text that is not a part of the result, to stderr."""
     stderr().print(text, markup=False, soft_wrap=True)
 
 
 def as_text(what: str, given: str | bytes) -> str:
-    """What a user typed or piped, as text; Python lets bytes that are none through as surrogates.
+    """Return typed or piped input as text; in a `str`, bytes that are not UTF-8 are surrogates.
 
     Raises:
-        ConfigError: It is no text.
+        ConfigError: The input is not UTF-8.
     """
     given = given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
     try:
@@ -54,19 +54,19 @@ def as_text(what: str, given: str | bytes) -> str:
 
 
 def busy(what: str) -> AbstractContextManager[Any]:
-    """Turn a spinner while something long runs; say nothing where nobody looks."""
-    # The file by name: a console that follows sys.stderr would be hushed with the rest.
+    """Show a spinner while something long runs; nothing if stderr is not a terminal."""
+    # `file` is passed explicitly: otherwise the console would follow `sys.stderr` when `hushed` redirects it.
     console = Console(file=sys.stderr)
     return console.status(what) if console.is_terminal else nullcontext()
 
 
 def hushed(verbose: bool) -> AbstractContextManager[Any]:
-    """Keep off the terminal what libraries write there: transformers' bar for GGUF files has no switch."""
+    """Discard what libraries write to stderr: transformers' progress bar for GGUF files has no switch."""
     return nullcontext() if verbose else redirect_stderr(io.StringIO())
 
 
 def set_up(verbose: bool) -> None:
-    """Leave the terminal to the command: transformers' own bars and warnings are for programmers."""
+    """Silence libraries' progress bars and warnings, or, if verbose, log this library's messages."""
     from transformers.utils import logging as imported
 
     transformers_logging: Any = imported  # its functions carry no annotations
@@ -81,12 +81,13 @@ def set_up(verbose: bool) -> None:
 
 
 def answer_for_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what a user can mend into one line on stderr; a defect keeps its traceback.
+    """Wrap a command so that errors which the user can fix are printed as one line on stderr.
 
-    The exit code is 2 for a setting that cannot be, as for those that typer refuses, and 1 for all else.
+    Other exceptions keep their traceback. The exit code is 2 for an invalid setting, as for typer's own
+    errors, and 1 otherwise.
 
     Args:
-        command: Called by typer.
+        command: The function that typer calls.
     """
 
     @functools.wraps(command)
@@ -97,7 +98,7 @@ def answer_for_errors(command: Callable[..., None]) -> Callable[..., None]:
             command(**given)
         except (SlipstreamError, OSError, SafetensorError, torch.OutOfMemoryError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise  # the reader went away, as `head` does; typer leaves in silence
+                raise  # the reader closed the pipe, as `head` does; typer then exits silently
             message = " ".join(str(error).split()) or type(error).__name__
             note(f"slipstream: {message}")
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error

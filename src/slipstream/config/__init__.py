@@ -1,9 +1,9 @@
-"""The configuration: what callers may write, what it means, and how every mistake in it is answered.
+"""The configuration: its fields, their meaning, and the errors and warnings for mistakes.
 
-`inference.py` is the top level, `sections.py`, `quant.py` and `zero.py` the nested ones, `section.py` their
-base, `values.py` the kinds of value, `deprecated.py` the moved fields, `effects.py` what each one does,
-`notices.py` the warnings, `resolve.py` the four ways to give it, `environment.py` the environment variables,
-`document.py` the page made of all this.
+`inference.py` is the top level; `sections.py`, `quant.py` and `zero.py` are the nested sections, `section.py`
+their base; `values.py` has the kinds of value, `deprecated.py` the moved fields, `effects.py` what each field
+does, `notices.py` the warnings, `resolve.py` the four ways to pass a configuration, `environment.py` the
+environment variables, `document.py` the generated reference page.
 """
 
 from slipstream.config.inference import InferenceConfig, default_inference_config

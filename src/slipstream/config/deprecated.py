@@ -1,4 +1,4 @@
-"""Fields of DeepSpeed that moved: one table, from which they are mapped, mirrored and warned about."""
+"""DeepSpeed's fields that moved: a table by which they are mapped, mirrored and warned about."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMOVAL = "Slipstream 2.0"
 
 @dataclass(frozen=True)
 class Deprecated:
-    """A top-level field and the nested one that took its place, if anything did."""
+    """A deprecated top-level field, and the nested field that replaces it, if any."""
 
     name: str
     section: str = ""
@@ -23,7 +23,7 @@ class Deprecated:
 
     @property
     def replacement(self) -> str:
-        """Dotted name of the new place, empty when there is none."""
+        """Dotted name of the replacement, empty if there is none."""
         return f"{self.section}.{self.field}" if self.section else ""
 
 
@@ -41,16 +41,16 @@ DEPRECATED_NAMES = frozenset(entry.name for entry in DEPRECATED)
 
 
 def move(values: dict[str, Any]) -> tuple[dict[str, Any], list[Deprecated]]:
-    """Put the values of deprecated fields into their new places.
+    """Move the values of deprecated fields to the fields that replace them.
 
     Args:
-        values: A normalised top level; not changed.
+        values: Normalised top-level fields; not changed.
 
     Returns:
-        The moved values, and the entries that were used.
+        The fields after moving, and the deprecated entries that were in use.
 
     Raises:
-        ConfigError: An old field stands beside its replacement.
+        ConfigError: A deprecated field is given together with its replacement.
     """
     used = [entry for entry in DEPRECATED if entry.name in values]
     moved = {name: value for name, value in values.items() if name not in DEPRECATED_NAMES}
@@ -73,7 +73,7 @@ def move(values: dict[str, Any]) -> tuple[dict[str, Any], list[Deprecated]]:
 
 
 def as_written(message: str, used: list[Deprecated]) -> str:
-    """Put the deprecated names that the caller wrote in front of the places that a message names."""
+    """Add the deprecated names that the caller wrote to a message that names their replacements."""
     for entry in used:
         if entry.section:
             message = message.replace(f"{entry.replacement}=", f"{entry.name} (now {entry.replacement})=")

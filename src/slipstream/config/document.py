@@ -1,4 +1,4 @@
-"""The reference page of the configuration, `docs/config.md`, made of declarations and effects."""
+"""Generates the reference page `docs/config.md` from the declarations of fields and their effects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COLUMNS = ("field", "alias", "type", "default", "meaning", "effect")
 
 
 def fields(section: type[Section] = InferenceConfig, path: str = "") -> Iterator[str]:
-    """Yield the dotted name of every field, sections before what is in them."""
+    """Yield the dotted name of every field; a section comes before its own fields."""
     for name in section.model_fields:
         yield f"{path}{name}"
         if (nested := section_of(section, name)) is not None:
@@ -83,7 +83,7 @@ def _rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """Write a type as a person would; `Any` is said to be an object."""
+    """Format a type annotation for readers; `Any` becomes `object`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is torch.dtype:
         return "torch.dtype or str"

@@ -1,8 +1,8 @@
-"""What every field does in Slipstream, as data: the documentation is made of it, the configuration obeys it.
+"""What every field does in Slipstream, as data: the documentation and the checks are generated from it.
 
-`acts`: the value is honoured. `warns`: a value other than the default changes nothing, and a warning says so.
-`refused`: a value other than the default is an error. `unserved`: the value is checked, and building an
-engine with it is an error in this version. Moving a field between kinds is one word here.
+`acts`: the value takes effect. `warns`: a value other than the default has no effect, and gives a warning.
+`refused`: a value other than the default is an error. `unserved`: the value is checked, but building an
+engine with it is an error in this version. To change a field's kind, change one word here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal["acts", "warns", "refused", "unserved"]
 
 @dataclass(frozen=True)
 class Effect:
-    """What a field does, in a word and in a sentence."""
+    """What a field does: its kind, and a sentence for the documentation."""
 
     kind: Kind
     sentence: str

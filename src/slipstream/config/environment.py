@@ -1,4 +1,4 @@
-"""The environment: every variable the library reads, and the only place that reads them."""
+"""The environment variables that the library reads; no other module reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIABLES = {
 
 
 def cache_dir() -> Path:
-    """Return the folder for what is built or downloaded once; it may not exist yet.
+    """Return the folder for files that are built or downloaded once; it may not exist yet.
 
     Raises:
         ConfigError: `SLIPSTREAM_CACHE` names something that is not a folder.
@@ -38,7 +38,7 @@ def cache_dir() -> Path:
             raise ConfigError(f"SLIPSTREAM_CACHE={chosen!r} is not a folder; name one, or unset it")
         return path
     base = os.environ.get("XDG_CACHE_HOME")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification requires relative paths to be ignored.
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
     return root / "slipstream"
 
@@ -47,7 +47,7 @@ def cpu_isa() -> CpuIsa | None:
     """Return the highest instruction set that CPU kernels may use, or None for no limit.
 
     Raises:
-        ConfigError: `SLIPSTREAM_CPU_ISA` is none of the known names.
+        ConfigError: `SLIPSTREAM_CPU_ISA` is not a known name.
     """
     value = os.environ.get("SLIPSTREAM_CPU_ISA", "").lower()
     if not value:
@@ -60,12 +60,12 @@ def cpu_isa() -> CpuIsa | None:
 
 
 def launched() -> bool:
-    """Tell whether a launcher such as torchrun started this process and left an address to meet at."""
+    """Whether a launcher such as torchrun started this process and set a rendezvous address."""
     return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def rank() -> int:
-    """Return this process's number among all, 0 without a launcher.
+    """Return this process's global rank, 0 without a launcher.
 
     Raises:
         ConfigError: `RANK` is not a number below `WORLD_SIZE`.
@@ -77,10 +77,10 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number among those on this machine, 0 without a launcher.
+    """Return this process's rank among those on this machine, 0 without a launcher.
 
     Raises:
-        ConfigError: `LOCAL_RANK` is not a number from 0 on.
+        ConfigError: `LOCAL_RANK` is not an integer of at least 0.
     """
     return _number("LOCAL_RANK", default=0, least=0)
 
@@ -89,7 +89,7 @@ def world_size() -> int:
     """Return the number of processes, 1 without a launcher.
 
     Raises:
-        ConfigError: `WORLD_SIZE` is not a number from 1 on.
+        ConfigError: `WORLD_SIZE` is not an integer of at least 1.
     """
     return _number("WORLD_SIZE", default=1, least=1)
 

@@ -1,7 +1,7 @@
-"""`InferenceConfig`: everything that can be said about an engine, field by field, under DeepSpeed's names.
+"""`InferenceConfig`: all settings of an engine, field by field, under DeepSpeed's names.
 
-`effects.py` says what each field does here; a value that its table calls refused or ignored is met with an
-error or a warning because the table says so, and no field is silently dead.
+`effects.py` states what each field does here. A value raises an error if that table marks the field as
+refused, and gives a warning if the field has no effect, so no field is silently ignored.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _CHECKPOINT_PLACES = {
 
 
 class InferenceConfig(Section):
-    """What an engine is built from: checked, frozen, every field by name or alias.
+    """An engine's configuration: validated and frozen, with every field by name or alias.
 
-    Fields marked deprecated are moved to their new place with a warning, and read as what stands there.
+    Values of deprecated fields are moved to the fields that replace them, with a warning. Reading a
+    deprecated field returns its replacement's value.
 
     Raises:
         ConfigError: Unknown keys, wrong types, values out of bounds, fields that contradict each other.
@@ -166,7 +167,7 @@ class InferenceConfig(Section):
 
     @property
     def head_format(self) -> WeightFormat | None:
-        """Format that the vocabulary projection is quantized to, or None where it stays plain."""
+        """Format that the vocabulary projection is quantized to, or None if it stays plain."""
         if self.dtype is torch.int8:
             return None if self.quant.head == "none" else self.quant.head
         return self.quant.head_format
@@ -192,15 +193,15 @@ class InferenceConfig(Section):
 
 
 def default_inference_config() -> dict[str, Any]:
-    """Return every field with its default, nested as plain dictionaries, to be edited and handed back."""
+    """Return every field with its default, nested as plain dictionaries, to be edited and passed back."""
     return _defaults(InferenceConfig)
 
 
 def canonical(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """Rewrite a top level by field names, and reduce a full list of settings to those that say something.
+    """Rewrite a top-level mapping by field names, and drop the defaults from a complete set of fields.
 
-    Whoever edits `default_inference_config()` and hands it back did not set what still has its default:
-    without this, the untouched `mp_size` would stand against an edited `tensor_parallel.tp_size`.
+    In an edited `default_inference_config()`, fields that still have their defaults were not set by the
+    caller: without this, the untouched `mp_size` would conflict with an edited `tensor_parallel.tp_size`.
 
     Raises:
         ConfigError: Unknown keys, or one field by name and alias with different values.
@@ -230,7 +231,7 @@ def _without_defaults(section: type[Section], values: Mapping[str, Any]) -> dict
 
 
 def _place_checkpoint(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy the entries of `checkpoint_config` to the top-level fields that they are another name for."""
+    """Copy the entries of `checkpoint_config` to the equivalent top-level fields."""
     placed, problems = dict(values), []
     for inner, outer in _CHECKPOINT_PLACES.items():
         value, present = values.get("checkpoint_config", {}).get(inner), values.get(outer)
@@ -287,7 +288,7 @@ def _contradictions(config: InferenceConfig) -> Iterator[str]:
 
 
 def _idle(config: InferenceConfig) -> Iterator[str]:
-    """Yield a warning for every value that will change nothing."""
+    """Yield a warning for every value that has no effect."""
     for path, value in _departures(config):
         if EFFECTS[path].kind == "warns":
             yield f"{path}={value!r} changes nothing. {EFFECTS[path].sentence}"

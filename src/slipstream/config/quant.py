@@ -1,7 +1,7 @@
-"""The quantization sections, and the one place that decides whether weights are quantized, and how.
+"""The quantization sections, and the only code that decides whether and how weights are quantized.
 
-In DeepSpeed every `enabled` here is True by default and nothing happens. In Slipstream quantization is in
-force when the caller wrote something into the section and did not switch it off.
+In DeepSpeed every `enabled` here is True by default, without effect. In Slipstream quantization is active if
+the caller set anything in the section and did not switch it off.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OutsideFormat = Annotated[
     Literal["int8", "int4", "fp8", "fp6", "fp6-e3m2", "bf13", "none"],
     BeforeValidator(lambda value: "none" if value is False else value),
 ]
-"""Of a matrix outside of the layers; False is "none"."""
+"""Format of a matrix outside the layers; False means "none"."""
 
 _BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp6": 6, "fp6-e3m2": 6}
-"""Of formats that `num_bits` can name."""
+"""Bits per value of the formats that `num_bits` can select."""
 
 _FORMATS: dict[int, WeightFormat] = {8: "int8", 4: "int4", 6: "fp6"}
 
@@ -116,21 +116,21 @@ class QuantizationConfig(Section):
 
     @classmethod
     def shorthand(cls, value: object) -> object:
-        """Read `quant="int4"`."""
+        """Expand a string such as `quant="int4"`."""
         return {"weight": {"format": value}} if isinstance(value, str) else value
 
     @property
     def weight_format(self) -> WeightFormat | None:
-        """Name of the weights' format, or None when nothing was asked for or it was switched off."""
+        """Name of the weights' format, or None if quantization was not requested or is switched off."""
         if not (self._asked_for and self.enabled and self.weight.enabled):
             return None
         return self.weight.format or _FORMATS[self.weight.num_bits]
 
     @property
     def head_format(self) -> WeightFormat | None:
-        """Name of the vocabulary projection's format, or None where it stays plain.
+        """Name of the vocabulary projection's format, or None if it stays plain.
 
-        It follows the weights; beside plain weights it has to be asked for by name.
+        It is quantized whenever the weights are; with plain weights, only if `head` is set.
         """
         asked = "head" in self.model_fields_set
         if not (self.enabled and (asked or self.weight_format is not None)) or self.head == "none":
@@ -139,18 +139,18 @@ class QuantizationConfig(Section):
 
     @property
     def embedding_format(self) -> WeightFormat | None:
-        """Name of the token embedding's format, or None where it stays plain."""
+        """Name of the token embedding's format, or None if it stays plain."""
         return self.embedding if self.enabled and self.embedding != "none" else None
 
     @property
     def activation_quantized(self) -> bool:
-        """Whether activations are quantized too, which has to be asked for by name."""
+        """Whether activations are quantized, too, which requires a setting in `activation`."""
         asked_for = bool(self.activation.model_fields_set)
         return asked_for and self.activation.enabled and self.weight_format is not None
 
     @property
     def switched_off(self) -> bool:
-        """Whether the caller switched weight quantization off in so many words."""
+        """Whether the caller explicitly switched weight quantization off."""
         return not (self.enabled and self.weight.enabled)
 
     @property
@@ -181,7 +181,7 @@ class QuantizationConfig(Section):
 
 
 def _asks(given: dict[str, Any]) -> bool:
-    """Tell whether anything was set; switching something off asks for nothing."""
+    """Whether any field requests quantization; switching something off does not count."""
     return any(
         _asks(value)
         if name in ("activation", "weight", "qkv")

@@ -18,7 +18,7 @@ __all__ = ["resolve"]
 def resolve(
     config: Mapping[str, Any] | str | os.PathLike[str] | InferenceConfig | None, kwargs: Mapping[str, Any]
 ) -> InferenceConfig:
-    """Build the configuration out of what the caller gave; neither argument is changed.
+    """Build the configuration from the caller's arguments; neither is changed.
 
     Args:
         config: A mapping, the path of a JSON file, a finished configuration, or None for the defaults.

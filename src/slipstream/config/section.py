@@ -1,8 +1,8 @@
-"""What every section of the configuration does alike: names and aliases, "auto", unknown keys, wrong values.
+"""The base of all configuration sections: names and aliases, "auto", unknown keys, wrong values.
 
 A section is built in two steps. `normalise` turns what the caller wrote into a new dictionary by field names,
 nested as the sections are, with "auto" left out; that form is compared and merged (`merge`). Then pydantic
-checks the values, and what it finds is said in one line per problem: field, value, bound, way out.
+validates the values, and each problem is reported in one line: field, value, bound, and what to do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Section(BaseModel):
     keeps_auto: ClassVar[frozenset[str]] = frozenset()
     """Fields for which the string "auto" is a value; for all others it means the default."""
     training_only: ClassVar[frozenset[str]] = frozenset()
-    """Keys that DeepSpeed knows here and that only training could honour."""
+    """Keys of this section in DeepSpeed that only have a meaning in training."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
     @classmethod
     def shorthand(cls, value: object) -> object:
-        """Write out a short form of the whole section; whatever is not one is given back as it is."""
+        """Expand a short form of the whole section to a mapping; return any other value unchanged."""
         return value
 
     def explicit(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def spelled(section: type[Section], name: str) -> str:
 
 
 def normalise(section: type[Section], given: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
-    """Rewrite what the caller wrote by field names, as new dictionaries; the caller's are left alone.
+    """Rewrite what the caller wrote by field names, as new dictionaries; the caller's are not changed.
 
     Args:
         section: The section that the keys belong to.
@@ -131,10 +131,10 @@ def normalise(section: type[Section], given: Mapping[Any, Any], path: str = "") 
 def merge(
     section: type[Section], config: Mapping[str, Any], kwargs: Mapping[str, Any], path: str = ""
 ) -> dict[str, Any]:
-    """Join two normalised dictionaries; a field may stand in both with the same value.
+    """Merge two normalised dictionaries; a field may be in both with the same value.
 
     Raises:
-        ConfigError: A field stands in both with different values; every such field has its line.
+        ConfigError: A field has different values in the two; the message has a line for each such field.
     """
     merged, problems = {**config, **kwargs}, []
     for name in config.keys() & kwargs.keys():
@@ -169,7 +169,7 @@ def _plain(section: type[Section], name: str, value: object, path: str) -> Any:
 
 
 def _copied(value: object) -> object:
-    # Containers are copied, what they hold is not: process groups and modules cannot be deep-copied.
+    # Containers are copied, their contents are not: process groups and modules cannot be deep-copied.
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -178,7 +178,7 @@ def _copied(value: object) -> object:
 
 
 def _same(section: type[Section], name: str, one: object, other: object) -> bool:
-    """Tell whether two values of a field mean the same once they are read ("fp32" and torch.float32 do)."""
+    """Whether two values of a field are equal once they are parsed ("fp32" and torch.float32 are)."""
     if section_of(section, name) is not None:
         return one == other
     field = section.model_fields[name]
@@ -213,7 +213,7 @@ def _explain(section: type[Section], error: ValidationError) -> Iterator[str]:
         cause = context.get("error")
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])[1:]
         if isinstance(cause, ConfigError) or not where:
-            # A nested section has already said it in full, and a contradiction names its fields itself.
+            # A nested section's message is complete already, and a contradiction names its fields itself.
             yield from (f"{where}.{line}" if where else line for line in str(cause).splitlines())
             continue
         phrase = str(cause) if cause is not None else _PHRASES.get(problem["type"], "")

@@ -1,8 +1,8 @@
-"""The kinds of value a field can hold: what is accepted, how it is normalised and what the refusal says.
+"""The kinds of value that a field can hold: what is accepted, how it is normalised, and the error messages.
 
 A validator here raises `ValueError` with a predicate ("must be ..."); the section puts the field's name and
-value in front of it. Two spellings of one value ("fp32" and `torch.float32`) come out equal, which is how the
-same setting given twice is told from a conflict.
+value in front of it. Different spellings of a value ("fp32" and `torch.float32`) are normalised to the same
+one, so that giving a setting twice is not mistaken for a conflict.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _BIT_WIDTHS = (4, 6, 8)
 
 
 def to_dtype(value: object) -> torch.dtype:
-    """Read a dtype given as a `torch.dtype` or in any of DeepSpeed's spellings, whatever the case.
+    """Parse a dtype given as a `torch.dtype` or in any of DeepSpeed's spellings, in upper or lower case.
 
     Raises:
-        ValueError: It is neither, or a dtype that inference does not run in.
+        ValueError: The value is neither, or a dtype that inference does not run in.
     """
     dtype = _DTYPES.get(value.lower()) if isinstance(value, str) else value
     if isinstance(dtype, torch.dtype) and dtype in _SPELLINGS:

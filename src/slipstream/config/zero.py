@@ -1,4 +1,4 @@
-"""The ZeRO section: what of `zero_optimization` means something without training, which is offloading."""
+"""The ZeRO section: the part of `zero_optimization` that applies without training, which is offloading."""
 
 from __future__ import annotations
 

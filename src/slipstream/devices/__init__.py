@@ -1,4 +1,4 @@
-"""The devices: each file is one kind; `choose` picks the one that an engine runs on."""
+"""The kinds of device, one per file; `choose` picks the one that an engine runs on."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ __all__ = ["CpuDevice", "CudaDevice", "Device", "Lane", "MemoryUse", "NullDevice
 
 
 def choose(local_rank: int = 0) -> Device:
-    """Return the GPU of this process where there is one, else the CPU."""
+    """Return this process's GPU if torch has CUDA, else the CPU."""
     return CudaDevice(local_rank) if torch.cuda.is_available() else CpuDevice()

@@ -1,4 +1,4 @@
-"""The host's processor."""
+"""The CPU as a device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["CpuDevice"]
 
 
 def _peak() -> int:
-    """Most bytes that were resident."""
+    """Return the peak of resident memory in bytes."""
     with contextlib.suppress(OSError):
-        # What getrusage says is at least the peak of the process that started this one.
+        # Preferred to getrusage, whose peak is never below that of the process that started this one.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -31,7 +31,7 @@ def _peak() -> int:
 
 
 class CpuDevice(Device):
-    """Synchronous, with the process's resident memory."""
+    """The CPU: everything is synchronous, and memory is the process's resident memory."""
 
     name = "cpu"
 
@@ -41,14 +41,14 @@ class CpuDevice(Device):
         return torch.device("cpu")
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def memory(self) -> MemoryUse:
-        """Resident memory; its peak is since `reset_peak` on Linux, elsewhere since the process started."""
+        """Return resident memory; the peak is since `reset_peak` on Linux, elsewhere since process start."""
         return MemoryUse(psutil.Process().memory_info().rss, _peak(), psutil.virtual_memory().total)
 
     def reset_peak(self) -> None:
-        """Start a new peak, on Linux; elsewhere the system keeps one per process.
+        """Reset the peak on Linux; elsewhere the system keeps one peak per process.
 
         Source: https://docs.kernel.org/filesystems/proc.html, `clear_refs`: 5 resets `VmHWM`.
         """
@@ -56,19 +56,19 @@ class CpuDevice(Device):
             Path("/proc/self/clear_refs").write_text("5")
 
     def random_state(self) -> Tensor:
-        """Of the generator of the CPU."""
+        """Return the state of the CPU's default generator."""
         return torch.get_rng_state()
 
     def set_random_state(self, state: Tensor) -> None:
-        """Of the generator of the CPU."""
+        """Set the state of the CPU's default generator."""
         torch.set_rng_state(state)
 
     def no_graph(self) -> str | None:
-        """There is nothing to launch, so nothing to capture."""
+        """Return the reason that holds for every CPU: without launches a graph would save nothing."""
         return "the CPU launches nothing that a graph could save"
 
     def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
-        """Refuse.
+        """Refuse to capture.
 
         Raises:
             UnsupportedError: Always.

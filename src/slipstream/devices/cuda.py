@@ -16,30 +16,30 @@ __all__ = ["CudaDevice"]
 
 
 class CudaLane(Lane):
-    """Copies on a stream of their own; page-locked sources are copied while kernels run."""
+    """Copies on a separate stream; page-locked sources are copied while kernels run."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Share the stream with the device's other lanes: one copy at a time has all of the bus."""
+        """Store the stream, which all lanes of the device share: one copy at a time gets the whole bus."""
         self._stream = stream
         self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Launch the copy behind the kernels that read the buffer."""
+        """Launch the copy, to run after the kernels that read the buffer."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._used)
             target.copy_(source, non_blocking=True)
             self._copied.record(self._stream)
 
     def finish(self) -> None:
-        """Wait for the event behind the copies."""
+        """Wait on the host until the copies are done."""
         self._copied.synchronize()
 
     def arrive(self) -> None:
-        """Let the stream that computes wait for that event."""
+        """Make the compute stream wait for the copies."""
         torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def leave(self) -> None:
-        """Put an event behind what was launched."""
+        """Record an event after everything launched on the compute stream, for the next copy to wait for."""
         self._used.record(torch.cuda.current_stream(self._stream.device))
 
 
@@ -50,7 +50,7 @@ class CudaDevice(Device):
     joins_rows = True
 
     def __init__(self, index: int) -> None:
-        """Take the GPU.
+        """Select the GPU.
 
         Raises:
             DeviceError: There is no such GPU.
@@ -62,8 +62,8 @@ class CudaDevice(Device):
             )
         self._device = torch.device("cuda", index)
         self._copies: torch.cuda.Stream | None = None
-        self._pool: Any = None  # graphs of one device never run at once: they share their memory
-        self._side: Any = None  # captures share a stream, and with it the workspaces of the libraries
+        self._pool: Any = None  # graphs of one device never run concurrently, so they share a memory pool
+        self._side: Any = None  # captures share a stream, and with it the libraries' workspaces
 
     @property
     def torch_device(self) -> torch.device:
@@ -75,43 +75,43 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self._device)
 
     def memory(self) -> MemoryUse:
-        """What torch's allocator holds on the GPU."""
+        """Return the memory that torch's allocator has given out on the GPU."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         return MemoryUse(
             torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device), total
         )
 
     def reset_peak(self) -> None:
-        """Start a new peak."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def multiplies_fp8(self) -> bool:
-        """From compute capability 8.9 on."""
+        """Whether the compute capability is at least 8.9."""
         return torch.cuda.get_device_capability(self._device) >= (8, 9)
 
     def lane(self) -> Lane:
-        """On the one stream for copies."""
+        """Return a lane on the device's one copy stream."""
         if self._copies is None:
             self._copies = torch.cuda.Stream(self._device)
         return CudaLane(self._copies)
 
     def random_state(self) -> Tensor:
-        """Seed and offset, which lie on the host: nothing is waited for."""
+        """Return seed and offset of the GPU's generator; they are on the host, so there is no wait."""
         return torch.cuda.get_rng_state(self._device)
 
     def set_random_state(self, state: Tensor) -> None:
-        """Of the generator of this GPU."""
+        """Set the state of the GPU's default generator."""
         torch.cuda.set_rng_state(state, self._device)
 
     def no_graph(self) -> str | None:
-        """Every GPU that torch supports can."""
+        """Return None: every GPU that torch supports can capture graphs."""
         return None
 
     def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
         """Capture a CUDA graph after three runs on a side stream, which set up workspaces and handles.
 
         Raises:
-            DeviceError: The function does what no capture allows, with CUDA's own words.
+            DeviceError: The function does something that a capture forbids; has CUDA's own message.
         """
         with torch.cuda.device(self._device):
             if self._side is None:
@@ -123,7 +123,7 @@ class CudaDevice(Device):
                     run()
             before.wait_stream(side)
             try:
-                # What other threads do on the GPU meanwhile is theirs: they may allocate.
+                # Other threads may allocate on the GPU meanwhile, without breaking the capture.
                 mode: dict[str, Any] = {
                     "pool": self._pool,
                     "stream": side,
@@ -132,8 +132,8 @@ class CudaDevice(Device):
                 with torch.cuda.graph(graph, **mode):
                     outputs = run()
             except RuntimeError as error:
-                # A capture that breaks off leaves its stream the current one, and its pool of memory marked
-                # as being recorded to, so that no later capture could share it.
+                # A failed capture leaves its stream as the current one, and its memory pool marked as being
+                # recorded to, so that no later capture could share it.
                 torch.cuda.set_stream(before)
                 self._side = self._pool = None
                 raise DeviceError(
@@ -145,12 +145,12 @@ class CudaDevice(Device):
 
 @dataclass(frozen=True)
 class _Replay:
-    """A captured graph, and what keeps the memory that it reads: a graph knows addresses, and holds nothing.
+    """A captured graph, with references that keep the memory it reads alive: it only has addresses itself.
 
     Attributes:
-        graph: To be replayed.
+        graph: The graph to replay.
         outputs: Its results, in the memory that each replay writes to.
-        reads: The captured function, with what it closes over, and the tensors that stand for its inputs.
+        reads: The captured function, with what it closes over, and its static input tensors.
     """
 
     graph: Any
@@ -163,7 +163,7 @@ class _Replay:
 
 
 def _first(error: BaseException) -> str:
-    """What went wrong first: the end of a capture that failed raises an error of its own."""
+    """Return the first line of the original error: ending a failed capture raises another one."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What an engine needs of a device beside torch's own operations."""
+"""The interface that an engine needs of a device, besides torch's own operations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Device", "Lane", "MemoryUse"]
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on a device.
+    """Memory of a device, in bytes.
 
     Attributes:
-        used: By this process now.
-        peak: By this process at most, since `reset_peak` (or since it started, where that cannot be reset).
-        total: Of the device.
+        used: Used by this process now.
+        peak: Maximum used by this process since `reset_peak` (or since it started, if it cannot be reset).
+        total: Memory of the device.
     """
 
     used: int
@@ -29,39 +29,39 @@ class MemoryUse:
 
 
 class Lane:
-    """Copies into one buffer of a device, beside what the device computes; here, where it does one at a time.
+    """Copies into one buffer of a device, concurrently with its computation where the device can.
 
-    Whoever fills the buffer calls `copy`, whoever reads it `arrive` before and `leave` after it has launched
-    what reads.
+    This base class is for devices that do one thing at a time. The writer of the buffer calls `copy`. The
+    reader calls `arrive` before it launches the work that reads, and `leave` afterwards.
     """
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin to copy, once everything that was launched before the last `leave` has run."""
+        """Start a copy that runs after everything that was launched before the last `leave`."""
         target.copy_(source)
 
     def finish(self) -> None:
-        """Wait until the copies have arrived, so that their sources may be written to."""
+        """Wait until the copies are done, so that their sources may be overwritten."""
 
     def arrive(self) -> None:
-        """What is launched from now on runs after the copies."""
+        """Make all work that is launched from now on run after the copies."""
 
     def leave(self) -> None:
-        """The next copy waits for what was launched until now."""
+        """Make the next copy wait for all work that has been launched so far."""
 
 
 class Device(ABC):
-    """One kind of device: its memory, its clock, and whether a step can be captured on it."""
+    """A kind of device: its memory, synchronization, random state, and capture of graphs."""
 
     name: str
-    """What the report and the configuration call it."""
+    """The device's name in the report and the configuration."""
 
     joins_rows: bool = False
-    """Whether the rows of q, k and v (of gate and up) are joined at load, so that one launch serves all."""
+    """Whether the rows of q, k and v (of gate and up) are joined at load, so that one launch computes all."""
 
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Where tensors of this device live."""
+        """The torch device of its tensors."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -69,44 +69,44 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryUse:
-        """Memory now."""
+        """Return the current use of memory."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start a new peak, where the device can."""
+        """Reset the peak of memory, where the device can."""
 
     def multiplies_fp8(self) -> bool:
-        """Whether it has products of two fp8 matrices."""
+        """Whether the device can multiply two fp8 matrices."""
         return False
 
     def lane(self) -> Lane:
-        """A lane for one buffer."""
+        """Return a lane for one buffer."""
         return Lane()
 
     @abstractmethod
     def random_state(self) -> Tensor:
-        """State of torch's default generator here."""
+        """Return the state of torch's default generator for this device."""
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
-        """Go back to a state."""
+        """Set the state of torch's default generator for this device."""
 
     @abstractmethod
     def no_graph(self) -> str | None:
-        """Why a step cannot be captured and replayed here, or None where it can."""
+        """Return why a step cannot be captured and replayed on this device, or None if it can."""
 
     @abstractmethod
     def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
-        """Capture a function of no arguments over static tensors, after three runs that warm up.
+        """Capture a function without arguments over static tensors, after three warm-up runs.
 
         Args:
-            run: Reads and writes tensors that stay where they are.
-            static: All of these tensors. A device that can tell refuses to read any other.
+            run: A function that reads and writes tensors at fixed addresses.
+            static: All of these tensors. A device that is able to check refuses to read any others.
 
         Returns:
-            A function that repeats it and returns the same tensors, refilled.
+            A function that replays the capture and returns the same tensors, refilled.
 
         Raises:
-            UnsupportedError: This device captures nothing.
-            DeviceError: The function does what no capture allows.
+            UnsupportedError: This device cannot capture.
+            DeviceError: The function does something that a capture forbids.
         """

@@ -1,11 +1,12 @@
-"""Weights in pages of 2 MB: a step of few tokens reads all of them once, and looking pages up costs it time.
+"""Puts weights into pages of 2 MB: a step of few tokens reads all weights once, and page walks cost time.
 
-Linux gives such pages unasked only where it is set to `always`; most distributions set it to `madvise`. The
-weights stay where they are: the system moves them together, below their addresses.
+Linux uses such pages on its own only if it is set to `always`; most distributions set it to `madvise`. The
+weights keep their addresses: the system collapses the physical pages below them.
 
-Measured on two cores of a Zen 4 in a virtual machine, SmolLM2-135M, a step with them over one without: one
-sequence 0.88 to 0.90 (bf16), 0.86 (int8), 0.83 to 0.90 (int4), eight sequences 0.84 to 0.90 (bf16), 0.93 to
-0.95 (int4). It takes 0.3 to 0.5 s for each GB; where the machine never had the memory before, 2.4.
+Measured on two cores of a Zen 4 in a virtual machine, SmolLM2-135M, time of a step with huge pages relative
+to one without: one sequence 0.88 to 0.90 (bf16), 0.86 (int8), 0.83 to 0.90 (int4), eight sequences 0.84 to
+0.90 (bf16), 0.93 to 0.95 (int4). The change takes 0.3 to 0.5 s per GB, and 2.4 s if the virtual machine has
+not been given the memory before.
 
 Source: https://docs.kernel.org/admin-guide/mm/transhuge.html; madvise(2), MADV_COLLAPSE (Linux 6.1).
 """
@@ -28,19 +29,19 @@ __all__ = ["in_huge_pages"]
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _HUGEPAGE, _COLLAPSE = 14, 25
 _COVERED = 0.5
-"""Of a page at least so much has to be weights: the rest of it is memory, whether it was in use or not."""
+"""Minimum share of a page that must be weights: the rest of the page takes memory even if it is unused."""
 
 
 def in_huge_pages(tensors: Iterable[Tensor], *, new: bool = False) -> int:
-    """Ask the system to lay tensors out in huge pages; their addresses and values stay.
+    """Ask the system to back tensors with huge pages; their addresses and values do not change.
 
     Args:
-        tensors: Of any device and layout; those that are not in this machine's memory, or are mapped from
-            files, are left out, and the rest counts with all of its storage.
-        new: Nobody has written to them yet: they get such pages as they are written, at no cost.
+        tensors: Tensors of any device and layout; those that are not in host memory, or are mapped from
+            files, are skipped. The others are treated with their whole storages.
+        new: The tensors have not been written to yet: they get huge pages as they are written, at no cost.
 
     Returns:
-        Bytes for which the system was asked; 0 where it has no such pages, or may not be asked.
+        The bytes for which huge pages were requested; 0 if the system has none, or none on request.
     """
     size, advise = _page_size(), _madvise()
     if not size or advise is None:
@@ -55,7 +56,7 @@ def in_huge_pages(tensors: Iterable[Tensor], *, new: bool = False) -> int:
     covered = {page: inside for page, inside in _covered(tensors, size).items() if is_own(page)}
     for first, last in _runs(covered, size):
         place, length = first * size, (last - first) * size
-        advise(place, length, _HUGEPAGE)  # what fails stays in small pages
+        advise(place, length, _HUGEPAGE)  # on failure the range just stays in small pages
         if not new:
             advise(place, length, _COLLAPSE)
         asked += length
@@ -72,7 +73,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def _page_size() -> int:
-    """Bytes of a huge page, or 0 where there are none for programs that ask."""
+    """Return the bytes of a huge page, or 0 if programs cannot request any."""
     with contextlib.suppress(OSError, ValueError):
         if "[never]" not in (_SETTINGS / "enabled").read_text():
             return int((_SETTINGS / "hpage_pmd_size").read_text())
@@ -80,7 +81,7 @@ def _page_size() -> int:
 
 
 def _anonymous() -> list[tuple[int, int]]:
-    """Address ranges in order that are no file's, whose pages would come to memory again once asked for."""
+    """Return, in order, the writable address ranges that map no file; collapsing would read files in."""
     with contextlib.suppress(OSError):
         lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
         ranges = (line[0].split("-") for line in lines if line[4] == "0" and line[1].startswith("rw"))
@@ -89,7 +90,7 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def _covered(tensors: Iterable[Tensor], size: int) -> dict[int, int]:
-    """Bytes of each huge page, by its number, that storages lie in."""
+    """Return, by number of the huge page, how many of its bytes belong to storages."""
     spans = set()
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
@@ -105,7 +106,7 @@ def _covered(tensors: Iterable[Tensor], size: int) -> dict[int, int]:
 
 
 def _runs(covered: dict[int, int], size: int) -> list[tuple[int, int]]:
-    """Runs `[first, last)` of pages that are covered well enough."""
+    """Return runs `[first, last)` of pages with a sufficient share of weights."""
     runs: list[tuple[int, int]] = []
     for page in sorted(page for page, inside in covered.items() if inside >= _COVERED * size):
         if runs and runs[-1][1] == page:

@@ -1,4 +1,4 @@
-"""A device that captures and replays graphs on the CPU, so that graph logic is tested everywhere."""
+"""A device that captures and replays graphs on the CPU, so that graph logic can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["NullDevice"]
 
 
 class NullDevice(CpuDevice):
-    """The CPU, with graphs: it records what is dispatched, and refuses what a GPU could not capture."""
+    """The CPU with graphs: it records dispatched operations, and refuses those that a GPU cannot capture."""
 
     name = "null"
     joins_rows = True
 
     def multiplies_fp8(self) -> bool:
-        """As a GPU does, by torch in float32."""
+        """Return True, as for a GPU; torch computes the products in float32."""
         return True
 
     def no_graph(self) -> str | None:
-        """Nothing stands in the way."""
+        """Return None: graphs can always be captured."""
         return None
 
     def capture(self, run: Callable[[], Any], static: Sequence[Tensor] | None = None) -> Callable[[], Any]:
-        """Run as often as a GPU would to warm up, and record.
+        """Run as often as a GPU does for warm-up, then record.
 
         Raises:
-            DeviceError: The function does what no capture allows.
+            DeviceError: The function does something that a capture forbids.
         """
         for _ in range(3):
             run()

@@ -1,8 +1,8 @@
-"""Records the operations of a function and repeats them into the same memory, as a captured graph does.
+"""Records the operations of a function and replays them into the same memory, as a captured graph does.
 
-What a repetition shows is what a graph would do: no Python runs, addresses and numbers stay as they were, and
-each operation's result lands where it landed first. What a real capture forbids is refused while recording.
-Only what torch dispatches is seen.
+A replay behaves like a graph: no Python code runs, addresses and scalar arguments stay as they were, and each
+operation writes its result to the same memory as when it was recorded. What a real capture forbids is refused
+while recording. Only operations that torch dispatches are seen.
 
 Source: CUDA C++ Programming Guide, section "CUDA Graphs", prohibited and unhandled operations.
 """
@@ -36,28 +36,28 @@ _READS_BACK = frozenset(
         "aten::unique_consecutive",
     }
 )
-"""Operations whose result, or its shape, must be known to the host."""
+"""Operations whose result, or its shape, the host needs to know."""
 
 _READS_AT_ONCE = frozenset({Tensor.tolist, Tensor.numpy})
-"""The same of a tensor on the CPU, of which torch dispatches nothing."""
+"""Methods that read a CPU tensor's values without dispatching any operation."""
 
 _FROM_HOST = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})
-"""A tensor made of Python numbers: a copy from pageable memory."""
+"""Operations that make a tensor from Python numbers, by a copy from pageable memory."""
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs within its context.
+    """Records the operations that run within its context.
 
     Attributes:
-        static: Whether the tensors that may be read were named.
+        static: Whether the set of tensors that may be read was given.
     """
 
     def __init__(self, static: Iterable[Tensor] | None = None) -> None:
         """Prepare a recording.
 
         Args:
-            static: Tensors that stay where they are: parameters, caches, buffers. Where they are given, any
-                other tensor that was not made while recording is refused.
+            static: Tensors at fixed addresses: parameters, caches, buffers. If given, reading any other
+                tensor that was not made while recording is refused.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.static = static is not None
@@ -68,10 +68,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and note it.
+        """Run an operation and record it.
 
         Raises:
-            DeviceError: A capture forbids it.
+            DeviceError: A capture forbids the operation.
         """
         kwargs = kwargs or {}
         name = func._schema.name
@@ -95,18 +95,18 @@ class Recorder(TorchDispatchMode):
         made = func(*args, **kwargs)
         results = _tensors(made)
         self._known |= {_memory(tensor) for tensor in results}
-        # What a graph holds stays allocated: memory that was reused would be taken for something else.
+        # Keep all tensors allocated: reused memory would make another tensor look known.
         self._kept += [*given, *results]
         self._calls.append((func, args, kwargs, results))
         return made
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Repeat every operation; each result goes where it went first."""
+        """Repeat every operation; each result is written to the memory of the recorded one."""
         for func, args, kwargs, results in self._calls:
             made = func(*args, **kwargs)
             if func.namespace == "c10d":
-                # What ranks do together is begun by the operation, and waited for by whoever called it.
+                # A collective operation only starts the work; its caller has to wait for it.
                 _wait(made)
             for old, new in zip(results, _tensors(made), strict=True):
                 if _memory(old) != _memory(new):
@@ -114,10 +114,10 @@ class Recorder(TorchDispatchMode):
 
 
 class NothingIsRead(TorchFunctionMode):
-    """Refuses what reads a tensor without an operation."""
+    """Refuses functions that read a tensor's values without dispatching an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hand on everything else as it is."""
+        """Refuse functions in `_READS_AT_ONCE`; call all others."""
         if func in _READS_AT_ONCE:
             raise DeviceError(f"{func.__name__} reads values back to the host, which a captured step cannot")
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Looks at a model and its requests before any work starts, and refuses what cannot be served.
+"""Checks a model and the requests to it before any work starts, and refuses what cannot be served.
 
 Shapes: B batch, S sequence.
 """
@@ -47,18 +47,18 @@ __all__ = [
 
 
 def check_model(model: Any, config: InferenceConfig, source: Source | None = None) -> None:
-    """Refuse what is not a usable model; nothing is changed.
+    """Refuse a model that no engine can be built from; nothing is changed.
 
     Args:
-        model: What the user handed in.
-        config: What the engine is to be.
-        source: Where the model's values will come from, if not from itself.
+        model: The object that the user passed.
+        config: The engine's configuration.
+        source: The source of the weights; None if the model has its own.
 
     Raises:
-        ConfigError: Not an `nn.Module`, or not one that the `injection_policy` fits.
+        ConfigError: Not an `nn.Module`, or the `injection_policy` does not fit it.
         InjectionError: Already an engine, or already injected.
-        WeightError: Weights on the meta device without a checkpoint, quantized in part, or not finite.
-        UnsupportedError: A kind of object that is not served yet.
+        WeightError: Weights on the meta device without a checkpoint, partly quantized, or not finite.
+        UnsupportedError: A kind of object that is not supported yet.
     """
     check_module(model)
     for name, module in model.named_modules():
@@ -105,7 +105,7 @@ def check_model(model: Any, config: InferenceConfig, source: Source | None = Non
 
 
 def check_module(model: Any) -> None:
-    """Refuse what is no `nn.Module`.
+    """Refuse anything but an `nn.Module`.
 
     Raises:
         ConfigError: Naming its type.
@@ -132,7 +132,7 @@ def _check_has_values(model: nn.Module, parameters: Mapping[str, Tensor]) -> Non
 
 
 def _check_values(source: Source, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Refuse what a checkpoint holds, reading it once, a tensor at a time."""
+    """Refuse a checkpoint with unusable values; reads it once, one tensor at a time."""
     for name in source.names():
         if (tensor := source.stored(name)) is None:
             continue
@@ -144,17 +144,18 @@ def _check_values(source: Source, parameters: Mapping[str, Tensor], dtype: torch
 def check_value(
     source: Source, name: str, tensor: Tensor, parameter: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Refuse a tensor of a checkpoint that is no weight, or none in the engine's dtype.
+    """Refuse a checkpoint's tensor that cannot be a weight of the model in the engine's dtype.
 
     Args:
         source: The checkpoint.
-        name: Of the tensor.
-        tensor: As it is stored.
-        parameter: The model's of that name; None where that is a buffer.
-        dtype: What the values are to become.
+        name: The tensor's name.
+        tensor: The tensor as stored.
+        parameter: The model's parameter of that name; None for a buffer.
+        dtype: The dtype that the values will be cast to.
 
     Raises:
-        WeightError: Codes where the model has numbers; NaN, infinity, or a number that would be infinite.
+        WeightError: Quantized values where the model has floats; NaN, infinity, or a value that overflows
+            in `dtype`.
     """
     place = source.place(name)
     if parameter is not None and not is_quantized(parameter) and is_quantized(tensor):
@@ -169,7 +170,7 @@ def check_value(
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """Refuse a model whose layers peft has wrapped: blocks would be fused without its adapters."""
+    """Refuse a model whose layers are wrapped by peft: blocks would be fused without the adapters."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             raise UnsupportedError(
@@ -180,7 +181,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def compute_dtype(model: nn.Module, config: InferenceConfig) -> torch.dtype:
-    """What the engine computes in: for dtype int8 bfloat16, or the model's own float where that is wider."""
+    """Return the dtype of computation; for dtype int8 this is bfloat16, or the model's own wider float."""
     if config.dtype is not torch.int8:
         return config.dtype
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.bfloat16)
@@ -188,13 +189,13 @@ def compute_dtype(model: nn.Module, config: InferenceConfig) -> torch.dtype:
 
 
 def check_settings(config: InferenceConfig, device: Device) -> list[str]:
-    """Refuse settings that cannot be honoured, before work starts.
+    """Refuse unsupported settings before work starts.
 
     Returns:
-        Notes for the report on settings that mean less here than elsewhere.
+        Notes for the report on settings that are slow on this device.
 
     Raises:
-        UnsupportedError: With the field and the way out.
+        UnsupportedError: Naming the field and the alternative.
     """
     for name, value in config.departures():
         if EFFECTS[name].kind == "unserved":
@@ -213,7 +214,7 @@ def check_settings(config: InferenceConfig, device: Device) -> list[str]:
 
 
 def _names(model: nn.Module) -> tuple[str, ...]:
-    """Of a forward's arguments; what torch.jit made does not tell."""
+    """Return the names of a forward's arguments; empty for a `ScriptModule`, which does not expose them."""
     if isinstance(model, torch.jit.ScriptModule):
         return ()
     return tuple(inspect.signature(model.forward).parameters)
@@ -223,8 +224,8 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """Refuse inputs that cannot be run.
 
     Raises:
-        RequestError: An empty batch or prompt, ids of another type or outside of the vocabulary, a mask or
-            positions of another shape.
+        RequestError: An empty batch or prompt, ids of a wrong type or outside the vocabulary, a mask or
+            positions of a wrong shape.
     """
     given = dict(zip(_names(model), args, strict=False), **kwargs) if args else kwargs
     vocabulary = _vocabulary(model)
@@ -264,7 +265,7 @@ _PLACEHOLDERS = tuple(
 
 
 def _are_placeholders(model: nn.Module, tokens: Tensor, vocabulary: int) -> bool:
-    """Whether all ids outside of the vocabulary stand for pictures or sounds, which the model puts there."""
+    """Whether all ids outside the vocabulary are placeholders, which the model replaces by image or audio."""
     config = getattr(model, "config", None)
     places = {place for name in _PLACEHOLDERS if isinstance(place := getattr(config, name, None), int)}
     outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
@@ -272,10 +273,10 @@ def _are_placeholders(model: nn.Module, tokens: Tensor, vocabulary: int) -> bool
 
 
 def check_ids_type(ids: Any) -> None:
-    """Refuse what is no tensor of token ids.
+    """Refuse anything but a tensor of token ids with a batch dimension.
 
     Raises:
-        RequestError: Another object, numbers with a fraction, or a single row without a batch.
+        RequestError: Another object, a dtype other than int32 and int64, or a single row without a batch.
     """
     way_out = "give a tensor of int64 of shape (batch, tokens)"
     if not isinstance(ids, Tensor):
@@ -287,7 +288,7 @@ def check_ids_type(ids: Any) -> None:
 
 
 def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) -> None:
-    """Refuse an `attention_mask` that does not fit `(batch, length)` tokens and those in the cache."""
+    """Refuse an `attention_mask` that does not fit `(batch, length)` tokens plus those in the cache."""
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor):
         return
@@ -302,12 +303,12 @@ def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) ->
     past: Any = given.get("past_key_values")
     try:
         seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
-    except ValueError:  # states alone, which count no tokens: what the mask must be is the model's to say
+    except ValueError:  # a cache of states only, without a token count: the model checks the mask itself
         return
     from transformers.cache_utils import StaticSlidingWindowLayer
 
-    # A mask may be as long as a static cache, so that its shape stays the same from step to step. One that
-    # keeps windows alone does not say how long that is.
+    # A mask may be as long as a static cache, so that its shape stays the same from step to step. A cache
+    # that has only sliding windows does not report that length.
     layers: list[Any] = (getattr(past, "layers", None) if hasattr(past, "get_max_length") else None) or []
     room = int(past.get_max_length()) if layers else 0
     is_endless = bool(layers) and all(isinstance(one, StaticSlidingWindowLayer) for one in layers)
@@ -318,7 +319,7 @@ def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) ->
 
 
 def _has_state(given: Mapping[str, Any]) -> bool:
-    """Whether a call goes on from a state that does not say how many tokens it has seen."""
+    """Whether a call continues from a recurrent state, which does not count the tokens it has seen."""
     return any(given.get(name) is not None for name in ("cache_params", "state", "mems"))
 
 
@@ -333,7 +334,7 @@ def _vocabulary(model: nn.Module) -> int | None:
         embedding = model.get_input_embeddings()  # type: ignore[operator]
     except NotImplementedError:
         return None
-    # Read as an attribute, a packed matrix would be unpacked.
+    # Attribute access would unpack a packed matrix.
     own = embedding._parameters.get("weight") if isinstance(embedding, nn.Module) else None
     weight = getattr(embedding, "weight", None) if own is None else own
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
@@ -346,8 +347,8 @@ def check_request(
 
     Raises:
         RequestError: As `check_inputs`.
-        TokenLimitError: As `check_length`; an encoder's input is bounded by itself, and so is what the
-            decoder writes.
+        TokenLimitError: As `check_length`; for an encoder-decoder, the encoder's input and the decoder's
+            output are limited separately.
     """
     first = kwargs.get("inputs")
     ids = kwargs.get("input_ids") if first is None else first
@@ -368,12 +369,12 @@ def check_length(length: int, new_tokens: int, config: InferenceConfig) -> None:
     """Refuse a generation that does not fit into `max_out_tokens`, before it starts.
 
     Args:
-        length: Tokens of the prompt, padding included.
-        new_tokens: Tokens that the call asks for.
-        config: Has the bounds.
+        length: Tokens in the prompt, padding included.
+        new_tokens: Number of tokens that the call requests.
+        config: Has the limits.
 
     Raises:
-        TokenLimitError: With both numbers and the field to raise.
+        TokenLimitError: Naming both numbers and the field to raise.
     """
     limit, least = config.max_out_tokens, config.min_out_tokens
     if length > limit:

@@ -1,4 +1,4 @@
-"""The only composition root: from a model and a configuration to the parts of an engine."""
+"""The composition root: builds the parts of an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class Built:
     """The parts of an engine.
 
     Attributes:
-        device: Where it runs.
-        model_config: The model's own config, with the overrides of the configuration; None where it has none.
-        runner: The engine road, or None where only the compatible one is open.
-        why_compatible: Why there is no runner; empty where there is one, or nothing to generate with.
+        device: The device that the engine runs on.
+        model_config: The model's own config with the configuration's overrides; None if it has no config.
+        runner: Runs the engine road; None if only the compatible road is available.
+        why_compatible: Why there is no runner; empty if there is one, or if the model cannot generate.
         report: What was fused.
         mesh: The ranks that share the model.
-        small: Which forwards are small.
+        small: Decides which forwards are so small that torch uses the calling thread only.
     """
 
     device: Device
@@ -88,12 +88,12 @@ class Built:
 
 
 def build(model: nn.Module, config: InferenceConfig) -> Built:
-    """Check everything, then change the model: convert it, move it, and put the blocks in.
+    """Check everything, then change the model: convert its dtype, move it, and inject the blocks.
 
-    Until the last check has passed the model is only read, and an error leaves it as it was.
+    Until the last check has passed the model is only read, and an error leaves it unchanged.
 
     Raises:
-        SlipstreamError: Any of its kinds, with the way out.
+        SlipstreamError: Any subclass; the message says what to do instead.
     """
     device = choose()
     notes = check_settings(config, device)
@@ -119,12 +119,12 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     notes += [*plan.notes, *whole, *swap_attention(model, plan.attention)]
     fuse_parts(plan.layers, plan.parts)
     if blocks or packed:
-        model.requires_grad_(False)  # whoever wants gradients says so; fused layers have none of their own
+        model.requires_grad_(False)  # fused layers compute no gradients; callers can switch them on again
     plan.splitting.join()
     guard_loads(model)
     if filling is not None:
         filling.finish(settings.cast)
-    place(model, device, config, not mesh.is_alone or streamer is not None)  # the whole may not fit
+    place(model, device, config, not mesh.is_alone or streamer is not None)  # a whole model may not fit
     notes += _warn_of_unmet(model, config, plan, bool(blocks))
     notes += left_plain(plan.layers, plan.verdicts, settings)
     notes += [] if streamer is None else [streamer.describe()]
@@ -151,7 +151,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What will be done to a model, every part of it proved."""
+    """What will be done to a model; every part has been checked."""
 
     layers: Sequence[Found]
     settings: Settings
@@ -174,7 +174,7 @@ def _plan(
     filling: Filling | None,
     mesh: Mesh,
 ) -> _Plan:
-    """Prove what can be done; the model is only read."""
+    """Check what can be fused, packed, replaced and split; the model is only read."""
     with failing_together(mesh.replica):
         layers = find_layers(model, layers_config(model_config, config), config.injection_policy)
         packed_as = weight_format(config, layers, model_config, device)
@@ -190,19 +190,19 @@ def _plan(
         parts = judge_parts(model, layers, verdicts, settings, all_layers=config.replace_with_kernel_inject)
         attention = plan_attention(model, settings) if config.replace_with_kernel_inject else None
         parts = with_attention(parts, layers, attention)
-        outside, stays = outside_of(model, config, settings, device)
-        stays = [*stays, *why_inputs_stay(config, device), *([] if filling is None else filling.apart())]
+        outside, notes = outside_of(model, config, settings, device)
+        notes = [*notes, *why_inputs_stay(config, device), *([] if filling is None else filling.apart())]
         ops = _frame_ops(CpuDevice(), settings, outside)
         alone = mesh.is_alone and config.zero.offload_param.device == "none"
         warns = settings.check == "error"
         frame, why = find_frame(model, model_config, layers, verdicts, ops, warns=warns, alone=alone)
     agree_on_layers(layers, verdicts, mesh)
     splitting = plan_splitting(model, layers, verdicts, settings, config)
-    return _Plan(layers, settings, verdicts, packing, parts, attention, outside, frame, why, stays, splitting)
+    return _Plan(layers, settings, verdicts, packing, parts, attention, outside, frame, why, notes, splitting)
 
 
 def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused: bool) -> list[str]:
-    """What was asked for and did not happen anywhere in the model, or not in all of it."""
+    """Warn of settings that had no effect on the model, and return notes for the report."""
     unmet = []
     if plan.settings.format.bits and not fused and not plan.packing:
         unmet.append(nothing_packed(model, plan.settings.format))
@@ -219,10 +219,10 @@ def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused
 
 
 def inspect_module(model: nn.Module) -> Report:
-    """What would be fused of a model, which is left as it is.
+    """Report what would be fused; the model is left unchanged.
 
     Raises:
-        SlipstreamError: The model cannot be admitted at all.
+        SlipstreamError: The model is refused as a whole.
     """
     check_module(model)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -251,7 +251,7 @@ def inspect_module(model: nn.Module) -> Report:
 
 
 def offer(dtype: torch.dtype) -> dict[str, Bound]:
-    """What each op would run on here outside of any block, with the reasons of the kernels that declined."""
+    """Return what each op binds to on this machine outside any block, with why other kernels declined."""
     device = choose()
     facts = Facts(device.torch_device, dtype)
     return {name: bind(op, facts, kernels_for(device)) for name, op in OPS.items()}
@@ -274,7 +274,10 @@ def _judge(
 
 
 def _frame_ops(device: Device, settings: Settings, outside: Sequence[OutsidePlan]) -> Ops:
-    """What runs around the layers: on the CPU for the check, before the model moves, then where it runs."""
+    """Bind the ops for the parts around the layers.
+
+    For the check, which runs before the model is moved, `device` is the CPU; afterwards the engine's.
+    """
     head = next((plan.format.name for plan in outside if plan.role == "head"), "plain")
     return bind_ops(Facts(device.torch_device, settings.dtype, None, head), kernels_for(device))
 
@@ -296,7 +299,7 @@ def _runner(
     device: Device,
     mesh: Mesh,
 ) -> tuple[Runner | None, Bound]:
-    """What runs the engine road, where the model has a frame, and the stack of its layers."""
+    """Return the runner of the engine road (None without a frame) and the bound stack of its layers."""
     if frame is None:
         return None, stack
     frame.ops = replace(ops, linear=replace(ops.linear, run=joined_linear(ops.linear.run)))

@@ -1,4 +1,4 @@
-"""The engine: used exactly like the model that it was made from."""
+"""The inference engine: an object that is called exactly like the model it wraps."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ __all__ = ["InferenceEngine", "remark"]
 
 
 class InferenceEngine(Weights):
-    """A model made fast: the same calls, the same outputs.
+    """A model with fused layers: the same calls as the original model, the same outputs, faster.
 
-    Attributes that the engine does not have are the model's: `engine.device`, `engine.generation_config`,
-    `engine.get_input_embeddings()`.
+    Attributes that the engine does not define are looked up on the model: `engine.device`,
+    `engine.generation_config`, `engine.get_input_embeddings()`.
 
     Attributes:
-        module: The model that was handed in, with fused layers; of one that peft wrapped, the model inside.
-        config: The model's own config (with the overrides of the configuration), or None.
+        module: The model that was passed in, now with fused layers; for a peft wrapper, its base model.
+        config: The model's own config (with the configuration's overrides applied), or None.
         inference_config: The engine's configuration.
     """
 
@@ -75,14 +75,14 @@ class InferenceEngine(Weights):
         model: nn.Module,
         config: Mapping[str, Any] | str | PathLike[str] | InferenceConfig | None = None,
     ) -> None:
-        """Build an engine out of a model; the model is consumed.
+        """Build an engine from a model; the model is modified in place and belongs to the engine.
 
         Args:
             model: Any module.
-            config: The configuration, as `init_inference` takes it; the defaults where None.
+            config: The configuration, as accepted by `init_inference`; None for the defaults.
 
         Raises:
-            SlipstreamError: Any of its kinds; the model is then as it was.
+            SlipstreamError: Any subclass; the model is then unchanged.
         """
         super().__init__()
         if isinstance(model, InferenceEngine):
@@ -114,7 +114,7 @@ class InferenceEngine(Weights):
             save_described(model, settings, Path(settings.save_mp_checkpoint_path), built.mesh.replica)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the engine does not have are the model's."""
+        """Return the model's attribute where the engine has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -126,7 +126,7 @@ class InferenceEngine(Weights):
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Setting an attribute that the model has and the engine has not sets the model's."""
+        """Set the attribute on the model if the model has it and the engine does not, else on the engine."""
         module = self.__dict__.get("_modules", {}).get("module")
         own = name in self.__dict__ or name == "module" or hasattr(type(self), name)
         if module is None or own or not hasattr(module, name):
@@ -135,19 +135,19 @@ class InferenceEngine(Weights):
             setattr(module, name, value)
 
     def _get_name(self) -> str:
-        """What `print` calls the engine; its class bears the model's name."""
+        """Return the name that `print` shows; `type(self).__name__` is the model's class name."""
         return InferenceEngine.__name__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InferenceEngine:
-        """An engine of its own, with weights of its own."""
+        """Return an independent engine with its own copy of the weights."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        twin._compiled_call_impl = None  # which would run this one
+        twin._compiled_call_impl = None  # the compiled callable would run the original engine
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled: bound kernels and their structs do not travel.
+        """Refuse to be pickled: bound kernels and their native structs cannot be serialized.
 
         Raises:
             UnsupportedError: Always.
@@ -158,10 +158,10 @@ class InferenceEngine(Weights):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward, without autograd; tensors on another device are moved.
+        """Run the model's own forward without autograd, moving input tensors to its device.
 
         Returns:
-            What the model returns; its first tensor alone where `return_tuple` is False.
+            The model's output; only its first tensor if `return_tuple` is False.
 
         Raises:
             RequestError: An input that cannot be run.
@@ -172,7 +172,7 @@ class InferenceEngine(Weights):
             return answer
         args, kwargs = self._here((args, kwargs))
         given = {**{f"{place}": value for place, value in enumerate(args)}, **kwargs}
-        seen = wants_operations()  # the values that are looked at here would be a part of the program
+        seen = wants_operations()  # reading input values here would become part of the traced program
         small = nullcontext() if seen else self._built.small.scope(given)
         with torch.no_grad(), small, taking_part(self._built.mesh, self.module, "forward", given):
             if not seen:
@@ -184,22 +184,22 @@ class InferenceEngine(Weights):
         return output if self.inference_config.return_tuple else _first_tensor(output)
 
     def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The answer of a model that needs no code of its own for it; None of any other, or of bad input."""
+        """Return the output of a text encoder run as one native call; None for other models or bad input."""
         if not answers_at_once(self.module) or not self.inference_config.return_tuple:
             return None
         with torch.no_grad():
             return at_once(self.module, args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' `generate` with every option of it.
+        """Run transformers' `generate`; all of its options are supported.
 
-        Greedy search, sampling and beams run on the engine road (packed batch, paged cache); every other
-        mode, and every option that the engine road cannot honour, runs transformers' own loops over the fused
-        layers.
+        Greedy search, sampling and beam search run on the engine road (packed batch, paged cache). Every
+        other mode, and every option that the engine road does not support, runs transformers' own loops over
+        the fused layers.
 
         Raises:
             RequestError: An input that cannot be run.
-            TokenLimitError: More tokens than `max_out_tokens`.
+            TokenLimitError: The call needs more tokens than `max_out_tokens`.
             UnsupportedError: The model has no `generate`.
         """
         if not hasattr(self.module, "generate"):
@@ -215,16 +215,16 @@ class InferenceEngine(Weights):
                 return self._generate(generate, kwargs, ranks)
 
     def _generate(self, generate: Callable[..., Any], kwargs: dict[str, Any], ranks: Axis) -> Any:
-        """Generate by the model's own `generate`, on ranks that were all given this call."""
+        """Call the model's own `generate`, on ranks that have all received this call."""
         share_random_state(ranks, self._built.device.torch_device)
         request = read_request(self.module, kwargs)
         check_request(self.module, request, kwargs, self.inference_config)
         runner = self._built.runner
         if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
-            found = generate(**kwargs)
-            if ranks.size > 1:  # a loop of the model's own may return something else
-                agree_on_tokens(_sequences(found), ranks)
-            return found
+            output = generate(**kwargs)
+            if ranks.size > 1:  # on one rank it is not inspected: a model's own loop may return anything
+                agree_on_tokens(_sequences(output), ranks)
+            return output
         decode = Loop(runner, kwargs.get("streamer"), ranks).method()
         spared = {} if runner.takes_over else unread_cache(self.module, request)
         return generate(**{**move_stop_strings(kwargs), **spared, "custom_generate": decode})
@@ -241,20 +241,20 @@ class InferenceEngine(Weights):
         )
 
     def _here(self, value: Any) -> Any:
-        """The same nest of tuples, lists and dictionaries, with its tensors on the engine's device."""
+        """Return nested tuples, lists and dictionaries with their tensors moved to the engine's device."""
         return _moved(value, self._place())
 
     def _place(self) -> torch.device:
-        """Where the model is now: it may have been kept on the host, or moved."""
+        """Return the model's current device: it may have been kept on the host, or moved by the caller."""
         places = (p.device for p in self.module.parameters() if not p.is_meta)
         return next(places, self._built.device.torch_device)
 
     def why_compatible(self) -> str | None:
-        """Why no call of `generate` takes the engine road; None where greedy, sampled and beam search do."""
+        """Return why no `generate` call can take the engine road; None if the engine has that road."""
         return None if self._built.runner is not None else self._built.why_compatible
 
     def report(self) -> Report:
-        """What was fused, what was not, and why; with times per layer where profiling is on."""
+        """Report what was fused, what was not, and why; with median times per layer while profiling is on."""
         report = self._built.report
         if self._graphs is not None and self._graphs.reason:
             report = replace(
@@ -267,10 +267,10 @@ class InferenceEngine(Weights):
         )
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Time every run of the model, and of each layer, from now on.
+        """Start timing every run of the model and of each layer.
 
         Args:
-            use_cuda_events: Time with CUDA events where the engine is on a GPU; the wall clock otherwise.
+            use_cuda_events: On a GPU, time with CUDA events instead of the wall clock.
         """
         if self._profile is not None:
             return
@@ -282,7 +282,7 @@ class InferenceEngine(Weights):
             self._built.runner.timer = self._profile.timer
 
     def model_times(self) -> list[float]:
-        """Milliseconds of every run of the model since the last call; cleared by reading.
+        """Return the milliseconds of every run of the model since the last call, and clear the record.
 
         Raises:
             UnsupportedError: `profile_model_time` was not called.
@@ -290,7 +290,7 @@ class InferenceEngine(Weights):
         return self._profiled().read()
 
     def layer_times(self) -> dict[str, list[float]]:
-        """Milliseconds of every run of each layer since the last call, by layer; cleared by reading.
+        """Return the milliseconds of every run since the last call, by layer, and clear the record.
 
         Raises:
             UnsupportedError: `profile_model_time` was not called.
@@ -313,27 +313,27 @@ class InferenceEngine(Weights):
         compile_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Compile forwards by `torch.compile`, in place; a second call does nothing.
+        """Compile the forward with `torch.compile`, in place; a second call does nothing.
 
-        Fused layers run their own kernels already, and a model that has some is left as it is, with both
-        answers and speed; `generate` is not compiled.
+        Fused layers already run their own kernels, so a model that has any is not compiled: outputs and
+        speed stay the same. `generate` is never compiled.
 
         Args:
-            backend: Of `torch.compile`.
-            compile_kwargs: Its other options, as DeepSpeed takes them.
-            options: The same by name, as `torch.nn.Module.compile` takes them.
+            backend: The backend for `torch.compile`.
+            compile_kwargs: Further `torch.compile` options in one mapping, as in DeepSpeed.
+            options: Further `torch.compile` options by keyword, as in `torch.nn.Module.compile`.
         """
         if not self.is_compiled:
             super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
 
     def destroy(self) -> None:
-        """Let go of the model and of everything that was built for it."""
+        """Release the model and everything that was built for it."""
         self._modules.pop("module", None)
         self.__dict__.pop("_built", None)
         self._profile = self._graphs = self._compiled_call_impl = None
 
     def __enter__(self) -> InferenceEngine:
-        """The engine itself."""
+        """Return the engine itself."""
         return self
 
     def __exit__(
@@ -344,14 +344,14 @@ class InferenceEngine(Weights):
 
 
 def remark(engine: InferenceEngine, notes: Sequence[str]) -> None:
-    """Let an engine's report begin with notes on how its model was opened."""
+    """Prepend notes on how the model was opened to an engine's report."""
     report = engine._built.report
     engine._built = replace(engine._built, report=replace(report, notes=(*notes, *report.notes)))
 
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Within, layers compute in their own dtype: a caller's autocast rounds what ours is compared with."""
+    """Disable autocast, so that the self-check compares with layers that compute in their own dtype."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -360,7 +360,7 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _moved(value: Any, place: torch.device) -> Any:
-    """The same nest of tuples, lists and dictionaries, with its tensors on a device."""
+    """Return nested tuples, lists and dictionaries with their tensors moved to a device."""
     if isinstance(value, Tensor):
         return value.to(place)
     if type(value) in (tuple, list):
@@ -372,20 +372,20 @@ def _moved(value: Any, place: torch.device) -> Any:
 
 @functools.cache
 def _named_like(engine_class: type[InferenceEngine], model_class: type[nn.Module]) -> type[InferenceEngine]:
-    """The engine's class under a model class's name: by that, pipelines know what they support."""
-    made = type(model_class.__name__, (engine_class,), {"__module__": engine_class.__module__})
-    made.__qualname__ = f"{engine_class.__qualname__}[{model_class.__qualname__}]"
-    return made
+    """Return a subclass named like the model's class: pipelines recognize supported models by class name."""
+    subclass = type(model_class.__name__, (engine_class,), {"__module__": engine_class.__module__})
+    subclass.__qualname__ = f"{engine_class.__qualname__}[{model_class.__qualname__}]"
+    return subclass
 
 
 def _sequences(found: Any) -> Tensor:
-    """The tokens of what `generate` returned: some models return a dictionary of segments beside them."""
+    """Return the tokens in the output of `generate`, which some models wrap in a dictionary with segments."""
     tokens: Tensor = found if isinstance(found, Tensor) else found["sequences"]
     return tokens
 
 
 def _first_tensor(output: Any) -> Any:
-    """The output's first tensor: what a model returns beside its loss when it returns a plain tensor."""
+    """Return the output's first tensor that is not a scalar, such as the logits after a loss."""
     if isinstance(output, Tensor):
         return output
     parts = (

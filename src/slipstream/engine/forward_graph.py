@@ -1,7 +1,7 @@
 """Forward passes captured as graphs, one for each shape of the inputs: encoders, any model without a cache.
 
-Only a call whose inputs and outputs are tensors can be replayed; one that hands a cache in or out runs as
-ever, and so does a model that somebody listens to by hooks, for a replay runs no Python.
+Only a call whose inputs and outputs are tensors can be replayed. A call that takes or returns a cache runs
+normally, and so does a model with hooks, because a replay runs no Python.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["ForwardGraphs"]
 log = logging.getLogger(__name__)
 
 _MOST = 16
-"""Graphs that are kept; the one that was used longest ago goes first."""
+"""Maximum number of graphs that are kept; the least recently used is dropped first."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """One forward: static inputs, what replays it, and how its outputs are put together."""
+    """One captured forward: its static inputs, the function that replays it, and its static outputs."""
 
     inputs: list[Tensor]
     replay: Callable[[], Any]
@@ -44,29 +44,29 @@ class ForwardGraphs:
     """The captured forwards of one model.
 
     Attributes:
-        reason: Why the last forward that was not captured was not; empty where all were.
+        reason: Why the last uncaptured forward was not captured; empty if all were.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
-        """Take the model as it will run."""
+        """Store the model, which must be in its final form."""
         self._model, self._device = model, device
         self._captured: OrderedDict[Any, _Captured | None] = OrderedDict()
         self._places: tuple[int, ...] = ()
         self.reason = device.no_graph() or ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGraphs:
-        """For a copy of the model, which captures forwards of its own."""
+        """Return an instance for a copy of the model; it has captured nothing yet."""
         return ForwardGraphs(copy.deepcopy(self._model, memo), self._device)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one forward.
 
         Args:
-            args: The call's positional arguments, tensors on the device.
-            kwargs: Its keywords.
+            args: The call's positional arguments, with tensors on the device.
+            kwargs: The call's keyword arguments.
 
         Returns:
-            What the model returns, in memory that no later call writes to.
+            The model's output, in memory that no later call writes to.
         """
         leaves, shape = tree_flatten((args, kwargs))
         if self._device.no_graph() or not self._is_plain(leaves) or self._is_listened_to():
@@ -74,7 +74,7 @@ class ForwardGraphs:
         self._forget_what_moved()
         key = (str(shape), *(_key(leaf) for leaf in leaves))
         if key not in self._captured:
-            # Static tensors stay, and those of inference mode could not be written to outside of it.
+            # Static tensors outlive the call, and inference-mode ones could not be written to outside it.
             with torch.inference_mode(False), torch.no_grad():
                 self._captured[key] = self._capture(leaves, shape)
             if len(self._captured) > _MOST:
@@ -88,7 +88,7 @@ class ForwardGraphs:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, captured.replay())
 
     def forget(self) -> None:
-        """Capture everything anew: the model computes something else from now on."""
+        """Drop all captures, because the model computes something else from now on."""
         self._captured.clear()
 
     def _is_plain(self, leaves: list[Any]) -> bool:
@@ -98,10 +98,10 @@ class ForwardGraphs:
         return odd is None
 
     def _is_listened_to(self) -> bool:
-        heard = listens_everywhere() or any(map(is_hooked, self._model.modules()))
-        if heard:
+        hooked = listens_everywhere() or any(map(is_hooked, self._model.modules()))
+        if hooked:
             self.reason = "somebody listens to the model by hooks, which a replay would not run"
-        return heard
+        return hooked
 
     def _forget_what_moved(self) -> None:
         places = tuple(t.data_ptr() for t in (*self._model.parameters(), *self._model.buffers()))
@@ -136,7 +136,7 @@ class ForwardGraphs:
 
 
 def _key(leaf: Any) -> Any:
-    """What must be the same for a graph to serve: shape, strides and dtype of a tensor, any other value."""
+    """Return what must match for a graph to be reused: a tensor's shape, strides and dtype, or the value."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype
     return type(leaf), leaf

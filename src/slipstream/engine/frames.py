@@ -1,4 +1,7 @@
-"""Which parts of a model the engine road knows: the layers of its language model, and what is around them."""
+"""Finds the parts of a model that the engine road runs: the language model's layers and their frame.
+
+The frame is embedding, positions, final norm and head.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +39,20 @@ def find_frame(
     warns: bool,
     alone: bool,
 ) -> tuple[Frame | None, str]:
-    """Find the frame of the engine road.
+    """Find the frame of the engine road and check it.
 
     Args:
-        model: With its original layers.
-        model_config: Its config; may be None.
-        layers: All that were found, in order.
-        verdicts: Have how each of them answers.
-        ops: For norms and for the head's format.
-        warns: A frame that does not hold is worth a warning.
-        alone: No other rank has a share of the model, and its weights stay in memory.
+        model: The model, with its original layers.
+        model_config: The model's config; may be None.
+        layers: All layers that were found, in order.
+        verdicts: The verdict on each layer, by name.
+        ops: Bound ops for norms and for the head's format.
+        warns: Whether to log a warning if the frame fails its check.
+        alone: No other rank has a part of the model, and its weights stay in memory.
 
     Returns:
-        None and the reason where there is none; no reason where there is nothing to generate with.
+        The frame and an empty string, or None and the reason; the reason is empty if nothing is fused or the
+        model cannot generate.
     """
     fused = [found for found in layers if verdicts[found.name].returns is not None]
     can_generate = getattr(model, "can_generate", None)
@@ -71,11 +75,11 @@ def find_frame(
         if isinstance(frame, InjectionError) and warns:
             log.warning("%s", frame)
         return (frame, "") if isinstance(frame, Frame) else (None, str(frame))
-    # The larger model may have a head of its own, which leaves out what the language model's does to logits.
+    # The larger model may have its own head, without the scale and softcap of the language model's logits.
     for one in dict.fromkeys((spec, replace(spec, logit_scale=1.0, logit_softcap=None))):
         try:
             frame = _prove(model, family, one, fused, verdicts, ops)
-        except MODEL_ERRORS as error:  # angles that a larger model makes in a way of its own
+        except MODEL_ERRORS as error:  # the larger model may compute its angles in its own way
             return None, str(error)
         if isinstance(frame, Frame):
             return (None, "angles depend on all sequences") if frame.angles_share_a_length else (frame, "")
@@ -91,7 +95,7 @@ def _prove(
     verdicts: Mapping[str, Verdict],
     ops: Ops,
 ) -> Frame | InjectionError | str:
-    """The frame by these names, or why it does not hold: an error where what it says is not so."""
+    """Return the frame that a spec names, or why it cannot be used: an error if its check fails."""
     try:
         frame = Frame(model, spec, ops, rope_table=family.rope_table)
     except AttributeError as error:
@@ -112,7 +116,7 @@ def _prove(
 def _spec(
     model: nn.Module, model_config: Any, fused: Sequence[Found], *, whole: bool
 ) -> tuple[FrameSpec | None, str]:
-    """What the family of these layers says is around them, or why nothing."""
+    """Return the `FrameSpec` that the layers' family gives, or None and the reason."""
     family = fused[0].family
     if family is None or family.frame is None:
         return None, "the family names no frame"
@@ -123,34 +127,34 @@ def _spec(
 
 
 def text_config(model: nn.Module, root: str) -> Any:
-    """The config of a language model inside of another, whose config may have several of texts.
+    """Return the config of a language model inside a larger model, which may have several text configs.
 
     Args:
-        model: The whole.
-        root: Path of what runs the language model's layers.
+        model: The larger model.
+        root: Path of the module that runs the language model's layers.
     """
     own = getattr(model.get_submodule(root), "config", None)
     return model.config.get_text_config(decoder=True) if own is None else own  # type: ignore[operator,union-attr]
 
 
 def is_part(model: nn.Module, frame: Frame) -> bool:
-    """Whether a frame's language model is a part of a model that sees or hears."""
+    """Whether a frame's language model is a part of a larger model, with vision or audio."""
     return not _is_whole(model, frame.spec.root)
 
 
 def _is_whole(model: nn.Module, root: str) -> bool:
-    """Whether what runs the first layers has the model's own config, or an encoder's of the model's kind."""
+    """Whether the module at `root` has a config of the model's config class, or of its encoder's class."""
     inner, outer = (type(getattr(m, "config", None)) for m in (model.get_submodule(root), model))
     return inner is outer or inner is getattr(outer, "sub_configs", {}).get("encoder")
 
 
 def _of_text(model: nn.Module, fused: Sequence[Found]) -> list[Found]:
-    """The layers of the part that transformers calls the decoder, if they are a list of their own."""
+    """Return the layers of the part that transformers calls the decoder, those in its first layer list."""
     find: Any = getattr(model, "get_decoder", None)
     decoder = None if find is None else find()
     path = next((name for name, module in model.named_modules() if module is decoder), "")
-    found = [one for one in fused if path and one.name.startswith(f"{path}.")]
-    return [one for one in found if _list_of(one) == _list_of(found[0])]
+    inside = [one for one in fused if path and one.name.startswith(f"{path}.")]
+    return [one for one in inside if _list_of(one) == _list_of(inside[0])]
 
 
 def _list_of(found: Found) -> str:
@@ -158,7 +162,10 @@ def _list_of(found: Found) -> str:
 
 
 def _within(model: nn.Module, spec: FrameSpec, fused: Sequence[Found]) -> tuple[FrameSpec | None, str]:
-    """The frame by the names of the whole model, or why its own forward cannot be followed by the road."""
+    """Return a language model's frame with the larger model's names.
+
+    None and the reason if the engine road cannot continue from the larger model's own forward.
+    """
     from transformers import GenerationMixin
 
     if type(model).generate is not GenerationMixin.generate:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Packed weights that lie on several ranks, put together as one process holds them, one layer at a time."""
+"""Gathers packed weights from several ranks, one layer at a time, into the form that one process holds."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slipstream.weights.ranks import rejoined
 __all__ = ["gathered_tensors", "is_any_packed"]
 
 Kind = tuple[str, bool, int]
-"""Of a packed tensor: its format, whether it is stored transposed, and where its planes are."""
+"""Of a packed tensor: its format, whether it is stored transposed, and an id shared by tied tensors."""
 
 
 def is_any_packed(model: nn.Module) -> bool:
-    """Whether anything of a model is packed."""
+    """Whether any of a model's weights is packed."""
     blocks = (injected_state(part).block.weights for part in model.modules() if is_injected(part))
     modules = (packed_matrices(part).values() for part in model.modules() if is_packed(part))
     weights = [weight for held in blocks for weight in held.matrices.values()]
@@ -34,13 +34,14 @@ def is_any_packed(model: nn.Module) -> bool:
 
 
 def gathered_tensors(model: nn.Module, replica: Axis) -> tuple[dict[str, Matrix], dict[str, Tensor]]:
-    """Packed matrices, and all other tensors under the model's names, of a model on several ranks.
+    """Return the packed matrices and all other tensors of a model on several ranks, by the model's names.
 
-    All ranks have to come here. Parts are unpacked to float32, put together, and packed again by the first
-    rank, which finds the planes that they were cut from: a format packs what it unpacked to the same planes.
+    All ranks must make this call. Each layer's parts are unpacked to float32, joined, and packed again by the
+    first rank. That reproduces the original planes, because packing what a format unpacked gives the same
+    planes. Only the current layer is unpacked at any time.
 
     Returns:
-        On the first rank, where nothing but the layer at hand is ever unpacked; elsewhere nothing.
+        The tensors on the first rank; nothing on the others.
     """
     matrices: dict[str, Matrix] = {}
     plain: dict[str, Tensor] = {}
@@ -62,7 +63,7 @@ def gathered_tensors(model: nn.Module, replica: Axis) -> tuple[dict[str, Matrix]
 
 
 def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Parts that are put together one after the other: fused layers, and modules without any in them."""
+    """Yield the units to gather one after another: fused layers, and modules that contain none."""
     if is_injected(module) or not any(is_injected(part) for part in module.modules()):
         yield path, module
         return
@@ -75,12 +76,12 @@ def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _unpacked(path: str, part: nn.Module) -> tuple[dict[str, Kind], dict[str, Tensor]]:
-    """What is packed in a part of the model, and all its tensors, whole: the packed ones in float32."""
+    """Return the kinds of a unit's packed tensors, and all its tensors whole, the packed ones in float32."""
     head = f"{path}." if path else ""
     kinds: dict[str, Kind] = {}
     for inside, module in part.named_modules(prefix=path):
         for name, (weight, transposed) in (packed_matrices(module) if is_packed(module) else {}).items():
-            if weight.format != "plain":  # rows of the vocabulary, of which ranks have some
+            if weight.format != "plain":  # a plain one has rows of a vocabulary that is split over ranks
                 full = f"{inside}.{name}" if inside else name
                 kinds[full] = (weight.packed_as, transposed, weight.planes[0].data_ptr())
     with _in_float32(part):
@@ -93,7 +94,7 @@ def _unpacked(path: str, part: nn.Module) -> tuple[dict[str, Kind], dict[str, Te
 
 
 def _of_block(layer: nn.Module) -> tuple[dict[str, Kind], Mapping[str, Tensor]]:
-    """The packed tensors of a fused layer."""
+    """Return the kinds of a fused layer's packed tensors, and these tensors whole, in float32."""
     held = injected_state(layer)
     packed = {role: w for role, w in held.block.weights.matrices.items() if w.dtype is not None}
     share = held.block.share
@@ -121,7 +122,7 @@ def _of_block(layer: nn.Module) -> tuple[dict[str, Kind], Mapping[str, Tensor]]:
 
 @contextmanager
 def _in_float32(part: nn.Module) -> Iterator[None]:
-    """Within, packed modules are unpacked to float32."""
+    """Make packed modules unpack to float32 within the context."""
     before = [
         (module, name, weight)
         for module in part.modules()
@@ -138,5 +139,5 @@ def _in_float32(part: nn.Module) -> Iterator[None]:
 
 
 def _widened(weight: Weight) -> Weight:
-    """The same planes, to be unpacked to float32."""
+    """Return a weight with the same planes that unpacks to float32."""
     return weight.apply(lambda t: t.float() if t.is_floating_point() and not t.numel() else t)

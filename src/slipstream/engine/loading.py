@@ -1,4 +1,4 @@
-"""Where an engine's weights come from, when not from the model: from a configuration to a `Filling`."""
+"""Opens the checkpoint that fills a model's weights: from a configuration to a `Filling`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["matched", "open_filling", "ties_of", "undone_on_error"]
 
 @contextmanager
 def undone_on_error(model: nn.Module, filling: Filling | None) -> Iterator[None]:
-    """Within, a model is in eval mode and being filled; an error leaves it as it was.
+    """Put the model into eval mode, and commit its filling at the end; an error undoes both.
 
     Raises:
         UnsupportedError: The model has no eval mode.
@@ -41,7 +41,7 @@ def undone_on_error(model: nn.Module, filling: Filling | None) -> Iterator[None]
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-    except NotImplementedError as error:  # torch.export's answer
+    except NotImplementedError as error:  # raised by modules from torch.export
         raise UnsupportedError(
             f"{type(model).__name__} cannot be put into eval mode ({error}); give the model that it was "
             "exported from"
@@ -59,7 +59,7 @@ def undone_on_error(model: nn.Module, filling: Filling | None) -> Iterator[None]
 
 
 def open_filling(model: nn.Module, config: InferenceConfig) -> Filling | None:
-    """What fills a model, proved to be complete, or None where the model has its own values.
+    """Return what fills a model, checked for completeness, or None if the model has its own values.
 
     Args:
         model: Only read.
@@ -68,7 +68,7 @@ def open_filling(model: nn.Module, config: InferenceConfig) -> Filling | None:
     Raises:
         WeightError: The checkpoint is not this model's.
     """
-    if config.checkpoint is None or not isinstance(model, nn.Module):  # admission says what is wrong with it
+    if config.checkpoint is None or not isinstance(model, nn.Module):  # `check_model` refuses the latter
         return None
     source = matched(model, _slices(model, config), config)
     if config.zero.offload_param.device != "none":
@@ -98,14 +98,14 @@ def matched(
     strict: bool = True,
     ties: Sequence[tuple[str, ...]] | None = None,
 ) -> Renamed:
-    """A checkpoint under a model's names, slices joined.
+    """Return a checkpoint as a source with the model's names and joined slices.
 
     Args:
         model: Only read.
         slices: The checkpoint.
-        config: May have families of the user's own.
-        strict: False lets names be missing or left over.
-        ties: Groups of names for which a checkpoint may have one tensor; the model's own where None.
+        config: May have the user's own families.
+        strict: False accepts missing and surplus names.
+        ties: Groups of names for which a checkpoint may have a single tensor; None for the model's own ties.
 
     Raises:
         WeightError: Names are missing or left over, or shapes do not fit.
@@ -121,8 +121,8 @@ def matched(
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     whole: Source = slices.ranks[0]
     if len(slices.ranks) > 1:
-        found = [under_names_of(list(rank.names()), shapes, prefix) for rank in slices.ranks]
-        ranks = [Renamed(rank, places) for rank, places in zip(slices.ranks, found, strict=True)]
+        places_of = [under_names_of(list(rank.names()), shapes, prefix) for rank in slices.ranks]
+        ranks = [Renamed(rank, places) for rank, places in zip(slices.ranks, places_of, strict=True)]
         whole = Merged(ranks, shapes, _fused(model, config), version=slices.version)
     elif not set(shapes) <= set(under_names_of(list(whole.names()), shapes, prefix)):
         whole = converted(whole, model, shapes)
@@ -139,7 +139,7 @@ def matched(
 
 
 def _patterns(model: nn.Module, attribute: str) -> list[str]:
-    """What a transformers model says of names, as regular expressions."""
+    """Return the valid regular expressions in an attribute of a transformers model."""
     return [pattern for pattern in getattr(model, attribute, None) or () if _is_pattern(pattern)]
 
 
@@ -148,7 +148,7 @@ def _matches(name: str, model: nn.Module, attribute: str) -> bool:
 
 
 def ties_of(model: nn.Module) -> list[tuple[str, ...]]:
-    """Groups of names that are one parameter."""
+    """Return groups of names that belong to one parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -164,7 +164,7 @@ def _is_pattern(text: Any) -> bool:
 
 
 def _fused(model: nn.Module, config: InferenceConfig | None) -> dict[str, Fused]:
-    """The tensors of a model that stack several, as the families know them."""
+    """Return, by name, the model's tensors that stack several matrices, according to the families."""
     policy = None if config is None else config.injection_policy
     fused: dict[str, Fused] = {}
     for found in find_layers(model, None, policy):

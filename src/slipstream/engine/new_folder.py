@@ -1,4 +1,4 @@
-"""Folders that are made at once and complete, or not at all: where one may be, and how it appears."""
+"""Creates folders atomically: complete, or not at all."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 def free_place(folder: Path, what: str | None = None) -> Path:
-    """Where a folder is to be made: absolute, through links.
+    """Return the absolute path of a folder to be created, with links resolved.
 
     Args:
         folder: Must not exist, or be an empty folder.
-        what: Names it in errors; without it the folder's own name.
+        what: The name for the folder in errors; its path if None.
 
     Raises:
-        ConfigError: Something is there, it lies in what is no folder or may not be written to, or it is the
-            folder that this process works in, which would be another one then.
+        ConfigError: The folder is not empty, its parent is not a folder that can be written to, or it is the
+            current working directory, which would be replaced.
     """
     what = what or str(folder)
     try:
@@ -35,7 +35,7 @@ def free_place(folder: Path, what: str | None = None) -> Path:
         taken = os.path.lexists(place) and (not place.is_dir() or any(place.iterdir()))
         dangling = folder.is_symlink() and not place.exists()
         is_current = place == Path.cwd()
-    except (OSError, ValueError, RuntimeError) as error:  # too long a name, a NUL in it, links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL in it, circular links
         raise ConfigError(f"{what} names no place ({error}); name another folder") from error
     if taken or dangling:
         raise _exists(what)
@@ -43,22 +43,22 @@ def free_place(folder: Path, what: str | None = None) -> Path:
         raise ConfigError(f"{what} is the folder that this process works in; name one that is to be made")
     above = next(path for path in place.parents if os.path.lexists(path))
     trial = above / f".{place.name[:64]}.{uuid.uuid4().hex[:8]}"
-    try:  # what is allowed does not say what can be done: there are file systems that nobody can write to
+    try:  # permissions are not enough to know: a file system may be read-only
         trial.mkdir()
         trial.rmdir()
     except OSError as error:
-        said = f"{above} is no folder that may be written to ({error.strerror})"
-        raise ConfigError(f"{what} cannot be made: {said}; name another") from error
+        why = f"{above} is no folder that may be written to ({error.strerror})"
+        raise ConfigError(f"{what} cannot be made: {why}; name another") from error
     return place
 
 
 @contextmanager
 def made_at_once(folder: Path) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `folder` once it is full.
+    """Yield a temporary folder to fill, which is renamed to `folder` at the end.
 
     Raises:
-        ConfigError: As `free_place`; or another process was first.
-        OSError: It cannot be written.
+        ConfigError: As for `free_place`, or another process created the folder meanwhile.
+        OSError: The folder cannot be written.
     """
     place = free_place(folder)
     partial = place.parent / f".{place.name}.{uuid.uuid4().hex[:8]}"

@@ -1,4 +1,4 @@
-"""The public call: from a model, or the place of one, to an engine."""
+"""`init_inference` and `inspect`: from a model, or the location of one, to an engine or a report."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def init_inference(
     config: dict[str, Any] | str | os.PathLike[str] | InferenceConfig | None = None,
     **kwargs: Any,
 ) -> InferenceEngine:
-    """Make a pretrained model fast.
+    """Build an inference engine for a pretrained model.
 
     Four ways to configure: nothing (the defaults: float16, no fused kernels), `config` alone (a dictionary,
     the path of a JSON file, or an `InferenceConfig`), keyword arguments alone, or both. The caller's
     dictionary is not changed.
 
     Args:
-        model: Any `torch.nn.Module`, the folder of a checkpoint or of packed weights, a `.gguf` file, or a
-            hub id. A module is consumed: its
-            layers are replaced in place and it is switched to eval; `engine.module` is that object. Or a
-            diffusers pipeline, of which every model is replaced, or none (`engine/pipeline.py`).
+        model: Any `torch.nn.Module`, the folder of a checkpoint or of packed weights, a `.gguf` file, a hub
+            id, or a diffusers pipeline. A module is modified in place: its layers are replaced and it is
+            switched to eval mode; `engine.module` is that object. Of a pipeline, either every model is
+            replaced or none (`engine/pipeline.py`).
         config: See `InferenceConfig` for every field.
-        kwargs: Fields by name or alias; one that stands in `config` too must have the same value.
+        kwargs: Fields by name or alias; a field that is also in `config` must have the same value there.
 
     Returns:
         An engine that is called like the model.
 
     Raises:
-        ConfigError: An unknown field, a wrong value, or two that contradict each other (a `ValueError`).
-        WeightError: Weights that are missing, quantized in part, or not finite.
-        InjectionError: A fused block that does not agree with the layer it replaces.
-        UnsupportedError: A setting that this version or this machine cannot honour.
+        ConfigError: An unknown field, an invalid value, or contradictory fields (a `ValueError`).
+        WeightError: Weights that are missing, partly quantized, or not finite.
+        InjectionError: A fused block whose output differs from that of the layer it replaces.
+        UnsupportedError: A setting that this version or this machine does not support.
     """
     settings = resolve(config, kwargs)
     notes: list[str] = []
@@ -71,7 +71,7 @@ def init_inference(
         model, settings, notes = _from_place(model, settings)
     if is_pipeline(model):
         pipeline: Any = PipelineEngine(model, settings)
-        engine: InferenceEngine = pipeline  # which is used as one
+        engine: InferenceEngine = pipeline  # typed as an engine: it is used in the same way
         return engine
     engine = InferenceEngine(model, settings)
     remark(engine, notes)
@@ -79,16 +79,16 @@ def init_inference(
 
 
 def inspect(model: nn.Module | str | os.PathLike[str]) -> Report:
-    """What `init_inference(model, replace_with_kernel_inject=True)` would fuse; the model is left as it is.
+    """Report what `init_inference(model, replace_with_kernel_inject=True)` would fuse; nothing is changed.
 
-    Layers are matched and their tensors proved against their families; the self-check runs with
-    `injection_check="fallback"`, in the model's own dtype.
+    Layers are matched to families, and their tensors are checked against the families' recipes; the
+    self-check runs with `injection_check="fallback"`, in the model's own dtype.
 
     Args:
-        model: Any `torch.nn.Module`, or the place of one, which transformers loads.
+        model: Any `torch.nn.Module`, or the location of one, which transformers then loads.
 
     Raises:
-        SlipstreamError: The model cannot be loaded, or not be admitted at all.
+        SlipstreamError: The model cannot be loaded, or is refused as a whole.
     """
     return inspect_module(open_model(model, "auto") if isinstance(model, str | os.PathLike) else model)
 
@@ -96,9 +96,13 @@ def inspect(model: nn.Module | str | os.PathLike[str]) -> Report:
 def _from_place(
     place: str | os.PathLike[str], settings: InferenceConfig
 ) -> tuple[nn.Module, InferenceConfig, list[str]]:
-    """A model by its place, without values where they can be streamed, and the settings that stream them.
+    """Load a model by its location.
 
-    Notes for the report come with it.
+    Where the weights can be read layer by layer, the model is on the meta device and the returned settings
+    name the checkpoint.
+
+    Returns:
+        The model, the settings to build it with, and notes for the report.
     """
     file = gguf_file(place)
     if file is not None and settings.weight_format is not None and settings.checkpoint is None:
@@ -111,12 +115,12 @@ def _from_place(
     if settings.checkpoint is not None:
         return hollow_model(folder, None), settings, []
     if os.path.isdir(folder):
-        # What transformers would rename, merge or unpack on the way, it loads itself.
+        # A checkpoint whose tensors transformers renames, merges or unpacks is loaded by transformers.
         try:
             model = hollow_model(folder, None)
             if not isinstance(matched(model, open_checkpoint(folder), settings).source, Converted):
                 return model, settings.model_copy(update={"checkpoint": str(folder)}), []
-        except TwiceError:  # of which transformers takes whichever comes last
+        except TwiceError:  # transformers would silently take whichever tensor comes last
             raise
         except SlipstreamError as error:
             log.debug("%s is left to transformers: %s", folder, error)
@@ -127,13 +131,13 @@ def _from_place(
 def _of_packed(
     packed: PackedFolder, settings: InferenceConfig, folder: Path, model: nn.Module
 ) -> InferenceConfig:
-    """Settings in which what the folder says stands beside what the caller said.
+    """Return the caller's settings, completed by the dtype and the formats of a folder of packed weights.
 
     Raises:
-        ConfigError: The caller asks for other formats than the folder's.
+        ConfigError: The caller requests other formats than the folder's.
     """
     given = settings.explicit()
-    asked = given.get("quant") or None  # an empty section asks for nothing
+    asked = given.get("quant") or None  # an empty section requests nothing
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if asked is not None and _quant(asked, width) != _quant(packed.quant, width):
         raise ConfigError(
@@ -143,7 +147,7 @@ def _of_packed(
     if given.get("checkpoint") is not None:
         raise ConfigError(f"checkpoint={given['checkpoint']!r} beside {folder}, which has weights; drop one")
     quant = dict(packed.quant)
-    if asked is not None:  # rows are rounded as they come, and planes know nothing of it
+    if asked is not None:  # activations are rounded at run time, whatever the packed planes are
         quant.pop("activation", None)
         own = InferenceConfig(quant=asked).quant.explicit()
         quant |= {"activation": own["activation"]} if "activation" in own else {}
@@ -152,23 +156,23 @@ def _of_packed(
 
 
 def _quant(section: Any, width: int | None) -> tuple[Any, ...]:
-    """What a section decides of the formats of a model of this width, however it is spelled."""
+    """Return what a `quant` section determines for a model of this width, in a form that can be compared."""
     quant = InferenceConfig(quant=section).quant
     weight, name = quant.weight, quant.weight_format
     kind = weight.q_type if "q_type" in weight.model_fields_set else None
     layers: Any = (name, weight.q_groups, kind)
-    with suppress(ConfigError):  # no format has them: the other section says so, too, or differs
+    with suppress(ConfigError):  # no such format: the other section then fails likewise, or differs
         layers = name and format_of(name, weight.num_bits, weight.q_groups, kind, width=width).name
     return (layers, quant.head_format, quant.embedding_format, quant.qkv.enabled)
 
 
 def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
-    """The model that a folder's config names, with parameters on the meta device.
+    """Build the model that a folder's config names, with parameters on the meta device.
 
     Raises:
-        WeightError: The config cannot be read, or the model cannot be built by it.
-        ConfigError: It names no architecture that transformers has.
-        UnsupportedError: It is quantized in a way that only transformers can load.
+        WeightError: The config cannot be read, or no model can be built from it.
+        ConfigError: The config names no architecture that transformers has.
+        UnsupportedError: The model is quantized in a way that only transformers can load.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -179,7 +183,7 @@ def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(folder, **extra)
         if gguf_file is None:
             build = _architecture(folder, config)
-        else:  # such a file names no class
+        else:  # a GGUF file names no class
             causal: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
             build = causal[type(config)]
             config.architectures = [build.__name__]
@@ -200,26 +204,26 @@ def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
 
 
 def _check_descriptions(folder: Path) -> None:
-    """Refuse configurations that are no tables, of which transformers says what Python says.
+    """Refuse config files that hold no JSON object: transformers would fail with a bare Python error.
 
     Raises:
         WeightError: Naming the file.
     """
     for name in ("config.json", "generation_config.json"):
-        with suppress(OSError, ValueError, RecursionError):  # of which it says what is wrong
-            found = json.loads((folder / name).read_text())
-            if not isinstance(found, dict):
+        with suppress(OSError, ValueError, RecursionError):  # transformers reports these clearly
+            value = json.loads((folder / name).read_text())
+            if not isinstance(value, dict):
                 raise WeightError(
-                    f"{folder / name} holds {json.dumps(found)[:40]}, and a configuration is a JSON object; "
+                    f"{folder / name} holds {json.dumps(value)[:40]}, and a configuration is a JSON object; "
                     "fetch the file again"
                 )
 
 
 def _architecture(folder: Any, config: Any) -> Any:
-    """The class that a config names.
+    """Return the model class that a config names.
 
     Raises:
-        ConfigError: transformers has none of that name.
+        ConfigError: transformers has no class of that name.
     """
     import transformers
 
@@ -233,14 +237,14 @@ def _architecture(folder: Any, config: Any) -> Any:
 
 
 def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"]) -> nn.Module:
-    """Load a transformers model by the architecture that its config names.
+    """Load a transformers model as the architecture that its config names.
 
     Args:
         place: The folder of a checkpoint, a `.gguf` file, `demo`, or a hub id.
-        dtype: To load the weights in; "auto" for the checkpoint's own.
+        dtype: The dtype to load the weights in; "auto" for the checkpoint's own.
 
     Raises:
-        WeightError: There is no readable checkpoint in that place, or it is another model's.
+        WeightError: There is no readable checkpoint at that location, or it belongs to another model.
         ConfigError: The config names no architecture that transformers has.
     """
     return _by_transformers(place, dtype)[0]
@@ -249,7 +253,7 @@ def open_model(place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto
 def _by_transformers(
     place: str | os.PathLike[str], dtype: torch.dtype | Literal["auto"]
 ) -> tuple[nn.Module, list[str]]:
-    """The same, and what the report is to say of it."""
+    """Load a model as `open_model` does; also return notes for the report."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -287,7 +291,7 @@ def _by_transformers(
 
 
 def _misfit(folder: Path) -> str | None:
-    """Which file or tensor of a folder is wrong, where that is to be seen: transformers names none."""
+    """Name the damaged file or tensor of a folder, if one can be found: transformers' errors do not."""
     try:
         model = hollow_model(folder, None)
     except SlipstreamError as error:
@@ -301,14 +305,14 @@ def _misfit(folder: Path) -> str | None:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first of names, and how many there are."""
+    """List the first four names and the number of all."""
     first = sorted(map(str, names))
     count = f"{len(first)} tensor{'s' if len(first) > 1 else ''}"
     return f"{', '.join(first[:4])}{' ...' if len(first) > 4 else ''} ({count})"
 
 
 def gguf_file(place: str | os.PathLike[str]) -> Path | None:
-    """The GGUF file that a place names, where it names one that is there."""
+    """Return the existing GGUF file that a location names, or None."""
     text = os.fspath(place)
     path = Path(os.path.expanduser(text))
     if text == "demo":
@@ -319,7 +323,7 @@ def gguf_file(place: str | os.PathLike[str]) -> Path | None:
 
 
 def hollow_gguf(file: Path) -> nn.Module:
-    """A model for a GGUF file's planes.
+    """Build a model on the meta device for a GGUF file whose packed planes are used as they are.
 
     Raises:
         UnsupportedError: The file has to be converted by transformers.
@@ -332,7 +336,7 @@ def hollow_gguf(file: Path) -> nn.Module:
     check_packages(file)
     header = read_header(file)
     model = hollow_model(file.parent, file.name)
-    gc.collect()  # transformers' reader leaves a hundred megabytes of small arrays in cycles
+    gc.collect()  # transformers' reader leaves a hundred megabytes of small arrays in reference cycles
     check_kept(file, header, model.config)
     if not is_direct(model.config):
         raise UnsupportedError(f"{file.name} is converted by transformers")
@@ -340,10 +344,10 @@ def hollow_gguf(file: Path) -> nn.Module:
 
 
 def resolve_place(place: str | os.PathLike[str]) -> str:
-    """Folder (or hub id) of a model's place; a GGUF file is converted once and cached.
+    """Return the folder or hub id that a location stands for; a GGUF file is converted once and cached.
 
     Raises:
-        WeightError: A path that does not exist, or a file that is no GGUF file.
+        WeightError: A path that does not exist, or a file that is not a GGUF file.
     """
     from slipstream.weights.gguf import cached_checkpoint, demo_model
 
@@ -365,7 +369,7 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
             f"{text} is a file, and no .gguf file; give the folder that it lies in, or a model with "
             f"checkpoint={text!r}"
         )
-    if os.path.exists(path):  # which answers, where a Path raises: a name may be too long to be a file's
+    if os.path.exists(path):  # unlike `Path.exists`, it does not raise for a name that is too long
         return str(path)
     if looks_local:
         raise WeightError(f"{text}: there is no such folder")

@@ -1,4 +1,4 @@
-"""Models that peft wrapped: their adapters are taken out, and kept apart beside the engine's matrices."""
+"""Models wrapped by peft: their adapters are extracted, and applied by the engine without merging."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Unwrapped:
     """A model without peft's modules.
 
     Attributes:
-        base: The model that was wrapped.
-        adapters: What peft's modules held, by the adapters' names.
-        active: Names of those that were at work.
+        base: The model inside the wrapper.
+        adapters: The adapters that peft's modules held, by name.
+        active: Names of the adapters that were active.
     """
 
     base: nn.Module
@@ -33,16 +33,16 @@ class Unwrapped:
 
 @contextmanager
 def unwrapped(model: nn.Module, config: InferenceConfig) -> Iterator[Unwrapped]:
-    """Within, a model has its own modules where peft's stood; an error puts those back.
+    """Replace peft's modules by the model's own ones; an error within the context puts peft's back.
 
-    A model without any is handed on as it is; and so is one that nothing is done to.
+    A model without peft's modules is yielded unchanged, as is one that is neither fused nor packed.
 
     Args:
-        model: As it was handed in.
-        config: The engine's.
+        model: The model as the user passed it.
+        config: The engine's configuration.
 
     Raises:
-        UnsupportedError: More than LoRA, or merged adapters; the model is as it was.
+        UnsupportedError: More than LoRA, or merged adapters; the model is unchanged.
     """
     found = _peft_modules(model) if isinstance(model, nn.Module) else {}
     if not found or not (config.replace_with_kernel_inject or config.weight_format is not None):
@@ -67,7 +67,7 @@ def unwrapped(model: nn.Module, config: InferenceConfig) -> Iterator[Unwrapped]:
 
 
 def _peft_modules(model: nn.Module) -> dict[str, Any]:
-    """The outermost modules of peft's around modules of the model, by their paths."""
+    """Return peft's outermost modules that wrap modules of the model, by path."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in found)
@@ -78,7 +78,7 @@ def _peft_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def _own(layer: Any) -> nn.Module:
-    """The model's own module that one of peft's stands for."""
+    """Return the model's own module that one of peft's modules wraps."""
     own: nn.Module = layer.base_layer if _is_lora(layer) else layer.original_module
     return own
 

@@ -1,4 +1,4 @@
-"""Pipelines of several models (diffusers): each component becomes what an engine runs, or none does."""
+"""Pipelines of several models (diffusers): an engine is built for every component, or for none."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ __all__ = ["PipelineEngine", "is_pipeline", "shared_copy"]
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether an object is a pipeline: it has components, and is no model itself."""
+    """Whether an object is a pipeline: it has components, and is not a model itself."""
     return hasattr(model, "components") and not isinstance(model, nn.Module)
 
 
 class PipelineEngine:
-    """A pipeline made fast: the same calls, the same outputs.
+    """A pipeline with fused components: the same calls, the same outputs.
 
-    Attributes that it does not have are the pipeline's. The pipeline itself works on, too: its components are
-    replaced by fast ones of the same classes, under the same names.
+    Attributes that it does not have are looked up on the pipeline. The pipeline itself can still be used: its
+    components are replaced by fused ones of the same classes, under the same names.
 
     Attributes:
-        pipeline: The pipeline that was handed in.
+        pipeline: The pipeline that was passed in.
         inference_config: The configuration of every component.
     """
 
     def __init__(self, pipeline: Any, config: InferenceConfig) -> None:
-        """Make every component that is a `torch.nn.Module` fast.
+        """Build an engine for every component that is a `torch.nn.Module`.
 
-        Each is built on a copy of its modules that shares the weights, and put into the pipeline once all of
-        them are: an error leaves the pipeline as it was. Where weights are cast, the old ones stay in memory
-        until then. A component that is None (a safety checker, say) stays None.
+        Each is built on a copy of its modules that shares the weights. The components are replaced only when
+        all engines are built, so an error leaves the pipeline unchanged. Where weights are cast, the old ones
+        stay in memory until then. A component that is None (a safety checker, say) stays None.
 
         Args:
             pipeline: Has `components`, a dictionary by name, and an attribute for each.
-            config: For all components.
+            config: The configuration for all components.
 
         Raises:
             ConfigError: No component is a model.
             UnsupportedError: A setting that is meant for one model, or components that are moved by hooks.
-            SlipstreamError: Any other of its kinds, with the component's name; nothing was replaced.
+            SlipstreamError: Any other subclass, with the component's name; nothing was replaced.
         """
         _check(pipeline, config)
         engines: dict[str, InferenceEngine] = {}
@@ -67,13 +67,13 @@ class PipelineEngine:
         return self.pipeline(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that it does not have are the pipeline's."""
+        """Return the pipeline's attribute where the engine has none of that name."""
         if name.startswith("__") or "pipeline" not in self.__dict__:
             raise AttributeError(f"this engine of a pipeline has no attribute {name!r}")
         return getattr(self.pipeline, name)
 
     def report(self) -> dict[str, Report]:
-        """What was fused, by component."""
+        """Return the report of each component, by name."""
         return {name: engine.report() for name, engine in self._engines.items()}
 
 
@@ -106,7 +106,7 @@ def _check(pipeline: Any, config: InferenceConfig) -> None:
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules over the same memory, of which a cast or a move leaves the model alone."""
+    """Copy a model's modules over the same memory; casting or moving the copy leaves the model unchanged."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()
     }

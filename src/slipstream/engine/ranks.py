@@ -1,4 +1,4 @@
-"""An engine on several ranks: what each of them has of the model, said and done in one place."""
+"""An engine on several ranks: joining them, checking that they agree, and placing each one's part."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ __all__ = [
 
 
 def join(model: nn.Module, config: InferenceConfig) -> Mesh:
-    """Find the ranks that share the model, and see that they were asked for one thing.
+    """Return the mesh of ranks that share the model, after checking that they have the same configuration.
 
     Raises:
         ConfigError: Too few processes, or ranks that disagree.
-        UnsupportedError: What several ranks do not do.
+        UnsupportedError: A setting that is not supported on several ranks.
     """
     mesh = open_mesh(config)
     agree_on_engine(model, config, mesh)
@@ -53,47 +53,49 @@ def join(model: nn.Module, config: InferenceConfig) -> Mesh:
 
 
 def agree_on_adapter(read: Callable[[], Adapter], replica: Axis) -> Adapter:
-    """An adapter, once all ranks have read it, and the same one.
+    """Read an adapter, and check that all ranks have read the same one.
 
     Raises:
-        SlipstreamError: What reading it raised here.
-        WeightError: What it raised elsewhere, or adapters that differ.
+        SlipstreamError: Reading failed on this rank.
+        WeightError: Reading failed on another rank, or the adapters differ.
     """
-    found: list[Adapter] = []
+    adapters: list[Adapter] = []
 
     def values() -> dict[str, Tensor]:
-        found.append(read())
-        tensors = dict(found[0].whole)
-        for path, pair in found[0].low_rank.items():
+        adapters.append(read())
+        tensors = dict(adapters[0].whole)
+        for path, pair in adapters[0].low_rank.items():
             scale = torch.tensor([pair.scale], device="cpu")
             tensors |= {f"{path}.lora_A": pair.a, f"{path}.lora_B": pair.b, f"{path}.scale": scale}
         return tensors
 
     agree_on_values(values, replica)
-    return found[0]
+    return adapters[0]
 
 
 def agree_on_names(names: Sequence[str], replica: Axis) -> None:
-    """See that all ranks put the same adapters to work.
+    """Check that all ranks activate the same adapters.
 
     Raises:
         ConfigError: They do not.
     """
-    told = [names] if replica.size == 1 else gather_objects(names, replica, "compared adapters")
-    other = next((rank for rank, own in zip(replica.ranks, told, strict=True) if own != names), None)
+    given = [names] if replica.size == 1 else gather_objects(names, replica, "compared adapters")
+    other = next((rank for rank, own in zip(replica.ranks, given, strict=True) if own != names), None)
     if other is not None:
         raise ConfigError(
-            f"rank {other} puts the adapters {list(told[replica.ranks.index(other)])} to work, and this one "
+            f"rank {other} puts the adapters {list(given[replica.ranks.index(other)])} to work, and this one "
             f"{list(names)}; give every rank the same names"
         )
 
 
 @contextmanager
 def failing_together(replica: Axis) -> Iterator[None]:
-    """Within, where ranks do not meet, what fails on one of them fails on all: none is left waiting.
+    """Make an error on one rank an error on all of them, so that none is left waiting.
+
+    The body must not communicate between ranks.
 
     Raises:
-        SlipstreamError: What was raised here, or of its kind, with the rank, what was raised elsewhere.
+        SlipstreamError: This rank's error, or one of the same class as another rank's, naming that rank.
     """
     error: SlipstreamError | None = None
     try:
@@ -101,19 +103,19 @@ def failing_together(replica: Axis) -> Iterator[None]:
     except SlipstreamError as failure:
         error = failure
     own = None if error is None else (type(error), str(error))
-    told = [own] if replica.size == 1 else gather_objects(own, replica, "prepared an engine")
+    failures = [own] if replica.size == 1 else gather_objects(own, replica, "prepared an engine")
     if error is not None:
         raise error
-    for rank, said in zip(replica.ranks, told, strict=True):
-        if said is not None:
-            raise said[0](f"rank {rank}: {said[1]}")
+    for rank, failed in zip(replica.ranks, failures, strict=True):
+        if failed is not None:
+            raise failed[0](f"rank {rank}: {failed[1]}")
 
 
 def first_writes(replica: Axis, write: Callable[[], None]) -> None:
-    """Let the first rank write what all of them have put together; the others wait, and hear if it failed.
+    """Call `write` on the first rank; the other ranks wait, and fail if it fails.
 
     Raises:
-        SlipstreamError: What the first rank raised.
+        SlipstreamError: The first rank's error.
     """
     error: SlipstreamError | OSError | None = None
     if replica.rank == 0:
@@ -121,26 +123,27 @@ def first_writes(replica: Axis, write: Callable[[], None]) -> None:
             write()
         except (SlipstreamError, OSError) as failure:
             error = failure
-    told = None if error is None else str(error)
+    reason = None if error is None else str(error)
     if replica.size > 1:
-        told = gather_objects(told, replica, "wrote a checkpoint")[0]
+        reason = gather_objects(reason, replica, "wrote a checkpoint")[0]
     if error is not None:
         raise error
-    if told is not None:
-        raise WeightError(f"rank {replica.ranks[0]} could not write: {told}")
+    if reason is not None:
+        raise WeightError(f"rank {replica.ranks[0]} could not write: {reason}")
 
 
 def place(model: nn.Module, device: Device, config: InferenceConfig, now: bool) -> None:
-    """Move the model to its device, if it is to be there and the time has come."""
+    """Move the model to its device if `now`, unless it is kept on the host."""
     if now and not config.keep_module_on_host:
         move(model, device.torch_device)
 
 
 def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], mesh: Mesh) -> None:
-    """See that all ranks fuse the same layers, before the model is changed.
+    """Check that all ranks fuse the same layers, before the model is changed.
 
     Raises:
         InjectionError: They do not.
+        UnsupportedError: Experts cannot be spread over ranks as configured.
     """
     if mesh.is_alone:
         return
@@ -155,7 +158,7 @@ def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], me
 
 
 def _refuse_whole_experts(layers: Sequence[Found], verdicts: Mapping[str, Verdict], mesh: Mesh) -> None:
-    """Refuse to spread experts where there are none, or where a layer would keep all of its own."""
+    """Refuse expert parallelism if no layer has experts, or if a layer is not fused and would keep all."""
     if mesh.expert_places == 1:
         return
     mixed = [found for found in layers if found.spec is not None and found.spec.moe is not None]
@@ -174,7 +177,7 @@ def _refuse_whole_experts(layers: Sequence[Found], verdicts: Mapping[str, Verdic
 def split_or_pack(
     model: nn.Module, plans: Sequence[OutsidePlan], settings: Settings
 ) -> tuple[tuple[OutsideReport, ...], list[str]]:
-    """Pack what stands outside of the layers, and spread its rows over the ranks where there are several.
+    """Pack the parts outside the layers (embedding, head), splitting their rows over several ranks if any.
 
     Returns:
         Rows for the report, and notes.
@@ -190,7 +193,7 @@ def split_or_pack(
 
 
 def _places_of_experts(mesh: Mesh, model: nn.Module) -> Iterator[str]:
-    """Where the experts are, if ranks have whole ones."""
+    """Describe how experts are spread, if ranks hold whole ones."""
     own = next((block.share.mesh for block, _ in _hosts(model) if block.share is not None), None)
     if own is None:
         return
@@ -202,13 +205,13 @@ def _places_of_experts(mesh: Mesh, model: nn.Module) -> Iterator[str]:
 
 @contextmanager
 def taking_part(mesh: Mesh, model: nn.Module, kind: str, values: Mapping[str, Any]) -> Iterator[Axis]:
-    """Within, a call runs that all ranks make, or that is this one's own where ranks only share experts.
+    """Run a call as one that all ranks make, or as this rank's own if the ranks share only experts.
 
     Yields:
-        The ranks that run the same call, whose tokens and random numbers are the same.
+        The ranks that run the same call, which have the same tokens and random numbers.
 
     Raises:
-        RequestError: Ranks that split layers were given different calls.
+        RequestError: Ranks that split layers between them received different calls.
     """
     if agree_on_call(kind, values, mesh):
         yield mesh.replica
@@ -218,7 +221,7 @@ def taking_part(mesh: Mesh, model: nn.Module, kind: str, values: Mapping[str, An
 
 
 def _hosts(model: nn.Module) -> Iterator[tuple[Block, Host]]:
-    """Layers whose experts are spread, in the model's order."""
+    """Yield the layers whose experts are spread over ranks, in the model's order."""
     for block in (injected_state(module).block for module in model.modules() if is_injected(module)):
         if block.share is not None and block.share.spreads_experts:
             weight = block.weights.matrices[Role.EXPERTS_OUT]

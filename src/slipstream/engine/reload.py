@@ -1,7 +1,7 @@
-"""Puts another checkpoint's weights into an engine that stands, in place: all of them, or none.
+"""Loads another checkpoint's weights into an existing engine, in place: all of them, or none.
 
-Every tensor's name, shape and values are proved first. Then each is written where the old one lies, so that
-what was bound to addresses (blocks, native structs, captured graphs) goes on.
+Every tensor's name, shape and values are checked first. Then each is written to the old one's memory, so
+everything that is bound to addresses (blocks, native structs, captured graphs) stays valid.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def reload(
     """Write a checkpoint's values into an engine's model.
 
     Args:
-        model: With fused and packed parts.
-        place: As `checkpoint` of the configuration.
-        tag: Of a folder with tags.
-        strict: False lets tensors be missing, which then stay, or left over.
-        axis: The ranks that have a part of the model each; all of them come here.
+        model: The model, with fused and packed parts.
+        place: The checkpoint, as in the configuration's `checkpoint`.
+        tag: One of a folder's tags.
+        strict: False accepts missing tensors, whose weights then stay unchanged, and surplus ones.
+        axis: The ranks that each have a part of the model; all of them must make this call.
 
     Raises:
-        WeightError: The checkpoint cannot be read, is not this model's, or is one that an engine is made of.
+        WeightError: The checkpoint cannot be read, is not this model's, or holds packed weights.
         UnsupportedError: A layer's parts were replaced since it was fused.
     """
     if axis.size > 1:
@@ -87,7 +87,7 @@ def reload(
 
 
 def _opened(place: str | os.PathLike[str], tag: str | None) -> Slices:
-    """A checkpoint of dense tensors: planes are used as they lie, by an engine that is made of them."""
+    """Open a checkpoint of dense tensors; one of packed weights is refused, a new engine has to be built."""
     folder = Path(os.path.expanduser(place))
     if is_packed_folder(folder):
         raise WeightError(
@@ -100,7 +100,7 @@ def _opened(place: str | os.PathLike[str], tag: str | None) -> Slices:
 def _on_ranks(
     model: nn.Module, place: str | os.PathLike[str], *, tag: str | None, strict: bool, axis: Axis
 ) -> None:
-    """The same on several ranks, each of which writes its part once all of them could read the files."""
+    """Reload on several ranks: each writes its part once all of them have read the files."""
     wholes = wholes_of(model)
 
     def read() -> dict[str, Tensor]:
@@ -115,13 +115,16 @@ def _on_ranks(
         return {name: source.read(name) for name in wholes if name in source}
 
     values = agree_on_values(read, axis)
-    if wholes.keys() - values.keys():  # equal on all ranks, who put together what stays as it is
+    if wholes.keys() - values.keys():  # the same on all ranks, which gather the unchanged tensors together
         values = model.state_dict() | values
     refresh(model, {name: values[name] for name in wholes}, format_named, PASSES, axis)
 
 
 def _may_be_one(model: nn.Module) -> list[tuple[str, ...]]:
-    """Groups of names that are one tensor, or that transformers ties: one can have planes of its own."""
+    """Return groups of names for which a checkpoint may have a single tensor.
+
+    These are the names of one tensor, and pairs that transformers ties although one of them is packed here.
+    """
     packed = {name for names in packed_names(model) for name in names}
     pairs = [pair for pair in tied_by_transformers(model) if packed & set(pair)]
     groups = [set(names) for names in (*tied_names(model), *pairs)]
@@ -133,10 +136,10 @@ def _may_be_one(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def _check_ties(model: nn.Module, source: Renamed) -> None:
-    """Refuse two values for one tensor.
+    """Refuse a checkpoint with two different values for one tensor.
 
     Raises:
-        WeightError: Naming both.
+        WeightError: Naming both values.
     """
     for first, *others in tied_names(model):
         for other in others:
@@ -148,7 +151,7 @@ def _check_ties(model: nn.Module, source: Renamed) -> None:
 
 
 def _write(model: nn.Module, source: Renamed) -> set[str]:
-    """Fill fused layers and packed modules; returns the names of the matrices that they took."""
+    """Fill fused layers and packed modules, and return the names of the tensors that went into them."""
     written: set[str] = set()
     for path, module in model.named_modules():
         if is_injected(module):

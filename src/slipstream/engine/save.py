@@ -1,4 +1,4 @@
-"""Writes an engine's weights as they are held: planes where packed, the model's own tensors elsewhere."""
+"""Writes an engine's weights in the form that it holds: packed planes, or the model's own tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COPIED = (
 
 
 def held_tensors(model: nn.Module) -> tuple[dict[str, Matrix], dict[str, Tensor]]:
-    """Packed matrices, and all other tensors under the model's names."""
+    """Return the packed matrices, and all other tensors by the model's names."""
     matrices: dict[str, Matrix] = {}
     plain: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -65,7 +65,7 @@ def held_tensors(model: nn.Module) -> tuple[dict[str, Matrix], dict[str, Tensor]
 
 
 def _of_block(path: str, layer: nn.Module, matrices: dict[str, Matrix]) -> dict[str, Tensor]:
-    """A fused layer's packed matrices, put into `matrices`, and its other tensors by their paths in it."""
+    """Add a fused layer's packed matrices to `matrices`; return its other tensors by path in the layer."""
     state = injected_state(layer)
     held, plans = state.block.weights.settled(), state.plans
     dense = {role: weight for role, weight in held.matrices.items() if weight.dtype is None}
@@ -84,19 +84,19 @@ def _of_block(path: str, layer: nn.Module, matrices: dict[str, Matrix]) -> dict[
 def save_packed(
     model: nn.Module, config: InferenceConfig, destination: Path, *, tokenizer_from: Path | None = None
 ) -> None:
-    """Write a folder that `init_inference` opens by mapping it.
+    """Write a folder of packed weights that `init_inference` can memory-map.
 
-    The folder appears at once and complete, or not at all.
+    The folder appears atomically and complete, or not at all.
 
     Args:
-        model: Of an engine.
-        config: The engine's.
+        model: An engine's model.
+        config: The engine's configuration.
         destination: Must not exist, or be an empty folder.
-        tokenizer_from: A folder whose tokenizer's files are copied.
+        tokenizer_from: A folder whose tokenizer files are copied.
 
     Raises:
-        ConfigError: The destination holds something.
-        UnsupportedError: A model without a config, by which it could be built again.
+        ConfigError: The destination is not empty.
+        UnsupportedError: The model has no config from which it could be built again.
         WeightError: Nothing is packed, or the folder cannot be written.
     """
     _write_packed(model, config, destination, held_tensors(model), tokenizer_from)
@@ -117,7 +117,7 @@ def _write_packed(
         raise WeightError(f"nothing of {type(model).__name__} is packed; give quant a format")
     dtype = getattr(
         model_config, "dtype", None
-    )  # the engine's: tensors may have others, which models ask for
+    )  # the engine's dtype: single tensors may have others, where the model requires it
     if not isinstance(dtype, torch.dtype):
         dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None) or config.dtype
     try:
@@ -138,11 +138,11 @@ def _write_packed(
 
 
 def check_destination(model: Any, config: InferenceConfig) -> None:
-    """Refuse a `save_mp_checkpoint_path` that could not be written to once the engine is there.
+    """Refuse a `save_mp_checkpoint_path` that could not be written to once the engine is built.
 
     Raises:
-        ConfigError: It holds something, or lies in what is no folder or may not be written to.
-        UnsupportedError: Packed weights of a model without a config, by which they could be opened again.
+        ConfigError: The path is not empty, or its parent is not a folder that can be written to.
+        UnsupportedError: Packed weights of a model without a config, which is needed to open them again.
     """
     if config.save_mp_checkpoint_path is None:
         return
@@ -161,15 +161,15 @@ def check_destination(model: Any, config: InferenceConfig) -> None:
 def save_described(
     model: nn.Module, config: InferenceConfig, folder: Path, replica: Axis = ALONE.replica
 ) -> None:
-    """Write what `save_mp_checkpoint_path` asks for: a folder that `checkpoint` and `init_inference` take.
+    """Write the folder for `save_mp_checkpoint_path`, which `checkpoint` and `init_inference` accept.
 
-    Packed weights are written as they are held (`save_packed`). Plain ones become a safetensors file beside
-    `ds_inference_config.json`, DeepSpeed's description of it, whose whole tensors load at any degree. On
-    several ranks all of them have to come here: the first one writes what they put together.
+    Packed weights are written as planes (as by `save_packed`). Plain ones become a safetensors file with
+    DeepSpeed's description, `ds_inference_config.json`; its tensors are whole, so they load at any parallel
+    degree. With several ranks, each of them must make this call: the first one writes what all gather.
 
     Raises:
-        ConfigError: The folder holds something.
-        WeightError: It cannot be written.
+        ConfigError: The folder is not empty.
+        WeightError: The folder cannot be written.
     """
     if is_any_packed(model):
         held = held_tensors(model) if replica.size == 1 else gathered_tensors(model, replica)
@@ -199,7 +199,7 @@ def _write_described(model: nn.Module, tensors: Mapping[str, Tensor], folder: Pa
 
 
 def _section(config: InferenceConfig) -> dict[str, Any]:
-    """The quantization that made the planes, as a configuration says it."""
+    """Return the `quant` section that produced the planes."""
     explicit = config.quant.explicit()
     if config.quant.weight_format is None and config.weight_format is not None:  # dtype=int8
         explicit = {**explicit, "weight": {"format": config.weight_format}}

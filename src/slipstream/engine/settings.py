@@ -1,4 +1,4 @@
-"""What a configuration asks of a model, resolved: formats, dtype, and the kernels that each layer binds."""
+"""Resolves a configuration for one model: weight formats, dtype, and the kernels that each layer binds."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _PROJECTIONS = frozenset({Role.QKV, Role.CROSS_Q, Role.CROSS_KV})
 
 
 def overridden(model_config: Any, config: InferenceConfig) -> Any:
-    """The model's config, or a copy with entries replaced.
+    """Return the model's config, or a copy with the entries of `config.config` replaced.
 
     Raises:
-        ConfigError: The config has no such entry.
+        ConfigError: The model's config has no such entry.
         UnsupportedError: The model has no config.
     """
     entries = config.config
@@ -60,7 +60,7 @@ def overridden(model_config: Any, config: InferenceConfig) -> Any:
             f"config={dict(entries)!r} overrides the model's config, and this model has none"
         )
     unknown = [name for name in entries if not hasattr(model_config, name)]
-    if unknown and not config.injection_policy:  # whose families may read entries of their own
+    if unknown and not config.injection_policy:  # a policy's families may read entries of their own
         raise ConfigError(
             f"config={dict(entries)!r} overrides the model's config, and {type(model_config).__name__} has "
             f"no {unknown[0]!r}; leave it out"
@@ -72,11 +72,11 @@ def overridden(model_config: Any, config: InferenceConfig) -> Any:
 
 
 def unread_entries(config: InferenceConfig, *, fused: bool) -> list[str]:
-    """What the report is to say of entries that override the model's config.
+    """Return a note for the report on entries that override the model's config, if there are any.
 
     Args:
-        config: The engine's.
-        fused: Some layers were replaced by blocks, which are made by those entries.
+        config: The engine's configuration.
+        fused: Whether some layers were replaced by blocks, which are built from those entries.
     """
     if not config.config:
         return []
@@ -89,7 +89,7 @@ def unread_entries(config: InferenceConfig, *, fused: bool) -> list[str]:
 
 @contextmanager
 def blaming_entries(config: InferenceConfig) -> Iterator[None]:
-    """Within, an `InjectionError` names the entries that override the model's config, if there are any."""
+    """Add the entries that override the model's config to the message of any `InjectionError` within."""
     try:
         yield
     except InjectionError as error:
@@ -102,14 +102,17 @@ def blaming_entries(config: InferenceConfig) -> Iterator[None]:
 
 
 def layers_config(model_config: Any, config: InferenceConfig) -> Any:
-    """What takes the place of the models' own configs, if anything; entries alone serve a user's family."""
+    """Return what replaces the layers' own configs: the overridden config, or the entries alone, or None.
+
+    The entries alone are for a user's own family, where the model has no config.
+    """
     if not config.config:
         return None
     return dict(config.config) if model_config is None else model_config
 
 
 def why_inputs_stay(config: InferenceConfig, device: Device) -> list[str]:
-    """A note where inputs are not rounded though that was asked for: what multiplies fp8 is not here."""
+    """Return a note if activations are not quantized although requested: the device cannot multiply fp8."""
     if not config.activation_quantized or config.weight_format != "fp8" or device.multiplies_fp8():
         return []
     return [
@@ -121,7 +124,7 @@ def why_inputs_stay(config: InferenceConfig, device: Device) -> list[str]:
 def weight_format(
     config: InferenceConfig, layers: Sequence[Found], model_config: Any, device: Device
 ) -> Format:
-    """The weight format that the configuration asks for, as far as a device takes it."""
+    """Return the weight format that the configuration requests, as far as the device supports it."""
     name = config.weight_format
     if name is None:
         return FORMATS["plain"]
@@ -143,12 +146,12 @@ def weight_format(
 
 
 def format_named(name: str) -> Format:
-    """A weight format by its name, packed by the native library where there is one."""
+    """Return a weight format by its name, packed by the native library where possible."""
     return _packing_fast((FORMATS | VARIANTS)[name])
 
 
 def _packing_fast(packed: Format) -> Format:
-    """The same format, packed by the native library where there is one."""
+    """Return a copy of a format that is packed by the native library where possible."""
     return replace(packed, pack=bind_pack(packed), pack_into=bind_pack_into(packed))
 
 
@@ -160,7 +163,7 @@ def settings_for(
     filling: Filling | None = None,
     mesh: Mesh = ALONE,
 ) -> Settings:
-    """What judging and fusing layers need to know: the dtype, the format, and how a layer finds its ops."""
+    """Return the settings for judging and fusing layers: dtype, format, how a layer binds its ops, ..."""
     dtype = compute_dtype(model, config)
 
     def bind(spec: BlockSpec | None) -> Ops:
@@ -184,7 +187,7 @@ def settings_for(
 def outside_of(
     model: nn.Module, config: InferenceConfig, settings: Settings, device: Device
 ) -> tuple[list[OutsidePlan], list[str]]:
-    """What is packed outside of the layers, and why other things are not."""
+    """Plan what is packed outside the layers (head, embedding), and list why other parts are not."""
     head, embedding = config.head_format, config.quant.embedding_format
     wanted = OutsideFormats(
         None if head is None else _packing_fast(format_of(head)),

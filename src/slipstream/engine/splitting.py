@@ -1,4 +1,4 @@
-"""Layers, and parts of fused ones, that run their own code on several ranks: planned, cut, packed, joined."""
+"""Plans and applies the split over ranks of layers, and of parts of fused layers, that run their own code."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = ["Splitting", "plan_splitting"]
 
 @dataclass(frozen=True)
 class Splitting:
-    """What becomes of what is not fused.
+    """How everything that is not fused is split over ranks.
 
     Attributes:
-        layers: Those that are not fused, or not all of them.
-        plans: By layer name; layers without a plan are fused as a whole.
+        layers: The layers that are not fused, or only in part.
+        plans: Plans by layer name; a layer without a plan is fused as a whole.
         settings: Has the ranks, and the format.
     """
 
@@ -46,11 +46,11 @@ class Splitting:
     settings: Settings
 
     def cut(self, packing: Mapping[str, Sequence[PackPlan]]) -> dict[str, Slice]:
-        """Give this rank its part of every tensor, in place.
+        """Reduce every tensor to this rank's part, in place.
 
         Returns:
-            What the rank has of matrices that are cut while they are packed, by full name: their rows share
-            scales with what other ranks have of them, or the source has their planes.
+            The rank's slices of matrices that are cut only while they are packed, by full name, because
+            their rows share scales with other ranks' parts, or because the source has packed planes.
         """
         rank = self.settings.mesh.tp.rank
         runs: dict[str, Slice] = {}
@@ -72,12 +72,12 @@ class Splitting:
         return runs
 
     def _has_planes(self, name: str) -> bool:
-        """Whether the source of the weights has a matrix packed."""
+        """Whether the source of the weights stores a matrix in a packed format."""
         filling = self.settings.filling
         return filling is not None and filling.awaits(name) and filling.source.is_packed(name)
 
     def _cut(self, found: Found, split: dict[str, ModuleSplit], rank: int, whole: Collection[str]) -> None:
-        """Cut one layer's tensors; of a checkpoint only the parts are read."""
+        """Cut one layer's tensors, except those named in `whole`; only the parts are read of a checkpoint."""
         filling = self.settings.filling
         cut = [f"{path}.{name}" for path, own in split.items() for name in (*own.cuts, *own.once)]
         read = {name: f"{found.name}.{name}" for name in cut if name not in whole}
@@ -100,16 +100,16 @@ class Splitting:
         filling.release(read.values())
 
     def join(self) -> None:
-        """Let the parts meet, once nothing changes their classes any more."""
+        """Add the communication between ranks to split modules; must run after the last change of classes."""
         for found, split in self._splits():
             join_ranks(found.layer, split, Live(self.settings.mesh.tp))
             if is_injected(found.layer):
                 injected_state(found.layer).parts = parts_of(found.layer)
 
     def _splits(self) -> list[tuple[Found, dict[str, ModuleSplit]]]:
-        """Each layer's split, without modules that an earlier layer shares with it."""
+        """Return each layer's split, without modules that it shares with an earlier layer."""
         seen: set[int] = set()
-        found = []
+        splits = []
         for one in self.layers:
             plan = self.plans.get(one.name)
             own = {}
@@ -118,11 +118,11 @@ class Splitting:
                 if id(module) not in seen and not is_split(module):
                     own[path] = split
                 seen.add(id(module))
-            found.append((one, own))
-        return found
+            splits.append((one, own))
+        return splits
 
     def rows(self) -> tuple[SplitReport, ...]:
-        """For the report, under the model's names."""
+        """Return rows for the report, under the model's names."""
         named = ((one.name, row) for one in self.layers for row in self._rows_of(one.name))
         return tuple(replace(row, name=f"{name}.{row.name}") for name, row in named)
 
@@ -138,11 +138,11 @@ def plan_splitting(
     settings: Settings,
     config: InferenceConfig,
 ) -> Splitting:
-    """Decide about every layer that is not fused; the model is only read.
+    """Plan the split of every layer that is not fused; the model is only read.
 
     Raises:
         UnsupportedError: Nothing can be split.
-        InjectionError: Ranks that come to different plans, or a policy that the model does not bear out.
+        InjectionError: The ranks' plans differ, or a policy does not fit the model.
     """
     mesh = settings.mesh
     whole = [found for found in layers if verdicts[found.name].returns is None]
@@ -184,7 +184,7 @@ def plan_splitting(
 
 
 def _runs(plan: LayerPlan) -> dict[str, int]:
-    """What each rank has of a layer's tensors, as short as it goes."""
+    """Return checksums of how a layer's tensors are cut, for comparison between ranks."""
     return {
         f"{path}.{name}": crc32(repr(cut).encode())
         for path, own in plan.split.items()

@@ -1,4 +1,4 @@
-"""Whether and how an engine's layers are streamed: from the configuration's `zero` to a `Streamer`."""
+"""Decides whether and how layers are streamed: from the configuration's `zero` section to a `Streamer`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["check_streamed", "open_streamer", "stack_on_lease"]
 
 
 def open_streamer(config: InferenceConfig, device: Device, filling: Filling | None) -> Streamer | None:
-    """What will stream the layers, or None where they stay on the device.
+    """Return a streamer for the layers, or None if they stay on the device.
 
     Args:
         config: Has the `zero` section.
-        device: Where the engine runs.
-        filling: Where the weights come from, if not from the model.
+        device: The device that the engine runs on.
+        filling: The source of the weights; None if the model has them.
 
     Raises:
-        ConfigError: A folder that files cannot be made in.
-        UnsupportedError: Captured graphs beside it.
+        ConfigError: `nvme_path` is not a folder that can be written to.
+        UnsupportedError: Captured graphs are enabled, too.
     """
     wish = config.zero.offload_param
     if wish.device == "none":
@@ -69,10 +69,10 @@ def _nowhere(tensor: Any) -> None:
 def check_streamed(
     layers: Sequence[Found], verdicts: Mapping[str, Verdict], streamer: Streamer | None
 ) -> None:
-    """Refuse a model whose layers would not be streamed, before it is changed.
+    """Refuse a model with layers that cannot be streamed, before it is changed.
 
     Raises:
-        UnsupportedError: With the layer and its reason.
+        UnsupportedError: Naming the layer and the reason.
     """
     if streamer is None:
         return
@@ -86,5 +86,8 @@ def check_streamed(
 
 
 def stack_on_lease(stack: Bound, device: Device, streamer: Streamer | None) -> Bound:
-    """What runs all layers: one at a time where they are streamed, and it would not see to that itself."""
+    """Return the stack to use: one that leases layers one by one if they are streamed to a GPU.
+
+    The CPU's own stack takes leases itself.
+    """
     return stack if streamer is None or device.name == "cpu" else one_by_one(stack)

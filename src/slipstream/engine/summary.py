@@ -1,4 +1,4 @@
-"""What the report of an engine says of each layer, and of what was asked for and did not happen."""
+"""Builds an engine's report: a row for each layer, and notes on requested settings that had no effect."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["left_plain", "nothing_packed", "nothing_replaced", "summary"]
 _NO_LAYERS = "has no layers that repeat (in an nn.ModuleList, or an nn.Sequential of one class with linears)"
 
 _MUCH = 0.1
-"""The share of weights that stay plain from which on a report says so."""
+"""The report mentions weights that stay plain if their share exceeds this."""
 
 
 def nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
-    """What to tell a user who asked for kernels and gets none."""
+    """Return the message for a user who requested kernel injection and gets none."""
     seen = sorted({type(found.layer).__name__ for found in layers})
     name = type(model).__name__
     what = f"the layers of {name} are {', '.join(seen)}" if seen else f"{name} {_NO_LAYERS}"
@@ -35,7 +35,7 @@ def nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
 
 
 def nothing_packed(model: nn.Module, asked: Format) -> str:
-    """What to tell a user who asked for packed weights and gets none."""
+    """Return the message for a user who requested packed weights and gets none."""
     return (
         f"{asked.name} weights were asked for and nothing was packed: {type(model).__name__} {_NO_LAYERS}, "
         "or none with an nn.Linear or Conv1D whose forward is the library's own"
@@ -43,9 +43,9 @@ def nothing_packed(model: nn.Module, asked: Format) -> str:
 
 
 def left_plain(layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings) -> list[str]:
-    """A note where a good part of layers that run their own code is not packed, though that was asked for.
+    """Return a note if much of the weights of layers that run their own code is not packed as requested.
 
-    What the user leaves plain by name is no news.
+    There is none if the user chose by name what stays plain.
     """
     if not settings.format.bits or settings.plain_roles:
         return []
@@ -80,7 +80,7 @@ def summary(
     settings: Settings,
     packed: Mapping[str, str],
 ) -> Report:
-    """The report of an engine: a row for each layer, with its level, kernels, format, bytes and reason."""
+    """Return an engine's report: a row for each layer, with its level, kernels, format, bytes and reason."""
     rows = []
     dense = str(settings.dtype).removeprefix("torch.")
     for found in layers:

@@ -1,4 +1,4 @@
-"""The weights of an engine, as users read, refresh, adapt, save and load them."""
+"""The weight interface of an engine: reading, refreshing, adapting, saving and loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Weights"]
 
 
 class Weights(nn.Module):
-    """What an engine lets its users do with its weights; all of it in place, under the model's own names.
+    """An engine's methods for its weights; they work in place, under the model's own parameter names.
 
     Attributes:
         module: The model.
@@ -36,33 +36,34 @@ class Weights(nn.Module):
     _graphs: ForwardGraphs | None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own names and values, as if nothing had been fused."""
+        """Return the model's own names and values, as if nothing had been fused."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own names, where nothing was fused or packed; `refresh_weights` always can.
+        """Load a state dict into a model without fused or packed parts; else use `refresh_weights`.
 
         Raises:
-            UnsupportedError: A layer that is to be loaded runs a fused block, or holds packed weights.
+            UnsupportedError: A layer to be loaded runs a fused block, or has packed weights.
         """
         with self._without_adapters():
             return self.module.load_state_dict(*args, **kwargs)
 
     def refresh_weights(self, state: Mapping[str, Tensor] | nn.Module) -> None:
-        """Put new values into every weight, in the memory that it is in: graphs and kernels go on with them.
+        """Write new values to every weight in place, so that graphs and kernels stay valid.
 
-        Packed weights are packed anew; everything is checked before the first value is written. A call that
-        runs meanwhile in another thread may see some of both. On several ranks all of them make the call,
-        with whole tensors, and each takes its part of them.
+        Packed weights are packed again; everything is checked before the first value is written. A call that
+        runs in another thread meanwhile may see a mixture of old and new values. With several ranks, each of
+        them must make this call, with whole tensors, and takes its part of them. Active adapters stay active
+        on top of the new weights.
 
         Args:
-            state: Every name of `state_dict()`, in any floating dtype and on any device, or a module that has
-                such a state dict: the model that is being trained. Of tied tensors, one will do. An adapter
-                that is at work stays so, upon the new weights.
+            state: A value for every name of `state_dict()`, in any floating dtype and on any device, or a
+                module with such a state dict, such as the model that is being trained. One of several tied
+                tensors is enough.
 
         Raises:
-            WeightError: A name too many or too few, another shape, NaN or infinity; nothing was written.
+            WeightError: Unknown or missing names, a wrong shape, NaN or infinity; nothing was written.
             ConfigError: Not a state dict.
         """
         with self._without_adapters():
@@ -70,7 +71,7 @@ class Weights(nn.Module):
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
-        """Within, no adapter is at work; afterwards those are that were, upon the weights of then."""
+        """Deactivate all adapters within the context; at its end apply them to the then current weights."""
         active, merged = self._adapters.active, self._adapters.merged
         self._select(())
         try:
@@ -79,7 +80,7 @@ class Weights(nn.Module):
             self._select(active, merged=merged)
 
     def _select(self, names: Sequence[str], *, merged: bool = False) -> None:
-        """Put adapters to work; captured forwards know of those that were at work before."""
+        """Activate adapters, and drop captured forwards, which have the previous ones in them."""
         others = bool(names or self._adapters.active)
         self._adapters.select(self.module, names, merged=merged)
         if others and self._graphs is not None:
@@ -91,54 +92,55 @@ class Weights(nn.Module):
         name: str,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Read a LoRA adapter in peft's format; `set_adapter` puts it to work.
+        """Load a LoRA adapter in peft's format; `set_adapter` activates it.
 
-        One that is loaded under the name of another takes its place, also at work. On several ranks all of
-        them make this call and those below; adapters are kept apart there, cut as their matrices are.
+        An adapter of the same name is replaced, and the new one is active if the old one was. With several
+        ranks, each of them must make this call and those below; adapters are then never merged, and are split
+        like the matrices that they adapt.
 
         Args:
             adapter: The folder that peft wrote, or the tensors by peft's names.
-            name: To call it by.
-            config: For tensors, what peft's `adapter_config.json` would say: `r`, `lora_alpha`, ...
+            name: The name for the adapter.
+            config: For tensors, the contents of peft's `adapter_config.json`: `r`, `lora_alpha`, ...
 
         Raises:
-            WeightError: It cannot be read, or is of another model; nothing has changed.
-            UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor; on several
-                ranks, one that has more than matrices of linears.
+            WeightError: The adapter cannot be read, or belongs to another model; nothing has changed.
+            UnsupportedError: More than LoRA (DoRA, PiSSA, ...), or an adapter of a tied tensor; with several
+                ranks, an adapter of anything but the matrices of linears.
             ConfigError: Tensors without a configuration.
         """
         read = agree_on_adapter(lambda: read_adapter(adapter, config), self._built.mesh.replica)
         self._adapters.add(self.module, name, read)
 
     def set_adapter(self, name: str | Sequence[str] | None) -> None:
-        """Put an adapter to work, or the sum of several, in the place of those that were; None for none.
+        """Activate one adapter, or the sum of several, instead of the active ones; None for none.
 
-        It is kept apart: its product is added beside each matrix, which stays as it is, also where it is
-        packed. `merge_adapter` merges it. What an adapter replaces as a whole (`modules_to_save`, biases),
-        and what it adds to embeddings, to routers and to the projections of latents, is merged at once, and
-        comes back to the bit. `state_dict` has the weights without what is kept apart.
+        The adapter is not merged: its low-rank product is added to that of each matrix, which stays
+        unchanged, packed or not. Use `merge_adapter` to merge it. Tensors that an adapter replaces as a whole
+        (`modules_to_save`, biases), and its updates of embeddings, routers and latent projections, are always
+        merged, and later restored bit by bit. `state_dict` does not include what is not merged.
 
         Raises:
             ConfigError: No adapter has this name, or two of them replace one tensor; nothing has changed.
-            WeightError: A number is not finite in the engine's dtype; no adapter is at work then.
+            WeightError: A value is not finite in the engine's dtype; no adapter is active then.
         """
         agree_on_names(_names(name), self._built.mesh.replica)
         self._select(_names(name))
 
     def merge_adapter(self, name: str | Sequence[str] | None = None) -> None:
-        """Merge adapters into the weights, in the place of those at work: the speed is the base model's.
+        """Merge adapters into the weights, replacing the active ones; the engine is as fast as without any.
 
-        The weights are changed where they lie, so graphs and kernels go on with them; packed matrices are
-        packed anew. What they were is kept, a copy of the adapted matrices, and comes back to the bit.
+        Weights are changed in place, so graphs and kernels stay valid; packed matrices are packed again. A
+        copy of the original adapted matrices is kept, from which they are later restored bit by bit.
 
         Args:
-            name: Of one, or of several; None for those that are at work.
+            name: One name, or several; None for the active adapters.
 
         Raises:
-            ConfigError: As for `set_adapter`, or none is named and none is at work.
-            UnsupportedError: A matrix is tied to another, which would change, too, or is on several ranks;
-                nothing has changed.
-            WeightError: The sum is not finite in the engine's dtype; no adapter is at work then.
+            ConfigError: As for `set_adapter`, or no name is given and no adapter is active.
+            UnsupportedError: A matrix is tied to another one, which would change, too, or is split over
+                ranks; nothing has changed.
+            WeightError: The sum is not finite in the engine's dtype; no adapter is active then.
         """
         names = self._adapters.active if name is None else _names(name)
         if not names:
@@ -146,17 +148,17 @@ class Weights(nn.Module):
         self._select(names, merged=True)
 
     def unmerge_adapter(self) -> None:
-        """Take what was merged out again, to the bit; the adapters stay at work, kept apart."""
+        """Restore the original weights bit by bit; the adapters stay active, unmerged."""
         self._select(self._adapters.active)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Within, the engine answers without adapters."""
+        """Run the engine without adapters within the context."""
         with self._without_adapters():
             yield
 
     def delete_adapter(self, name: str) -> None:
-        """Forget an adapter; where it is at work, the others stay there without it.
+        """Remove an adapter; if it is active, the other active ones stay active.
 
         Raises:
             ConfigError: No adapter has this name.
@@ -166,16 +168,17 @@ class Weights(nn.Module):
             self._graphs.forget()
 
     def active_adapters(self) -> list[str]:
-        """Names of the adapters at work."""
+        """Return the names of the active adapters."""
         return list(self._adapters.active)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write the model as a transformers folder, under its original names.
 
-        On several ranks every one of them has to call it; the first one writes, and needs memory for all.
+        With several ranks, each of them must make this call; the first one writes, and needs memory for the
+        whole model.
 
         Args:
-            path: A folder; made where it does not exist.
+            path: A folder; created if it does not exist.
 
         Raises:
             UnsupportedError: The model has no `save_pretrained`.
@@ -192,18 +195,18 @@ class Weights(nn.Module):
         first_writes(self._built.mesh.replica, lambda: save(path, state_dict=state))
 
     def load_checkpoint(self, path: str | Path, tag: str | None = None, strict: bool = True) -> None:
-        """Put a checkpoint's weights into the engine, in place; packed matrices are packed again.
+        """Load a checkpoint's weights into the engine, in place; packed matrices are packed again.
 
-        On several ranks every one of them has to call it, and reads whole tensors before it takes its parts.
+        With several ranks, each of them must make this call, and reads whole tensors before taking its part.
 
         Args:
-            path: A folder, a file, a folder with tags, or a JSON description, as `checkpoint` takes them; but
-                neither packed weights nor a GGUF file, of which an engine is made.
-            tag: Which of a folder's tags; None takes what `latest` says.
-            strict: False lets tensors be missing, which stay as they are, or left over.
+            path: A folder, a file, a folder with tags, or a JSON description, as for the `checkpoint`
+                setting; but neither packed weights nor a GGUF file: for those, build a new engine.
+            tag: One of the folder's tags; None for the one named in its file `latest`.
+            strict: False accepts missing tensors, whose weights then stay unchanged, and surplus ones.
 
         Raises:
-            WeightError: The checkpoint is damaged or another model's; the engine is then as it was.
+            WeightError: The checkpoint is damaged or belongs to another model; the engine is unchanged.
             UnsupportedError: A layer's parts were replaced since it was fused.
         """
         with self._without_adapters():
@@ -211,7 +214,7 @@ class Weights(nn.Module):
 
 
 def _refuse_packed(folder: Path) -> None:
-    """Keep plain weights out of a folder of packed ones, which would be opened by these again."""
+    """Refuse to write plain weights to a folder of packed ones, which would take precedence on opening it."""
     if is_packed_folder(folder):
         raise ConfigError(
             f"{folder} holds packed weights ({MANIFEST}), and would have two kinds of them; name another "

@@ -1,4 +1,4 @@
-"""The families: a module of this package that defines `FAMILY` or `FAMILIES` is registered by that."""
+"""The registry of families: every module of this package that defines `FAMILY` or `FAMILIES` is included."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["FAMILIES", "Family", "OwnAttention", "OwnBias", "OwnCourse", "OwnMix
 
 
 def _collect() -> dict[str, Family]:
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for family in (*vars(module).get("FAMILIES", ()), *filter(None, [vars(module).get("FAMILY")])):
-            found[family.name] = family
-    return found
+            families[family.name] = family
+    return families
 
 
 FAMILIES: dict[str, Family] = _collect()

@@ -1,4 +1,4 @@
-"""Trinity (AFMoE): sandwich norms, gated attention, angles in windowed layers only, corrected experts."""
+"""Trinity (AFMoE): sandwich norms, gated attention, rotary in windowed layers only, corrected experts."""
 
 from __future__ import annotations
 

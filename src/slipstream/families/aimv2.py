@@ -1,6 +1,6 @@
-"""AIMv2: pictures and text in one pre-norm layer with RMSNorm and a gated feed-forward.
+"""AIMv2: the same pre-norm layer, with RMSNorm and a gated feed-forward, for images and text.
 
-Text is causal where a mask says so: without padding transformers hands none over, and every token sees all.
+Text is only causal by its mask: without padding transformers passes none, and every token sees all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ALBERT: BERT's layer under other names, one object called many times."""
+"""ALBERT: BERT's layer under other names; one layer object is called many times."""
 
 from __future__ import annotations
 

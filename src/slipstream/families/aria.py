@@ -1,4 +1,4 @@
-"""Aria's language model: llama's attention, experts stored `(in, out)`, shared experts beside them."""
+"""Aria's language model: llama's attention, experts stored `(in, out)`, and shared experts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _either(*names: str) -> First:
-    """The experts by their names of today, or by those before."""
+    """Return the recipe of the experts by their present name or an earlier one."""
     return First(tuple(Take(f"mlp.experts.{name}", transposed=True) for name in names))
 
 
 def _refuse(config: Config) -> str | None:
-    # The shared experts obey it; the others are written with silu.
+    # Only the shared experts follow `hidden_act`; the others always use silu.
     return None if config.hidden_act == "silu" else f"hidden_act {config.hidden_act!r} beside experts of silu"
 
 

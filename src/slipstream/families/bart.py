@@ -1,4 +1,4 @@
-"""BART and the translators and talkers that share its layers; some normalise before each branch instead."""
+"""BART and the translation and dialogue models with its layers; some normalise before each branch instead."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ Place = Literal["pre", "post"]
 
 
 def bart_encoder(config: Config, place: Place) -> BlockSpec:
-    """The numbers of a layer of the encoder."""
+    """Return the spec of an encoder layer."""
     return _layer(config, config.encoder_attention_heads, config.encoder_ffn_dim, place)
 
 
 def bart_decoder(config: Config, place: Place) -> BlockSpec:
-    """The numbers of a layer of the decoder."""
+    """Return the spec of a decoder layer."""
     spec = _layer(config, config.decoder_attention_heads, config.decoder_ffn_dim, place)
     return replace(spec, causal=True, cross=config.d_model, clamp=None)
 
@@ -86,7 +86,7 @@ def _by_place(make: Callable[[Config, Place], BlockSpec], place: Place) -> Calla
 
 
 def bart_frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None:
-    """What stands around the decoder's layers."""
+    """Return the frame around the decoder's layers; None if the model has no encoder."""
     if not config.is_encoder_decoder:
         return None
     frame = FrameSpec(
@@ -100,7 +100,7 @@ def bart_frame(config: Config, place: Place, **changes: Any) -> FrameSpec | None
         logit_bias="final_logits_bias",
     )
     if changes.pop("pos_padding", False):
-        # Its tokens count from one, and padding is what has none of these places.
+        # Positions count from `pad_token_id + 1`, over tokens that are not padding.
         padding = int(config.pad_token_id)
         changes |= {"pos_padding": padding, "pos_offset": padding + 1}
     return replace(frame, **changes)

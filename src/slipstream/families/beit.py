@@ -15,7 +15,7 @@ _READS = frozenset({"resolution", "interpolate_pos_encoding", "relative_position
 
 
 def _own_bias(layer: Any, given: Mapping[str, Any], own: Any, patch: int) -> Any:
-    """What the layer's own table says, for as many patches as the picture has, and what the model passes."""
+    """Return the layer's own bias, for the image's size, plus the one that the model passes, if any."""
     shared = given.get("relative_position_bias")
     if own is None:
         return shared

@@ -23,7 +23,7 @@ def _pre_norm(config: Config, index: int) -> BlockSpec:
 def _esm(config: Config, index: int) -> BlockSpec:
     dim = config.hidden_size // config.num_attention_heads
     rotary = config.position_embedding_type == "rotary"
-    # The class has a GELU of its own, whatever the config says.
+    # The class always uses its own GELU, whatever the config says.
     return bert_like(config, index, place="pre", activation="gelu", rope=Rope(dim) if rotary else None)
 
 
@@ -83,7 +83,7 @@ def _family(
     encoder: Callable[[Config], EncoderSpec] | None = None,
     **options: Any,
 ) -> Family:
-    """One family of the kind; `norms` names those of attention and feed-forward where they come first."""
+    """Return a BERT-like family; `norms` are the norms before attention and feed-forward, if it has those."""
     first = {} if norms is None else {Role.ATTN_NORM: Take(norms[0]), Role.MLP_NORM: Take(norms[1])}
     config = f"{prefix}Config"
     tiny = [bert_tiny(f"{prefix}ForMaskedLM", config, **options)]
@@ -101,7 +101,7 @@ def _family(
 
 
 def _encoder(name: str, layer: str, tiny: Tiny) -> Family:
-    """A class that never decodes, whatever its config says."""
+    """Return the family of a class that is always an encoder, whatever its config says."""
     return Family(name=name, layers=(layer,), spec=bert_like, recipes=BERT_RECIPES, tiny=(tiny,))
 
 

@@ -1,4 +1,4 @@
-"""Attention over chosen tokens: a small part of each layer's own says which ones its queries meet.
+"""Sparse attention over chosen tokens: a small indexer in each layer selects the tokens to attend to.
 
 DeepSeek-V3.2 and GLM-5 choose tokens of latent attention, MiniMax-M3 blocks of tokens.
 """
@@ -40,7 +40,7 @@ def _latent(config: Config, index: int) -> BlockSpec:
 
 
 def _measure(layer: Any, config: Config) -> BlockSpec:
-    """Where transformers caches keys and values of every head (before 5.23), attention stays the layer's."""
+    """Return a layer's spec; attention is not fused if transformers caches all heads (before 5.23)."""
     attention = layer.self_attn
     if _caches_latents(type(attention)):
         return _latent(config, attention.layer_idx)
@@ -49,7 +49,7 @@ def _measure(layer: Any, config: Config) -> BlockSpec:
 
 
 def _caches_latents(attention: type) -> bool:
-    """Whether the cache is read before latents are expanded: nothing but the class's code says so."""
+    """Whether the class updates the cache before it expands latents; only the names in its code show that."""
     code = inspect.unwrap(attention.forward).__code__  # type: ignore[attr-defined]
     used = [name for name in code.co_names if name in ("update", "expand_kv")]
     return used == ["update", "expand_kv"]
@@ -58,13 +58,13 @@ def _caches_latents(attention: type) -> bool:
 def _attend_chosen(
     heads: Branches, layer: Any, normed: Tensor, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """What chosen tokens say, and which they are `(B, S, k)`."""
+    """Attend to the chosen tokens; return the output, and the tokens' indices `(B, S, k)`."""
     mask, indexer = given["attention_mask"], layer.self_attn.indexer
     chosen = given.get("prev_topk_indices")
     if indexer is not None:
         short = heads.norm(Role.Q_DOWN_NORM, heads.linear(Role.Q_DOWN, normed))
-        told = (given["position_embeddings"], mask[:, 0], given.get("position_ids"))
-        chosen = indexer(normed, short, *told, past_key_values=given.get("past_key_values"))
+        arguments = (given["position_embeddings"], mask[:, 0], given.get("position_ids"))
+        chosen = indexer(normed, short, *arguments, past_key_values=given.get("past_key_values"))
     if chosen is None:
         raise ValueError("a layer that chooses no tokens of its own was called without another's choice")
     left_out = torch.ones_like(mask[:, 0].expand(len(normed), -1, -1), dtype=torch.bool)
@@ -78,23 +78,23 @@ def _least(x: Tensor) -> float:
 
 
 def _choose(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    heard, _ = _attend_chosen(heads, layer, heads.norm(Role.ATTN_NORM, x), given)
-    x = x + heard
+    attended, _ = _attend_chosen(heads, layer, heads.norm(Role.ATTN_NORM, x), given)
+    x = x + attended
     return x + heads.feed(heads.norm(Role.MLP_NORM, x))
 
 
 def _choose_and_tell(
     heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    heard, chosen = _attend_chosen(heads, layer, heads.norm(Role.ATTN_NORM, x), given)
-    x = x + heard
+    attended, chosen = _attend_chosen(heads, layer, heads.norm(Role.ATTN_NORM, x), given)
+    x = x + attended
     return x + heads.feed(heads.norm(Role.MLP_NORM, x)), chosen
 
 
 def _hear(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """A layer whose whole attention is its own."""
-    heard, _, *chosen = layer.self_attn(hidden_states=heads.norm(Role.ATTN_NORM, x), **_passed(given))
-    x = x + heard
+    """Run a layer whose whole attention is not fused."""
+    attended, _, *chosen = layer.self_attn(hidden_states=heads.norm(Role.ATTN_NORM, x), **_passed(given))
+    x = x + attended
     return x + heads.feed(heads.norm(Role.MLP_NORM, x)), *chosen
 
 
@@ -129,7 +129,7 @@ def _minimax(config: Config, index: int) -> BlockSpec:
 
 
 def _follow(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """The block's own way, padding and all: the other layers look at padding when they choose."""
+    """Run the branches in the block's order, but keep padding: other layers' choices depend on it."""
     x = x + heads.attend(heads.norm(Role.ATTN_NORM, x))
     return x + heads.feed(heads.norm(Role.MLP_NORM, x))
 

@@ -1,4 +1,4 @@
-"""Cohere (Command R): one LayerNorm without bias for two parallel branches, neighbouring dims rotated."""
+"""Cohere (Command R): one LayerNorm without bias for two parallel branches, rotary over neighbouring dims."""
 
 from __future__ import annotations
 

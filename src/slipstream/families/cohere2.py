@@ -1,4 +1,4 @@
-"""Cohere 2 (Command R7B, Command A): Cohere with windowed layers; only those rotate."""
+"""Cohere 2 (Command R7B, Command A): Cohere with windowed layers; only those are rotary."""
 
 from __future__ import annotations
 

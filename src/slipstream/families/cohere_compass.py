@@ -1,4 +1,4 @@
-"""Cohere Compass's language model: Cohere 2's layer, with angles where the type of layer has them."""
+"""Cohere Compass's language model: Cohere 2's layer, rotary if the type of layer has angles."""
 
 from __future__ import annotations
 

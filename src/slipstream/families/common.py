@@ -1,4 +1,4 @@
-"""What many families share: the llama-like layer, its config fields, the frame of a causal model."""
+"""Parts shared by many families: the llama-like layer, its config fields, the frame of a causal model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MOE_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
         Role.EXPERTS_OUT: Take("mlp.experts.down_proj"),
     }
 )
-"""For layers with experts and for the dense ones between them."""
+"""Recipes for layers with experts and for the dense ones between them."""
 
 QK_NORMS: Final[Mapping[Role, Recipe]] = MappingProxyType(
     {Role.Q_NORM: Take("self_attn.q_norm"), Role.K_NORM: Take("self_attn.k_norm")}
@@ -74,12 +74,12 @@ SANDWICH_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
         Role.MLP_POST_NORM: Take("post_feedforward_layernorm"),
     }
 )
-"""Norms before and after each branch, by Gemma's names."""
+"""Recipes for norms before and after each branch, by Gemma's names."""
 
 POST_NORM_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
     {role: recipe for role, recipe in SANDWICH_RECIPES.items() if role not in (Role.ATTN_NORM, Role.MLP_NORM)}
 )
-"""Norms after each branch only, by OLMo 2's names."""
+"""Recipes for norms after each branch only, by OLMo 2's names."""
 
 TINY: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -98,47 +98,49 @@ TINY: Final[Mapping[str, Any]] = MappingProxyType(
 
 
 def tiny(model: str, config: str, *, label: str = "", **options: Any) -> Tiny:
-    """A tiny model with llama's field names; `options` override or add fields."""
+    """Return a tiny model with llama's field names; `options` override or add fields."""
     return Tiny(model, config, {**TINY, **options}, label)
 
 
 def bert_tiny(model: str, config: str, *, label: str = "", **options: Any) -> Tiny:
-    """A tiny model with BERT's field names; `options` override or add fields."""
+    """Return a tiny model with BERT's field names; `options` override or add fields."""
     fields = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
     return Tiny(model, config, {**fields, **options}, label)
 
 
 def field(config: Config, *names: str, default: Any = None) -> Any:
-    """The first of some config fields that is there and not None, else the default."""
+    """Return the first of the named config fields that exists and is not None, else the default."""
     return next((v for name in names if (v := getattr(config, name, None)) is not None), default)
 
 
 def head_dim(config: Config) -> int:
-    """Width of a head where the class reads the config's own field for it, else hidden size over heads."""
+    """Return the head width for classes that read `head_dim`; without it, hidden size over heads."""
     return int(field(config, "head_dim", default=config.hidden_size // config.num_attention_heads))
 
 
 def own_mixer(part: str, *, cache: str = "cache_params", mask: str = "attention_mask") -> OwnMixer:
-    """A part that is called with the cache and the mask that the layer is called with.
+    """Return a mixer that is called with the cache and the mask of the layer's call.
 
     Args:
-        part: Its path in the layer.
-        cache: Its name for the cache.
-        mask: The layer's name for its mask.
+        part: The mixer's path in the layer.
+        cache: The mixer's name for the cache argument.
+        mask: The layer's name for the mask argument.
     """
 
     def call(mixer: Any, x: Any, given: Mapping[str, Any]) -> Any:
-        found = {cache: given.get("past_key_values"), "attention_mask": given.get(mask)}
-        answer = mixer(hidden_states=x, **found)
+        arguments = {cache: given.get("past_key_values"), "attention_mask": given.get(mask)}
+        answer = mixer(hidden_states=x, **arguments)
         return answer[0] if isinstance(answer, tuple) else answer
 
     return OwnMixer(part, call, frozenset({mask}))
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """ALiBi's slope of each head: powers of `2^(-8 / n)`, then every other one of the next finer row.
+    """Return ALiBi's slope for each head: powers of `2^(-8 / n)`.
 
-    Source: Press et al. 2021 (arXiv 2108.12409); its authors' code where `heads` is no power of two.
+    Here n is the largest power of two up to `heads`; further heads get every other slope of the row for 2n.
+
+    Source: Press et al. 2021 (arXiv 2108.12409); its authors' code if `heads` is not a power of two.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8 * number / power) for number in range(1, power + 1)]
@@ -147,40 +149,40 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 def layer_type(config: Config, index: int) -> str | None:
-    """The layer's entry in `layer_types`, where the config has one."""
+    """Return the layer's entry in `layer_types`, or None if the config has no such list."""
     types = field(config, "layer_types")
     return None if types is None else str(types[index])
 
 
 def window(config: Config, index: int) -> int | None:
-    """Sliding window of a layer by `layer_types`, or where there are none `sliding_window` for all."""
+    """Return a layer's sliding window by `layer_types`; without those, `sliding_window` is for all layers."""
     kind = layer_type(config, index)
     size = field(config, "sliding_window")
     return None if size is None or kind not in (None, "sliding_attention") else int(size)
 
 
 def sparse_layer(config: Config, index: int) -> bool:
-    """Whether a layer has experts: every `decoder_sparse_step`-th one not listed in `mlp_only_layers`."""
+    """Whether a layer has experts: every `decoder_sparse_step`-th one that is not in `mlp_only_layers`."""
     listed = index in field(config, "mlp_only_layers", default=())
     return not listed and config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
 
 
 def rope(config: Config, *, interleaved: bool = False, **options: Any) -> Rope:
-    """The rotary embedding of a config; the angles come from the model's own module."""
+    """Return the rotary embedding of a config; the angles come from the model's own module."""
     parameters = field(config, "rope_parameters", default={})
     factor = parameters.get("partial_rotary_factor", field(config, "partial_rotary_factor", default=1.0))
     return Rope(int(head_dim(config) * factor), interleaved, **options)
 
 
 def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a llama-like layer, which sees all that came before; `changes` replace single fields."""
+    """Return the spec of a llama-like layer, causal without a window; `changes` replace single fields."""
     dim = head_dim(config)
     spec = BlockSpec(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=int(field(config, "num_key_value_heads", default=config.num_attention_heads)),
         head_dim=dim,
-        # Some classes have experts' widths only, or one for each layer.
+        # Some configs have no such width, only the experts', or a list with one per layer.
         ffn=width if isinstance(width := field(config, "intermediate_size"), int) else 0,
         norm=Norm("rms", float(field(config, "rms_norm_eps", default=1e-6))),
         activation=str(field(config, "hidden_act", default="silu")),
@@ -191,12 +193,12 @@ def llama_like(config: Config, index: int, **changes: Any) -> BlockSpec:
 
 
 def llama_windowed(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a llama-like layer whose window is said by `layer_types`; `changes` replace fields."""
+    """Return the spec of a llama-like layer with a window by `layer_types`; `changes` replace fields."""
     return llama_like(config, index, **{"window": window(config, index), **changes})
 
 
 def plain_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a causal layer with LayerNorms and no gate; `changes` replace single fields."""
+    """Return the spec of a causal layer with LayerNorms and no gate; `changes` replace single fields."""
     dim = config.hidden_size // config.num_attention_heads
     spec = BlockSpec(
         hidden=config.hidden_size,
@@ -213,12 +215,12 @@ def plain_like(config: Config, index: int, **changes: Any) -> BlockSpec:
 
 
 def bert_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a BERT-like encoder's layer; `changes` replace single fields."""
+    """Return the spec of a BERT-like encoder's layer; `changes` replace single fields."""
     return plain_like(config, index, **{"place": "post", "causal": False, **changes})
 
 
 def gpt_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a layer with GPT-2's field names; `changes` replace single fields."""
+    """Return the spec of a layer with GPT-2's field names; `changes` replace single fields."""
     dim = config.n_embd // config.n_head
     spec = BlockSpec(
         hidden=config.n_embd,
@@ -235,7 +237,7 @@ def gpt_like(config: Config, index: int, **changes: Any) -> BlockSpec:
 
 
 def llama_frame(config: Config, **changes: Any) -> FrameSpec:
-    """The frame of a llama-like causal language model; `changes` replace single fields."""
+    """Return the frame of a llama-like causal language model; `changes` replace single fields."""
     frame = FrameSpec(
         layers="model.layers",
         embed="model.embed_tokens",
@@ -248,7 +250,7 @@ def llama_frame(config: Config, **changes: Any) -> FrameSpec:
 
 
 def gpt_frame(config: Config, **changes: Any) -> FrameSpec:
-    """The frame of a model with GPT-2's names; `changes` replace single fields."""
+    """Return the frame of a model with GPT-2's names; `changes` replace single fields."""
     frame = FrameSpec(
         layers="transformer.h",
         embed="transformer.wte",

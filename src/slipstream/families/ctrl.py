@@ -1,4 +1,4 @@
-"""CTRL: scaled embeddings, a sinusoidal table in a buffer of the model, ReLU."""
+"""CTRL: scaled embeddings, a sinusoidal position table in a buffer, ReLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DBRX: clamped queries, keys and values of one matrix, and experts that lie in flat matrices."""
+"""DBRX: clamped queries, keys and values from one matrix, and experts stored in flat matrices."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ _LATENT: Mapping[Role, Recipe] = {
 
 
 def latent_recipes(base: Mapping[Role, Recipe]) -> dict[Role, Recipe]:
-    """A layer's recipes with those of latent attention in place of queries, keys and values."""
+    """Return a layer's recipes with those of latent attention instead of queries, keys and values."""
     return {role: recipe for role, recipe in base.items() if role is not Role.QKV} | dict(_LATENT)
 
 
 def _scale(config: Config, dim: int) -> float:
-    """`dim^-0.5`, times the square of YaRN's factor where it is for all dims."""
+    """Return `dim^-0.5`, times the square of YaRN's factor if that applies to all dims."""
     rope = field(config, "rope_parameters", default={})
     scale, all_dims = float(dim**-0.5), rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not all_dims or rope["factor"] <= 1:
@@ -43,7 +43,7 @@ def _scale(config: Config, dim: int) -> float:
 def latent_like(
     config: Config, index: int, *, rope: Rope | None, interleaved: bool = False, **changes: Any
 ) -> BlockSpec:
-    """The spec of a layer with latent attention by DeepSeek's field names; `changes` replace fields."""
+    """Return the spec of a layer with latent attention, by DeepSeek's field names; `changes` replace some."""
     dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     latent = Latent(
         config.kv_lora_rank,
@@ -68,7 +68,7 @@ def latent_like(
 
 
 def with_experts(config: Config, index: int, dense: BlockSpec, **changes: Any) -> BlockSpec:
-    """The layer with a mixture where it has one."""
+    """Add a mixture of experts to a layer's spec if the layer has one; `changes` replace its fields."""
     if not is_sparse(config, index):
         return dense
     return replace(dense, ffn=config.moe_intermediate_size, moe=corrected_moe(config, **changes))

@@ -1,4 +1,4 @@
-"""DINOv2, DINOv3, TIPSv2: ViT's layer with a scale per channel on each branch; DINOv3 turns heads."""
+"""DINOv2, DINOv3, TIPSv2: ViT's layer with a scale per channel on each branch; DINOv3 is rotary."""
 
 from __future__ import annotations
 

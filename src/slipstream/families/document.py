@@ -1,4 +1,4 @@
-"""The families as markdown, made from the registry: a table for the docs, names for the README."""
+"""Renders the registry of families as markdown: a table for the docs, a summary for the README."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["render", "summary"]
 
 
 def render(families: Iterable[Family]) -> str:
-    """One row per family: its name, its layer classes, and how its `generate` runs."""
+    """Return a table with a row per family: its name, its layer classes, and how its `generate` runs."""
     rows = ["| family | layer class | level | greedy and sampling |", "|---|---|---|---|"]
     for family in sorted(families, key=lambda f: f.name):
         classes = ", ".join(f"`{name}`" for name in family.layers)
@@ -19,7 +19,7 @@ def render(families: Iterable[Family]) -> str:
 
 
 def summary(families: Iterable[Family]) -> str:
-    """One row per way to generate, with the names of its families."""
+    """Return a table with a row per way to generate, listing the families."""
     kinds: dict[str, list[str]] = {_PACKED: [], _LOOP: [], _NONE: []}
     for family in families:
         kinds[_generation(family)].append(family.name)

@@ -1,4 +1,4 @@
-"""Doge: values say how much their tokens are heard, and which are not; a residual is weighed per channel.
+"""Doge: a mask computed from values weighs tokens and drops some; residuals have a weight per channel.
 
 Source: Wu et al. 2024 (arXiv 2412.11834), the dynamic mask attention.
 """
@@ -24,18 +24,18 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _mask_of_values(attention: Any, x: Tensor, mask: Tensor | None, values: Tensor) -> Tensor:
-    """What is added to the scores `(B, H, S, L)`, of values `(B, K, L, D)`, by the layer's own code."""
-    told = attention.dt_proj(values.transpose(1, 2).flatten(2))
-    told = torch.exp(attention.A * torch.logaddexp(told, torch.zeros_like(told))).mT
-    made = attention.prepare_dynamic_mask(x, told, attention.keep_window_size, mask)
+    """Return the mask on scores, `(B, H, S, L)`, that the layer's own code makes of values `(B, K, L, D)`."""
+    weights = attention.dt_proj(values.transpose(1, 2).flatten(2))
+    weights = torch.exp(attention.A * torch.logaddexp(weights, torch.zeros_like(weights))).mT
+    made = attention.prepare_dynamic_mask(x, weights, attention.keep_window_size, mask)
     by_head: Tensor = made.repeat_interleave(attention.num_key_value_groups, dim=1)
     return by_head
 
 
 def _weigh(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
     normed, mask = heads.norm(Role.ATTN_NORM, x), given.get("attention_mask")
-    heard = heads.attend(normed, mask_of=lambda v: _mask_of_values(layer.self_attn, normed, mask, v))
-    x = layer.input_residual * x + heard
+    attended = heads.attend(normed, mask_of=lambda v: _mask_of_values(layer.self_attn, normed, mask, v))
+    x = layer.input_residual * x + attended
     fed: Tensor = heads.feed(heads.norm(Role.MLP_NORM, x))
     return layer.post_attention_residual * x + fed  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: llama with neighbouring dims rotated together and optional biases."""
+"""ERNIE 4.5, dense: llama with rotary over neighbouring dims, and optional biases."""
 
 from __future__ import annotations
 

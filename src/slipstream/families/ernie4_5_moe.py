@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: softmax scores, a correction for the choice, a least sum, shared experts."""
+"""ERNIE 4.5 with experts: softmax scores, a correction for the choice, a minimum sum, shared experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after the branches, q and k normalised per head, full layers beside windows unrotated."""
+"""EXAONE 4: norms after the branches, q and k normalised per head; full layers among windowed: not rotary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mixtures share whose experts are scored by a sigmoid, with a correction for the choice: DeepSeek's."""
+"""Parts of mixtures like DeepSeek's: experts scored by a sigmoid, with a correction for the choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED: Final[Mapping[Role, Recipe]] = MappingProxyType(
         Role.SHARED_OUT: Take("mlp.shared_experts.down_proj"),
     }
 )
-"""Experts that see every token, by DeepSeek's names."""
+"""Recipes of shared experts, which run on every token, by DeepSeek's names."""
 
 GATED_SHARED: Final[Mapping[Role, Recipe]] = MappingProxyType(
     {
@@ -29,7 +29,7 @@ GATED_SHARED: Final[Mapping[Role, Recipe]] = MappingProxyType(
         Role.SHARED_GATE: Take("mlp.shared_expert_gate"),
     }
 )
-"""One expert that sees every token, behind a gate where there is one, by Qwen's names."""
+"""Recipes of one shared expert, with a gate if there is one, by Qwen's names."""
 
 CORRECTED: Final[Mapping[Role, Recipe]] = MappingProxyType(
     {
@@ -41,7 +41,7 @@ CORRECTED: Final[Mapping[Role, Recipe]] = MappingProxyType(
         ),
     }
 )
-"""A llama-like layer with such experts, or without any, with its queries and keys normalised or not."""
+"""Recipes of a llama-like layer with or without such experts, and with or without norms of q and k."""
 
 TINY_EXPERTS: Final[Mapping[str, Any]] = MappingProxyType(
     {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
@@ -49,7 +49,7 @@ TINY_EXPERTS: Final[Mapping[str, Any]] = MappingProxyType(
 
 
 def corrected_moe(config: Config, **changes: Any) -> MoE:
-    """The mixture by DeepSeek's field names; `changes` replace single fields."""
+    """Return the mixture by DeepSeek's field names; `changes` replace single fields."""
     shared = int(field(config, "n_shared_experts", "num_shared_experts", default=0))
     values: dict[str, Any] = {
         "experts": int(field(config, "n_routed_experts", "num_experts")),
@@ -69,14 +69,14 @@ def corrected_moe(config: Config, **changes: Any) -> MoE:
 def normed_like(
     config: Config, index: int, *, sparse: bool, changes: Mapping[str, Any], **moe: Any
 ) -> BlockSpec:
-    """The spec of a layer with normalised heads and, where `sparse`, with experts by Qwen3-MoE's field names.
+    """Return the spec of a layer with normalised heads and, if `sparse`, experts by Qwen3-MoE's field names.
 
     Args:
-        config: The model's.
-        index: Of the layer.
+        config: The model's config.
+        index: The layer's index.
         sparse: Whether the layer has experts.
-        changes: Fields of the spec that are replaced.
-        moe: Fields of the mixture that are replaced.
+        changes: Fields of the spec to replace.
+        moe: Fields of the mixture to replace.
     """
     qk_norm = QKNorm(Norm("rms", config.rms_norm_eps))
     dense = llama_like(config, index, **{"qk_norm": qk_norm, **changes})
@@ -89,7 +89,7 @@ def normed_like(
 
 
 def is_sparse(config: Config, index: int) -> bool:
-    """Whether a layer has experts, by `mlp_layer_types`, or by how many at the beginning are dense."""
+    """Whether a layer has experts, by `mlp_layer_types` or by the number of dense layers at the beginning."""
     kinds = field(config, "mlp_layer_types")
     if kinds is not None:
         return bool(kinds[index] == "sparse")

@@ -12,7 +12,7 @@ from slipstream.weights.recipe import First, Interleaved, Take
 
 def _spec(config: Config, index: int) -> BlockSpec:
     newer, heads, scale = config.new_decoder_architecture, config.num_attention_heads, config.head_dim**-0.5
-    # The mask holds the slopes already; attention that is not sdpa adds them once more.
+    # The mask already contains the slopes; attention implementations other than sdpa add them again.
     again = config.alibi and config._attn_implementation != "sdpa"
     return BlockSpec(
         hidden=config.hidden_size,
@@ -34,7 +34,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _frame(config: Config) -> FrameSpec | None:
-    if config.alibi:  # it rounds slope times position to bfloat16 in every dtype, as its own bias alone does
+    if config.alibi:  # the model rounds slope * position to bfloat16 in every dtype; only its own bias does
         return None
     return FrameSpec(
         layers="transformer.h",

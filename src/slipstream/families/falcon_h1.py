@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and a state space beside each other in every layer, with multipliers all over."""
+"""Falcon-H1: attention and a state space in parallel in every layer, with many multipliers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _spec(config: Config, index: int) -> BlockSpec:
 def _beside(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
     normed = heads.norm(Role.ATTN_NORM, x)
     kept = _MAMBA.call(layer.mamba, normed, given) * layer.ssm_out_multiplier
-    heard = heads.attend(normed * layer.attention_in_multiplier, keys=layer.self_attn.key_multiplier)
-    x = x + (kept + heard * layer.attn_out_multiplier)
+    attended = heads.attend(normed * layer.attention_in_multiplier, keys=layer.self_attn.key_multiplier)
+    x = x + (kept + attended * layer.attn_out_multiplier)
     mlp = layer.feed_forward
     gate, up = heads.linear(Role.MLP_IN, heads.norm(Role.MLP_NORM, x)).chunk(2, dim=-1)
     fed = heads.linear(Role.MLP_OUT, up * mlp.act_fn(gate * mlp.gate_multiplier))

@@ -1,4 +1,4 @@
-"""What a family is: data that says which of a model's tensors play which role, and what the numbers are."""
+"""`Family`: an architecture as data, which maps its tensors to roles and its config to a layer's numbers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Tiny:
     """A small random model of the family, for its tests.
 
     Attributes:
-        model: Class name in transformers.
-        config: Class name of its config.
+        model: Name of its class in transformers.
+        config: Name of its config's class.
         options: Keyword arguments of the config.
-        label: Tells variants of one family apart in the sweep.
+        label: Distinguishes variants of one family in the sweep.
     """
 
     model: str
@@ -46,10 +46,11 @@ class Tiny:
 
 @dataclass(frozen=True)
 class OwnBias:
-    """What a layer adds to its scores by a part of its own, which stays in the layer and runs its own code.
+    """A bias on attention scores, computed by a part of the layer that is not fused and runs its own code.
 
     Attributes:
-        make: Of the layer and the arguments of its call by name: `(1 | B, H, S, L)`, or None.
+        make: Called with the layer and the arguments of its call by name; returns the bias
+            `(1 | B, H, S, L)`, or None.
         reads: Names of arguments that only this part reads.
     """
 
@@ -58,7 +59,7 @@ class OwnBias:
 
 
 class Heads(Protocol):
-    """What a family's own attention may ask of the block that it is the attention of."""
+    """What a block offers to a family's own attention function."""
 
     @property
     def entered(self) -> Tensor:
@@ -66,22 +67,22 @@ class Heads(Protocol):
         ...
 
     def of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of other rows than the layer's own, `(..., C)` to `(..., H, D)` each."""
+        """Project rows other than the layer's own, `(..., C)`, to queries, keys and values `(..., H, D)`."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention of `(N, H, S, D)` over `(N, H, L, D)`, `(N, S, H, D)`; `mask` is added to the scores."""
+        """Attend from `(N, H, S, D)` to `(N, H, L, D)`; the result is `(N, S, H, D)`, `mask` is additive."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """Which keys a query meets, where that is neither all of them nor all that came before.
+    """A family's own attention, in which queries attend neither to all keys nor to all previous ones.
 
     Attributes:
-        run: Of the heads, the layer, the arguments of its call by name, and q, k and v `(B, S, H, D)`,
-            rotated where the spec has a rope. Returns what the queries heard, `(B, S, H, D)`, then whatever
-            tensors the layer returns beside its states.
+        run: Called with the heads, the layer, the arguments of its call by name, and q, k and v
+            `(B, S, H, D)`, rotated if the spec has a rope. Returns the attention's output, `(B, S, H, D)`,
+            then any tensors that the layer returns besides its states.
         reads: Names of arguments that only this code reads.
         packed: States are `(S, C)`, of any number of sequences.
     """
@@ -93,11 +94,12 @@ class OwnAttention:
 
 @dataclass(frozen=True)
 class OwnMixer:
-    """What stands in a branch's place, as a state space does: a part that stays and runs its own code.
+    """A part, such as a state space model, that replaces a branch; it is not fused and runs its own code.
 
     Attributes:
-        part: Its path in the layer; its parameters are the layer's own affair.
-        call: Of the part, its input `(B, S, C)` and the arguments of the layer's call by name: its answer.
+        part: The part's path in the layer; its parameters get no roles.
+        call: Called with the part, its input `(B, S, C)` and the arguments of the layer's call by name;
+            returns the part's output.
         reads: Names of arguments that only this part reads.
     """
 
@@ -107,19 +109,19 @@ class OwnMixer:
 
 
 class Branches(Protocol):
-    """What a family's own course may ask of the block; rows are `(..., C)`."""
+    """What a block offers to a family's own course; rows are `(..., C)`."""
 
     @property
     def spec(self) -> BlockSpec:
-        """The block in numbers."""
+        """The block's numbers."""
         ...
 
     def norm(self, role: Role, x: Tensor) -> Tensor:
-        """A norm of the block, or `x` where it has none of this role."""
+        """Apply a norm of the block; return `x` if the block has none of this role."""
         ...
 
     def linear(self, role: Role, x: Tensor) -> Tensor:
-        """A matrix of the block, and its bias."""
+        """Multiply by a matrix of the block, and add its bias."""
         ...
 
     def attend(
@@ -132,55 +134,56 @@ class Branches(Protocol):
         shared_as: Any = None,
         beyond: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """The attention between its norms, of `(B, S, C)`.
+        """Run the attention branch on `(B, S, C)`, without the norms before and after it.
 
         Args:
-            x: Normalised.
-            mask: In place of the one that the layer was called with.
-            mask_of: Makes it of the values `(B, K, L, D)` that are attended to, the cache's among them.
-            keys: Multiplies keys.
-            shared_as: The name of the layer's own, or of the borrowed, keys and values among those that are
-                shared; None for the type of the layer.
-            beyond: Keys and values `(B, K, M, D)` of other rows, which are seen behind the layer's own; the
-                mask is of all of them.
+            x: The normalised input.
+            mask: Replaces the mask that the layer was called with.
+            mask_of: Makes the mask from the values `(B, K, L, D)` attended to, including cached ones.
+            keys: Factor for the keys.
+            shared_as: The name under which this layer's keys and values are shared, or under which it
+                borrows another's; None for the type of the layer.
+            beyond: Keys and values `(B, K, M, D)` of other rows, appended to the layer's own; the mask covers
+                both.
         """
         ...
 
     def feed(self, x: Tensor) -> Tensor:
-        """The feed-forward, or the experts, between its norms."""
+        """Run the feed-forward or the experts, without the norms before and after."""
         ...
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each of `(N, C)`, `(N, k)`, after their weights in float32."""
+        """Route rows `(N, C)`: return the chosen experts' weights in float32 and their ids, `(N, k)` each."""
         ...
 
     def mix(self, x: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
-        """What experts say of `(N, C)`, by a choice, in which -1 adds nothing; without shared ones."""
+        """Run the chosen experts, without shared ones, on rows `(N, C)`; expert id -1 adds nothing."""
         ...
 
     def halves(self) -> tuple[Branches, Branches]:
-        """The branches of each half of a layer that has them twice, under the same roles.
+        """Return the branches of each half of a layer that has all branches twice, under the same roles.
 
-        Each half has a place of its own in the cache: twice the layer's, and the one after it.
+        Each half has its own index in the cache: twice the layer's, and the next one.
         """
         ...
 
     def heed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of `(B, H, S, D)` over `(B, K, L, D)`: `(B, S, H * D)`; `mask` as torch takes it."""
+        """Attend from `(B, H, S, D)` to `(B, K, L, D)`; returns `(B, S, H * D)`; `mask` is as in torch."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnCourse:
-    """How a layer's branches follow each other, where that is not the block's way, and what else it has.
+    """A layer's own order of branches, where it differs from the block's, and its additional parts.
 
     Attributes:
-        run: Of the branches, the layer, its input `(B, S, C)` (or several of them, stacked) and the arguments
-            of its call by name: what the layer answers, and whatever tensors it returns beside.
-        parts: Paths of modules and parameters that stay the layer's own; a module's are its own affair.
+        run: Called with the branches, the layer, its input `(B, S, C)` (or several, stacked) and the
+            arguments of its call by name; returns the layer's output, and any tensors that it returns
+            besides.
+        parts: Paths of modules and parameters that stay in the layer; a module's parameters get no roles.
         reads: Names of arguments that only this code reads.
-        note: What of the layer runs its own code, for the report; empty for nothing to speak of.
-        needs: Names of arguments without which the original's code runs.
+        note: What in the layer runs its own code, for the report; empty if nothing substantial does.
+        needs: Names of arguments without which the layer's original code runs.
     """
 
     run: Callable[[Branches, Any, Tensor, Mapping[str, Any]], Any]
@@ -199,30 +202,30 @@ class Family:
     """One architecture's layers as data.
 
     Attributes:
-        name: As transformers' `model_type` has it.
-        layers: Names of the layer classes; a class matches by any name along its MRO. A name that others may
-            use too is led by its module's: "modeling_distilbert.TransformerBlock".
-        spec: Numbers of layer `index` by the model's config.
-        specs: The same for single classes of `layers`, where a config has numbers for each (an encoder's
-            layers and a decoder's).
-        recipes: How each role's tensor is made of the layer's own.
-        tiny: Small models that the tests build; every variant that takes another path has one.
-        frame: What stands around the layers of a causal language model; None where there is nothing to
-            generate, or where the engine road could not say what the model says.
-        encoder: What stands around the layers of an encoder of text; None where its own forward is to run.
-        refuse: Why a config cannot be served, or None.
-        ignored: Patterns of parameters of the layer that carry nothing.
-        rope_table: Path of the layer's own `[sin | cos]` table by position, where the model passes none.
-        rotary: Path of the layer's own rotary module, where the model passes no angles.
-        bias: What the layer itself adds to its scores; its parameters are `ignored`.
+        name: The architecture's name, as in transformers' `model_type`.
+        layers: Names of the layer classes; a class matches by any name along its MRO. A name that is not
+            unique is prefixed with its module's: "modeling_distilbert.TransformerBlock".
+        spec: Returns the spec of layer `index` by the model's config.
+        specs: Overrides `spec` for single classes of `layers`, where a config has separate numbers for them
+            (an encoder's layers and a decoder's).
+        recipes: How each role's tensor is made from the layer's tensors.
+        tiny: Small models that the tests build, one for every variant that takes another path.
+        frame: Returns the frame around a causal language model's layers. None if the family does not
+            generate, or if the engine road cannot reproduce the model's output.
+        encoder: Returns the parts around a text encoder's layers; None if the model's own forward has to run.
+        refuse: Returns why a config is not supported, or None.
+        ignored: Patterns of the layer's parameters that need no role.
+        rope_table: Path of the layer's own `[sin | cos]` table by position, if the model passes no angles.
+        rotary: Path of the layer's own rotary module, if the model passes no angles.
+        bias: The bias that the layer itself adds to scores; its parameters are `ignored`.
         relative: Path of the layer's part whose `compute_bias` makes biases by relative position.
-        attention: How layers attend whose spec says `own_attention`.
-        measure: Numbers of a layer that its config and index do not give, of the layer itself and the config;
-            then `spec` is not asked.
-        mixers: What stands in attention's place in layers whose spec names a mixer, by that name.
-        feeders: What stands in the feed-forward's place in layers whose spec names a feeder, by that name.
-        courses: How branches follow each other in layers whose spec names a course, by that name.
-        unread: Names of arguments that layers are handed and do not read.
+        attention: The attention of layers whose spec has `own_attention`.
+        measure: Makes the spec from the layer itself and the config, where config and index do not suffice;
+            `spec` is then not used.
+        mixers: What replaces attention in layers whose spec names a mixer, by that name.
+        feeders: What replaces the feed-forward in layers whose spec names a feeder, by that name.
+        courses: The order of branches in layers whose spec names a course, by that name.
+        unread: Names of arguments that layers receive but do not read.
     """
 
     name: str
@@ -247,7 +250,7 @@ class Family:
     unread: frozenset[str] = frozenset()
 
     def spec_of(self, layer: Any, config: Config, index: int) -> BlockSpec:
-        """Numbers of layer `index`, which is of a class of the family."""
+        """Return the spec of a layer, which is of one of the family's classes and has this index."""
         if self.measure is not None:
             return self.measure(layer, config)
         names = (known.__name__ for known in type(layer).__mro__)
@@ -255,41 +258,41 @@ class Family:
         return spec(config, index)
 
     def mixer_of(self, spec: BlockSpec) -> OwnMixer | None:
-        """What stands in attention's place in a layer of these numbers, or None."""
+        """Return what replaces attention in a layer with this spec, or None."""
         return None if spec.mixer is None else self.mixers[spec.mixer]
 
     def feeder_of(self, spec: BlockSpec) -> OwnMixer | None:
-        """What stands in the feed-forward's place in a layer of these numbers, or None."""
+        """Return what replaces the feed-forward in a layer with this spec, or None."""
         return None if spec.feeder is None else self.feeders[spec.feeder]
 
     def ignores(self, spec: BlockSpec) -> tuple[str, ...]:
-        """Patterns of parameters of a layer of these numbers that no role takes."""
+        """Return patterns of the parameters that have no role in a layer with this spec."""
         own = self.own_parts(spec)
         return (*self.ignored, *own, *(f"{part}.*" for part in own))
 
     def course_of(self, spec: BlockSpec) -> OwnCourse | None:
-        """How the branches of a layer of these numbers follow each other, or None."""
+        """Return the layer's own order of branches in a layer with this spec, or None for the block's."""
         return None if spec.course is None else self.courses[spec.course]
 
     def own_parts(self, spec: BlockSpec) -> tuple[str, ...]:
-        """Paths of what stays the layer's own and runs its own code."""
+        """Return the paths of parts that are not fused and run their own code."""
         own, course = (self.mixer_of(spec), self.feeder_of(spec)), self.course_of(spec)
         parts = (one.part for one in own if one is not None)
         return (*parts, *(() if course is None else course.parts))
 
     def own_code(self, spec: BlockSpec) -> str:
-        """What of a fused layer of these numbers runs its own code, in words; empty for nothing."""
+        """Describe what runs its own code in a fused layer with this spec; empty for nothing."""
         course = self.course_of(spec)
         return spec.mixer or spec.feeder or ("" if course is None else course.note)
 
     def why_not(self, layer: Any, config: Config, index: int) -> str | None:
-        """Why layer `index` cannot be served: the family's own reason, or what no block does; or None."""
+        """Return why a layer cannot be fused, by the family's rules or by a block's limits, or None."""
         reason = self.refuse(config)
         if reason is not None:
             return reason
         spec = self.spec_of(layer, config, index)
         if spec.causal and getattr(config, "is_causal", None) is False:
-            # Then no mask means causality to some of transformers' attentions, and none of it to others.
+            # Without a mask, some of transformers' attention implementations are then causal, others not.
             return "is_causal is False"
         if spec.feeder is None and spec.branches in ("both", "feed_forward") and spec.ffn < 1:
             return "its feed-forward has no width"

@@ -1,4 +1,4 @@
-"""Flint: sinks, normalised heads, only windowed layers rotate, experts by sigmoid beside one for all."""
+"""Flint: sinks, normalised heads, rotary only in windowed layers, sigmoid-scored and shared experts."""
 
 from __future__ import annotations
 

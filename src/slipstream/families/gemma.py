@@ -1,4 +1,4 @@
-"""Gemma: llama with norm weights stored less one, and embeddings times the root of the width."""
+"""Gemma: llama with norm weights stored minus one, and embeddings times the root of the width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _norm(config: Config) -> Norm:
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    # A model that sees gives its language model the masks, which let the prompt see itself whole.
+    # A vision model passes its language model the masks, which make the prompt bidirectional.
     return llama_like(config, index, norm=_norm(config), causal=not config.use_bidirectional_attention)
 
 

@@ -19,9 +19,9 @@ def _bidirectional(config: Config) -> bool:
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    # PaliGemma 2 hands the masks over, windows and all, which let the prompt see itself whole.
+    # PaliGemma 2 passes the masks, windows included, which make the prompt bidirectional.
     whole: dict[str, Any] = {"causal": False, "window": None} if _bidirectional(config) else {}
-    # Releases of transformers that run this model under "sdpa" leave the cap of the scores out there.
+    # Versions of transformers that run this model with "sdpa" omit the softcap of scores in that case.
     return llama_windowed(
         config,
         index,
@@ -46,7 +46,7 @@ def _frame(config: Config) -> FrameSpec | None:
 
 
 _TINY: dict[str, Any] = {"head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 20}
-# Caps that bite at the sizes that random weights give.
+# Caps that are low enough to take effect on values from random weights.
 _CAPS: dict[str, Any] = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
 _NO_CAPS: dict[str, Any] = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 

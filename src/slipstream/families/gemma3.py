@@ -23,7 +23,7 @@ def _norm(config: Config) -> Norm:
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    # The attention has a field for a cap of its scores, and does not use it.
+    # The attention has a field for a softcap of scores, but does not use it.
     size, bidirectional = window(config, index), bool(config.use_bidirectional_attention)
     return llama_like(
         config,

@@ -40,8 +40,8 @@ def _streams(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -
     stream = predicted[active]
     normed = heads.norm(Role.ATTN_NORM, stream)
     narrow = layer.laurel(normed)
-    heard = heads.norm(Role.ATTN_POST_NORM, heads.attend(normed, shared_as=_name(layer.self_attn)))
-    stream = (stream + heard + narrow) / math.sqrt(2)
+    attended = heads.norm(Role.ATTN_POST_NORM, heads.attend(normed, shared_as=_name(layer.self_attn)))
+    stream = (stream + attended + narrow) / math.sqrt(2)
     fed = _feed(heads, layer.mlp, heads.norm(Role.MLP_NORM, stream))
     corrected: Tensor = layer.altup.correct(predicted, stream + heads.norm(Role.MLP_POST_NORM, fed))
     first = corrected[active].clone()
@@ -53,7 +53,7 @@ def _streams(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -
 
 
 def _name(attention: Any) -> int | None:
-    """The older transformers names shared keys and values by the layer that made them, not by its type."""
+    """Return the name of shared keys and values: in older transformers the layer they are from; else None."""
     if not hasattr(attention, "kv_shared_layer_index"):
         return None
     return int(
@@ -62,7 +62,7 @@ def _name(attention: Any) -> int | None:
 
 
 def _feed(heads: Branches, mlp: Any, x: Tensor) -> Tensor:
-    """The feed-forward, of whose gates only the largest are left where the layer is sparse."""
+    """Run the feed-forward; in a sparse layer only the largest gate values are kept."""
     if not mlp.activation_sparsity:
         return heads.feed(x)
     gate, up = heads.linear(Role.MLP_IN, x).chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Gemma 4's language model: layers that borrow keys and values, an input of its own for each layer."""
+"""Gemma 4's language model: layers that borrow keys and values, and a separate input for each layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["QKV_SHARED", "sharing"]
 QKV_SHARED = First(
     tuple(Stack(tuple(f"self_attn.{part}_proj" for part in parts)) for parts in ("qkv", "qk", "q"))
 )
-"""With values that are keys, and with keys and values that are another layer's."""
+"""Recipe for QKV, also if values are the keys, or keys and values come from another layer."""
 
 
 _BESIDE = "experts beside the feed-forward"
@@ -41,7 +41,7 @@ _OWN = (
 
 
 def sharing(config: Config, index: int) -> Literal["own", "lends", "borrows"]:
-    """The last layers borrow from the last one of their type before them."""
+    """Return how a layer shares keys and values: the last ones borrow from the last before of their type."""
     kinds, first = config.layer_types, config.num_hidden_layers - config.num_kv_shared_layers
     if index >= first:
         return "borrows"
@@ -81,7 +81,7 @@ def _unified(config: Config, index: int) -> BlockSpec:
 
 
 def _chosen(heads: Branches, router: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the experts of `(N, C)`, each weight times its expert's own factor."""
+    """Return weights and ids of the experts for rows `(N, C)`; weights include the expert's own factor."""
     scores = heads.linear(Role.ROUTER, router.norm(rows) * router.scale * router.scalar_root_size)
     weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(router.config.top_k_experts, dim=-1)
     return weights / weights.sum(-1, keepdim=True) * router.per_expert_scale[chosen], chosen
@@ -91,12 +91,12 @@ def _beside(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) ->
     x = x + heads.norm(Role.ATTN_POST_NORM, heads.attend(heads.norm(Role.ATTN_NORM, x)))
     gate, up = heads.linear(Role.SHARED_IN, heads.norm(Role.MLP_NORM, x)).chunk(2, dim=-1)
     dense = heads.linear(Role.SHARED_OUT, layer.mlp.act_fn(gate) * up)
-    # What is chosen by, and what experts hear, is what entered the branch.
+    # Both the router and the experts read the branch's input.
     rows = x.flatten(0, 1)
-    said = heads.mix(layer.pre_feedforward_layernorm_2(rows), _chosen(heads, layer.router, rows)).view(
+    mixed = heads.mix(layer.pre_feedforward_layernorm_2(rows), _chosen(heads, layer.router, rows)).view(
         x.shape
     )
-    both = layer.post_feedforward_layernorm_1(dense) + layer.post_feedforward_layernorm_2(said.view(x.shape))
+    both = layer.post_feedforward_layernorm_1(dense) + layer.post_feedforward_layernorm_2(mixed.view(x.shape))
     x = x + heads.norm(Role.MLP_POST_NORM, both)
     if heads.spec.inputs:
         own = layer.act_fn(heads.linear(Role.INPUT_GATE, x)) * given["per_layer_input"]

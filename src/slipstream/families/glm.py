@@ -1,4 +1,4 @@
-"""GLM-4 (2024): llama with half of each head rotated in neighbouring pairs, and gate and up in one matrix."""
+"""GLM-4 (2024): llama with half of each head rotary, in neighbouring pairs, and gate and up in one matrix."""
 
 from __future__ import annotations
 

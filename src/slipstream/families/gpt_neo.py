@@ -1,4 +1,4 @@
-"""GPT-Neo: unscaled scores; every other layer sees a window, which the layer itself cuts out of the mask."""
+"""GPT-Neo: unscaled scores; every other layer has a window, which the layer itself applies to the mask."""
 
 from __future__ import annotations
 

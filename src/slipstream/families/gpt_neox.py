@@ -74,6 +74,6 @@ FAMILIES = (
             "no bias, whole head": {**_TINY, "attention_bias": False, "rotary_pct": 1.0},
         },
     ),
-    # Its last layer, and no other, has a bias in the attention's output.
+    # Only the last layer has a bias in the attention's output.
     _family("gpt_neox_japanese", "GPTNeoXJapanese", _japanese, head="embed_out", variants={"": _SHARED}),
 )

@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: one norm for both branches, neighbouring dims rotated by the attention's own table."""
+"""GPT-J and CodeGen: one norm for both branches, rotary over neighbouring dims with the attention's table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FAMILIES = (
         ("", {}),
         ("whole head rotated, own width", {"rotary_dim": 16, "n_inner": 80}),
     ),
-    # The rows come from four accelerators, each with its share of queries, then values, then keys.
+    # The rows are in four groups (one per accelerator in training), each with queries, values, then keys.
     replace(
         _family(
             "codegen",

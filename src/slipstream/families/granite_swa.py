@@ -1,4 +1,4 @@
-"""Granite with sinks and windows, dense and with experts; each layer has its own theta, or none."""
+"""Granite with sinks and windows, dense and with experts; each layer has its own rope theta, or none."""
 
 from __future__ import annotations
 

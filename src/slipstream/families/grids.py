@@ -1,4 +1,4 @@
-"""Towers whose pictures and films lie in one row, each with its own grid: Qwen-VL's and its kin."""
+"""Vision towers that pack images and videos into one row, each with its own grid: Qwen-VL's and others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RECIPES = {
 
 
 def _measure(layer: Any, config: Config) -> BlockSpec:
-    """The configs of these towers call the same things by many names; the layer knows them."""
+    """Return the spec from the layer itself: the towers' configs have different names for the same fields."""
     norm, mlp = layer.norm1, layer.mlp
     width, heads = int(norm.weight.shape[0]), int(layer.attn.num_heads)
     gated = hasattr(mlp, "gate_proj")
@@ -48,18 +48,18 @@ def _measure(layer: Any, config: Config) -> BlockSpec:
 def _attend(
     heads: Heads, layer: Any, given: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """Each picture, frame or window attends to itself: `cu_seqlens` says where they end."""
+    """Attend within each image, frame or window; `cu_seqlens` has their boundaries."""
     lengths = [length for length in given["cu_seqlens"].diff().tolist() if length]
-    heard: list[Tensor] = []
+    outputs: list[Tensor] = []
     start = 0
     while lengths:
         length = lengths[0]
         count = next((i for i, other in enumerate(lengths) if other != length), len(lengths))
         end = start + count * length
         alike = (t[0, start:end].unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
-        heard.append(heads.attend(*alike).flatten(0, 1))
+        outputs.append(heads.attend(*alike).flatten(0, 1))
         lengths, start = lengths[count:], end
-    return (torch.cat(heard)[None],)
+    return (torch.cat(outputs)[None],)
 
 
 _TEXT: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""Helium: llama with neighbouring dims rotated together."""
+"""Helium: llama with rotary over neighbouring dims."""
 
 from __future__ import annotations
 

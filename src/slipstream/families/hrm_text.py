@@ -1,4 +1,4 @@
-"""HRM-Text: gated attention between norms without weights, in stacks that run by turns on one cache."""
+"""HRM-Text: gated attention, norms without weights, and stacks that run alternately over one cache."""
 
 from __future__ import annotations
 

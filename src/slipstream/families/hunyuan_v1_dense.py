@@ -1,4 +1,4 @@
-"""Hunyuan, dense and with experts: queries and keys normalised per head after they were rotated."""
+"""Hunyuan, dense and with experts: queries and keys normalised per head after rotary."""
 
 from __future__ import annotations
 

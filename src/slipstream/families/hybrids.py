@@ -1,4 +1,4 @@
-"""Hybrids: Granite 4, Bamba, Jamba. The state spaces stay the layers' own parts."""
+"""Hybrids: Granite 4, Bamba, Jamba. Their state spaces are not fused and run their own code."""
 
 from __future__ import annotations
 

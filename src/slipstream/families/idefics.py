@@ -1,4 +1,4 @@
-"""IDEFICS: llama whose layers make their own angles, and gated ones between them that look at pictures."""
+"""IDEFICS: llama whose layers compute their own angles, with gated cross-attention to images in between."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _look(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> T
     keys, values = heads.linear(Role.CROSS_KV, given["image_hidden_states"]).chunk(2, dim=-1)
     q, k = heads.norm(Role.Q_NORM, q), heads.norm(Role.K_NORM, by_head(keys))
     seen = heads.linear(Role.CROSS_OUT, heads.heed(q, k, by_head(values), given.get("image_attention_mask")))
-    # A token that sees no picture hears nothing.
+    # A token that attends to no image gets zeros.
     seen = seen.masked_fill((given["cross_attention_gate"] == 0)[:, :, None], 0.0)
     x = x + layer.alpha_cross_attn.tanh() * seen
     out: Tensor = x + layer.alpha_dense.tanh() * heads.feed(heads.norm(Role.MLP_NORM, x))
@@ -68,5 +68,5 @@ FAMILY = Family(
     },
     rotary="self_attn.rotary_emb",
     courses={_LOOKS: OwnCourse(_look, _ALPHAS, _READS, needs=_READS)},
-    tiny=(),  # it answers nothing without a picture
+    tiny=(),  # the model does not run without an image
 )

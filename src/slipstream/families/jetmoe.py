@@ -1,4 +1,4 @@
-"""JetMoE: experts with a bias behind them, and attention whose queries come from experts of its own.
+"""JetMoE: experts followed by a bias, and attention whose queries come from experts of its own.
 
 Source: Shen et al. 2024 (arXiv 2404.07413), section 2.
 """
@@ -34,8 +34,8 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 def _hear(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
     passed = {name: value for name, value in given.items() if name != "hidden_states"}
-    heard, *_ = layer.self_attention(hidden_states=heads.norm(Role.ATTN_NORM, x), **passed)
-    x = x + heard
+    attended, *_ = layer.self_attention(hidden_states=heads.norm(Role.ATTN_NORM, x), **passed)
+    x = x + attended
     fed: Tensor = heads.feed(heads.norm(Role.MLP_NORM, x)) + layer.mlp.bias
     return x + fed
 

@@ -1,4 +1,4 @@
-"""Kolibri: sandwich norms, angles in windowed layers only, experts chosen by corrected logits."""
+"""Kolibri: sandwich norms, rotary in windowed layers only, experts chosen by corrected logits."""
 
 from __future__ import annotations
 

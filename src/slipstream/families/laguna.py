@@ -1,4 +1,4 @@
-"""Laguna: heads by layer, a softplus gate behind the attention, experts scored by sigmoid."""
+"""Laguna: a number of heads per layer, a softplus gate after attention, experts scored by sigmoid."""
 
 from __future__ import annotations
 

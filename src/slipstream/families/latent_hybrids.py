@@ -1,4 +1,4 @@
-"""Kimi Linear and Bailing hybrid: latent attention in some layers, delta attention of their own in others."""
+"""Kimi Linear and Bailing hybrid: latent attention in some layers, delta attention (not fused) in others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LINEAR = "linear attention"
 def _mixed(config: Config, index: int, spec: BlockSpec) -> BlockSpec:
     if config.layer_types[index] != "full_attention":
         spec = replace(spec, mixer=_LINEAR, rope=None, gate=None)
-    # A config may have `n_routed_experts` beside it, which these layers do not read.
+    # A config may also have `n_routed_experts`, which these layers do not read.
     return with_experts(config, index, spec, experts=int(config.num_experts))
 
 

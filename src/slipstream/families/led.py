@@ -1,4 +1,4 @@
-"""LED: BART whose encoder attends within windows, beside tokens that see and are seen by all."""
+"""LED: BART whose encoder attends within windows, and to global tokens, which attend to all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _frame(config: Config) -> FrameSpec:
 
 
 def _tiny(label: str = "", **options: Any) -> Tiny:
-    # Four times as wide a feed-forward, as its checkpoints have: ranks keep what sees all tokens whole.
+    # As in its checkpoints, the feed-forward is four times the width, because each rank holds the attention
+    # with global tokens as a whole.
     wide = {"encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
     sizes = {"attention_window": 4, "max_encoder_position_embeddings": 256, **wide}
     own = {**BART_TINY, **sizes, "max_decoder_position_embeddings": 256, **options}

@@ -1,4 +1,4 @@
-"""Llama, in every kind of rotary embedding that its checkpoints use, and layers like it to the letter."""
+"""Llama, with every kind of rotary embedding that its checkpoints use, and models with identical layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 4's language model: layers without angles whose queries grow, experts whose input is weighed."""
+"""Llama 4's language model: non-rotary layers with growing query scales, experts with weighted input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
         ffn=config.intermediate_size_mlp,
         qk_norm=QKNorm(norm, after_rope=True) if config.use_qk_norm and rotates else None,
         rope=rope(config, interleaved=True, table="half") if rotates else None,
-        # Counted in the cache, of which padding is a part.
+        # Positions are counted in the cache, padding included.
         growth=Growth(config.attn_scale, config.floor_scale, offset=1, padded=True) if grows else None,
     )
     if index not in config.moe_layers:

@@ -1,4 +1,4 @@
-"""Attention within blocks of a text: LongT5's, by which a block meets its neighbours and sums of all others.
+"""Block-local attention (LongT5): a block attends to itself, its neighbours, and sums of all other blocks.
 
 Shapes: B batch, S tokens, N blocks, W tokens of a block, L = 3 W + G keys, G sums, H heads, D head dim.
 """
@@ -18,7 +18,7 @@ __all__ = ["block_wise", "in_blocks", "with_neighbours"]
 
 
 def in_blocks(rows: Tensor, size: int) -> Tensor:
-    """`(B, S, ...)` to `(B, N, W, ...)`, filled up with zeros."""
+    """Split `(B, S, ...)` into blocks `(B, N, W, ...)`, padded with zeros."""
     missing = -rows.shape[1] % size
     if missing:
         rows = torch.constant_pad_nd(rows, [*(0, 0) * (rows.dim() - 2), 0, missing])
@@ -27,7 +27,7 @@ def in_blocks(rows: Tensor, size: int) -> Tensor:
 
 
 def with_neighbours(blocks: Tensor) -> Tensor:
-    """`(B, N, W, ...)` to `(B, N, 3 W, ...)`: before, itself and after; zeros where there is none."""
+    """Extend `(B, N, W, ...)` to `(B, N, 3 W, ...)`: previous, own and next block; zeros at the ends."""
     padded = torch.constant_pad_nd(blocks, [*(0, 0) * (blocks.dim() - 2), 1, 1])
     return torch.cat([padded[:, :-2], padded[:, 1:-1], padded[:, 2:]], dim=2)
 
@@ -35,7 +35,7 @@ def with_neighbours(blocks: Tensor) -> Tensor:
 def block_wise(
     heads: Heads, layer: Any, given: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """LongT5's encoder: the first layer makes a bias with the mask in it, which the others are handed.
+    """Run the attention of LongT5's encoder; the first layer makes the bias, mask included, for all layers.
 
     Source: Guo et al. 2021 (arXiv 2112.07916), section 3.
     """
@@ -54,20 +54,20 @@ def block_wise(
         bias = _global_bias(attention, mask, seen) if bias is None else bias
     elif bias is None:
         bias = _local_bias(attention, mask)
-    asked, keys, values = (t.flatten(0, 1).transpose(1, 2) for t in (queries, keys, values))
-    heard = heads.attend(asked, keys, values, _for_blocks(bias, queries).to(q.dtype))
-    return heard.unflatten(0, queries.shape[:2]).flatten(1, 2)[:, :length], bias
+    by_block, keys, values = (t.flatten(0, 1).transpose(1, 2) for t in (queries, keys, values))
+    attended = heads.attend(by_block, keys, values, _for_blocks(bias, queries).to(q.dtype))
+    return attended.unflatten(0, queries.shape[:2]).flatten(1, 2)[:, :length], bias
 
 
 def _for_blocks(bias: Tensor, queries: Tensor) -> Tensor:
-    """`(B | 1, N | 1, H, W, L)` for all blocks of all rows, `(B * N | 1, H, W, L)`."""
+    """Expand a bias `(B | 1, N | 1, H, W, L)` to all blocks of all rows, `(B * N | 1, H, W, L)`."""
     if bias.shape[0] * bias.shape[1] == 1:
         return bias[0]
     return bias.expand(*queries.shape[:2], -1, -1, -1).flatten(0, 1)
 
 
 def _own_bias(attention: Any) -> Tensor:
-    """The layer's table by relative position, or zeros, `(1, 1, H, W, 3 W)`."""
+    """Return the layer's bias by relative position, or zeros, `(1, 1, H, W, 3 W)`."""
     if attention.has_relative_attention_bias:
         made: Tensor = attention.compute_bias(attention.block_len)
         return made
@@ -76,7 +76,7 @@ def _own_bias(attention: Any) -> Tensor:
 
 
 _HIDDEN = -1e10
-"""What the original adds to the scores of keys that are not to be seen."""
+"""What the original adds to the scores of masked keys."""
 
 
 def _local_bias(attention: Any, mask: Tensor | None) -> Tensor:
@@ -87,7 +87,7 @@ def _local_bias(attention: Any, mask: Tensor | None) -> Tensor:
 
 
 def _global_bias(attention: Any, mask: Tensor, seen: Tensor) -> Tensor:
-    """`mask` is `(B, S)`, `seen` `(B, G)`: whether there is a sum."""
+    """Return the bias with columns for sums; `mask` is `(B, S)`, `seen` `(B, G)`: whether a sum exists."""
     size = attention.block_len
     blocks = in_blocks(mask, size)
     near = (blocks[..., None] != 0) & (with_neighbours(blocks)[:, :, None] != 0)
@@ -102,12 +102,12 @@ def _global_bias(attention: Any, mask: Tensor, seen: Tensor) -> Tensor:
 
 
 def _sums(attention: Any, entered: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block's sum of states, normalised, `(B, G, C)`, and which of them there are, `(B, G)`."""
-    # Which token belongs to which sum is a rule of the model's own, read from where it is written.
+    """Return each block's normalised sum of states, `(B, G, C)`, and which of the sums exist, `(B, G)`."""
+    # The rule of which token belongs to which sum is taken from the model's own module.
     own = importlib.import_module(type(attention).__module__)
     blocks, seen = own._make_global_fixed_block_ids(mask, attention.global_block_size)
     count = seen.shape[-1]
     places = torch.arange(count, device=blocks.device)
-    chosen = (blocks[..., None] == places).to(entered.dtype)
-    sums: Tensor = attention.global_input_layer_norm(chosen.transpose(1, 2) @ entered)
+    one_hot = (blocks[..., None] == places).to(entered.dtype)
+    sums: Tensor = attention.global_input_layer_norm(one_hot.transpose(1, 2) @ entered)
     return sums, seen

@@ -1,7 +1,7 @@
-"""LongCat-Flash: two latent attentions and two feed-forwards a layer, and experts that go around half of it.
+"""LongCat-Flash: two latent attentions and two feed-forwards per layer, and experts parallel to half of it.
 
-Source: Meituan LongCat 2025 (arXiv 2509.01322), section 2, for the shortcut, the experts that answer what
-they are asked, and the factors of queries and latents.
+Source: Meituan LongCat 2025 (arXiv 2509.01322), section 2, for the shortcut, the identity experts, and the
+factors of queries and latents.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def _refuse(config: Config) -> str | None:
 
 
 def _experts(heads: Branches, x: Tensor) -> Tensor:
-    """What experts say of `(B, S, C)`; those that come last say what they are asked."""
+    """Run the experts on `(B, S, C)`; the last ones are the identity, and have no weights."""
     rows = x.flatten(0, -2)
     weights, chosen = heads.choose(rows)
     idle = chosen >= (heads.spec.moe.experts if heads.spec.moe else 0)
-    said = heads.mix(rows, (weights, chosen.masked_fill(idle, -1)))
-    told = rows * weights.masked_fill(~idle, 0.0).sum(-1, keepdim=True)
-    return (said + told.to(x.dtype)).view(x.shape)
+    mixed = heads.mix(rows, (weights, chosen.masked_fill(idle, -1)))
+    identity = rows * weights.masked_fill(~idle, 0.0).sum(-1, keepdim=True)
+    return (mixed + identity.to(x.dtype)).view(x.shape)
 
 
 def _pass_by(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
@@ -75,7 +75,7 @@ def _pass_by(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -
 
 
 def _half(number: int) -> dict[Role, Recipe]:
-    """The recipes of a half, by the roles of a layer that has one of each branch."""
+    """Return the recipes of one half, under the roles of a layer that has each branch once."""
     attention = f"self_attn.{number}"
     return {
         Role.ATTN_NORM: Take(f"input_layernorm.{number}"),

@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen3-MoE's layer with windows on some layers, whose angles are their own."""
+"""Mellum 2: Qwen3-MoE's layer with windows in some layers, which have their own angles."""
 
 from __future__ import annotations
 

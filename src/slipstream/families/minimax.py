@@ -13,7 +13,7 @@ _LINEAR = "linear attention"
 
 
 def _factors(config: Config, index: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """What multiplies the residual and a branch, of the attention and of the experts."""
+    """Return the factors of the residual and of the branch, for attention and for the experts."""
     kind = "linear" if config.layer_types[index] == "linear_attention" else "full"
     attention = getattr(config, f"{kind}_attn_alpha_factor"), getattr(config, f"{kind}_attn_beta_factor")
     return attention, (config.mlp_alpha_factor, config.mlp_beta_factor)

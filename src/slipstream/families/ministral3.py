@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral's layer, whose queries grow with their position."""
+"""Ministral 3: Mistral's layer, with a query scale that grows with the position."""
 
 from __future__ import annotations
 

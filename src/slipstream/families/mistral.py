@@ -8,7 +8,7 @@ from slipstream.spec import BlockSpec
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    # The model gives every layer the same mask, whatever `layer_types` a checkpoint brings along.
+    # The model passes every layer the same mask, whatever `layer_types` a checkpoint has.
     return llama_like(config, index, window=config.sliding_window)
 
 

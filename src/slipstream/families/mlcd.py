@@ -1,4 +1,4 @@
-"""MLCD: CLIP's layer of pictures with turned heads."""
+"""MLCD: CLIP's vision layer with rotary heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: layers that look at a picture between the others, and a tower with gated layers."""
+"""Llama 3.2 Vision: layers with cross-attention to an image between the others, a tower with gated layers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _look(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> T
         v = values.unflatten(-1, (spec.kv_heads, spec.head_dim)).transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, own)
-    seen = heads.linear(Role.CROSS_OUT, heads.heed(q, k, v, given.get("cross_attention_mask")))
-    x = x + layer.cross_attn_attn_gate.tanh() * seen
+    attended = heads.linear(Role.CROSS_OUT, heads.heed(q, k, v, given.get("cross_attention_mask")))
+    x = x + layer.cross_attn_attn_gate.tanh() * attended
     fed, rows = heads.feed(heads.norm(Role.MLP_NORM, x)), given.get("full_text_row_masked_out_mask")
     fed = fed if rows is None else rows[:, 0] * fed
     out: Tensor = x + layer.cross_attn_mlp_gate.tanh() * fed
@@ -84,7 +84,7 @@ def _gated(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> 
 
 
 _READS = frozenset({"cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"})
-# Without a mask, whether later rows see less depends on the implementation of attention.
+# Without a mask, it depends on the implementation of attention whether it is causal.
 _NEEDS = frozenset({"cross_attention_mask"})
 _GATES = ("cross_attn_attn_gate", "cross_attn_mlp_gate")
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -118,7 +118,7 @@ FAMILIES = (
             Role.K_NORM: Take("cross_attn.k_norm"),
         },
         courses={_LOOKS: OwnCourse(_look, _GATES, _READS, needs=_NEEDS)},
-        unread=_READS,  # which those that look at no picture are handed as well
+        unread=_READS,  # layers without cross-attention receive these arguments, too
         frame=_frame,
         tiny=(
             tiny(

@@ -1,4 +1,4 @@
-"""ModernBERT, encoder and decoder: gated, rotary; most layers see a window, with angles of their own."""
+"""ModernBERT, encoder and decoder: gated, rotary; most layers have a window and their own angles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.weights.recipe import First, Recipe, Stack, Take
 
 
 def _layer(config: Config, index: int, size: int, **changes: Any) -> BlockSpec:
-    """A layer whose window, where it has one, is `size`."""
+    """Return the spec of a layer whose window, if it has one, is `size`."""
     kind, dim = layer_type(config, index), config.hidden_size // config.num_attention_heads
     return plain_like(
         config,

@@ -1,4 +1,4 @@
-"""Moonshine: a plain encoder and a gated decoder with partly rotated heads; it hears samples of sound."""
+"""Moonshine: a plain encoder and a gated decoder with partly rotary heads; its input is audio samples."""
 
 from __future__ import annotations
 

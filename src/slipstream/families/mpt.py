@@ -1,4 +1,4 @@
-"""MPT: ALiBi whatever its config says, no biases, a mask that is true where a key is hidden."""
+"""MPT: always ALiBi, whatever its config says; no biases; a mask that is true where a key is hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NanoChat: norms without weights, queries and keys turned backwards and normalised after that."""
+"""NanoChat: norms without weights; queries and keys rotated by negative angles, and normalised afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nemotron: LayerNorm with weights stored less one, a plain squared-ReLU feed-forward, half heads rotated."""
+"""Nemotron: LayerNorm with weights stored minus one, plain squared-ReLU feed-forward, half a head rotary."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def _keep(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> T
 
 
 def _ask(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    said: Tensor = layer.mixer(heads.norm(Role.ATTN_NORM, x))
-    return x + said
+    mixed: Tensor = layer.mixer(heads.norm(Role.ATTN_NORM, x))
+    return x + mixed
 
 
 _TINY: dict[str, Any] = {

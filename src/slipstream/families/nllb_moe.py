@@ -1,4 +1,4 @@
-"""NLLB-MoE: M2M100's layers, some of them with experts that take so many tokens and no more."""
+"""NLLB-MoE: M2M100's layers, some of them with experts of limited capacity."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _first(config: Config, index: int) -> BlockSpec:
 
 
 def _feed(experts: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    # Its router leaves padding out, which it reads off the mask of the layer's own attention.
-    said: Tensor = experts(x, given.get("attention_mask"))
-    return said
+    # The router ignores padding, which it reads from the mask of the layer's self-attention.
+    out: Tensor = experts(x, given.get("attention_mask"))
+    return out
 
 
 def _refuse(config: Config) -> str | None:

@@ -1,4 +1,4 @@
-"""Nomic-BERT, GTE and Jina's embeddings: rotary positions, normalised after each sum as BERT is."""
+"""Nomic-BERT, GTE and Jina's embeddings: rotary positions, and norms after each residual sum, as in BERT."""
 
 from __future__ import annotations
 

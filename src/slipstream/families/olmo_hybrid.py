@@ -1,4 +1,4 @@
-"""OLMo Hybrid: OLMo 2's layers, and between them ones with a gated delta net of their own."""
+"""OLMo Hybrid: OLMo 2's layers, and between them layers with a gated delta net, which is not fused."""
 
 from __future__ import annotations
 

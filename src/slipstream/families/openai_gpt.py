@@ -1,4 +1,4 @@
-"""GPT, the first: norms after the sums, causality that is the layer's own, no cache."""
+"""The first GPT: norms after the residual sums, a causal mask in the layer itself, no cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 _TINY = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
-# No frame: its generate counts positions through the padding, which a packed batch does not have.
+# No frame: its `generate` counts padding in positions, and a packed batch has no padding.
 FAMILY = Family(
     name="openai-gpt",
     layers=("modeling_openai.Block",),

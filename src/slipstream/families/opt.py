@@ -1,4 +1,4 @@
-"""OPT (and Galactica): learned positions from 2 on, norms before the branches or after the sums."""
+"""OPT (and Galactica): learned positions from 2 on, norms before the branches or after the residual sums."""
 
 from __future__ import annotations
 

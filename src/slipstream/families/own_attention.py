@@ -1,4 +1,4 @@
-"""Models whose attention stays the layer's own, for no block has its like: the rest of the layer is fused."""
+"""Models whose attention no block supports: it runs its own code, and the rest of the layer is fused."""
 
 from __future__ import annotations
 

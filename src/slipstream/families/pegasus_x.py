@@ -1,4 +1,4 @@
-"""PEGASUS-X: an encoder of blocks that meet themselves and some global tokens, and Pegasus's decoder."""
+"""PEGASUS-X: an encoder whose blocks attend to themselves and to global tokens, and Pegasus's decoder."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _run(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> tu
 
 
 def _by_head(heads: Branches, rows: Tensor) -> Heads:
-    """Queries, keys and values `(B, H, S, D)`."""
+    """Project rows to queries, keys and values `(B, H, S, D)`."""
     parts = heads.linear(Role.QKV, rows).unflatten(-1, (3, heads.spec.heads, -1)).unbind(2)
     q, k, v = (part.transpose(1, 2) for part in parts)
     return q, k, v
 
 
 def _blocks(heads: Branches, own: Heads, shared: Heads, mask: Tensor, size: int) -> Tensor:
-    """What rows hear of their block and of the global tokens: `(B, S, C)`."""
+    """Attend from rows to their block and the global tokens; returns `(B, S, C)`."""
     count = own[0].shape[2] // size
 
     def cut(rows: Tensor) -> Tensor:
@@ -59,18 +59,18 @@ def _blocks(heads: Branches, own: Heads, shared: Heads, mask: Tensor, size: int)
 
     k, v = (joined(*pair) for pair in zip(own[1:], shared[1:], strict=True))
     visible = _beside(shared, mask.unflatten(1, (count, size)).flatten(0, 1))
-    heard: Tensor = heads.heed(cut(own[0]), k, v, visible).unflatten(0, (-1, count)).flatten(1, 2)
-    return heard
+    out: Tensor = heads.heed(cut(own[0]), k, v, visible).unflatten(0, (-1, count)).flatten(1, 2)
+    return out
 
 
 def _of_all(heads: Branches, own: Heads, shared: Heads, mask: Tensor) -> Tensor:
-    """What global tokens hear of each other and of every row: `(B, G, C)`."""
+    """Attend from global tokens to each other and to every row; returns `(B, G, C)`."""
     k, v = (torch.cat(pair, dim=2) for pair in zip(shared[1:], own[1:], strict=True))
     return heads.heed(shared[0], k, v, _beside(shared, mask))
 
 
 def _beside(shared: Heads, mask: Tensor) -> Tensor:
-    """A mask of rows `(N, S)` behind the global tokens, which everybody sees: `(N, 1, 1, G + S)`."""
+    """Prepend the global tokens, which are always visible, to a mask `(N, S)`: `(N, 1, 1, G + S)`."""
     return torch.constant_pad_nd(mask, (shared[1].shape[2], 0))[:, None, None]
 
 

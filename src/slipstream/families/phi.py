@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: one norm for both branches, biases everywhere, part of each head rotated."""
+"""Phi 1, 1.5 and 2: one norm for both branches, biases everywhere, part of each head rotary."""
 
 from __future__ import annotations
 

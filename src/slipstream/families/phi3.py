@@ -1,6 +1,6 @@
-"""Phi-3 and Phi-4: llama with q, k, v in one matrix, gate and up in another, and part of a head rotated.
+"""Phi-3 and Phi-4: llama with q, k, v in one matrix, gate and up in another, and part of a head rotary.
 
-The decoder of Phi-4-multimodal is the same; its towers run their own code.
+The decoder of Phi-4-multimodal is the same; its towers are not fused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PhiMoE: two experts chosen one after the other, LayerNorms with bias, and a head that may have one."""
+"""PhiMoE: two experts chosen one after the other, LayerNorms with bias, and an optional bias in the head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.weights.recipe import Take
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
-    # The original's router chooses two whatever `num_experts_per_tok` says.
+    # The original's router always chooses two, whatever `num_experts_per_tok` is.
     moe = MoE(config.num_local_experts, 2, scoring="sparsemixer", jitter=config.router_jitter_noise)
     norm = Norm("layer", config.rms_norm_eps)
     return llama_like(config, index, norm=norm, moe=moe, window=config.sliding_window)

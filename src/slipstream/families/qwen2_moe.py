@@ -1,4 +1,4 @@
-"""Qwen2-MoE: experts that are chosen, one that always runs behind a gate, and dense layers between."""
+"""Qwen2-MoE: routed experts, a shared expert with a gate, and dense layers in between."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _seeing(config: Config, index: int) -> BlockSpec:
-    # Qwen3-VL's text knows no windows, whatever its config says of them.
+    # Qwen3-VL's text model has no windows, whatever its config says.
     return replace(_spec(config, index), window=None)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated attention in some layers, gated delta nets of their own in the others."""
+"""Qwen3-Next and Qwen3.5: gated attention in some layers, gated delta nets (not fused) in the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _next(config: Config, index: int) -> BlockSpec:
 
 _TINY: dict[str, Any] = {
     "head_dim": 24,
-    # Keys are divided by their length: those of fewer dims may be short, which enlarges what was rounded.
+    # Keys are divided by their norm: with fewer dims it may be small, which amplifies rounding errors.
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,

@@ -1,4 +1,4 @@
-"""RecurrentGemma (Griffin): windowed attention in some layers, recurrences of their own in the others."""
+"""RecurrentGemma (Griffin): windowed attention in some layers, recurrences (not fused) in the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM3: llama with some layers that do not rotate, and an optional sliding window."""
+"""SmolLM3: llama with some layers that are not rotary, and an optional sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM: llama with LayerNorm, part of a head rotated; parallel branches and head norms by choice."""
+"""StableLM: llama with LayerNorm, part of a head rotary; parallel branches and head norms are optional."""
 
 from __future__ import annotations
 

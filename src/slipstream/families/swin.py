@@ -1,4 +1,4 @@
-"""Swin and its kin: ViT's layer within windows of a picture, every other one shifted by half a window."""
+"""Swin and similar models: ViT's layer within windows of an image, shifted by half in every other layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SWIN_RECIPES: Mapping[Role, Recipe] = {
 
 
 def swin_layer(layer: Any, config: Config) -> BlockSpec:
-    """A stage has a width and a number of heads of its own."""
+    """Return a layer's spec; each stage has its own width and number of heads."""
     attention = getattr(layer.attention, "self", layer.attention)
     width, heads = layer.layernorm_before.normalized_shape[0], attention.num_attention_heads
     return BlockSpec(
@@ -60,29 +60,30 @@ def window_wise(
     bias: Callable[[Any, tuple[int, int], Tensor], Tensor],
     turned: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """Attention of each window over itself.
+    """Attend within each window.
 
-    A picture that windows do not divide is filled up with zeros, after the norm: what the projections make
-    of those takes part.
+    An image that windows do not divide evenly is padded with zeros after the norm, so the projections of
+    zeros take part in attention.
 
     Args:
-        heads: Of the layer.
-        layer: Says how wide windows are, and by how much they are shifted.
-        size: Height and width of the picture.
+        heads: The layer's heads.
+        layer: Has the width of windows, and by how much they are shifted.
+        size: Height and width of the image.
         rows: Queries, keys and values `(B, S, H, D)`.
-        bias: Of the layer, the size of the picture when it is filled up, and a tensor of the wanted dtype and
-            device: what is added to the scores, `(windows | 1, H, L, L)`.
-        turned: Of the layer, and queries and keys `(N, H, L, D)` by windows: what meets in their place.
+        bias: Called with the layer, the size of the padded image, and a tensor of the wanted dtype and
+            device; returns what is added to the scores, `(windows | 1, H, L, L)`.
+        turned: Called with the layer, and the windows' queries and keys `(N, H, L, D)`; returns their
+            replacements. None for no change.
 
     Returns:
-        What the queries heard, `(B, S, H, D)`.
+        The attention's output, `(B, S, H, D)`.
     """
     (height, width), (q, k, v), side = size, rows, int(layer.window_size)
     down, right = -height % side, -width % side
     shift = int(layer.shift_size)
 
     def windows(rows: Tensor, filling: Tensor) -> Tensor:
-        """`(B, S, H, D)` to `(B * windows, H, side * side, D)`."""
+        """Split `(B, S, H, D)` into windows `(B * windows, H, side * side, D)`."""
         grid = rows.view(rows.shape[0], height, width, -1)
         if down or right:
             edges = [0, 0, 0, right, 0, down]
@@ -101,8 +102,8 @@ def window_wise(
         added = added.repeat(len(queries) // len(added), 1, 1, 1)
     if turned is not None:
         queries, keys = turned(layer, queries, keys)
-    heard = heads.attend(queries, keys, values, added)
-    grid = heard.view(-1, (height + down) // side, (width + right) // side, side, side, *q.shape[2:])
+    out = heads.attend(queries, keys, values, added)
+    grid = out.view(-1, (height + down) // side, (width + right) // side, side, side, *q.shape[2:])
     grid = grid.transpose(2, 3).flatten(3, 4).flatten(1, 2)
     if shift:
         grid = grid.roll((shift, shift), (1, 2))
@@ -110,7 +111,7 @@ def window_wise(
 
 
 def _bias(layer: Any, size: tuple[int, int], like: Tensor) -> Tensor:
-    """The layer's bias by relative position, with what a shifted window must not mix."""
+    """Return the layer's bias by relative position, plus the mask between parts of a shifted window."""
     mask = layer.get_attn_mask(*size, dtype=like.dtype, device=like.device)
     own = getattr(layer.attention, "self", None)
     if own is None:

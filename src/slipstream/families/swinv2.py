@@ -1,4 +1,4 @@
-"""Swin v2: Swin with norms behind branches, scores by angle alone, and a bias that a small network makes."""
+"""Swin v2: Swin with norms after branches, cosine attention, and a bias computed by a small network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _attend(
 
 
 def _turned(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys `(N, H, L, D)` of length one, and queries times what each head multiplies by."""
+    """Normalise queries and keys `(N, H, L, D)` to length one, and scale queries by each head's factor."""
     scale = layer.attention.self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
     q, k = (rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-12) for rows in (q, k))
     return q * scale, k

@@ -1,4 +1,4 @@
-"""Switch Transformers: T5's layers, some of them with experts that take so many tokens and no more."""
+"""Switch Transformers: T5's layers, some of them with experts of limited capacity."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _first(config: Config, index: int) -> BlockSpec:
 
 
 def _feed(experts: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    said: Tensor = experts(x)
-    return said
+    out: Tensor = experts(x)
+    return out
 
 
 def _frame(config: Config) -> FrameSpec:

@@ -1,4 +1,4 @@
-"""T5 and its kin: no scale on the scores, a learned bias by relative position, norms without a mean."""
+"""T5 and similar models: unscaled scores, a learned bias by relative position, RMS norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["T5_RECIPES", "T5_TINY", "t5_frame", "t5_layer"]
 
 
 def t5_layer(config: Config, relative: Literal["shared", "own"], *, gated: bool) -> BlockSpec:
-    """The numbers of a layer of the encoder, or of the decoder, whose config says which it is."""
+    """Return the spec of an encoder or decoder layer; the config's `is_decoder` tells which."""
     return BlockSpec(
         hidden=config.d_model,
         heads=config.num_heads,
@@ -42,18 +42,18 @@ def _own(config: Config, index: int) -> BlockSpec:
 
 
 def _long(config: Config, index: int) -> BlockSpec:
-    # Its encoder attends within blocks; its decoder is T5's.
+    # LongT5's encoder attends within blocks; its decoder is T5's.
     return replace(t5_layer(config, "shared", gated=config.is_gated_act), own_attention=not config.is_decoder)
 
 
 def _frame(config: Config) -> FrameSpec:
-    # UMT5 scales what is tied; the others have a field of their own, as not all that is tied was trained so.
+    # UMT5 always scales the head's input; the others have a field for it: not every tied head was trained so.
     scaled = field(config, "scale_decoder_outputs", default=config.model_type == "umt5")
     return t5_frame(config, scaled=scaled)
 
 
 def t5_frame(config: Config, *, scaled: bool) -> FrameSpec:
-    """What stands around the decoder's layers; `scaled` where what enters the head is scaled down."""
+    """Return the frame around the decoder's layers; `scaled` if the head's input is scaled down."""
     return FrameSpec(
         layers="decoder.block",
         embed="decoder.embed_tokens",
@@ -65,7 +65,7 @@ def t5_frame(config: Config, *, scaled: bool) -> FrameSpec:
 
 
 def _last(part: str) -> tuple[str, str]:
-    """A part's path in the feed-forward: a decoder's layer has attention over the encoder before it."""
+    """Return a feed-forward part's paths, in decoder layers (after cross-attention) and in encoder layers."""
     return f"layer.2.{part}", f"layer.1.{part}"
 
 

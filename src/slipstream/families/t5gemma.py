@@ -1,4 +1,4 @@
-"""T5Gemma: Gemma 2's layers as an encoder and a decoder, which listens between its two branches."""
+"""T5Gemma: Gemma 2's layers as an encoder and a decoder, with cross-attention between its two branches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["T5GEMMA_RECIPES", "T5GEMMA_TINY", "t5gemma_norm"]
 
 
 def t5gemma_norm(config: Config) -> Norm:
-    """Of everything in the model."""
+    """Return the kind of all norms in the model."""
     return Norm("rms", config.rms_norm_eps, offset=1.0)
 
 
 def _encoder(config: Config, index: int) -> BlockSpec:
     spec, size = _decoder(config, index), window(config, index)
-    # Its windows reach as far on each side.
+    # The encoder's windows extend by `size` to each side.
     return replace(spec, causal=False, cross=None, window=None if size is None else 2 * size)
 
 
 def _decoder(config: Config, index: int) -> BlockSpec:
-    # Releases of transformers that run this model under "sdpa" leave the caps of the scores out there.
+    # Versions of transformers that run this model with "sdpa" omit the softcap of scores in that case.
     return llama_like(
         config,
         index,

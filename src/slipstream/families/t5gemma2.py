@@ -1,4 +1,4 @@
-"""T5Gemma 2: Gemma 3's layers; the decoder's queries meet its own keys and its encoder's at once."""
+"""T5Gemma 2: Gemma 3's layers; the decoder attends to its own and the encoder's keys in one softmax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MERGED = "both kinds of attention at once"
 
 
 def _encoder(config: Config, index: int) -> BlockSpec:
-    # Its windows are in the masks alone. The attention has fields for a cap, and does not use them.
+    # Windows are only in the masks. The attention has fields for a softcap, but does not use them.
     return _layer(config, index, causal=False)
 
 
@@ -46,7 +46,7 @@ def _run(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Te
 
 
 def _listen(heads: Branches, layer: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Keys and values of the encoder's states, from the cache where it has them."""
+    """Return keys and values of the encoder's states, from the cache if it has them."""
     spec, index = heads.spec, layer.layer_idx
     states, caches = given["encoder_hidden_states"], given.get("past_key_values")
     if caches is not None and caches.is_updated.get(index):

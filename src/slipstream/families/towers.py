@@ -1,4 +1,4 @@
-"""What encoders of pictures and sound share: one pre-norm layer under many names."""
+"""Parts shared by encoders of images and audio: one pre-norm layer under many names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VIT_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
         Role.MLP_OUT: First((Take("mlp.fc2"), Take("output.dense"))),
     }
 )
-"""ViT's layer, by its names of today and by those before."""
+"""Recipes of ViT's layer, by its present and earlier names."""
 
 CLIP_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
     {
@@ -40,27 +40,27 @@ CLIP_RECIPES: Final[Mapping[Role, Recipe]] = MappingProxyType(
         Role.MLP_OUT: Take("mlp.fc2"),
     }
 )
-"""CLIP's layer, of pictures and of text."""
+"""Recipes of CLIP's layer, for images and text."""
 
 
 def vit_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a ViT-like layer; `changes` replace single fields."""
+    """Return the spec of a ViT-like layer; `changes` replace single fields."""
     dim = head_dim(config)
     return bert_like(config, index, **{"place": "pre", "head_dim": dim, "scale": dim**-0.5, **changes})
 
 
 def clip_like(config: Config, index: int, **changes: Any) -> BlockSpec:
-    """The spec of a CLIP-like layer; `changes` replace single fields."""
+    """Return the spec of a CLIP-like layer; `changes` replace single fields."""
     return bert_like(config, index, **{"place": "pre", **changes})
 
 
 def is_text(config: Config) -> bool:
-    """Whether the config is that of a tower of text, rather than of pictures."""
+    """Whether the config is a text tower's rather than an image tower's."""
     return not hasattr(config, "patch_size")
 
 
 def picture_tiny(model: str, config: str, *, label: str = "", **options: Any) -> Tiny:
-    """A tiny model of pictures with ViT's field names; `options` override or add fields."""
+    """Return a tiny image model with ViT's field names; `options` override or add fields."""
     fields = {
         "hidden_size": 64,
         "intermediate_size": 96,

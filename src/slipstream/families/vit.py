@@ -1,4 +1,4 @@
-"""ViT and the encoders of pictures, films and sound that share its layer."""
+"""ViT and the encoders of images, videos and audio that share its layer."""
 
 from __future__ import annotations
 

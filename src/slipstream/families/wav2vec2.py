@@ -1,4 +1,4 @@
-"""wav2vec 2.0 and the encoders of sound that share its layer, normalised after its branches or before."""
+"""wav2vec 2.0 and the audio encoders that share its layer, with norms after or before the branches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _refuse(config: Config) -> str | None:
 
 
 def _families(name: str, prefix: str, *, stable: bool = True, **options: Any) -> tuple[Family, ...]:
-    """The family of a class, and that of its layers that are normalised before each branch."""
+    """Return the family of a model class, and that of its variant with norms before each branch, if any."""
 
     def made(name: str, layer: str, spec: Any, **more: Any) -> Family:
         tiny = bert_tiny(f"{prefix}Model", f"{prefix}Config", **_TINY, **options, **more)

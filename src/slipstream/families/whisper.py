@@ -1,6 +1,6 @@
-"""Whisper: BART's layers with norms before the branches, and keys without a bias; it hears a spectrogram.
+"""Whisper: BART's layers with norms before the branches, and keys without a bias; its input is a spectrogram.
 
-Its encoder is the ear of many language models.
+Its encoder is the audio encoder of many language models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _decoder(config: Config, index: int) -> BlockSpec:
 def _frame(config: Config) -> FrameSpec | None:
     if not config.is_encoder_decoder:
         return None
-    # The decoder of a config with `scale_embedding` keeps a scale, and does not multiply by it.
+    # With `scale_embedding` the decoder has a scale, but does not multiply by it.
     return FrameSpec(
         layers="model.decoder.layers",
         embed="model.decoder.embed_tokens",

@@ -1,4 +1,4 @@
-"""XGLM and BioGPT: scaled embeddings and positions from 2 on, out of a sinusoidal table or a learned one."""
+"""XGLM and BioGPT: scaled embeddings, and positions from 2 on in a sinusoidal or a learned table."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How long things take: per call of the model, per layer, and per token of what it generates."""
+"""Timing: per call of the model, per layer, and per generated token."""

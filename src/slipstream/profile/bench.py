@@ -1,7 +1,7 @@
-"""Measures generation: time to first token, decode rate and working memory, of several models in turns.
+"""Measures generation: time to first token, decode rate and working memory, of several models in turn.
 
-Turns, because a machine's speed drifts: two models measured one after the other differ by the drift, two
-measured alternately do not. Medians, because a disturbed run is slower and never faster.
+Runs of the models alternate, because a machine's speed drifts: measured one after the other, two models would
+differ by the drift. Results are medians, because a disturbed run is slower and never faster.
 
 Shapes: B batch, S prompt, L tokens at the end.
 """
@@ -36,20 +36,20 @@ T = TypeVar("T")
 
 
 class Generates(Protocol):
-    """A model or an engine: transformers' `generate`."""
+    """A model or an engine that has transformers' `generate`."""
 
     def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        """Continue `(B, S)` token ids; a `streamer` among the options gets each step's tokens."""
+        """Continue `(B, S)` token ids; a `streamer` in the options receives each step's tokens."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is generated.
+    """The size of a generation.
 
     Attributes:
-        batch: Sequences.
-        prompt_tokens: Of each.
-        new_tokens: Of each; at least 2, for the first is prefill's and the others are decode's.
+        batch: Number of sequences.
+        prompt_tokens: Prompt tokens per sequence.
+        new_tokens: New tokens per sequence; at least 2: the first measures prefill, the others decode.
     """
 
     batch: int
@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Spread:
-    """Several measurements of one thing."""
+    """Median and range of several measurements."""
 
     median: float
     low: float
@@ -67,7 +67,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Median and range of at least one value."""
+        """Return median and range of at least one value."""
         return Spread(statistics.median(values), min(values), max(values))
 
 
@@ -77,10 +77,10 @@ class Run:
 
     Attributes:
         ids: `(B, L)` int64, on the device.
-        new_tokens: Steps, which is tokens per sequence.
+        new_tokens: Number of steps, i.e. new tokens per sequence.
         first_token: Seconds from the call to the first new token.
-        seconds: Seconds from the call to the last one.
-        working_bytes: Memory's peak during the call, over what was held before it.
+        seconds: Seconds from the call to the last new token.
+        working_bytes: Peak of memory during the call, minus what was in use before it.
     """
 
     ids: Tensor
@@ -92,16 +92,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One model at one shape.
+    """The results of one model at one shape.
 
     Attributes:
-        name: The model's, among those compared.
-        shape: What was generated.
+        name: The model's name in the comparison.
+        shape: The size of the generation.
         first_token: Seconds from the call to the first token.
         prefill: Prompt tokens per second of all sequences together, until the first token.
         decode: New tokens per second of all sequences together, after the first.
-        working_bytes: Of the first call of this shape, before the allocator has much left over: activations
-            and cache.
+        working_bytes: Memory for activations and cache in the first call of this shape, when the allocator
+            has little to reuse.
         repeat: Number of runs behind each spread.
     """
 
@@ -114,12 +114,12 @@ class Row:
     repeat: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the row as nested plain dictionaries."""
         return asdict(self)
 
 
 class _Clock:
-    """A streamer that notes when each step's tokens came; the first thing it gets is the prompt."""
+    """A streamer that records when each step's tokens arrive; the first `put` is for the prompt."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -130,11 +130,11 @@ class _Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to note."""
+        """Do nothing: there is nothing left to record."""
 
 
 def random_prompt(shape: Shape, vocabulary: int, seed: int = 0) -> Tensor:
-    """Token ids `(B, S)` int64 on the CPU, evenly drawn from the vocabulary."""
+    """Return token ids `(B, S)` int64 on the CPU, drawn uniformly from the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary, (shape.batch, shape.prompt_tokens), generator=generator)
 
@@ -143,13 +143,13 @@ def time_generate(model: Generates, ids: Tensor, device: Device, **options: Any)
     """Time one call of `generate`.
 
     Args:
-        model: On `device`.
+        model: The model, on `device`.
         ids: `(B, S)` int64, without padding.
-        device: Waited for whenever a token comes, and asked for its memory.
-        options: Of `generate`.
+        device: Synchronized at every token, and queried for memory.
+        options: Options for `generate`.
 
     Raises:
-        RequestError: The call made no token.
+        RequestError: The call generated no token.
     """
     ids = ids.to(device.torch_device)
     device.synchronize()
@@ -166,29 +166,29 @@ def time_generate(model: Generates, ids: Tensor, device: Device, **options: Any)
 
 
 def interleave(runs: Mapping[str, Callable[[], T]], *, repeat: int) -> dict[str, list[T]]:
-    """Call each function `repeat` times, in turns, and return what they answered by name.
+    """Call each function `repeat` times, alternating between them, and return the results by name.
 
-    Every second turn goes backwards, so that none always follows the same neighbour.
+    Every second round is in reverse order, so that no function always follows the same one.
     """
     names = list(runs)
-    answers: dict[str, list[T]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(repeat):
         for name in names[::-1] if turn % 2 else names:
-            answers[name].append(runs[name]())
-    return answers
+            results[name].append(runs[name]())
+    return results
 
 
 def bench(
     models: Mapping[str, Generates], shape: Shape, *, device: Device, vocabulary: int, repeat: int = 3
 ) -> list[Row]:
-    """Measure models at one shape: two calls of each to warm up, then `repeat` in turns.
+    """Measure models at one shape: two warm-up calls of each, then `repeat` alternating runs.
 
     Args:
-        models: By the names to report them under; all on `device`.
-        shape: Of random prompts, the same for all.
-        device: Where they run.
+        models: Models by the names to report; all on `device`.
+        shape: The size of the random prompts and the output, the same for all models.
+        device: The device that the models run on.
         vocabulary: Prompts are drawn from this many tokens.
-        repeat: Runs behind each median.
+        repeat: Number of runs behind each median.
 
     Returns:
         One row per model, in their order.
@@ -201,7 +201,7 @@ def bench(
             f"{shape} with repeat={repeat}: each must be at least 1, and new_tokens at least 2"
         )
     ids = random_prompt(shape, vocabulary)
-    # An end-of-text token outside of the vocabulary never comes: every run has the length asked for.
+    # An end-of-text token outside the vocabulary never occurs, so every run has the requested length.
     options = {"max_new_tokens": shape.new_tokens, "do_sample": False, "eos_token_id": vocabulary}
     options["pad_token_id"] = 0
 
@@ -209,7 +209,7 @@ def bench(
         return lambda: time_generate(model, ids, device, **options)
 
     runs = {name: run(model) for name, model in models.items()}
-    for model in models.values():  # brings in weights that are mapped from a file and not read yet
+    for model in models.values():  # reads weights into memory that are only mapped from a file so far
         time_generate(model, ids[:, :1], device, **{**options, "max_new_tokens": 2})
     first = interleave(runs, repeat=1)
     timed = interleave(runs, repeat=repeat)

@@ -1,4 +1,4 @@
-"""Times the calls of a model and of its layers, by the wall clock or by CUDA events."""
+"""Times the calls of a model and of its layers, with the wall clock or CUDA events."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MODEL = ""
 
 @dataclass
 class Profile:
-    """Milliseconds by name; the model itself is "".
+    """Collects call times by name; the model itself has the name "".
 
     Attributes:
-        device: Waited for around each timed call, where events are not used.
-        events: Use CUDA events, which do not stop the GPU; ignored where there is no GPU.
+        device: The device, synchronized around each timed call unless events are used.
+        events: Use CUDA events, which do not stall the GPU; False if the device is not a GPU.
     """
 
     device: Device
@@ -37,7 +37,7 @@ class Profile:
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Time what runs within."""
+        """Time the body of the context."""
         start = self._now()
         try:
             yield
@@ -53,10 +53,9 @@ class Profile:
         return time.perf_counter()
 
     def watch(self, module: nn.Module, name: str) -> None:
-        """Time every forward of a module under a name; several threads at once blur each other's times."""
+        """Time every forward of a module under a name; with concurrent threads the times are unreliable."""
         starts: list[Any] = []
-        # Bound methods, so that a deep copy of an engine times itself and not the one that it was copied
-        # from.
+        # Bound methods, so that a deep copy of an engine reports to its own profile, not to the original's.
         module.register_forward_pre_hook(partial(self._enter, starts))
         module.register_forward_hook(partial(self._leave, starts, name), always_call=True)
 
@@ -68,7 +67,7 @@ class Profile:
             self._spans.setdefault(name, []).append((starts.pop(), self._now()))
 
     def read(self, name: str = _MODEL) -> list[float]:
-        """Milliseconds of each call under a name since the last reading; cleared by it."""
+        """Return the milliseconds of each call under a name since the last reading, and clear them."""
         spans = self._spans.pop(name, [])
         if self.events and spans:
             self.device.synchronize()
@@ -76,11 +75,11 @@ class Profile:
         return [1e3 * (end - start) for start, end in spans]
 
     def read_layers(self) -> dict[str, list[float]]:
-        """Milliseconds of each call by layer since the last reading; cleared by it."""
+        """Return the milliseconds of each call since the last reading, by layer, and clear them."""
         return {name: self.read(name) for name in list(self._spans) if name != _MODEL}
 
     def peek_layers(self) -> dict[str, list[float]]:
-        """As `read_layers`, without clearing."""
+        """Return what `read_layers` does, without clearing."""
         kept = {name: list(spans) for name, spans in self._spans.items()}
         times = self.read_layers()
         self._spans.update({name: spans for name, spans in kept.items() if name != _MODEL})

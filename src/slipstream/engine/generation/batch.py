@@ -43,20 +43,20 @@ class Batch:
         """Admit the prompts and reserve their cache.
 
         Args:
-            runner: The model.
+            runner: Runs the model.
             input_ids: `(B, S)` int64, left-padded.
             mask: `(B, S)`, zero where a prompt is padded; None for no padding.
-            max_length: Tokens of a row at the end, padding included.
-            token_budget: Most tokens in one step.
-            forks: Rows that each row may become by `fork`.
+            max_length: Maximum number of tokens in a row, padding included.
+            token_budget: Maximum number of tokens per step.
+            forks: Number of rows into which `fork` will split each row.
         """
         rows, length = input_ids.shape
         self._padding = [0] * rows if mask is None else (length - (mask != 0).sum(-1)).tolist()
-        # As transformers' loops, whose first new token makes int64 of a prompt in int32.
+        # Always int64, as in transformers' loops, where appending a token converts an int32 prompt.
         self._tokens = input_ids.new_empty(rows, max(max_length, length + 1), dtype=torch.long)
         self._tokens[:, :length] = input_ids
         self._length = length
-        # Where angles depend on the longest sequence, all prompts run at once, as they do in the original.
+        # If angles depend on the longest sequence, all prompts run in one step, as in the original.
         self._schedule = Schedule(rows * length if runner.frame.angles_share_a_length else token_budget)
         for row, padding in enumerate(self._padding):
             self._schedule.add(row, length - padding)
@@ -72,37 +72,37 @@ class Batch:
 
     @property
     def ids(self) -> Tensor:
-        """`(B, L)`, padding included; contiguous, as processors and criteria know it from transformers."""
+        """`(B, L)`, padding included; contiguous, as transformers' processors and criteria expect."""
         return self._tokens[:, : self._length].contiguous()
 
     def shown(self, look: Callable[[Tensor], Tensor]) -> Tensor:
-        """What somebody's code says of `ids`, in which it may change tokens: the model goes on from those."""
+        """Return `look(ids)`; tokens that `look` changes in place are changed in the batch, too."""
         ids = self.ids
-        said = look(ids)
+        result = look(ids)
         if ids.data_ptr() != self._tokens.data_ptr():
             self._tokens[:, : self._length] = ids
-        return said
+        return result
 
     @property
     def length(self) -> int:
-        """Tokens of a row so far, padding included (L)."""
+        """Number of tokens per row so far, padding included (L)."""
         return self._length
 
     def logits(self) -> Tensor:
-        """Run until every running row has logits; `(B, V)` float32, zeros for rows that are finished."""
+        """Run until every running row has logits; return `(B, V)` float32, zeros for finished rows."""
         return self._run(lambda step, *_: self._session.logits(step))
 
     def best(self, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
         """Run until every running row has its best next tokens.
 
         Args:
-            steps: How many at most, where none is finished or finished ones were dropped.
-            ends: They are over early when one of these tokens is some row's best.
+            steps: Maximum number of steps; above 1 only if no row is finished, or finished rows were dropped.
+            ends: End tokens: no step follows one in which any row's best token is one of these.
             tell: Called with the tokens `(B,)` of each step but the last as soon as they are known; zeros for
-                rows that are finished.
+                finished rows.
 
         Returns:
-            `(B, steps that were run)` int64, at least one of each row; zeros for rows that are finished.
+            `(B, number of steps run)` int64, at least one step; zeros for finished rows.
         """
         most = self._most(steps)
 
@@ -113,30 +113,30 @@ class Batch:
 
     @property
     def draws(self) -> bool:
-        """Whether `drawn` is the faster way to draw tokens."""
+        """Whether `drawn` samples faster than transformers' own warpers would."""
         return self._session.draws
 
     def drawn(self, warp: Warp, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
-        """As `best`, with tokens that are drawn by torch's default generator, as `torch.multinomial` does.
+        """Run like `best`, but sample with torch's default generator, as `torch.multinomial` does.
 
         Args:
-            warp: What may be drawn.
-            steps: As of `best`.
-            ends: As of `best`.
-            tell: As of `best`.
+            warp: Temperature, top-k, top-p and min-p.
+            steps: As for `best`.
+            ends: As for `best`.
+            tell: As for `best`.
         """
         device, vocabulary = self._tokens.device, self._runner.vocabulary
         most = self._most(steps)
         numbers, noise = warp.numbers(vocabulary, device), Noise(self._tokens.shape[0], vocabulary, device)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
-            count, told = most if decodes else 1, self._teller(tell, rows)
-            return self._session.drawn(step, numbers, noise.of(rows), count, ends, told)
+            count, teller = most if decodes else 1, self._teller(tell, rows)
+            return self._session.drawn(step, numbers, noise.of(rows), count, ends, teller)
 
         return self._run(run)
 
     def penalise(self, factor: float) -> Penalty:
-        """What lowers the scores of tokens that a row has said, from now on and by every later call of this.
+        """Return a repetition penalty on the tokens in each row, including those appended from now on.
 
         Args:
             factor: Above 0.
@@ -152,14 +152,14 @@ class Batch:
         ends: Sequence[int] = (),
         tell: Tell | None = None,
     ) -> Tensor:
-        """As `drawn`, or where there is no warp `best`, once the scores of some tokens are lowered.
+        """Run with a repetition penalty on the scores, sampling as `drawn` or choosing as `best`.
 
         Args:
-            penalty: Of `penalise`.
-            warp: What may be drawn of the lowered scores.
-            steps: As of `best`.
-            ends: As of `best`.
-            tell: As of `best`.
+            penalty: From `penalise`.
+            warp: Applied to the penalised scores before sampling; None to choose the best tokens.
+            steps: As for `best`.
+            ends: As for `best`.
+            tell: As for `best`.
         """
         device, vocabulary = self._tokens.device, self._runner.vocabulary
         most = self._most(steps)
@@ -167,18 +167,18 @@ class Batch:
         noise = None if warp is None else Noise(self._tokens.shape[0], vocabulary, device)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
-            count, told = most if decodes else 1, self._teller(tell, rows)
+            count, teller = most if decodes else 1, self._teller(tell, rows)
             own = None if noise is None else noise.of(rows)
-            return self._session.penalised(step, penalty.of(rows), numbers, own, count, ends, told)
+            return self._session.penalised(step, penalty.of(rows), numbers, own, count, ends, teller)
 
         return self._run(run)
 
     def processed(self, processors: Callable[[Tensor, Tensor], Tensor], warp: Warp) -> Tensor:
-        """As `drawn`, one token of every row, once transformers' own processors have seen its logits.
+        """Run one step, apply transformers' own processors to the logits, and sample a token for each row.
 
         Args:
             processors: Called on `(B, L)` tokens and `(B, V)` float32 logits; returns scores.
-            warp: What may be drawn of them.
+            warp: Applied to these scores before sampling.
         """
         logits = self.logits()
         scores = self.shown(lambda ids: processors(ids, logits))
@@ -187,15 +187,16 @@ class Batch:
         return drawn[:, None]
 
     def suppress(self, processors: Sequence[Any], others: list[Any], rules: Sequence[Rule]) -> Sequence[Any]:
-        """Take rules about tokens that `best`, `drawn` and `penalised` may not choose, from now on.
+        """Set rules about tokens that `best`, `drawn` and `penalised` must not choose from now on.
 
         Args:
-            processors: Transformers' own, of which some say these rules.
-            others: The others of them.
-            rules: In order.
+            processors: All of transformers' processors, including those that the rules replace.
+            others: The processors that the rules do not replace.
+            rules: The rules, in order.
 
         Returns:
-            The processors that are left to be called: all of them where the rules leave nothing to be chosen.
+            The processors that still have to be called: `others`, or all of them if the rules would suppress
+            every token, in which case they are not applied.
         """
         suppression = Suppression(rules, self._runner.vocabulary, self._tokens.device) if rules else None
         if suppression is not None and suppression.is_total:
@@ -204,7 +205,7 @@ class Batch:
         return others
 
     def _most(self, steps: int) -> int:
-        """How many steps may be run at once; tells the session which tokens they may not choose."""
+        """Return how many steps one call may run, and set the tokens that the session suppresses in them."""
         most = min(steps, self._tokens.shape[1] - self._length)
         if self._suppression is None:
             return most
@@ -213,7 +214,7 @@ class Batch:
         return min(most, end - self._length)
 
     def _teller(self, tell: Tell | None, rows: Sequence[int]) -> Tell | None:
-        """What takes the tokens of some rows where `tell` takes those of all."""
+        """Wrap `tell`, which takes tokens of the whole batch, for a step that has only some rows."""
         return None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
 
     def _run(self, run: Callable[[Step, list[int], bool], Tensor]) -> Tensor:
@@ -243,13 +244,13 @@ class Batch:
         return out
 
     def _last_step(self, rows: Sequence[int]) -> Step:
-        """The last tokens of these rows, which have run."""
+        """Return a step of the last token of each of these rows, which have already run."""
         held = self._held()
         chunks = [Chunk(row, held[row] - 1, 1, is_last=True) for row in rows]
         return make_step(chunks, self._ids_of, self._blocks, self._tokens.device)
 
     def _of_all(self, rows: Sequence[int], result: Tensor) -> Tensor:
-        """What some rows have, of every row: zeros of the others."""
+        """Expand a result for some rows to the whole batch, with zeros for the other rows."""
         if len(rows) == self._tokens.shape[0]:
             return result
         out = result.new_zeros(self._tokens.shape[0], *result.shape[1:])
@@ -257,7 +258,7 @@ class Batch:
         return out
 
     def _decode_step(self, rows: list[int]) -> Step:
-        """The next token of these rows."""
+        """Return the step that runs the latest token of each of these rows."""
         last = self._length - 1
         if self._decode is None or self._decode.rows != rows:
             starts = [last - self._padding[row] for row in rows]
@@ -271,7 +272,7 @@ class Batch:
         return self._tokens[chunk.row, start : start + chunk.count]
 
     def append(self, tokens: Tensor) -> None:
-        """Take the next tokens of every row, `(B, n)`; all but the last of them have run already."""
+        """Append the next tokens of every row, `(B, n)`; all but the last column have already run."""
         count = tokens.shape[1]
         if self._length + count > self._tokens.shape[1]:  # a criterion other than the length decides the end
             raise AssertionError("generation went past its own max_length")
@@ -282,14 +283,14 @@ class Batch:
             self._penalty.add(tokens)
 
     def drop(self, alive: Sequence[bool]) -> None:
-        """Take finished rows out of the schedule."""
+        """Remove rows that are not alive from the schedule, and release their cache blocks."""
         for row in self._schedule.rows:
             if not alive[row]:
                 self._schedule.finish(row)
                 self._cache.release(self._blocks[row])
 
     def fill(self, begun: Begun) -> None:
-        """Take the prompts as they have run elsewhere; the first step then has the logits of that run."""
+        """Store the cache of prompts that ran elsewhere; the first step returns the logits of that run."""
         self._schedule = Schedule(max(self._schedule.token_budget, len(self._padding)))
         for row, held in enumerate(self._held()):
             self._schedule.add(row, held, done=held)
@@ -300,7 +301,7 @@ class Batch:
         self._session.give(begun.logits)
 
     def fork(self, times: int) -> None:
-        """Let so many rows go on as each of them did, side by side; every token of them has run."""
+        """Replace each row by `times` adjacent copies of itself; all tokens of the rows must have run."""
         self._blocks = forked(self._cache, self._blocks, times, self._held())
         self._tokens = self._tokens.repeat_interleave(times, dim=0)
         self._padding = [padding for padding in self._padding for _ in range(times)]
@@ -311,10 +312,10 @@ class Batch:
             self._schedule.add(row, held, done=held)
 
     def follow(self, sources: Sequence[int]) -> None:
-        """Let each row go on as another did, or as it did itself; every token of them has run.
+        """Continue each row from another row's tokens, or its own; all tokens of the rows must have run.
 
         Args:
-            sources: A row for each row, with as many tokens as it has.
+            sources: For each row, the row to continue from, which has the same number of tokens.
         """
         if list(sources) == list(range(len(sources))):
             return
@@ -324,14 +325,14 @@ class Batch:
             self._decode.place([self._blocks[row] for row in self._decode.rows])
 
     def _held(self) -> list[int]:
-        """Tokens of each row in the cache, where all of them have run."""
+        """Return the number of cached tokens of each row, given that all of its tokens have run."""
         return [self._length - padding for padding in self._padding]
 
     def export(self, model: Any) -> Any:
-        """The keys and values so far as transformers keeps them: `(B, K, N, D)`, padded with zeros.
+        """Return the keys and values so far as a transformers cache: `(B, K, N, D)`, padded with zeros.
 
-        N is L where every token has run, else L - 1. Of families whose own cache has keys and values repeated
-        for every head that shares them, `(B, H, N, D)`.
+        N is L if every token has run, else L - 1. For families whose own cache repeats keys and values for
+        every query head that shares them, the shape is `(B, H, N, D)`.
         """
         from transformers import DynamicCache
 

@@ -1,4 +1,4 @@
-"""Beam search on the engine road: transformers' own search, whose forwards are steps of a packed batch.
+"""Beam search on the engine road: transformers' own search over a model whose forwards run a packed batch.
 
 Shapes: B batch, W beams of each row, S prompt (padded), L tokens so far, V vocabulary.
 """
@@ -17,16 +17,16 @@ from slipstream.engine.generation.batch import Batch
 __all__ = ["BEAMS", "Searched", "samples", "searches"]
 
 BEAMS = ("beam_search", "beam_sample")
-"""Transformers' names of the modes."""
+"""Transformers' names of the beam modes."""
 
 
 def searches(model: nn.Module) -> bool:
-    """Whether beam search of this model is transformers' own, which is all that the road knows."""
+    """Whether this model's beam search is transformers' own, the only one that the engine road supports."""
     return _is_transformers(model, "_beam_search", "_prefill")
 
 
 def samples(model: nn.Module) -> bool:
-    """Whether greedy search and sampling of this model are transformers' own."""
+    """Whether this model's greedy search and sampling are transformers' own."""
     return _is_transformers(model, "_sample")
 
 
@@ -37,31 +37,31 @@ def _is_transformers(model: nn.Module, *methods: str) -> bool:
 
 
 class Searched:
-    """A model as transformers' beam search sees it: each forward is the next step of a batch.
+    """Stands in for the model in transformers' beam search: each forward runs the next step of a batch.
 
-    Everything else is the model's, whose methods find this object in its place.
+    All other attributes are the model's; its methods are called with this object as `self`.
     """
 
     def __init__(self, model: nn.Module, batch: Batch, beams: int) -> None:
-        """Take the place of a model.
+        """Stand in for a model.
 
         Args:
             model: Has transformers' `_beam_search`.
-            batch: Its prompts have not run; of B rows, or of all B * W where `beams` is 1.
-            beams: How many rows each row of the batch becomes once its prompt has run (W).
+            batch: The prompts, which have not run: B rows, or all B * W rows if `beams` is 1.
+            beams: The number of rows into which each row is forked once its prompt has run (W).
         """
         self._model, self._batch, self._beams, self._begins = model, batch, beams, True
 
     def __getattr__(self, name: str) -> Any:
-        """The model's own; its methods are bound to this object."""
-        found = inspect.getattr_static(type(self._model), name, None)
-        own = MethodType(found, self) if isinstance(found, FunctionType) else getattr(self._model, name)
-        if isinstance(found, FunctionType | staticmethod):
-            vars(self)[name] = own  # looking takes longer than most calls
+        """Return the model's attribute; its methods are bound to this object."""
+        method = inspect.getattr_static(type(self._model), name, None)
+        own = MethodType(method, self) if isinstance(method, FunctionType) else getattr(self._model, name)
+        if isinstance(method, FunctionType | staticmethod):
+            vars(self)[name] = own  # the lookup takes longer than most calls
         return own
 
     def __call__(self, input_ids: Tensor, **_: Any) -> Any:
-        """The scores `(B * W, 1, V)` float32 that follow the tokens `(B * W, L)`."""
+        """Run the step after the tokens `(B * W, L)`; the output's logits are `(B * W, 1, V)` float32."""
         from transformers.modeling_outputs import CausalLMOutput
 
         if not self._begins:
@@ -74,29 +74,29 @@ class Searched:
         return CausalLMOutput(logits=logits[:, None])
 
     def search(self, ids: Tensor, processors: Any, criteria: Any, config: Any) -> Any:
-        """What transformers' beam search returns; in the place of its cache is nothing.
+        """Run transformers' beam search and return its output, in which the cache is None.
 
         Args:
             ids: `(B * W, S)` int64.
             processors: Called on `(B * W, V)` float32 log-probabilities.
             criteria: Called on the tokens of all candidates.
-            config: Complete.
+            config: The complete generation config.
         """
         search: Callable[..., Any] = self._beam_search
-        # There is nothing in the cache's place; that it has a name is what makes the search reorder it.
+        # The cache is None, but the key must be there: without it the search would not call `_reorder_cache`.
         kept = {"use_cache": True, "past_key_values": None}
         return search(ids, processors, criteria, config, **kept)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **_: Any) -> Mapping[str, Tensor]:
-        """What the next forward is given."""
+        """Return the arguments of the next forward."""
         return {"input_ids": input_ids}
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], **_: Any
     ) -> dict[str, Any]:
-        """The batch knows what a forward leaves."""
+        """Return the arguments unchanged: the batch keeps all state between forwards."""
         return model_kwargs
 
     def _reorder_cache(self, cache: None, rows: Tensor) -> None:
-        """Let each row go on as another did, `(B * W,)`."""
+        """Continue row i from row `rows[i]`, `(B * W,)`."""
         self._batch.follow(rows.tolist())

@@ -17,7 +17,7 @@ __all__ = ["Decode"]
 
 
 class Decode:
-    """Steps of one token per sequence: the same tensors each time, changed in place."""
+    """Makes steps of one token per sequence; all steps share the same tensors, updated in place."""
 
     def __init__(
         self,
@@ -27,14 +27,14 @@ class Decode:
         device: torch.device,
         shifts: Sequence[int] = (),
     ) -> None:
-        """Lay out the first of the steps.
+        """Allocate the tensors for the first step.
 
         Args:
-            rows: The sequences.
-            positions: Of the token of each of them that runs first.
-            blocks: Cache blocks of each of them, in order.
-            device: Where the steps run.
-            shifts: Added to the position of each of them where angles are looked up; none where empty.
+            rows: The sequences' rows in the batch.
+            positions: For each sequence, the position of its token in the first step.
+            blocks: For each sequence, its cache blocks in order.
+            device: The device that the steps run on.
+            shifts: For each sequence, what is added to its position for the rotary angles; empty for none.
         """
         count = len(rows)
         self.rows = rows
@@ -47,7 +47,7 @@ class Decode:
         self._slots = torch.empty(count, 1, dtype=torch.int64, device=device)
         self._flat_slots = self._slots.view(-1)
         self._column = self._places.view(-1, 1)
-        # The same tensor where nothing is shifted.
+        # Without shifts this is the same tensor as `_places`.
         self._positions = self._places + torch.tensor(shifts, device=device) if any(shifts) else self._places
         self._beyond = max(0, *shifts) if any(shifts) else 0
         self._starts = torch.arange(count + 1, dtype=torch.int32, device=device)
@@ -55,17 +55,17 @@ class Decode:
         self._first, self._longest = positions[0] - 1, max(positions)
 
     def place(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Take the cache blocks of each of the sequences, in order."""
+        """Set the cache blocks of each sequence, in order."""
         width = max(map(len, blocks))
         table = [[*ids, *[0] * (width - len(ids))] for ids in blocks]
         self._table = torch.tensor(table, dtype=torch.int32, device=self._source.device)
         self._all_slots = (self._table.long()[:, :, None] * BLOCK_SIZE + self._within).flatten(1)
 
     def step(self, tokens: Tensor, first: int) -> Step:
-        """The next step, which runs `tokens[rows]`; it is overwritten by the one after it.
+        """Return the next step, which runs `tokens[rows]`; the following call overwrites its tensors.
 
         Args:
-            tokens: `(B,)`.
+            tokens: The batch's latest tokens, `(B,)`.
             first: Position of the first sequence's token.
         """
         torch.index_select(tokens, 0, self._source, out=self._ids)

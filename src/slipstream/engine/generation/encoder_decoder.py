@@ -1,4 +1,4 @@
-"""The engine road of decoders that listen to an encoder: its states are keys and values once per generation.
+"""The engine road of encoder-decoders: the encoder's states become keys and values once per generation.
 
 Shapes: B batch, S queries of a row, T = B * S packed tokens, M states, K kv heads, D head dim, L keys.
 """
@@ -28,16 +28,16 @@ __all__ = ["Hears", "Listening", "listen", "listens", "may_be_whole"]
 
 
 def listens(runner: Runner) -> bool:
-    """Whether a runner's layers attend to an encoder's states."""
+    """Whether a runner's layers cross-attend to an encoder's states."""
     return any(block.spec.cross is not None for block in runner.blocks)
 
 
 @runtime_checkable
 class Hears(Protocol):
-    """What runs whole steps of a generation once it is told what an encoder said.
+    """Runs whole steps of a decoder once it has been given the encoder's keys and values.
 
     Attributes:
-        name: As of `Bound`.
+        name: As in `Bound`.
     """
 
     @property
@@ -46,20 +46,20 @@ class Hears(Protocol):
 
 
 def may_be_whole(frame: Frame, blocks: Iterable[Block]) -> bool:
-    """Whether layers listen to an encoder and are blocks in all they do, so that whole steps may run them."""
+    """Whether layers cross-attend and run entirely as blocks, so that whole steps may run them natively."""
     own_feeds = any(injected_state(layer).feeder is not None for layer in frame.layers)
     return not own_feeds and any(block.spec.cross is not None for block in blocks)
 
 
 def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> Runner:
-    """The same runner for one generation, which listens to what an encoder said.
+    """Return a copy of a runner for one generation, which cross-attends to the given encoder output.
 
     Args:
-        runner: One that `listens`; not changed.
-        encoded: The encoder's output: `last_hidden_state` `(B, M, C)`, and a mask of its own where it has
-            one.
+        runner: A runner for which `listens` is true; not changed.
+        encoded: The encoder's output: `last_hidden_state` `(B, M, C)`, and possibly its own
+            `attention_mask`, which takes precedence over `mask`.
         mask: `(B, M)`, zero where the encoder's input was padding; None for no padding.
-        longest: Positions that the generation may reach.
+        longest: Maximum length of a sequence in this generation.
     """
     states: Tensor = encoded.last_hidden_state
     own = getattr(encoded, "attention_mask", None)
@@ -78,24 +78,24 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> R
     feeds = {
         id(block): own_feed(layer) for layer, block in zip(runner.frame.layers, runner.blocks, strict=True)
     }
-    heard = copy.copy(runner)
+    copied = copy.copy(runner)
     visible = None if seen is None or bool((seen != 0).all()) else (seen != 0)[:, None, None]
-    heard.stack = listening = Listening(memory, visible, relatives, tuple(runner.blocks), feeds)
-    said = listening.heard(longest) if isinstance(runner.whole, Hears) else None
-    heard.whole = runner.whole.hear(said) if isinstance(runner.whole, Hears) and said is not None else None
-    return heard
+    copied.stack = listening = Listening(memory, visible, relatives, tuple(runner.blocks), feeds)
+    cross = listening.heard(longest) if isinstance(runner.whole, Hears) else None
+    copied.whole = runner.whole.hear(cross) if isinstance(runner.whole, Hears) and cross is not None else None
+    return copied
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Runs layers over packed tokens of rows that are all equally long, none of them padded.
+    """Runs cross-attending layers over packed tokens; all rows have the same length and no padding.
 
     Attributes:
-        memory: Keys and values of the encoder's states by the identity of their block, `(B, K, M, D)` each.
-        visible: `(B, 1, 1, M)` bool, or None where every state counts.
-        relatives: What makes the bias of each block by relative position, by the block's identity.
-        blocks: The layers in order; where they share a bias, the first makes it.
-        feeds: What stands in the feed-forward's place, of `(B, S, C)`, by the block's identity.
+        memory: Keys and values of the encoder's states, `(B, K, M, D)` each, by `id` of the block.
+        visible: `(B, 1, 1, M)` bool, or None if every state is attended to.
+        relatives: By `id` of the block, what computes its bias by relative position, if it has one.
+        blocks: The layers in order; if they share a bias, the first one computes it.
+        feeds: By `id` of the block, what replaces its feed-forward, on `(B, S, C)`, if anything.
     """
 
     memory: Mapping[int, tuple[Tensor, Tensor]]
@@ -105,10 +105,10 @@ class Listening:
     feeds: Mapping[int, Mix | None]
 
     def heard(self, longest: int) -> Heard | None:
-        """What whole steps are told; None where that does not say everything.
+        """Return the encoder's part of whole-step calls; None if `Heard` cannot express mask or bias.
 
         Args:
-            longest: Positions that the generation may reach.
+            longest: Maximum length of a sequence in this generation.
         """
         seen = None
         if self.visible is not None:
@@ -124,7 +124,7 @@ class Listening:
         return Heard([k for k, _ in pairs], [v for _, v in pairs], seen, relatives)
 
     def _by_distance(self, block: Block, longest: int, tables: dict[int, Tensor]) -> Tensor | None:
-        """What a layer adds to scores, `(H, longest)`, by how many tokens a key is before its query."""
+        """Return a layer's bias on scores, `(H, longest)`, by how many tokens a key is before its query."""
         maker = self.blocks[0] if block.spec.relative == "shared" else block
         relative = self.relatives[id(maker)]
         if relative is None:
@@ -143,7 +143,7 @@ class Listening:
         caches: Sequence[tuple[CachePart, CachePart]],
         tables: dict[Rope, RopeTable],
     ) -> Tensor:
-        """As `run_stack`, with a third branch in each layer."""
+        """Run the layers as `run_stack` does, with cross-attention as a third branch in each."""
         shared: Tensor | None = None
         for block, (k_cache, v_cache) in zip(blocks, caches, strict=True):
             relative = self.relatives[id(block)]
@@ -184,12 +184,12 @@ class Listening:
         return across
 
     def _feed(self, block: Block) -> Mix | None:
-        """A part that sees rows of tokens: what one of them is told may depend on those before it."""
+        """Return what replaces the feed-forward; it gets whole rows: results may depend on prior tokens."""
         feed, rows = self.feeds[id(block)], self.memory[id(block)][0].shape[0]
         return None if feed is None else lambda x: feed(x.unflatten(0, (rows, -1))).flatten(0, 1)
 
     def _bias(self, block: Block, x: Tensor, step: Step) -> Tensor:
-        """The bias of a step by relative position, with causality in it: `(1, H, S, L)`, of all heads."""
+        """Return a step's bias by relative position, causal mask included: `(1, H, S, L)` for all heads."""
         relative = self.relatives[id(block)]
         if relative is None:
             raise AssertionError("a block with a bias by relative position has a part that makes it")
@@ -203,7 +203,7 @@ class Listening:
 
 
 def _dtype_of(block: Block) -> torch.dtype:
-    """Of queries: that of the matrix that makes them."""
+    """Return the dtype of queries, which is that of the QKV matrix."""
     weight = block.weights.matrices[Role.QKV]
     return weight.planes[0].dtype if weight.dtype is None else weight.dtype
 
@@ -211,7 +211,7 @@ def _dtype_of(block: Block) -> torch.dtype:
 def _attend_with_bias(
     block: Block, q: Tensor, caches: tuple[CachePart, CachePart], step: Step, bias: Tensor
 ) -> Tensor:
-    """Attention of rows of one length over their pages, with a bias upon the scores."""
+    """Attend from rows of equal length to their cache blocks, with a bias on the scores."""
     size, length = caches[0].shape[1], step.max_kv_len
     pages = step.block_table[:, : -(-length // size)].long()
     k, v = (read_cache(c, pages, q.dtype).flatten(1, 2)[:, :length].transpose(1, 2) for c in caches)

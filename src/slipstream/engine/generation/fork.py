@@ -1,8 +1,8 @@
-"""Rows of a generation that go on as another did: they share its full cache blocks.
+"""Rows of a generation that continue from another row: they share its full cache blocks.
 
-A block that is full is never written again. The one that is being filled is each row's own, and so are those
-that are still empty: of rows that go on as the same row did all but one copy it, into blocks of rows that
-nobody follows.
+A full block is never written again, so it can be shared. The block that is being filled belongs to one row,
+as do the empty ones: of several rows that continue from the same row, one keeps its partly filled block and
+the others copy it, into blocks of rows from which none continues.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["followed", "forked"]
 def followed(
     cache: PagedCache, blocks: Sequence[Sequence[int]], sources: Sequence[int], held: Sequence[int]
 ) -> list[list[int]]:
-    """The blocks of rows of which row i goes on as row `sources[i]` did.
+    """Return the blocks of each row, given that row i continues from row `sources[i]`.
 
     Args:
-        cache: Blocks are copied in it.
-        blocks: Of each row, in order.
-        sources: A row for each row, with as many tokens as it has.
-        held: Tokens of each row in the cache.
+        cache: The cache; blocks are copied within it.
+        blocks: The blocks of each row, in order.
+        sources: For each row, the row to continue from, which has the same number of tokens.
+        held: Number of cached tokens of each row.
     """
     kept = set(sources)
-    # What is being filled by rows that nobody follows.
+    # Partly filled blocks of rows from which none continues.
     spare = [
         blocks[row][count // BLOCK_SIZE]
         for row, count in enumerate(held)
@@ -52,16 +52,16 @@ def followed(
 def forked(
     cache: PagedCache, blocks: Sequence[Sequence[int]], times: int, held: Sequence[int]
 ) -> list[list[int]]:
-    """The blocks of rows so many of which go on as each row did; the cache has room for them."""
+    """Return the blocks of the rows after each row is replaced by `times` copies; the cache has room."""
     out: list[list[int]] = []
     copies: list[tuple[int, int]] = []
     for own, count in zip(blocks, held, strict=True):
         full, is_filling = divmod(count, BLOCK_SIZE)
         out.append(list(own))
         for _ in range(times - 1):
-            more = cache.allocate(len(own) - full)
+            new = cache.allocate(len(own) - full)
             if is_filling:
-                copies.append((own[full], more[0]))
-            out.append([*own[:full], *more])
+                copies.append((own[full], new[0]))
+            out.append([*own[:full], *new])
     cache.copy(copies)
     return out

@@ -1,7 +1,7 @@
 """The engine road of `generate`: greedy search, sampling and beams over a packed batch.
 
 transformers prepares everything (generation config, processors, stopping criteria) and hands over through
-`custom_generate`; whatever this loop cannot honour takes transformers' own loops, over the injected layers.
+`custom_generate`. Calls that this loop does not support run transformers' own loops over the injected layers.
 
 Shapes: B batch, S prompt (padded), L tokens so far, V vocabulary.
 """
@@ -31,7 +31,7 @@ from slipstream.parallel.agree import agree_on_tokens, any_of
 __all__ = ["TOKEN_BUDGET", "Loop"]
 
 TOKEN_BUDGET = 4096
-"""Most tokens in one step; longer prompts run in chunks."""
+"""Maximum number of tokens per step; longer prompts run in chunks."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Loop:
     """The decoding method handed to transformers' `generate`.
 
     Attributes:
-        runner: The model over packed tokens.
-        streamer: The user's, which transformers does not pass on to custom methods.
-        ranks: Those that share the model: each chooses the tokens, and they compare them.
-        begun: The prompts, where they have run elsewhere.
+        runner: Runs the model over packed tokens.
+        streamer: The user's streamer, which transformers does not pass to custom methods.
+        ranks: The ranks that share the model: each chooses tokens, and they check that they agree.
+        begun: The prompts' results if the model's own forward has run them; None otherwise.
     """
 
     runner: Runner
@@ -51,7 +51,7 @@ class Loop:
     begun: Begun | None = None
 
     def method(self) -> Callable[..., Any]:
-        """The loop as a function: transformers reads the signature of what it is handed."""
+        """Return the loop as a plain function, because transformers inspects the signature."""
 
         def decode(
             model: nn.Module,
@@ -83,34 +83,34 @@ class Loop:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        """Generate.
+        """Generate by greedy search or sampling.
 
         Args:
             model: The causal language model.
             input_ids: `(B, S)` int64, left-padded.
             logits_processor: Called on `(B, V)` float32 scores.
             stopping_criteria: Called on the tokens so far.
-            generation_config: Complete.
-            model_kwargs: What transformers would pass to the model; the attention mask is read, and an
-                encoder's output where the layers listen to one. The rest is empty, but for models whose own
+            generation_config: The complete generation config.
+            model_kwargs: What transformers would pass to the model. Only the attention mask is read, and
+                for cross-attention the encoder's output; there is nothing else unless the model's own
                 forward runs the prompt.
 
         Returns:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
         """
-        config, hears = generation_config, listens(self.runner)
+        config, cross = generation_config, listens(self.runner)
         most = longest(stopping_criteria)
         batch, runner = self._admit(input_ids, int(config.max_length) if most is None else most, model_kwargs)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        # Rows that are finished cost nothing, unless the caller sees what the model goes on to say.
+        # Finished rows are dropped to save work, unless the caller sees what the model computes for them.
         keep_finished = (
-            hears or config.return_dict_in_generate or not has_eos or runner.frame.angles_share_a_length
+            cross or config.return_dict_in_generate or not has_eos or runner.frame.angles_share_a_length
         )
         stop, record = _Stop(stopping_criteria), _Record(config)
         rows = _Rows(input_ids.shape[0], config._pad_token_tensor if has_eos else None)
         stream = None if self.streamer is None else _Stream(self.streamer, rows)
         choose = None if record.is_kept else self._choose(batch, logits_processor, config, stop.ends, stream)
-        # Of several ranks one may have a streamer and the others none: all of them go step by step.
+        # With several ranks, one may have a streamer and the others none: then all run step by step.
         pace = _Pace(can_run_ahead=stop.is_known and (stream is None or self.ranks.size == 1))
         while True:
             if choose is not None:
@@ -144,7 +144,7 @@ class Loop:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        """Generate by beams; arguments as of `__call__`, with a row for each beam of each prompt.
+        """Generate by beam search; arguments as of `__call__`, with one row for each beam of each prompt.
 
         Returns:
             `(B, L)` int64, or transformers' `GenerateBeamDecoderOnlyOutput`.
@@ -155,14 +155,14 @@ class Loop:
             inputs["attention_mask"] = inputs["attention_mask"][::beams]
         batch, _ = self._admit(input_ids[::beams], int(generation_config.max_length), inputs, beams)
         search = Searched(model, batch, beams).search
-        found = search(input_ids, logits_processor, stopping_criteria, generation_config)
+        output = search(input_ids, logits_processor, stopping_criteria, generation_config)
         if generation_config.return_dict_in_generate:
-            found.past_key_values = batch.export(model)
-        agree_on_tokens(found if isinstance(found, Tensor) else found.sequences, self.ranks)
-        return found
+            output.past_key_values = batch.export(model)
+        agree_on_tokens(output if isinstance(output, Tensor) else output.sequences, self.ranks)
+        return output
 
     def _leaves(self, config: Any, ids: Tensor, inputs: Mapping[str, Any]) -> bool:
-        """Whether a call that a model made of `generate` by itself is for transformers' own loop."""
+        """Whether transformers' own loop must run this call, which a model's own `generate` may have made."""
         most = self.runner.frame.max_positions
         mask = inputs.get("decoder_attention_mask")
         padded = mask is not None and not bool((mask != 0).all())
@@ -177,7 +177,7 @@ class Loop:
         )
 
     def _original(self, model: Any, *given: Any, **inputs: Any) -> Any:
-        """What transformers' own loop says; `given` in the order of its methods."""
+        """Run transformers' own loop; `given` are its methods' positional arguments, in order."""
         from transformers.generation.utils import GENERATION_MODES_MAPPING
 
         mode = given[-1].get_generation_mode(None)
@@ -190,13 +190,16 @@ class Loop:
     def _choose(
         self, batch: Batch, processors: Any, config: Any, ends: Sequence[int], stream: _Stream | None
     ) -> Callable[[int], Tensor] | None:
-        """What runs some steps and chooses their tokens, nobody seeing logits; None where that is apart."""
+        """Return a function that runs some steps and chooses their tokens in one go, exposing no logits.
+
+        None where the tokens have to be chosen outside, from the logits of each step.
+        """
         tell = None if stream is None else stream.put
         first, warp = parted(processors) if config.do_sample else (processors, None)
         others = batch.suppress(first, *suppressions_of(first, self.runner.vocabulary))
         if warp is None and not others:
             return lambda steps: batch.best(steps, ends, tell)
-        # Ranks compare tokens, and each draws from a generator of its own.
+        # Ranks have to agree on tokens, but each would draw from its own generator.
         if self.ranks.size > 1 or not batch.draws:
             return None
         if (factor := penalty_of(others)) is not None:
@@ -211,10 +214,10 @@ class Loop:
     def _admit(
         self, ids: Tensor, most: int, inputs: Mapping[str, Any], forks: int = 1
     ) -> tuple[Batch, Runner]:
-        """The batch, and what runs it; `forks` as of `Batch`."""
+        """Return the batch and its runner; rows have at most `most` tokens, `forks` as of `Batch`."""
         runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
         if listens(runner):
-            # The mask is the encoder's; the decoder's rows are equally long, and run side by side.
+            # The mask is the encoder's. The decoder's rows have equal lengths, and all run in each step.
             runner = listen(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
         batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks)
@@ -224,18 +227,18 @@ class Loop:
 
 
 class _Rows:
-    """Which rows are not finished.
+    """Tracks which rows are unfinished.
 
     Attributes:
-        alive: One for each row (B).
+        alive: Whether each of the B rows is unfinished.
     """
 
     def __init__(self, count: int, pad: Tensor | None) -> None:
-        """All run; `pad` fills what is finished, if anything may be."""
+        """Begin with all rows unfinished; `pad` fills finished rows, None where rows cannot finish early."""
         self.alive, self._pad = [True] * count, pad
 
     def settle(self, tokens: Tensor) -> Tensor:
-        """Tokens `(B, ...)` with padding in rows that are finished."""
+        """Return tokens `(B, ...)` with finished rows replaced by padding."""
         if self._pad is None or all(self.alive):
             return tokens
         running = torch.tensor(self.alive, device=tokens.device).view(-1, *[1] * (tokens.ndim - 1))
@@ -243,33 +246,33 @@ class _Rows:
 
 
 class _Stream:
-    """Puts each step's tokens into the user's streamer once: at once where steps run ahead, or after them."""
+    """Passes each step's tokens to the user's streamer exactly once, during a run of steps or after it."""
 
     def __init__(self, streamer: Any, rows: _Rows) -> None:
         self._streamer, self._rows, self._count = streamer, rows, 0
 
     def put(self, tokens: Tensor) -> None:
-        """Put the tokens `(B,)` of a step while the next one runs."""
+        """Pass on the tokens `(B,)` of a step while the next step runs."""
         self._count += 1
         self._streamer.put(self._rows.settle(tokens))
 
     def put_rest(self, tokens: Tensor) -> None:
-        """Put what has not been put of the steps that have run, `(B, n)`."""
+        """Pass on those tokens of the last run's n steps, `(B, n)`, that `put` did not."""
         for index in range(self._count, tokens.shape[1]):
             self._streamer.put(tokens[:, index].cpu())
         self._count = 0
 
 
 class _Pace:
-    """How many steps to ask for at once: Python is cold after each, and costs 0.2 ms then."""
+    """Decides how many steps to run per call: each return to Python costs 0.2 ms of cold caches."""
 
-    SECONDS, MOST = 0.1, 64  # an interrupt waits as long as one call
+    SECONDS, MOST = 0.1, 64  # bounds of one call: an interrupt is handled only after it
 
     def __init__(self, *, can_run_ahead: bool) -> None:
         self._steps, self._ahead, self._is_prompt = 1, can_run_ahead, True
 
     def tokens(self, run: Callable[[int], Tensor], *, alone: bool) -> Tensor:
-        """The tokens of the next steps, `(B, n)`; of the next one where it must run alone."""
+        """Return the tokens of the next n steps, `(B, n)`; n is 1 if the next step must run alone."""
         start = time.perf_counter()
         tokens = run(1 if alone else self._steps)
         seconds = (time.perf_counter() - start) / tokens.shape[1]
@@ -280,11 +283,11 @@ class _Pace:
 
 
 class _Stop:
-    """Stopping criteria; length and end tokens alone are decided without tensors.
+    """Evaluates stopping criteria; maximum length and end tokens are checked without calling them.
 
     Attributes:
-        is_known: There are no others.
-        ends: The end tokens, where there are no others.
+        is_known: Whether there are only criteria of those two kinds.
+        ends: The end tokens of all end-token criteria.
     """
 
     def __init__(self, criteria: Any) -> None:
@@ -303,7 +306,7 @@ class _Stop:
         self.ends: tuple[int, ...] = tuple(ends)
 
     def __call__(self, batch: Batch, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
-        """Which rows are done, now that `tokens` `(B,)` are the last of the batch."""
+        """Return which rows are done, `tokens` `(B,)` being the batch's last tokens."""
         if not self.is_known:
             done: list[bool] = batch.shown(lambda ids: self._criteria(ids, scores)).tolist()
             return done
@@ -318,13 +321,13 @@ def _processed(processors: Any, logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _reminds(criterion: Any) -> bool:
-    """Whether transformers' criterion would tell its user that a generation passes the model's length."""
+    """Whether transformers' length criterion would warn that a generation exceeds the model's length."""
     most = criterion.max_position_embeddings
     return most is not None and criterion.max_length > most
 
 
 class _Record:
-    """Scores and logits by step, where the caller asked for them."""
+    """Collects scores and logits by step, if the caller requested them."""
 
     def __init__(self, config: Any) -> None:
         wanted = config.return_dict_in_generate

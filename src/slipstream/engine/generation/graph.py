@@ -1,8 +1,8 @@
-"""Decode steps captured as graphs: a ladder of batch sizes over one cache that stays where it is.
+"""Decode steps captured as graphs: a ladder of batch sizes over one cache at fixed addresses.
 
-A captured step reads its tokens, lengths and places from static tensors and leaves there what the next step
-reads, so that steps follow each other without a word from the host, and growing lengths never capture anew. A
-batch between two rungs is filled up with rows that write into a block of nobody's.
+A captured step reads its tokens, lengths and cache slots from static tensors and writes those of the next
+step there, so the host is not needed between replays, and growing lengths need no new capture. A batch
+between two sizes of the ladder is padded with rows that write into a scratch block.
 
 Shapes: B rows of a rung, N sequences, V vocabulary, W blocks per sequence, Z tokens per block.
 """
@@ -40,22 +40,22 @@ __all__ = ["LADDER", "MOST_GRAPHS", "Graphs"]
 log = logging.getLogger(__name__)
 
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Rows of the captured steps."""
+"""Batch sizes of the captured steps (the rungs)."""
 
 MOST_GRAPHS = 32
-"""Captured steps that are kept; the one that was used longest ago goes first."""
+"""Maximum number of captured steps that are kept; the least recently used is dropped first."""
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """One rung for tables of one width.
+    """A captured step of one batch size and one block table width.
 
     Attributes:
-        step: Static; what the next replay computes.
-        following: What a replay makes of the step; its tokens are the best, or drawn.
-        noise: `(B, V)` float32 that the next replay draws with, or None where it takes the best.
-        numbers: `(4,)` float32, of `ops.draw.Warp`.
-        scratch: The block that rows of nobody write to.
+        step: The static tensors that the next replay reads.
+        following: Where a replay writes the next step and the chosen tokens: the best, or sampled ones.
+        noise: `(B, V)` float32 for the next replay's sampling, or None if it takes the best tokens.
+        numbers: `(4,)` float32, as from `ops.draw.Warp.numbers`.
+        scratch: The cache block that padding rows write to.
         replay: Runs the step and returns its logits, `(B, V)`, always in the same memory.
     """
 
@@ -70,19 +70,19 @@ class _Captured:
 class Graphs:
     """The captured steps of one engine, and the cache that they point to.
 
-    One generation at a time has the cache; one that runs beside it has a cache of its own and no graphs.
+    One generation at a time uses that cache; any concurrent one has a cache of its own and runs no graphs.
 
     Attributes:
         reason: Why steps are not captured; empty while they are.
     """
 
     def __init__(self, runner: Runner, device: Device, *, tokens: int) -> None:
-        """Take the parts; nothing is captured yet.
+        """Store the parts; nothing is captured yet.
 
         Args:
-            runner: The model.
-            device: Where it runs.
-            tokens: That a generation usually has at most.
+            runner: Runs the model.
+            device: The device that it runs on.
+            tokens: The usual maximum number of tokens in a generation.
         """
         self._runner, self._device, self._tokens = runner, device, tokens
         self._usual = blocks_of(tokens)
@@ -99,7 +99,7 @@ class Graphs:
             self.reason = "the model's angles depend on the longest sequence, which is no tensor of the step"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        """For a copy of the engine, which captures steps of its own."""
+        """Return an instance for a copy of the engine; it has captured nothing yet."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
@@ -109,13 +109,13 @@ class Graphs:
         return twin
 
     def prove(self) -> None:
-        """Capture the step of one row, to know whether steps can be captured."""
+        """Capture the step of one row, to find out whether steps can be captured; sets `reason` if not."""
         if not self.reason:
             self._reserve(least_blocks(self._tokens))
             self._capture(1, self._usual, draws=False)
 
     def new_cache(self, blocks: int) -> PagedCache:
-        """A cache for one generation: the one that the graphs point to, unless somebody has it."""
+        """Return a cache for one generation: the one that the graphs point to, unless it is in use."""
         with self._lock:
             if self.reason or self._taken:
                 return self._runner.make_cache(blocks)
@@ -125,15 +125,15 @@ class Graphs:
             return lent
 
     def begin(self, caches: Sequence[tuple[CachePart, CachePart]], longest: int) -> _Session | None:
-        """Begin a generation, or return None where its cache is not the one of the graphs.
+        """Begin a generation, or return None if its cache is not the graphs' one.
 
         Args:
-            caches: Of the generation.
-            longest: Positions that it may reach.
+            caches: The generation's cache, by layer.
+            longest: Maximum length of a sequence in this generation.
         """
         if self.reason or self._cache is None or caches[0][0] is not self._cache.layers[0][0]:
             return None
-        # Here nothing runs yet that this would wait for.
+        # `holds` waits for the device, which is idle at this point.
         if self._angles is not None and not self._angles.holds():
             self._forget()
             self._angles = None
@@ -141,11 +141,11 @@ class Graphs:
 
     @property
     def device(self) -> Device:
-        """Where steps are captured."""
+        """The device that steps are captured on."""
         return self._device
 
     def rung(self, rows: int, width: int, *, draws: bool) -> _Captured | None:
-        """The captured step for some rows, captured now where it was not; None where none can be."""
+        """Return the captured step for a batch of `rows`, capturing it if necessary; None if impossible."""
         size = next((size for size in LADDER if size >= rows), None)
         if size is None or self.reason:
             return None
@@ -157,7 +157,7 @@ class Graphs:
         return captured
 
     def prompt(self, rows: int, width: int) -> CapturedPrompt | None:
-        """The captured prompt of a size, captured now where it is met again; None where there is none."""
+        """Return the captured prompt of a size, capturing it on the second request; None if there is none."""
         key = rows, width
         if self.reason or key not in self._met:
             self._met.add(key)
@@ -171,11 +171,11 @@ class Graphs:
         return self._prompts[key]
 
     def _reserve(self, blocks: int) -> PagedCache:
-        """The cache that stays, with at least this many blocks and one that rows of nobody write to."""
+        """Return the persistent cache, with at least this many blocks plus a scratch block for padding."""
         cache = self._cache
         if cache is None or cache.capacity <= blocks:
             self._forget()
-            # It stays, and a tensor of inference mode could not be written to outside of it.
+            # The cache outlives the call, and inference-mode tensors cannot be written to outside that mode.
             with torch.inference_mode(False):
                 cache = self._cache = self._runner.make_cache(max(blocks, least_blocks(self._tokens)) + 1)
                 for tensor in _tensors(cache):
@@ -187,7 +187,7 @@ class Graphs:
         self._taken = False
 
     def forget_what_moved(self) -> None:
-        """Let go of what was captured, unless every tensor that it reads is where it was."""
+        """Drop all captures if any tensor that they read has moved."""
         places = tuple((t.data_ptr(), t.shape) for t in self._static())
         if places != self._places:
             self._forget()
@@ -198,19 +198,19 @@ class Graphs:
         self._prompts.clear()
 
     def _static(self) -> list[Tensor]:
-        """Every tensor that a step reads beside its own."""
+        """Return every tensor of the model that a step reads."""
         runner, frame = self._runner, self._runner.frame
-        found: list[Tensor | None] = [frame.pos_table]
+        tensors: list[Tensor | None] = [frame.pos_table]
         weights = chain(frame.matrices().values(), *(b.weights.matrices.values() for b in runner.blocks))
         for weight in weights:
             beside = weight.beside
-            found += [*weight.planes, weight.bias, *(() if beside is None else (beside.a, beside.b))]
+            tensors += [*weight.planes, weight.bias, *(() if beside is None else (beside.a, beside.b))]
         for vector in chain(frame.norms().values(), *(b.weights.vectors.values() for b in runner.blocks)):
-            found += [vector.weight, vector.bias]
+            tensors += [vector.weight, vector.bias]
         for block in runner.blocks:
-            found += [block.mask.alibi, block.mask.sinks]
-        found += frame.angle_tables()
-        return [t for t in found if t is not None]
+            tensors += [block.mask.alibi, block.mask.sinks]
+        tensors += frame.angle_tables()
+        return [t for t in tensors if t is not None]
 
     def _capture(self, rows: int, width: int, *, draws: bool) -> _Captured | None:
         cache = self._cache
@@ -263,7 +263,7 @@ class Graphs:
         return CapturedPrompt(step, cache.capacity - 1, replay)
 
     def _angles_of(self, step: Step) -> StaticAngles:
-        """Tables for all positions that a captured step may have; those of earlier ones stay as they are."""
+        """Return angle tables for all positions that a captured step may have, made anew if too short."""
         if self._angles is None or not self._angles.reaches(step.max_kv_len):
             ropes = [block.spec.rope for block in self._runner.blocks]
             self._angles = StaticAngles(self._runner.frame, ropes, step.max_kv_len, step.positions.device)
@@ -271,25 +271,25 @@ class Graphs:
 
 
 def _tensors(cache: PagedCache) -> list[Tensor]:
-    """The tensors of a cache, each with its blocks first."""
+    """Return the tensors of a cache, each with its blocks as the first dimension."""
     return [tensor for pair in cache.layers for part in pair for tensor in tensors_of(part)]
 
 
 class _Session:
-    """The steps of one generation; those that are no decode steps are left to the runner."""
+    """Replays the steps of one generation; all but decode steps and single prompts are left to the runner."""
 
     def __init__(self, graphs: Graphs, width: int) -> None:
         self._graphs, self._width, self._has_looked = graphs, width, False
 
     def logits(self, step: Step) -> Tensor | None:
-        """New logits `(R, V)` float32 of a decode step or of one prompt, or None for another."""
+        """Return logits `(R, V)` float32 in new memory for a decode step or a single prompt, else None."""
         captured = self._load(step)
         if captured is None:
             return self._prompt(step)
         return captured.replay()[: step.token_ids.shape[0]].to(torch.float32, copy=True)
 
     def _prompt(self, step: Step) -> Tensor | None:
-        """New logits `(R, V)` float32 of a prompt that is captured, or None."""
+        """Return logits `(R, V)` float32 in new memory for a prompt whose size is captured, else None."""
         rows = rows_of(step, self._width)
         if rows is None:
             return None
@@ -303,13 +303,13 @@ class _Session:
             self._has_looked = True
 
     def best(self, step: Step, steps: int, ends: Sequence[int], tell: Tell | None = None) -> Tensor | None:
-        """The best tokens of a decode step and of some that follow it, `(N, steps that count)` int64.
+        """Return the best tokens of a decode step and of some that follow it, `(N, steps)` int64.
 
         Args:
-            step: One token of every sequence, whose blocks have room for all steps.
-            steps: How many at most.
-            ends: The first step in which one of them is some row's best is the last that counts.
-            tell: Where somebody waits for each step's tokens, one step is run.
+            step: One token of every sequence; the cache blocks have room for all steps.
+            steps: Maximum number of steps.
+            ends: End tokens: the result ends with the first step in which a row's best token is one of them.
+            tell: If given, only one step is run, because each step's tokens are awaited.
         """
         captured = self._load(step)
         if captured is None:
@@ -328,15 +328,15 @@ class _Session:
         ends: Sequence[int],
         tell: Tell | None = None,
     ) -> Tensor | None:
-        """Tokens drawn in a decode step and in some that follow it, `(N, steps that count)` int64.
+        """Return tokens sampled in a decode step and in some that follow it, `(N, steps)` int64.
 
         Args:
-            step: As of `best`.
-            numbers: Of `ops.draw.Warp`.
-            noise: Of these rows.
-            steps: How many at most.
-            ends: As of `best`; torch's generator is left as if no further step had drawn.
-            tell: As of `best`.
+            step: As for `best`.
+            numbers: From `ops.draw.Warp.numbers`.
+            noise: For the step's rows.
+            steps: Maximum number of steps.
+            ends: As for `best`; torch's generator is reset to its state after the last step in the result.
+            tell: As for `best`.
         """
         captured, device = self._load(step, draws=True), self._graphs.device
         if captured is None or captured.noise is None:
@@ -357,7 +357,7 @@ class _Session:
         rows = step.token_ids.shape[0]
         if step.max_query_len != 1 or step.kv_lens.shape[0] != rows or step.logit_rows.shape[0] != rows:
             return None
-        self._look()  # not before a prompt that is not captured, whose launches would wait for it
+        self._look()  # skipped for prompts that are not captured: their launches would wait for this check
         captured = self._graphs.rung(rows, self._width, draws=draws)
         if captured is None:
             return None
@@ -378,7 +378,7 @@ class _Session:
 
 
 def _until(ends: Sequence[int], tokens: Tensor) -> Tensor:
-    """The steps `(N, steps)` up to the first that has one of these tokens."""
+    """Return the columns of `(N, steps)` up to and including the first that has one of the end tokens."""
     count = tokens.shape[1]
     if ends and count > 1:
         over = torch.isin(tokens, torch.tensor(ends, device=tokens.device)).any(0).tolist()

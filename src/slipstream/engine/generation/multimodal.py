@@ -1,8 +1,8 @@
-"""Models that see or hear: their own forward runs the prompt, and the engine road goes on from its cache.
+"""Vision and audio models: their own forward runs the prompt, and the engine road continues from its cache.
 
-What stands in place of pictures and sounds, and who sees whom within a prompt, is each model's own. The steps
-after it are tokens alone: whether they are, and at which positions, is asked of what the model prepares for
-the next of them.
+How images and audio enter a prompt, and which positions attend to which within it, differs between models.
+Later steps usually consist of tokens only. Whether that is so, and at which positions, is read from the
+inputs that the model prepares for the first step after the prompt.
 
 Shapes: B batch, S prompt (padded), V vocabulary, K kv heads, N cached tokens, D head dim.
 """
@@ -22,18 +22,18 @@ from slipstream.engine.generation.runner import Runner
 __all__ = ["Begun", "begin", "last_tokens"]
 
 _SILENT = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position", "past_key_values"})
-"""Inputs of a step that say nothing of its token."""
+"""Inputs of a step that do not affect what its token computes."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """Prompts that have run.
+    """The results of prompts that have run.
 
     Attributes:
-        pairs: Keys and values of each layer, `(B, K, N, D)` each: of the last N tokens, where a layer keeps
+        pairs: Keys and values of each layer, `(B, K, N, D)` each; only the last N tokens if the layer keeps
             no more.
-        logits: What follows the prompts, `(B, V)` float32.
-        shifts: What is added to the position of a token of each row, as the road counts it.
+        logits: Logits after the prompts, `(B, V)` float32.
+        shifts: For each row, what to add to the engine road's count of tokens to get the model's position.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -45,14 +45,13 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     """Run prompts by the model's own forward.
 
     Args:
-        model: Sees or hears.
-        runner: The road of its language model.
+        model: A model with vision or audio inputs.
+        runner: The engine road of its language model.
         ids: `(B, S)` int64, left-padded.
-        inputs: What transformers would pass beside them; not changed.
+        inputs: What transformers would pass besides `ids`; not changed.
 
     Returns:
-        None where the next step asks for more than a token: the model's own loop goes on then, from the
-        beginning.
+        None if the next step needs more than a token; the model's own loop then starts from the beginning.
     """
     from transformers import DynamicCache
 
@@ -61,8 +60,8 @@ def begin(model: Any, runner: Runner, ids: Tensor, inputs: Mapping[str, Any]) ->
     first = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
     answer = model(**first, return_dict=True)
     later = model._update_model_kwargs_for_generation(answer, given, is_encoder_decoder=False)
-    more = torch.cat([ids, ids[:, -1:]], dim=1)
-    step = model.prepare_inputs_for_generation(more, next_sequence_length=1, **later)
+    longer = torch.cat([ids, ids[:, -1:]], dim=1)  # which token is appended does not matter
+    step = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **later)
     shifts = _shifts(model, step, ids.shape[1], inputs.get("attention_mask"))
     pairs = _pairs(cache, runner, ids.shape)
     return None if shifts is None or pairs is None else Begun(pairs, _last(answer), shifts)
@@ -74,7 +73,7 @@ def _last(answer: Any) -> Tensor:
 
 
 def _shifts(model: nn.Module, step: Mapping[str, Any], length: int, mask: Tensor | None) -> list[int] | None:
-    """What is added to the positions of the next tokens, or None where there is more to them."""
+    """Return each row's position shift, or None if the next step needs more than tokens and positions."""
     rows = step["input_ids"].shape[0]
     real = [length] * rows if mask is None else (mask != 0).sum(-1).tolist()
     places: list[int] | None = None
@@ -93,23 +92,23 @@ def _shifts(model: nn.Module, step: Mapping[str, Any], length: int, mask: Tensor
         if places is None:
             return None
     if places is None:
-        # The model counts by itself: what its cache holds, padding included.
+        # Without position ids the model counts the tokens in its cache, padding included.
         counts_on = any(getattr(module, "rope_deltas", None) is not None for module in model.modules())
         return None if counts_on or min(real) < length else [0] * rows
     return [place - count for place, count in zip(places, real, strict=True)]
 
 
 def _places(positions: Tensor, rows: int) -> list[int] | None:
-    """The position of one token of each row; None where its axes (time, height, width) differ."""
+    """Return the position of each row's one token; None if its axes (time, height, width) differ."""
     axes = positions if positions.dim() == 3 else positions[None]
-    axes = axes[1:] if axes.shape[0] == 4 else axes  # before them the one that masks are made by
+    axes = axes[1:] if axes.shape[0] == 4 else axes  # the first of four is the one that masks are made from
     if axes.shape[1:] not in ((rows, 1), (1, 1)) or not bool((axes == axes[:1]).all()):
         return None
     return [int(place) for place in axes[0, :, 0].expand(rows)]
 
 
 def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor, Tensor]] | None:
-    """Keys and values of the road's layers; None where a cache keeps others, or less than they see."""
+    """Return each layer's keys and values; None if the cache has others, or fewer than a layer attends to."""
     if len(cache.layers) != len(runner.blocks):
         return None
     pairs = []
@@ -128,6 +127,6 @@ def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor,
 
 
 def last_tokens(part: Tensor, count: int) -> Tensor:
-    """Keys or values `(K, N, D)` of the last `count` tokens as `(count, K, D)`; zeros of those it has not."""
+    """Return the last `count` tokens of keys or values `(K, N, D)` as `(count, K, D)`, zeros if missing."""
     rows = part.transpose(0, 1)[-count:]
     return torch.nn.functional.pad(rows, (0, 0, 0, 0, count - rows.shape[0], 0))

@@ -1,4 +1,4 @@
-"""What the engine road was asked for beyond its kernels: the dtype of its cache, captured steps."""
+"""Applies options of the configuration to the engine road: the dtype of its cache, captured steps."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["prepare_road", "together"]
 
 
 def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig, mesh: Mesh) -> list[str]:
-    """Honour what the configuration asks of the engine road.
+    """Apply the configuration's options to the engine road.
 
     Args:
-        runner: The model over packed tokens, or None where transformers' own loops run; changed.
-        device: Where it runs.
+        runner: Runs the engine road, None where transformers' own loops run; modified.
+        device: The device that it runs on.
         config: The configuration.
         mesh: The ranks that share the model.
 
     Returns:
-        A note for the report on each wish, and on what runs the prompts where that is not the road.
+        Notes for the report: one on each option that is set, and one if the model's own forward runs prompts.
     """
     notes = []
     if runner is not None and runner.takes_over:
@@ -82,7 +82,7 @@ def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> 
 def together(
     blocks: Mapping[str, Block], runner: Runner | None, stack: Bound, encoder: Any
 ) -> dict[str, str]:
-    """What runs each layer together with those around it: in generation, or where there is no cache."""
+    """Map each layer's name to what runs it in one call with others: in generation, or without a cache."""
     names = {} if runner is None else dict.fromkeys(runner.names if runner.takes_over else blocks, stack.name)
     if runner is not None and isinstance(runner.whole, Hears):
         names |= dict.fromkeys(runner.names, runner.whole.name)

@@ -1,6 +1,6 @@
-"""Reads transformers' processors: those that only warp at the end, a penalty, tokens that are suppressed.
+"""Recognizes transformers' processors: warpers at the end, a repetition penalty, suppressed tokens.
 
-All of these are one operation with the choice of a token.
+These can be applied in the same operation that chooses the token.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["parted", "penalty_of", "suppressions_of", "warp_of"]
 
 
 def parted(processors: Sequence[Any]) -> tuple[Sequence[Any], Warp]:
-    """Part a list of processors into those that come first and what those at its end do, be it nothing.
+    """Split a list of processors into a head and a tail of warpers, as long as possible, perhaps empty.
 
     Args:
-        processors: Of a generation, in order.
+        processors: The processors of a generation, in order.
 
     Returns:
-        As few as possible of the first, and the warp of the others.
+        The head, and the `Warp` that the tail applies.
     """
     first = 0
     while (warp := warp_of(processors[first:])) is None:
@@ -31,11 +31,11 @@ def parted(processors: Sequence[Any]) -> tuple[Sequence[Any], Warp]:
 
 
 def warp_of(processors: Iterable[Any]) -> Warp | None:
-    """What a list of processors does to scores, or None where it does more than a `Warp` says.
+    """Return the `Warp` that is equivalent to a list of processors, or None if there is none.
 
     Args:
-        processors: Of a generation, in order. Temperature, top k, top p and min p are known, each once, in
-            this order, and leaving at least one token.
+        processors: Processors in order. Known are temperature, top k, top p and min p, each at most once, in
+            this order, with `min_tokens_to_keep` 1.
     """
     from transformers.generation import logits_process as known
 
@@ -58,30 +58,30 @@ def warp_of(processors: Iterable[Any]) -> Warp | None:
 
 
 def penalty_of(processors: Sequence[Any]) -> float | None:
-    """The factor of a penalty for repetitions, prompt included, or None where the list does anything else.
+    """Return the factor if the list is just a repetition penalty that counts the prompt; else None.
 
     Args:
-        processors: Of a generation, without those at its end that only warp.
+        processors: The processors of a generation, without the warpers at the end.
     """
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     if len(processors) != 1 or type(processors[0]) is not RepetitionPenaltyLogitsProcessor:
         return None
     own = vars(processors[0])
-    # One from before there was such a choice does not have it.
+    # In older transformers versions the processor has no such attribute.
     return None if own.get("prompt_ignore_length") is not None else float(own["penalty"])
 
 
 def suppressions_of(processors: Sequence[Any], vocabulary: int) -> tuple[list[Any], list[Rule]]:
-    """Part a list of processors into those that only say which tokens may not be chosen, and the others.
+    """Separate processors that only suppress tokens from the others.
 
     Args:
-        processors: Of a generation, without those at its end that only warp.
-        vocabulary: Tokens that there are; transformers' own code says what it thinks of others.
+        processors: The processors of a generation, without the warpers at the end.
+        vocabulary: Size of the vocabulary; ids beyond it are left to transformers' own code.
 
     Returns:
-        The others, and what the former say, both in order. A penalty among the others may come before or
-        after: it does not change what is suppressed.
+        The other processors, and the rules of the suppressing ones, both in order. A repetition penalty may
+        stand before or after these: it does not change what is suppressed.
     """
     others, rules = list[Any](), list[Rule]()
     for processor in processors:
@@ -94,7 +94,7 @@ def suppressions_of(processors: Sequence[Any], vocabulary: int) -> tuple[list[An
 
 
 def _rule_of(processor: Any, vocabulary: int) -> Rule | None:
-    """What a processor says, or None where it does anything else."""
+    """Return the suppression rule that is equivalent to a processor, or None if there is none."""
     from transformers.generation import logits_process as known
 
     own, kind, rule = vars(processor), type(processor), None
@@ -111,11 +111,11 @@ def _rule_of(processor: Any, vocabulary: int) -> Rule | None:
         rule = Rule((int(own["bos_token_id"]),), 1, 2, only=True)
     elif kind is known.ForcedEOSTokenLogitsProcessor:
         ids, last = _ids(own["eos_token_id"]), own["max_length"] - 1
-        # Of several the first is said, whatever their scores.
+        # Several end tokens all get the same score in transformers, which a `Rule` does not express.
         rule = Rule(ids, last, last + 1, only=True) if len(ids) == 1 else None
     elif kind is known.NoBadWordsLogitsProcessor:
         words = own["sequence_bias"]
-        # Longer ones depend on what was said.
+        # Longer words depend on the tokens before.
         known_ones = all(len(ids) == 1 and ids[0] < vocabulary for ids in words)
         rule = Rule(tuple(ids[0] for ids in words)) if known_ones else None
     return rule

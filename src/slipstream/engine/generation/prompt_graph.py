@@ -1,9 +1,9 @@
-"""Prompts captured as graphs: the tokens of one sequence, filled up to one of a few sizes.
+"""Prompts captured as graphs: the tokens of one sequence, padded to one of a few sizes.
 
-A prompt of some hundred tokens keeps a GPU busy for a fraction of the time that its launches take the host.
-Behind its tokens a captured prompt has others, of a second sequence that has a block of nobody's.
+A prompt of some hundred tokens keeps a GPU busy for a fraction of the time that the host needs to launch it.
+The padding behind its tokens is a second sequence, which writes into a scratch block.
 
-A size is captured when it is met for the second time: a capture takes as long as several prompts.
+A size is captured when it occurs for the second time: a capture takes as long as several prompts.
 
 Shapes: T rows of a captured prompt, n tokens of the sequence, V vocabulary, W blocks per sequence.
 """
@@ -22,17 +22,17 @@ from slipstream.ops.step import Step
 __all__ = ["MOST_TOKENS", "CapturedPrompt", "rows_of", "static_prompt"]
 
 _ROWS = (32, 48, 80, 112, 144, 208, 272, 400, 528)
-"""Rows of the captured prompts: more than the tokens that users count in, so that these leave a row free."""
+"""Rows of the captured prompts: slightly above round numbers of tokens, because one row must stay free."""
 
 MOST_TOKENS = _ROWS[-1] - 1
-"""Tokens of the longest prompt that is captured; a GPU takes as long for more as the host."""
+"""Tokens of the longest prompt that is captured; for longer ones the GPU takes as long as the host."""
 
 
 def rows_of(step: Step, width: int) -> int | None:
-    """T for a step, or None where it is none of one sequence, or too long.
+    """Return T for a step, or None if it is not a prompt of one sequence, or too long.
 
     Args:
-        step: Any.
+        step: Any step.
         width: W.
     """
     tokens, wanted = step.token_ids.shape[0], step.logit_rows.shape[0]
@@ -43,13 +43,13 @@ def rows_of(step: Step, width: int) -> int | None:
 
 
 def static_prompt(rows: int, width: int, scratch: int, device: torch.device) -> Step:
-    """A step whose tensors stay; at first all of it is the second sequence's.
+    """Return a step with static tensors, in which at first all but one token are padding.
 
     Args:
         rows: T.
         width: W.
-        scratch: The block of nobody.
-        device: Where it runs.
+        scratch: The cache block that padding writes to.
+        device: The device that the step runs on.
     """
 
     def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -71,11 +71,11 @@ def static_prompt(rows: int, width: int, scratch: int, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class CapturedPrompt:
-    """One size for tables of one width.
+    """A captured prompt of one size and one block table width.
 
     Attributes:
-        step: Static; what the next replay computes.
-        scratch: The block that the second sequence has.
+        step: The static tensors that the next replay reads.
+        scratch: The cache block of the second sequence, which is padding.
         replay: Runs the step and returns its logits, `(1, V)`, always in the same memory.
     """
 
@@ -84,7 +84,7 @@ class CapturedPrompt:
     replay: Callable[[], Tensor]
 
     def logits(self, step: Step) -> Tensor:
-        """Run a step that `rows_of` has this size for; new logits `(R, V)` float32."""
+        """Run a step for which `rows_of` gives this size; return logits `(R, V)` float32 in new memory."""
         into, tokens = self.step, step.token_ids.shape[0]
         rows, used = into.token_ids.shape[0], step.block_table.shape[1]
         for part in ("token_ids", "positions", "slots"):

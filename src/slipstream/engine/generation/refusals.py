@@ -1,4 +1,4 @@
-"""Why a call of `generate` is left to transformers' own loops.
+"""Reasons for which a call of `generate` is left to transformers' own loops.
 
 Shapes: B batch, S prompt (padded).
 """
@@ -24,7 +24,7 @@ from slipstream.model.values import wants_operations
 __all__ = ["MODES", "why_not_intact", "why_not_packed", "why_not_repeated", "why_not_so_long"]
 
 MODES = ("greedy_search", "sample", *BEAMS)
-"""Transformers' names of what the engine road knows."""
+"""Transformers' names of the generation modes that the engine road supports."""
 
 _OWN = frozenset({"attention_mask", "input_ids", "inputs", "logits_to_keep", "use_cache"})
 _OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
@@ -33,13 +33,13 @@ _OWN_OF_PAIRS = _OWN | {"decoder_input_ids", "input_values"}
 def why_not_packed(
     model: nn.Module, request: Request, kwargs: Mapping[str, Any], *, takes_over: bool = False
 ) -> str | None:
-    """Why a call of `generate` cannot take the engine road, or None if it can.
+    """Return why a call of `generate` cannot take the engine road, or None if it can.
 
     Args:
         model: The causal language model.
-        request: The call as it was read.
-        kwargs: The call.
-        takes_over: The model's own forward runs the prompt, whatever is in it.
+        request: The call as read by `read_request`.
+        kwargs: The call's arguments.
+        takes_over: The model's own forward runs the prompt, so any inputs of the model are accepted.
     """
     if request.prompt is None and not request.encoded:
         return "there are no token ids"
@@ -88,58 +88,60 @@ def why_not_packed(
     if mask is not None and not request.encoded and not _is_left_padded(mask):
         return "the attention mask has gaps"
     if request.encoded and isinstance(mask, Tensor) and not bool((mask != 0).any(-1).all()):
-        return "the attention mask leaves a row nothing to see"  # where masks are added it sees everything
+        return "the attention mask leaves a row nothing to see"  # with additive masks it sees everything
     return None
 
 
 def _own_method(model: nn.Module) -> str | None:
-    """A method of `generate` that somebody has set on the model object."""
+    """Return the name of a `GenerationMixin` method that was set on the model object itself, if any."""
     return next((name for name in vars(model) if name in _methods()), None)
 
 
 @functools.cache
 def _methods() -> frozenset[str]:
-    """Names of what transformers' `generate` calls of a model."""
+    """Names of the methods that transformers' `generate` may call on a model."""
     from transformers import GenerationMixin
 
     return frozenset(name for name, value in vars(GenerationMixin).items() if callable(value))
 
 
 def _others(request: Request) -> list[str]:
-    """Inputs of the model that the road does not know."""
+    """List the call's model inputs that the engine road does not support."""
     own = _OWN_OF_PAIRS if request.encoded else _OWN
     given = request.inputs.items()
     return [name for name, value in given if name not in own and value is not None and value is not False]
 
 
 def _why_not_mode(model: nn.Module, config: Any, streamer: Any) -> str | None:
-    """Why the road does not know how a call chooses its tokens, and how many, or None if it does."""
+    """Return why the road does not support how a call chooses tokens, or their number; None if it does."""
     mode = config.get_generation_mode(None).value
     if mode not in MODES:
         return f"the mode is {mode}"
     if any(count is not None and count != int(count) for count in (config.max_new_tokens, config.max_length)):
-        return "a number of tokens has a fraction"  # which transformers' loop ends behind
+        return "a number of tokens has a fraction"  # transformers' loop ends only beyond it
     if mode in BEAMS and streamer is not None:
-        return "a streamer is given, and beams are no stream"  # which transformers says as well
+        return "a streamer is given, and beams are no stream"  # transformers raises this error, too
     if mode in BEAMS:
         return None if searches(model) else "the model has a beam search of its own"
     return None if samples(model) else "the model has a loop of its own"
 
 
 def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
-    """Why no call that such a model makes may take the engine road, or None: `Loop` sees to each.
+    """Return why none of the `generate` calls that a speech model makes can take the engine road.
+
+    None if they may: `Loop` then decides about each of them.
 
     Args:
-        model: One that `repeats_generate`.
-        request: The call as it was read.
-        kwargs: The call.
+        model: A model for which `repeats_generate` is true.
+        request: The call as read by `read_request`.
+        kwargs: The call's arguments.
     """
     if (method := _own_method(model)) is not None:
         return f"the model has a {method} of its own"
     mode = request.config.get_generation_mode(None).value
     if mode not in MODES:
         return f"the mode is {mode}"
-    # The last one keeps all arguments of the call, to make it again.
+    # `no_speech_threshold` adds a processor that keeps all arguments of the call and repeats it.
     for name in (
         "assistant_model",
         "custom_generate",
@@ -156,17 +158,17 @@ def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, An
 
 
 def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
-    """Why the engine road would not say what the model says by now, or None if it does.
+    """Return why the engine road would differ from the model as it is now, or None if it would not.
 
     Args:
-        model: The model, which its owner may have trained, hooked into or rebuilt since.
-        runner: Made of it.
+        model: The model, which may have been trained, hooked or rebuilt since the engine was made.
+        runner: The runner made from it.
     """
     if model.training:
         return "the model is in training mode"
     if wants_operations():
         return "somebody traces, counts or transforms torch's operations"
-    # Within the layers `is_untouched` looks, at every one of the modules that were there.
+    # Modules within the layers are checked below, by `is_untouched`.
     around = modules_of(model, runner.frame.layers)
     if listens_everywhere() or any(map(is_hooked, around)):
         return "someone listens to the model's parts by hooks"
@@ -192,12 +194,12 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
 
 
 def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str | None:
-    """Why the engine road cannot go on for as many tokens as are asked for, or None if it can.
+    """Return why the engine road cannot generate as many tokens as requested, or None if it can.
 
     Args:
-        model: Its config decides what transformers' cache keeps.
-        runner: Knows how far positions reach, and where the original starts again.
-        request: The call as it was read.
+        model: Its config decides how many tokens transformers' cache keeps.
+        runner: Knows the number of positions, and at which length the original restarts.
+        request: The call as read by `read_request`.
     """
     most, restart = runner.frame.max_positions, runner.frame.spec.restart
     length = _decoded(request) if request.encoded else request.length
@@ -216,7 +218,7 @@ def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str |
 
 
 def _starts_with(request: Request, token: int) -> bool:
-    """Whether a token is in what a decoder is given to begin with."""
+    """Whether a token is among those that a decoder starts from."""
     given = request.inputs.get("decoder_input_ids")
     start = request.config.decoder_start_token_id
     starts = start if isinstance(start, list) else [start]
@@ -224,15 +226,15 @@ def _starts_with(request: Request, token: int) -> bool:
 
 
 def _decoded(request: Request) -> int:
-    """Tokens that a decoder starts from, at most: those that are given, and the one that begins."""
+    """Return the maximum number of tokens that a decoder starts from: the given ones and a start token."""
     given = request.inputs.get("decoder_input_ids")
     return 1 + (int(given.shape[-1]) if isinstance(given, Tensor) else 0)
 
 
 def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
-    """Least window of the layers of transformers' cache that is not the window of their layer, if any.
+    """Return the smallest window of transformers' cache that differs from its layer's own window, if any.
 
-    The cache follows the config: it has windows for layers of classes that do not read `sliding_window`.
+    The cache follows the config, so it has windows even for layer classes that ignore `sliding_window`.
     """
     from transformers import DynamicCache
 
@@ -244,14 +246,15 @@ def _kept_tokens(model: nn.Module, runner: Runner) -> int | None:
     if getattr(config, "sliding_window", None) is None:
         return None
     windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
-    # A window of one token is none: the cache keeps the last `window - 1`, and of those slices keeps all.
+    # A window of one token counts as none: the cache keeps the slice of the last `window - 1` = 0 tokens,
+    # and that slice, `[-0:]`, is all of them.
     seen = [None if block.spec.window == 1 else block.spec.window for block in runner.blocks]
     differ = (kept for kept, own in zip(windows, seen, strict=False) if kept is not None and kept != own)
     return min(differ, default=None)
 
 
 def _inferred_mask(request: Request) -> Tensor | None:
-    """The mask that transformers infers where none is given; None where it takes all tokens as they are."""
+    """Return the mask that transformers infers if none is given; None if no token counts as padding."""
     ids, pad, ends = request.prompt, request.config.pad_token_id, request.config.eos_token_id
     pad = pad.item() if isinstance(pad, Tensor) else pad
     ends = ends.flatten().tolist() if isinstance(ends, Tensor) else ends
@@ -262,7 +265,7 @@ def _inferred_mask(request: Request) -> Tensor | None:
 
 
 def _is_left_padded(mask: Tensor) -> bool:
-    """Whether every row is zeros, then ones to its end; other numbers count as so many positions."""
+    """Whether every row is zeros followed by ones; other values would each count as several positions."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     real = mask != 0

@@ -1,4 +1,4 @@
-"""Reads a call of `generate` before it runs: prompt, length, and what it asks for.
+"""Reads a call of `generate` before it runs: prompt, length and settings.
 
 Shapes: B batch, S prompt (padded).
 """
@@ -54,13 +54,13 @@ class Request:
     """A call of `generate`.
 
     Attributes:
-        prompt: `(B, S)` token ids, or None where the call has none.
-        length: Tokens of the prompt, padding included; 1 where there is none and generation starts from one
-            token.
-        new_tokens: Tokens that the call asks for.
-        encoded: The prompt goes into an encoder, and the new tokens do not follow it.
+        prompt: `(B, S)` token ids, or None if the call has none.
+        length: Tokens in the prompt, padding included; 1 if there is no prompt and generation starts from
+            one token.
+        new_tokens: Number of new tokens that the call requests.
+        encoded: The prompt is an encoder's input, so the new tokens do not follow it.
         config: The complete generation config.
-        inputs: Arguments that are left for the model.
+        inputs: The remaining arguments, which are inputs of the model.
     """
 
     prompt: Tensor | None
@@ -72,12 +72,12 @@ class Request:
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the model's `generate`, all by name.
+    """Return the arguments of a call of the model's `generate`, all by name.
 
-    What only its `*args` takes has the name that transformers' `generate` has in that place.
+    An argument that is absorbed by `*args` gets the name of that position in transformers' `generate`.
 
     Raises:
-        TypeError: More positional arguments than `generate` has, or one that is given by name too.
+        TypeError: Too many positional arguments, or one that is also given by name.
     """
     generate: Any = model.generate
     if (names := _places(generate)) is not None:
@@ -89,7 +89,7 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     plain = getattr(generate, "__func__", generate)
     own = () if plain is generate else (model,)
     bound = _signature(plain).bind(*own, *args, **kwargs)
-    others = bound.kwargs  # what stands after the positional ones, and everything that has no name of its own
+    others = bound.kwargs  # arguments after the positional ones, and those that `**kwargs` takes
     named = dict(zip(bound.signature.parameters, bound.args, strict=False))
     for name in list(named)[: len(own)]:
         del named[name]
@@ -97,11 +97,13 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def by_position(model: nn.Module, count: int) -> Callable[..., Any]:
-    """The model's `generate`, to be called by name; one that takes `*args` gets its first arguments there.
+    """Return the model's `generate` as a function that is called with keyword arguments only.
+
+    If it takes `*args`, the first `count` arguments are passed on by position.
 
     Args:
         model: The model.
-        count: Positional arguments of the call that `by_name` read.
+        count: Number of positional arguments in the call that `by_name` read.
     """
     generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
     names = (_places(generate) or ())[:count]
@@ -115,7 +117,7 @@ def by_position(model: nn.Module, count: int) -> Callable[..., Any]:
 
 
 def _places(generate: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names of what a `generate` that takes `*args` may be given by position; None of any other."""
+    """Return the names of positional arguments for a `generate` that takes `*args`; None for any other."""
     from transformers import GenerationMixin
 
     plain = getattr(generate, "__func__", generate)
@@ -130,7 +132,7 @@ def _places(generate: Callable[..., Any]) -> tuple[str, ...] | None:
 
 @functools.lru_cache(maxsize=32)
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Of a function; reading one takes 0.1 ms."""
+    """Return a function's signature; cached, because reading one takes 0.1 ms."""
     return inspect.signature(function)
 
 
@@ -148,11 +150,11 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
     ids = kwargs.get("input_ids") if first is None else first
     embeds = kwargs.get("inputs_embeds")
     if embeds is not None and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 0:
-        ids = None  # where new tokens are put, behind what is embedded
+        ids = None  # an empty tensor, to which new tokens are appended: the prompt is `inputs_embeds`
     prompt = ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
-    # Samples of sound, or spectra, are no tokens, though they may come as `inputs`.
-    told = None if isinstance(ids, Tensor) and ids.is_floating_point() else ids
-    entry = next((t for t in (told, embeds) if isinstance(t, Tensor) and t.dim() > 1), None)
+    # Audio samples or spectrograms are not tokens, though they may come as `inputs`.
+    tokens = None if isinstance(ids, Tensor) and ids.is_floating_point() else ids
+    entry = next((t for t in (tokens, embeds) if isinstance(t, Tensor) and t.dim() > 1), None)
     length = 1 if entry is None else int(entry.shape[1])
     owners: tuple[Any, ...] = (given, model.generation_config)
     is_default = settings.get("max_length") is None and all(
@@ -161,22 +163,22 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
     encoded = bool(getattr(model.config, "is_encoder_decoder", False))
     new_tokens = _new_tokens(model, config, length, is_default, encoded)
     most = longest(kwargs.get("stopping_criteria") or ())
-    if most is not None and config.get_generation_mode(None).value not in BEAMS:  # which go by the config
+    if most is not None and config.get_generation_mode(None).value not in BEAMS:  # beams use the config's
         new_tokens = max(most - (1 if encoded else length), 1)
     return Request(prompt, length, new_tokens, encoded, config, inputs)
 
 
 def longest(criteria: Iterable[Any]) -> int | None:
-    """Where stopping criteria end a generation, prompt included; a caller's come in place of the config's."""
+    """Return the maximum length by stopping criteria, prompt included; it overrides the config's."""
     from transformers.generation.stopping_criteria import MaxLengthCriteria
 
     return min((int(one.max_length) for one in criteria if type(one) is MaxLengthCriteria), default=None)
 
 
 def _new_tokens(model: nn.Module, config: Any, length: int, is_default: bool, encoded: bool) -> int:
-    """As transformers' `_prepare_generated_length` decides it."""
+    """Return the number of new tokens, as transformers' `_prepare_generated_length` determines it."""
     if config.max_new_tokens is not None:
-        return int(ceil(config.max_new_tokens))  # what has a fraction ends where it is passed
+        return int(ceil(config.max_new_tokens))  # a fractional limit ends generation once it is exceeded
     start = 1 if encoded else length
     most = int(ceil(config.max_length))
     if is_default:
@@ -189,12 +191,12 @@ _ALIKE = ("dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 
 
 def cache_matters(config: Any, *, encoded: bool) -> bool:
-    """Whether a generation config asks for a cache whose answers or place differ, or that is returned.
+    """Whether a generation config requests a cache that changes results or memory placement, or is returned.
 
     Args:
-        config: Complete.
-        encoded: The new tokens listen to an encoder; upon a static cache some of those models (LED) say
-            something else.
+        config: The complete generation config.
+        encoded: The model is an encoder-decoder; with a static cache some of those (LED) compute something
+            else.
     """
     kind = config.cache_implementation
     if kind is None:
@@ -203,7 +205,9 @@ def cache_matters(config: Any, *, encoded: bool) -> bool:
 
 
 def unread_cache(model: nn.Module, request: Request) -> dict[str, Any]:
-    """An argument for which transformers makes no cache: of 32 layers that takes 0.3 ms, and nobody reads it.
+    """Return an empty cache as a `generate` argument, so that transformers makes none; {} if not possible.
+
+    Nothing reads that cache, and making one for 32 layers takes 0.3 ms.
 
     Args:
         model: The model.
@@ -214,9 +218,9 @@ def unread_cache(model: nn.Module, request: Request) -> dict[str, Any]:
     kind: Any = type(model)
     if (
         request.encoded
-        or request.config.cache_implementation is not None  # refused beside a cache
+        or request.config.cache_implementation is not None  # transformers refuses it together with a cache
         or kind.generate is not GenerationMixin.generate
-        or "mamba" in kind.__name__.lower()  # there it has another name
+        or "mamba" in kind.__name__.lower()  # there the argument has another name
         or kind._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
         or not kind._supports_default_dynamic_cache()
         or "past_key_values" not in _signature(kind.prepare_inputs_for_generation).parameters
@@ -226,10 +230,9 @@ def unread_cache(model: nn.Module, request: Request) -> dict[str, Any]:
 
 
 def move_stop_strings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn stop strings into the criterion that transformers makes of them.
+    """Replace stop strings by the stopping criterion that transformers would make of them.
 
-    transformers does not pass the tokenizer on where the decoding method is custom, and so cannot do it
-    itself.
+    transformers cannot do so itself: it does not pass the tokenizer on to a custom decoding method.
     """
     if kwargs.get("stop_strings") is None:
         return dict(kwargs)
@@ -242,7 +245,7 @@ def move_stop_strings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def repeats_generate(model: nn.Module) -> bool:
-    """Whether a model of speech calls transformers' `generate` out of its own, once for each segment."""
+    """Whether a speech model's own `generate` calls transformers' `generate`, once for each segment."""
     from transformers import GenerationMixin
 
     own = type(model).generate  # type: ignore[attr-defined]

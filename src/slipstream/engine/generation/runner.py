@@ -1,4 +1,4 @@
-"""Runs one step of the engine road: embed, stack, final norm, head. The same signature eagerly and captured.
+"""Runs one step of the engine road: embedding, stack, final norm, head; eagerly or captured in a graph.
 
 Shapes: T packed tokens, R rows that need logits, V vocabulary.
 """
@@ -27,7 +27,7 @@ __all__ = ["Runner", "Session", "Stack", "Tell", "make_step"]
 Stack = Callable[
     [Sequence[Block], Tensor, Step, Sequence[tuple[CachePart, CachePart]], dict[Rope, RopeTable]], Tensor
 ]
-"""Runs layers that follow each other; `run_stack` is the definition."""
+"""Runs consecutive layers; `run_stack` is the reference implementation."""
 
 
 Angles = Callable[[Tensor, Sequence[Rope | None]], dict[Rope, RopeTable]]
@@ -35,11 +35,11 @@ Angles = Callable[[Tensor, Sequence[Rope | None]], dict[Rope, RopeTable]]
 
 
 Tell = Callable[[Tensor], None]
-"""Takes the tokens `(R,)` of a step while those that follow it run."""
+"""Receives the tokens `(R,)` of a step while later steps run."""
 
 
 class WholeSession(Protocol):
-    """Runs the steps of one generation in one go each, or returns None for a step that it leaves."""
+    """Runs each step of one generation as a single call; returns None for a step that it does not support."""
 
     def logits(self, step: Step) -> Tensor | None: ...  # noqa: D102
     def best(  # noqa: D102
@@ -49,7 +49,7 @@ class WholeSession(Protocol):
 
 @runtime_checkable
 class Draws(Protocol):
-    """What can run whole steps that draw their tokens, too."""
+    """A whole-step session that can also sample tokens within the step."""
 
     def drawn(  # noqa: D102
         self,
@@ -64,7 +64,7 @@ class Draws(Protocol):
 
 @runtime_checkable
 class Penalises(Protocol):
-    """What can run whole steps in which tokens are penalised that a row has said."""
+    """A whole-step session that can also apply a repetition penalty within the step."""
 
     def penalised(  # noqa: D102
         self,
@@ -80,13 +80,13 @@ class Penalises(Protocol):
 
 @runtime_checkable
 class Suppresses(Protocol):
-    """What can run whole steps that do not choose some of the tokens."""
+    """A whole-step session that can also exclude some tokens from being chosen."""
 
     def suppress(self, tokens: Tensor | None) -> None: ...  # noqa: D102
 
 
 class Whole(Protocol):
-    """What can run whole steps; None where it cannot run those of this generation."""
+    """Runs whole steps; `begin` returns None if it cannot run the steps of this generation."""
 
     def begin(  # noqa: D102
         self, caches: Sequence[tuple[CachePart, CachePart]], longest: int
@@ -94,7 +94,7 @@ class Whole(Protocol):
 
 
 Timer = Callable[[str], AbstractContextManager[None]]
-"""Times what runs within its context under a name."""
+"""Returns a context manager that times its body under a name."""
 
 
 def no_timer(name: str) -> AbstractContextManager[None]:
@@ -106,15 +106,15 @@ class Runner:
     """A causal language model over packed tokens: `runner(step, cache) -> logits`.
 
     Attributes:
-        frame: What stands around the layers.
+        frame: The parts around the layers: embedding, final norm, head, rotary angles.
         blocks: The layers in order.
-        names: Their paths, for the profile.
+        names: The layers' paths, for the profile.
         stack: Runs the layers.
-        whole: Runs whole steps, where something can.
-        new_cache: Makes the cache of a generation; captured steps have one that stays.
-        cache_dtype: What keys and values are kept in; None for the model's dtype.
+        whole: Runs whole steps; None if nothing can.
+        new_cache: Makes the cache of a generation; captured steps share one persistent cache.
+        cache_dtype: The dtype of cached keys and values; None for the model's dtype.
         timer: Replaced while the engine is profiled.
-        takes_over: The language model is a part of the model, whose own forward runs the prompts.
+        takes_over: The language model is a part of a larger model, whose own forward runs the prompts.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Runner:
         whole: Whole | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Take the parts as they are."""
+        """Store the parts; the attributes describe them."""
         self.frame, self.blocks, self.names = frame, list(blocks), list(names)
         self.stack, self.whole, self.cache_dtype = stack, whole, cache_dtype
         self.new_cache: Callable[[int], PagedCache] = self.make_cache
@@ -138,9 +138,9 @@ class Runner:
         """Run one step.
 
         Args:
-            step: Packed tokens and where they go.
+            step: Packed tokens, with their positions and cache slots.
             cache: Updated in place.
-            angles: In the place of `frame.angles`.
+            angles: Used instead of `frame.angles`, if given.
 
         Returns:
             Logits `(R, V)` of `step.logit_rows`, in the engine's dtype.
@@ -162,50 +162,50 @@ class Runner:
         """Begin a generation.
 
         Args:
-            cache: Of this generation alone.
-            longest: Positions that it may reach.
+            cache: A cache that only this generation uses.
+            longest: Maximum length of a sequence in this generation.
         """
         whole = None if self.whole is None else self.whole.begin(cache.layers, longest)
         return Session(self, cache, whole)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's activations."""
+        """Dtype of the model's activations."""
         dtype: torch.dtype = self.frame.embed._parameters["weight"].dtype
         return dtype
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a row (V)."""
+        """Number of logits per row (V)."""
         return int(self.frame.matrices()["head"].shape[0])
 
     def make_cache(self, blocks: int) -> PagedCache:
-        """A cache of `blocks` blocks per layer, on the model's device."""
-        weight = self.frame.embed._parameters["weight"]  # as an attribute, it would be unpacked
+        """Return a new cache of `blocks` blocks per layer, on the model's device."""
+        weight = self.frame.embed._parameters["weight"]  # attribute access would unpack it
         specs = [block.spec for block in self.blocks]
         return PagedCache(specs, blocks, dtype=self.cache_dtype or weight.dtype, device=weight.device)
 
 
 class Session:
-    """The steps of one generation: in one native call where there is one, else `runner(step, cache)`."""
+    """Runs the steps of one generation: as whole-step calls if possible, else by `runner(step, cache)`."""
 
     def __init__(self, runner: Runner, cache: PagedCache, whole: WholeSession | None) -> None:
-        """Begun by `Runner.begin`."""
+        """Store the parts; use `Runner.begin` to make a session."""
         self._runner, self._cache, self._whole = runner, cache, whole
         self._suppressed: Tensor | None = None
         self._given: Tensor | None = None
 
     @property
     def has_run(self) -> bool:
-        """Whether the next step has run already."""
+        """Whether the next step has already been run elsewhere and its logits were given."""
         return self._given is not None
 
     def give(self, logits: Tensor) -> None:
-        """Let the next step be one that has run already, and has these logits `(R, V)` float32."""
+        """Use these logits, `(R, V)` float32, for the next step instead of running it."""
         self._given = logits
 
     def logits(self, step: Step) -> Tensor:
-        """Run one step; new logits `(R, V)` float32."""
+        """Run one step and return its logits, `(R, V)` float32, in new memory."""
         given, self._given = self._given, None
         if given is not None:
             return given
@@ -214,27 +214,29 @@ class Session:
         return self._runner(step, self._cache).float() if logits is None else logits
 
     def suppress(self, tokens: Tensor | None) -> None:
-        """Let no token be chosen that is one of these, from now on; the logits are what they are.
+        """Exclude tokens from being chosen from now on; `logits` still returns their unchanged scores.
 
         Args:
-            tokens: Rising ids `(K,)` int64 on the model's device, fewer than all; None for none.
+            tokens: Ascending ids `(K,)` int64 on the model's device, not the whole vocabulary; None to
+                exclude none.
         """
         self._suppressed = tokens
         if isinstance(self._whole, Suppresses):
             self._whole.suppress(tokens)
 
     def best(self, step: Step, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
-        """Run one step, and as many of those that follow it as can be run in the same go.
+        """Run one step, and as many following steps as the same call can run, choosing the best tokens.
 
         Args:
-            step: Where `steps` is not 1, one token of every sequence, whose blocks have room for the others.
-            steps: How many at most.
-            ends: They are over early when one of these tokens is some row's best.
+            step: The first step. If `steps` is above 1, it has one token of every sequence, and the cache
+                blocks have room for the tokens of all steps.
+            steps: Maximum number of steps.
+            ends: End tokens: no step follows one in which any row's best token is one of these.
             tell: Called with the tokens `(R,)` of each step but the last as soon as they are known; where
-                that is not possible, one step is run.
+                that is not possible, only one step is run.
 
         Returns:
-            The best tokens of each row, `(R, steps that were run)` int64: at least one.
+            The best tokens of each row, `(R, number of steps run)` int64, at least one step.
         """
         whole = self._chooses()
         tokens = None if whole is None else whole.best(step, steps, ends, tell)
@@ -244,7 +246,7 @@ class Session:
 
     @property
     def draws(self) -> bool:
-        """Whether drawing within a step costs less than transformers' own warpers after it."""
+        """Whether sampling within a step is faster than transformers' own warpers after it."""
         return isinstance(self._whole, Draws) or self._runner.frame.ops.draw.name != "reference"
 
     def drawn(
@@ -256,15 +258,15 @@ class Session:
         ends: Sequence[int] = (),
         tell: Tell | None = None,
     ) -> Tensor:
-        """As `best`, with tokens that are drawn.
+        """Run steps like `best`, but sample the tokens.
 
         Args:
-            step: As of `best`.
-            numbers: Of `ops.draw.Warp`.
+            step: As for `best`.
+            numbers: From `ops.draw.Warp.numbers`.
             noise: For the step's rows.
-            steps: How many at most.
-            ends: As of `best`.
-            tell: As of `best`.
+            steps: Maximum number of steps.
+            ends: As for `best`.
+            tell: As for `best`.
 
         Raises:
             RequestError: The logits of a row are NaN or infinite.
@@ -286,19 +288,19 @@ class Session:
         ends: Sequence[int] = (),
         tell: Tell | None = None,
     ) -> Tensor:
-        """As `drawn`, or where there is no noise `best`, once the scores of some tokens are lowered.
+        """Run steps with a repetition penalty on the scores, sampling tokens or choosing the best.
 
         Args:
-            step: As of `best`.
-            penalty: For the step's rows; may take the tokens of each step.
-            numbers: As of `drawn`.
-            noise: As of `drawn`; None for the best tokens.
-            steps: As of `best`.
-            ends: As of `best`.
-            tell: As of `best`.
+            step: As for `best`.
+            penalty: For the step's rows; each step's tokens may be added to it.
+            numbers: As for `drawn`.
+            noise: As for `drawn`; None to choose the best tokens.
+            steps: As for `best`.
+            ends: As for `best`.
+            tell: As for `best`.
 
         Raises:
-            RequestError: As `drawn`.
+            RequestError: As for `drawn`.
         """
         whole, ops, tokens = self._chooses(), self._runner.frame.ops, None
         if isinstance(whole, Penalises):
@@ -314,12 +316,12 @@ class Session:
         return tokens
 
     def _scores(self, step: Step) -> Tensor:
-        """Logits, those of tokens that may not be chosen lowered as far as can be."""
+        """Return the step's logits, with those of suppressed tokens set to minus infinity."""
         logits = self.logits(step)
         return logits if self._suppressed is None else logits.index_fill_(1, self._suppressed, -torch.inf)
 
     def _chooses(self) -> WholeSession | None:
-        """What runs whole steps and chooses their tokens."""
+        """Return the whole-step session if it can choose tokens now, respecting those that are suppressed."""
         return self._native() if self._suppressed is None or isinstance(self._whole, Suppresses) else None
 
     def _native(self) -> WholeSession | None:
@@ -332,16 +334,16 @@ def make_step(
     blocks: Sequence[Sequence[int]],
     device: torch.device,
 ) -> Step:
-    """Lay out what a schedule decided as tensors.
+    """Lay out a schedule's chunks as the tensors of a step.
 
     Args:
         chunks: At least one.
-        tokens: The ids of a chunk, `(count,)`.
-        blocks: Cache blocks of every sequence, in order, enough for the chunk's last token.
-        device: Where the step runs.
+        tokens: Returns the ids of a chunk, `(count,)`.
+        blocks: Cache blocks of every sequence, in order, with room for the chunk's last token.
+        device: The device that the step runs on.
 
     Returns:
-        A step whose `logit_rows` are the last tokens of the chunks that want them, in the order of the
+        A step whose `logit_rows` are the last tokens of the chunks with `is_last`, in the order of the
         chunks.
     """
     counts, lens = [chunk.count for chunk in chunks], [chunk.start + chunk.count for chunk in chunks]
@@ -379,9 +381,9 @@ def _host(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 
 
 def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Some tensors of the host on a device, by one copy: each is a launch, and waits for pageable memory.
+    """Copy host tensors to a device in one transfer: each copy is a launch, and waits for pageable memory.
 
-    They begin at multiples of 16 bytes, as allocated ones do, for which kernels are compiled.
+    Each result begins at a multiple of 16 bytes, as allocated tensors do: kernels are compiled for that.
     """
     padded = [
         torch.nn.functional.pad(t.flatten().view(torch.uint8), (0, -t.nbytes % 16)) if t.numel() else t.byte()

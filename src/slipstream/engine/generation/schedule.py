@@ -1,4 +1,7 @@
-"""Which tokens run next: plain Python, no tensors. Prompts first, in chunks; then one token per sequence."""
+"""Decides which tokens run in the next step: prompts first, in chunks, then one token per sequence.
+
+Plain Python, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ class Chunk:
     """Tokens of one sequence that run in the next step.
 
     Attributes:
-        row: The sequence.
+        row: The sequence's row in the batch.
         start: Position of the first token.
         count: Number of tokens.
-        is_last: The sequence has no known token after these, so their last row's logits are wanted.
+        is_last: The sequence has no known token after these, so the last token's logits are needed.
     """
 
     row: int
@@ -36,29 +39,29 @@ class Schedule:
     """The state of a batch: how many tokens of each sequence are known, and how many have run.
 
     Attributes:
-        token_budget: Most tokens in one step; a longer prompt runs in chunks.
+        token_budget: Maximum number of tokens per step; a longer prompt runs in chunks.
     """
 
     token_budget: int
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
 
     def add(self, row: int, tokens: int, done: int = 0) -> None:
-        """Admit a sequence of `tokens` known tokens, of which so many have run."""
+        """Admit a sequence with `tokens` known tokens, of which the first `done` have run."""
         self._sequences[row] = _Sequence(tokens, done)
 
     def append(self, rows: Sequence[int], count: int = 1) -> None:
-        """Some more tokens of each of these sequences are known; all but the last of them have run."""
+        """Add `count` known tokens to each of these sequences; all but the last of them have run."""
         for row in rows:
             self._sequences[row].known += count
             self._sequences[row].done += count - 1
 
     def finish(self, row: int) -> None:
-        """Take a sequence out."""
+        """Remove a sequence."""
         del self._sequences[row]
 
     @property
     def rows(self) -> list[int]:
-        """Sequences that are running."""
+        """Rows of the sequences that are running."""
         return list(self._sequences)
 
     @property
@@ -67,7 +70,7 @@ class Schedule:
         return any(s.known > s.done for s in self._sequences.values())
 
     def decode(self) -> list[int]:
-        """The next step, where it is one token of every running sequence, as those rows; else nothing."""
+        """Begin a step of one token per running sequence and return their rows; empty if not possible."""
         sequences = self._sequences.values()
         if len(sequences) > self.token_budget or any(s.known - s.done != 1 for s in sequences):
             return []
@@ -76,7 +79,7 @@ class Schedule:
         return list(self._sequences)
 
     def next(self) -> list[Chunk]:
-        """The next step: as many known tokens as the budget allows, in the order of the sequences."""
+        """Begin the next step: as many known tokens as the budget allows, in the order of the sequences."""
         chunks: list[Chunk] = []
         left = self.token_budget
         for row, sequence in self._sequences.items():

@@ -1,6 +1,6 @@
-"""Angles of the positions that captured steps may reach, in tables: one lookup for each rope.
+"""Rotary tables for all positions that captured steps may reach: one lookup per kind of rope.
 
-Asked for them, a model's own rotary module takes eight launches of a few numbers.
+A model's own rotary module takes eight small launches instead.
 
 Shapes: T rows, P positions, R rotated dims.
 """
@@ -20,25 +20,25 @@ __all__ = ["StaticAngles"]
 
 
 class StaticAngles:
-    """Tables that the rotary module of a frame made, and copies of all that it made them of."""
+    """Tables made by a frame's rotary module, and copies of everything that they were computed from."""
 
     def __init__(self, frame: Frame, ropes: Sequence[Rope | None], rows: int, device: torch.device) -> None:
-        """Make them.
+        """Compute the tables.
 
         Args:
-            frame: Its angles depend on the position alone.
-            ropes: Of the layers. Those that are read from a layer's own table stay there.
+            frame: A frame whose angles depend on the position alone.
+            ropes: The layers' ropes; those that are read from a layer's own table get none here.
             rows: P.
-            device: Of the steps.
+            device: The device of the steps.
         """
-        asked = [rope for rope in dict.fromkeys(ropes) if rope is not None and rope.source != "buffer"]
-        made = frame.angles(torch.arange(rows, device=device), asked)
-        self._tables = {rope: torch.stack(made[rope], 1).contiguous() for rope in asked}
+        wanted = [rope for rope in dict.fromkeys(ropes) if rope is not None and rope.source != "buffer"]
+        tables = frame.angles(torch.arange(rows, device=device), wanted)
+        self._tables = {rope: torch.stack(tables[rope], 1).contiguous() for rope in wanted}
         self._frame, self._rows = frame, rows
         self._numbers, self._sources = frame.angle_numbers(), [t.clone() for t in frame.angle_tables()]
 
     def holds(self) -> bool:
-        """Whether the model would make the same ones now; waits for the device."""
+        """Whether the model would compute the same tables now; waits for the device."""
         now = self._frame.angle_tables()
         return (
             self._numbers == self._frame.angle_numbers()
@@ -47,17 +47,17 @@ class StaticAngles:
         )
 
     def reaches(self, rows: int) -> bool:
-        """Whether so many positions are in them."""
+        """Whether the tables have at least `rows` positions."""
         return rows <= self._rows
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """Return all tables."""
         return list(self._tables.values())
 
     def angles(self, positions: Tensor, ropes: Sequence[Rope | None]) -> dict[Rope, RopeTable]:
-        """As `Frame.angles`; positions `(T,)` int64 below P."""
-        found = self._frame.angles(positions, [rope for rope in ropes if rope not in self._tables])
+        """Return what `Frame.angles` does, for positions `(T,)` int64 below P."""
+        tables = self._frame.angles(positions, [rope for rope in ropes if rope not in self._tables])
         for rope, table in self._tables.items():
             both = table.index_select(0, positions)
-            found[rope] = (both[:, 0], both[:, 1])
-        return found
+            tables[rope] = (both[:, 0], both[:, 1])
+        return tables

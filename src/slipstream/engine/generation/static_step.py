@@ -1,4 +1,4 @@
-"""A decode step whose tensors stay where they are, for a graph to read and to go on from.
+"""A decode step in static tensors, which a graph reads and updates.
 
 Shapes: B rows, W blocks per sequence, Z tokens per block.
 """
@@ -15,21 +15,21 @@ from slipstream.ops.step import Step
 __all__ = ["MOST_AHEAD", "blocks_of", "least_blocks", "static_step"]
 
 MOST_AHEAD = 64
-"""Steps between two looks of the host."""
+"""Maximum number of steps that are replayed before the host reads their tokens."""
 
 
 def least_blocks(tokens: int) -> int:
-    """Blocks that so many tokens fill."""
+    """Return the number of blocks that `tokens` tokens need."""
     return -(-tokens // BLOCK_SIZE)
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks of a sequence, rounded up to a power of two so that widths are few."""
+    """Return the blocks per sequence, rounded up to a power of two so that there are few widths."""
     return 1 << (least_blocks(tokens) - 1).bit_length()
 
 
 def static_step(rows: int, width: int, scratch: int, device: torch.device) -> tuple[Step, Following]:
-    """A decode step whose tensors stay, and the way from one step to the next."""
+    """Return a decode step in static tensors, and what an op needs to turn it into the next step."""
 
     def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
