@@ -172,13 +172,13 @@ def _begin(
 
 
 def _compiled_caller() -> FrameType | None:
-    """The frame that called `_enter` from compiled code: the first one beyond the compiler's own and `as_it_is`."""
+    """The frame that called `_enter` from compiled code: the first outside of the compiler and these modules."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and (
-        frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "slipstream.model.fused"))
-    ):
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "slipstream.model.fused")):
+            return frame
         frame = frame.f_back
-    return frame
+    return None
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
