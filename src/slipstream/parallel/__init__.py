@@ -1,4 +1,4 @@
-"""Ranks that share one model: who they are, what each has of it, and how they add up what they computed."""
+"""Ranks that share one model: their groups, the part of the model that each holds, and their collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks that share a model must agree on: configuration, model, prompts, random numbers, tokens."""
+"""Checks that the ranks of a model agree on configuration, model, prompts, random numbers and tokens."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = [
 _SAMPLE = 16
 _WHAT = "compared what they were asked for"
 _BESIDE = re.compile(r"_.*|.*dtype|architectures|transformers_version")
-"""Entries of a model's config that say where it came from; saving a model on one rank changes them there."""
+"""Entries of a model's config that state its origin; saving a model on one rank changes them on that rank."""
 
 
 def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> None:
     """Compare configuration and model with the other ranks, before any work.
 
     Raises:
-        ConfigError: With the field, or the parameter, and the ranks that have another one.
+        ConfigError: The ranks differ; the message names the field or parameter, and each rank's value.
     """
     if mesh.is_alone:
         return
@@ -51,15 +51,15 @@ def agree_on_engine(model: nn.Module, config: InferenceConfig, mesh: Mesh) -> No
 
 
 def agree_on_weights(model: nn.Module, stored: Iterable[tuple[str, Sequence[Tensor]]], mesh: Mesh) -> None:
-    """Compare a checkpoint, and what a model has of it, with the other ranks, whose files may be copies.
+    """Compare a checkpoint, and a model's parameters, with the other ranks, which may have their own files.
 
     Args:
         model: Some of its parameters may be on the meta device.
-        stored: The checkpoint's tensors by name, each in views; of these only the ends are read.
+        stored: The checkpoint's tensors by name, each as views, of which only the ends are read.
         mesh: The ranks.
 
     Raises:
-        ConfigError: With the parameter, and the ranks that have another one.
+        ConfigError: The ranks differ; the message names the parameter or weight, and each rank's value.
     """
     if not mesh.is_alone:
         own = {f"the parameter {name}": _sample(p) for name, p in model.named_parameters()}
@@ -68,43 +68,43 @@ def agree_on_weights(model: nn.Module, stored: Iterable[tuple[str, Sequence[Tens
 
 
 def agree_on_values(check: Callable[[], dict[str, Tensor]], axis: Axis) -> dict[str, Tensor]:
-    """What a check returns for new weights, once it passed on all ranks, and for the same weights.
+    """Return the weights that a check returns, once it has passed on all ranks with equal weights.
 
     Args:
-        check: Gives the weights by name.
+        check: Checks new weights and returns them by name.
         axis: The ranks.
 
     Raises:
-        SlipstreamError: What the check raised here.
-        WeightError: What it raised elsewhere, or values that differ.
+        SlipstreamError: The check's error on this rank.
+        WeightError: The check failed on another rank, or the values differ.
     """
     if axis.size == 1:
         return check()
-    found, error = dict[str, Tensor](), None
+    checked, error = dict[str, Tensor](), None
     try:
-        found = check()
+        checked = check()
     except SlipstreamError as failure:
         error = failure
-    told = gather_objects(None if error is None else str(error), axis, _WHAT)
+    failures = gather_objects(None if error is None else str(error), axis, _WHAT)
     if error is not None:
         raise error
-    for rank, said in zip(axis.ranks, told, strict=True):
-        if said is not None:
-            raise WeightError(f"rank {rank}: {said}")
-    own = {f"the values of {name}": _sample(value) for name, value in found.items()}
+    for rank, message in zip(axis.ranks, failures, strict=True):
+        if message is not None:
+            raise WeightError(f"rank {rank}: {message}")
+    own = {f"the values of {name}": _sample(value) for name, value in checked.items()}
     _compare(own, axis, WeightError, "give every rank the same weights; nothing was written")
-    return found
+    return checked
 
 
 def agree_on_call(kind: str, values: Mapping[str, Any], mesh: Mesh) -> bool:
     """Compare the arguments of a call with the other ranks.
 
     Returns:
-        Whether all ranks of the model run one call. Those that only share experts may each have a call of
-        their own; those that split layers may not.
+        Whether all ranks of the model run the same call. Ranks that only share experts may run independent
+        calls; ranks that split layers may not.
 
     Raises:
-        RequestError: With the argument, and the ranks that have another one.
+        RequestError: Ranks that split layers differ; the message names the argument, and each rank's value.
     """
     if mesh.is_alone:
         return True
@@ -113,7 +113,7 @@ def agree_on_call(kind: str, values: Mapping[str, Any], mesh: Mesh) -> bool:
     size = mesh.tp.size
     digests = gather_objects(_digest(own), mesh.replica, _WHAT)
     teams = [set(digests[start : start + size]) for start in range(0, len(digests), size)]
-    if any(len(team) > 1 for team in teams):  # all ranks know, those of other teams as well
+    if any(len(team) > 1 for team in teams):  # all ranks see this, including those of other teams
         every: list[Mapping[str, str]] = gather_objects(own, mesh.replica, _WHAT)
         for start in range(0, len(every), size):
             _refuse(every[start : start + size], mesh.replica.ranks[start:], RequestError, way_out)
@@ -121,14 +121,14 @@ def agree_on_call(kind: str, values: Mapping[str, Any], mesh: Mesh) -> bool:
 
 
 def agree_on_tokens(tokens: Tensor, axis: Axis) -> None:
-    """Compare the tokens that were chosen.
+    """Check that all ranks chose the same tokens.
 
     Args:
         tokens: Any shape, int64.
         axis: The ranks.
 
     Raises:
-        DeviceError: Ranks chose different tokens: their random numbers, or their arithmetic, have parted.
+        DeviceError: Ranks chose different tokens: their random numbers or their arithmetic have diverged.
     """
     if axis.size == 1:
         return
@@ -143,7 +143,10 @@ def agree_on_tokens(tokens: Tensor, axis: Axis) -> None:
 
 
 def any_of(flags: list[bool], axis: Axis, *, known: bool) -> list[bool]:
-    """Flags that are up on any rank, so that one clock decides for all; as given if all `known` them."""
+    """Return flags that are set if set on any rank, so that one rank's clock decides for all.
+
+    With `known`, the flags are already equal on all ranks, and are returned unchanged.
+    """
     if axis.size == 1 or known:
         return flags
     up = torch.tensor(flags, dtype=torch.int32, device="cpu")
@@ -152,7 +155,7 @@ def any_of(flags: list[bool], axis: Axis, *, known: bool) -> list[bool]:
 
 
 def share_random_state(axis: Axis, device: torch.device) -> None:
-    """Give every rank the first one's random state, on the CPU and on the device that samples."""
+    """Copy the first rank's random state to all ranks, for the CPU and the device that samples."""
     if axis.size == 1:
         return
     states = [torch.get_rng_state()]
@@ -178,7 +181,7 @@ def _digest(own: Mapping[str, str]) -> bytes:
 def _refuse(
     every: Sequence[Mapping[str, str]], ranks: Sequence[int], error: type[Exception], way_out: str
 ) -> None:
-    """Say what some ranks have otherwise, if they have."""
+    """Raise `error` with the first entry in which the ranks differ, if there is one."""
     for name in dict.fromkeys(n for one in every for n in one):
         values = [one.get(name, "not there") for one in every]
         if len(set(values)) > 1:
@@ -187,21 +190,21 @@ def _refuse(
 
 
 def _fields(section: Section, path: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    fields: list[tuple[str, Any]] = []
     for name in type(section).model_fields:
         value = getattr(section, name, None)
-        found += _fields(value, f"{path}{name}.") if isinstance(value, Section) else [(path + name, value)]
-    return found
+        fields += _fields(value, f"{path}{name}.") if isinstance(value, Section) else [(path + name, value)]
+    return fields
 
 
 def _numbers(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config, and of those within, that a model is built by."""
+    """The entries of a config and its nested configs, without those that only state its origin."""
     kept = {str(name): value for name, value in entries.items() if not _BESIDE.fullmatch(str(name))}
     return {name: _numbers(v) if isinstance(v, Mapping) else v for name, v in kept.items()}
 
 
 def _text(value: Any) -> str:
-    """A value as text that ranks can compare; of an object only its class."""
+    """Describe a value as text that ranks can compare; other objects by their class alone."""
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous()
         digest = hashlib.blake2b(data.view(-1).view(torch.uint8).numpy().tobytes(), digest_size=6)
@@ -220,7 +223,7 @@ def _text(value: Any) -> str:
 
 
 def _sample(parameter: Tensor) -> str:
-    """Shape, dtype and a few numbers of both ends: enough to tell another seed, or another checkpoint."""
+    """Shape, dtype and a few numbers of both ends: enough to detect another seed or checkpoint."""
     flat = parameter.detach()
     if flat.is_meta or not flat.numel() or flat.layout is not torch.strided:
         return f"{str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"

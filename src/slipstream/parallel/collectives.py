@@ -1,4 +1,4 @@
-"""What ranks do with tensors together, and what a rank says when another one is gone.
+"""Collective operations on tensors, and the error that a rank raises when another rank is gone.
 
 Shapes: T packed tokens, C hidden, H heads, D head dim.
 """
@@ -35,21 +35,21 @@ __all__ = [
 _ROLL_CALL = timedelta(seconds=5)
 _ROLL_CALL_TAG = 7_000
 _CLOSING = 0.2
-"""Seconds between the first connection to a rank that is seen to close and the last."""
+"""Seconds within which all connections to a rank that has ended are seen to close."""
 
 _CLOSED = re.compile("closed by peer|reset by peer|Broken pipe")
-"""What gloo says of a rank that is gone; it has another word for connections that it closed itself."""
+"""Gloo's errors for a rank that is gone; its errors for connections that it closed itself differ."""
 
 _ABSENT = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-"""What torch's `monitored_barrier` says on its first rank; the others only learn that it gave up."""
+"""Error of torch's `monitored_barrier` on its first rank; other ranks are not told which are absent."""
 
 
 @contextmanager
 def together(axis: Axis, what: str) -> Iterator[None]:
-    """Put a failure of communication into words.
+    """Context that turns a failure of communication into a readable error.
 
     Raises:
-        DeviceError: Another rank ended, hangs, or does something else.
+        DeviceError: Another rank ended, hangs, or runs another operation.
     """
     try:
         with using(axis.group, axis.control):
@@ -66,7 +66,7 @@ def together(axis: Axis, what: str) -> Iterator[None]:
 
 
 def _missing(axis: Axis) -> str:
-    """Which ranks have ended, or, as far as the first of them can tell, do not answer any more."""
+    """Names the ranks that have ended or, as far as the axis' first rank can tell, do not respond."""
     absent = _ended(axis)
     if not absent:
         time.sleep(_CLOSING)
@@ -82,9 +82,9 @@ def _missing(axis: Axis) -> str:
 
 
 def _ended(axis: Axis) -> list[int]:
-    """Ranks to which the connection is closed, which a send says before it begins.
+    """Ranks whose connection is closed, found by starting a send to each, which then fails at once.
 
-    Nothing is waited for: to gloo, patience that ends with one rank is the end of the connections to all.
+    The sends are not waited for: if one timed out, gloo would close the connections to all ranks.
     """
     absent = []
     for rank in axis.ranks[: axis.rank] + axis.ranks[axis.rank + 1 :]:
@@ -98,7 +98,7 @@ def _ended(axis: Axis) -> list[int]:
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks; `x` may be overwritten, and every rank gets the same bits.
+    """Sum over the ranks; `x` may be overwritten, and every rank gets bitwise the same result.
 
     Args:
         x: Any shape; the same on all ranks.
@@ -113,15 +113,15 @@ def all_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def largest(x: Tensor, axis: Axis, what: str) -> Tensor:
-    """Overwrite `x`, on the CPU, with the largest of each number over ranks that are within a step."""
+    """Overwrite `x`, on the CPU, with its elementwise maximum over ranks that run the same step."""
     with together(axis, what):
         work = dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.control, async_op=True)
-        work.wait(axis.patience)  # the group itself has the patience of ranks that may still be loading
+        work.wait(axis.patience)  # the group's own timeout allows for ranks that are still loading
     return x
 
 
 def gather_last(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
-    """Join the last dims of the ranks in order: `(..., widths[rank])` to `(..., sum(widths))`."""
+    """Concatenate the ranks' tensors along the last dim: `(..., widths[rank])` to `(..., sum(widths))`."""
     if axis.size == 1:
         return x
     widest = max(widths)
@@ -133,7 +133,7 @@ def gather_last(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
-    """Overwrite `x` with what the rank at place `source` of the axis has."""
+    """Overwrite `x` with that of the rank at place `source` of the axis."""
     if axis.size > 1:
         with together(axis, "read each other's weights"):
             dist.broadcast(x, axis.ranks[source], group=axis.group)
@@ -141,13 +141,13 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def exchange(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Send runs of rows to the ranks in order, and return what they sent.
+    """Send a run of rows to each rank and return the rows that all ranks sent to this one.
 
     Args:
         x: `(sum(send), ...)`, the rows for rank 0 first.
         axis: The ranks.
-        send: Rows for each rank.
-        receive: Rows from each rank.
+        send: Number of rows for each rank.
+        receive: Number of rows from each rank.
 
     Returns:
         `(sum(receive), ...)`, the rows from rank 0 first.
@@ -159,7 +159,7 @@ def exchange(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int])
 
 
 def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
-    """Small Python values of all ranks, in order."""
+    """Return small Python values from all ranks, in the order of the axis."""
     values: list[Any] = [None] * axis.size
     with together(axis, what):
         dist.all_gather_object(values, value, group=axis.control)
@@ -170,12 +170,13 @@ def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
 def norm_across(
     parts: Sequence[tuple[Tensor, Tensor | None, Tensor | None, int, bool]], spec: Norm, axis: Axis
 ) -> list[Tensor]:
-    """Normalise rows that lie on several ranks, each tensor over all of its ranks' heads.
+    """Normalise rows that are split over ranks, each tensor over the heads of all ranks.
 
     Args:
-        parts: Tensors `(T, H, D)` with the rank's part of weight and bias, `(H * D,)` or None, the width of
-            the whole row, and whether this rank's part counts, for heads may be on several ranks.
-        spec: Kind, eps and offset.
+        parts: For each tensor `(T, H, D)`: the tensor, the rank's part of weight and bias, `(H * D,)` or
+            None, the width of the whole row, and whether this rank's part counts, since several ranks may
+            hold the same heads.
+        spec: Kind, eps and offset of the norm.
         axis: The ranks.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Experts on several ranks: each computes its own, on all tokens that chose them, and the parts are added up.
+"""Expert parallelism: each rank runs its own experts on the tokens routed to them, and results are summed.
 
-Ranks that were given one call have the same tokens: each runs its experts on all of them, and one sum over
-the ranks is the answer. Ranks that were given calls of their own send tokens to where their experts are, and
-get sums back. For that they meet once for each layer with experts, all of them each time, though one call
-may have fewer steps than another: a rank whose call is over goes on answering until all are (`Meeting`).
+Ranks that run the same call have the same tokens: each runs its experts on its tokens, and one sum over the
+ranks gives the result. Ranks that run independent calls send tokens to the ranks of their experts and receive
+sums. This takes an exchange per layer with experts, in which all ranks take part each time, although one call
+may have fewer steps than another: a rank whose call is over keeps serving until all calls are (`Meeting`).
 
 Source: Rajbhandari et al. 2022 (arXiv 2201.05596), section 5, for experts spread beside split layers.
 
@@ -30,21 +30,21 @@ from slipstream.parallel.shard import Share, spread
 __all__ = ["Compute", "Host", "apart", "refuse_apart", "spread_experts"]
 
 Compute = Callable[[Tensor, Routed], Tensor]
-"""A rank's own experts: rows `(N, C)` and a choice among them, numbered from 0 or -1, to sums `(N, C)`."""
+"""Runs a rank's own experts on rows `(N, C)`, given local expert numbers (-1 for none); returns `(N, C)`."""
 
 _OVER = -1
 
 
 @dataclass(frozen=True)
 class Host:
-    """A layer whose experts are spread, as others meet it.
+    """What a `Meeting` needs to know of a layer whose experts are spread.
 
     Attributes:
-        share: The rank's part of it.
-        compute: Its experts.
+        share: The rank's part of the layer.
+        compute: Runs the rank's experts.
         width: C.
-        dtype: Of the rows that are sent.
-        device: Where they are computed.
+        dtype: Dtype of the rows that are exchanged.
+        device: Device on which they are computed.
     """
 
     share: Share
@@ -55,18 +55,18 @@ class Host:
 
 
 class Meeting:
-    """The ranks of one axis, each in a call of its own, and the layers that they meet in.
+    """Exchanges tokens between the ranks of an axis, each of which runs an independent call.
 
-    Each exchange begins with a line from every rank: which layer it is at, or that its call is over, and how
-    many rows it has for each of the others.
+    Each exchange begins with a line from every rank: the layer that it is at, or that its call is over, and
+    the number of rows that it has for each rank.
     """
 
     def __init__(self, axis: Axis, hosts: Sequence[tuple[object, Host]]) -> None:
-        """Begin.
+        """Prepare the exchanges.
 
         Args:
             axis: The ranks.
-            hosts: The layers with experts, in the model's order, each with what it is known by.
+            hosts: The layers with experts, in the model's order, each with the key that identifies it.
         """
         self._axis = axis
         self._hosts = [host for _, host in hosts]
@@ -74,15 +74,15 @@ class Meeting:
         self._lost = False
 
     def deal(self, key: object, x: Tensor, routed: Routed) -> Tensor:
-        """Run one layer's experts on this rank's tokens, and on those of the others.
+        """Run one layer's experts on this rank's tokens and on those that other ranks send.
 
         Args:
-            key: What the layer is known by.
+            key: Identifies the layer.
             x: `(T, C)`.
-            routed: The choice among all experts.
+            routed: Weights and numbers of the chosen experts, among all experts.
 
         Returns:
-            `(T, C)`: what the experts of this axis say of `x`.
+            `(T, C)`: the weighted sum of the outputs of this axis' experts for `x`.
         """
         place, (weights, chosen) = self._places[id(key)], routed
         host = self._hosts[place]
@@ -97,7 +97,7 @@ class Meeting:
         return out.index_add_(0, order, received.float()).to(x.dtype)
 
     def serve(self) -> None:
-        """Take part without tokens until the calls of all ranks are over."""
+        """Take part in exchanges, without tokens of its own, until the calls of all ranks are over."""
         while not self._lost:
             device = self._hosts[0].device
             lines = self._announce(_OVER, [0] * self._axis.size, device)
@@ -116,40 +116,40 @@ class Meeting:
         try:
             with together(self._axis, "met in a layer with experts"):
                 dist.all_gather(lines, mine, group=self._axis.group)
-        except BaseException:  # interrupted within an exchange, too: it cannot be told how far it came
+        except BaseException:  # even an interrupt: nothing tells how far the exchange came
             self._lost = True
             raise
-        found: list[list[int]] = torch.stack(lines).tolist()
-        return found
+        result: list[list[int]] = torch.stack(lines).tolist()
+        return result
 
     def _refuse_another_layer(self, lines: list[list[int]], place: int) -> None:
-        odd = {self._axis.ranks[rank]: line[0] for rank, line in enumerate(lines)}
-        if any(other not in (place, _OVER) for other in odd.values()):
+        places = {self._axis.ranks[rank]: line[0] for rank, line in enumerate(lines)}
+        if any(other not in (place, _OVER) for other in places.values()):
             self._lost = True
             raise DeviceError(
-                f"ranks with calls of their own meet in different layers with experts ({odd}): each call "
+                f"ranks with calls of their own meet in different layers with experts ({places}): each call "
                 "must run all layers in order; give the ranks one call, or leave out what runs layers alone"
             )
 
     def _swap(self, lines: list[list[int]], place: int, rows: Tensor, top_k: int) -> Tensor:
-        """Send rows to experts, compute what came, return the answers to this rank's `(rows, C)`."""
+        """Send rows to their experts, compute the received rows, and return the sent rows' results."""
         host, axis = self._hosts[place], self._axis
         send, receive = lines[axis.rank][1:], [line[1 + axis.rank] for line in lines]
         try:
-            came = exchange(rows, axis, send, receive)
-            x, weights, chosen = _unpacked(came, host, top_k)
+            received = exchange(rows, axis, send, receive)
+            x, weights, chosen = _unpacked(received, host, top_k)
             own = host.share.experts
             mine = (chosen >= own.start) & (chosen < own.stop)
             local = torch.where(mine, chosen - own.start, _OVER)
-            said = host.compute(x, (weights, local)) if len(x) else x
-            return exchange(said, axis, receive, send)
+            results = host.compute(x, (weights, local)) if len(x) else x
+            return exchange(results, axis, receive, send)
         except BaseException:
             self._lost = True
             raise
 
 
 def _owners(share: Share, device: torch.device) -> Tensor:
-    """Which rank of the axis has each expert, `(E,)`; -1 for those of ranks that split layers with it."""
+    """Place in the axis of the rank that holds each expert, `(E,)`; -1 for experts outside of the axis."""
     mesh = share.mesh
     runs = spread(share.whole.moe.experts if share.whole.moe else 0, mesh.expert_places)
     own = mesh.expert_place % mesh.inner
@@ -163,7 +163,7 @@ def _bytes_of(host: Host, top_k: int) -> int:
 
 
 def _packed(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Rows, weights and experts as bytes, so that one exchange carries all of them."""
+    """Pack rows, weights and expert numbers as bytes, so that one exchange carries all of them."""
     parts = (x.contiguous(), weights.float().contiguous(), chosen.to(torch.int32).contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
 
@@ -181,15 +181,15 @@ _meeting: ContextVar[Meeting | None] = ContextVar("slipstream_meeting", default=
 
 @contextmanager
 def apart(axis: Axis, hosts: Sequence[tuple[object, Host]]) -> Iterator[None]:
-    """Within, this rank runs a call of its own; at the end it serves the others until theirs are over.
+    """Context in which this rank runs an independent call; on exit it serves until all ranks' calls are over.
 
-    A call that fails, or is interrupted, leaves the others theirs: its error is raised once they are over.
+    A call that fails or is interrupted does not break the others: its error is raised once they are over.
     """
     meeting = Meeting(axis, hosts)
     token = _meeting.set(meeting)
     try:
         yield
-    except BaseException:  # of an interrupt, too: the others would wait for this rank until their time is out
+    except BaseException:  # even an interrupt: otherwise the other ranks would wait until they time out
         meeting.serve()
         raise
     else:
@@ -199,10 +199,10 @@ def apart(axis: Axis, hosts: Sequence[tuple[object, Host]]) -> Iterator[None]:
 
 
 def refuse_apart(share: Share) -> None:
-    """Refuse to put whole experts together while ranks run calls of their own.
+    """Refuse to gather whole experts while ranks run independent calls.
 
     Raises:
-        RequestError: Always, in such a call.
+        RequestError: The ranks run independent calls (see `apart`).
     """
     if share.mesh.ep.size > 1 and _meeting.get() is not None:
         raise RequestError(
@@ -213,17 +213,17 @@ def refuse_apart(share: Share) -> None:
 
 
 def spread_experts(key: object, share: Share, compute: Compute, x: Tensor, routed: Routed) -> Tensor:
-    """What all experts say of some tokens, as far as this rank's tensor-parallel place goes.
+    """Run the experts of all ranks of the expert-parallel axis on some tokens.
 
     Args:
-        key: What the layer is known by, in a meeting.
-        share: Its part of it.
-        compute: Its experts.
+        key: Identifies the layer in a `Meeting`.
+        share: The rank's part of the layer.
+        compute: Runs the rank's experts.
         x: `(T, C)`.
-        routed: The choice among all experts.
+        routed: Weights and numbers of the chosen experts, among all experts.
 
     Returns:
-        `(T, C)`; where layers are split, a part of a sum over the ranks that split them.
+        `(T, C)`; where layers are split, a partial result that the ranks of `tp` still have to sum.
     """
     weights, chosen = routed
     mesh, own, meeting = share.mesh, share.experts, _meeting.get()

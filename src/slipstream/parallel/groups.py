@@ -1,10 +1,10 @@
-"""Process groups that this package makes: engines share them, and they end before the interpreter does.
+"""Process groups that this package creates: engines share them, and they are destroyed at interpreter exit.
 
-A thread of gloo lets go of a collective's tensors after it has said that the collective is done, and takes
-the interpreter's lock to do so. Where the interpreter has begun to end by then, Python ends the thread in the
-middle of a destructor, and C++ ends the process: SIGABRT, "terminate called without an active exception",
-after the last answer. A group that is destroyed waits for its threads, unless somebody still holds it: so
-whoever uses a group here has a weak reference, and torch's own table the strong one.
+A thread of gloo releases a collective's tensors after it has reported that the collective is done, and takes
+the interpreter's lock to do so. If the interpreter is shutting down by then, Python ends the thread in the
+middle of a destructor, and C++ aborts the process: SIGABRT, "terminate called without an active exception",
+after all results were returned. Destroying a group waits for its threads, but only if nothing else references
+it: users of a group therefore hold weak references, and torch's own table holds the only strong one.
 """
 
 from __future__ import annotations
@@ -29,42 +29,44 @@ _Parts = tuple[tuple[int, ...], ...]
 _Key = tuple[_Parts, str, timedelta]
 
 _MADE: weakref.WeakKeyDictionary[Any, dict[_Key, weakref.ReferenceType[Any]]] = weakref.WeakKeyDictionary()
-"""Groups by the world that they are of."""
+"""Groups created here, by their world."""
 
 _BEGAN: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Worlds that began here, and not in the user's script."""
+"""Worlds that were initialized here, not in the user's script."""
 
 _GIVEN: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The user's own groups with gloo in them, which are the user's to destroy."""
+"""The user's own groups with a gloo backend; the user has to destroy them."""
 
 _MOMENT = 0.1
-"""Seconds that the threads of the user's groups have for letting go of a tensor, which takes microseconds."""
+"""Seconds given to threads of the user's groups to release their tensors, which takes microseconds."""
 
 _IN_USE: dict[object, tuple[Any, ...]] = {}
-"""Groups in which a collective is under way, or failed: their threads may be waiting yet."""
+"""Groups in which a collective is running or has failed: their threads may still be waiting."""
 
 _PROCESS = os.getpid()
 
 
 def begin(backend: str, **settings: Any) -> None:
-    """Begin torch.distributed, as `init_process_group` does, and end it with the interpreter.
+    """Initialize torch.distributed by `init_process_group`; it is destroyed at interpreter exit.
 
     Raises:
-        RuntimeError: The ranks did not meet.
-        ValueError: An address or a backend that torch does not know.
+        RuntimeError: The ranks did not connect.
+        ValueError: Torch does not know the address or the backend.
     """
     dist.init_process_group(backend, **settings)
     _BEGAN.add(dist.group.WORLD)
 
 
 def made(parts: _Parts, backend: str, timeout: timedelta, *, by_all: bool = True) -> Any:
-    """This process's group of several; engines of one world share it, for each holds sockets and threads.
+    """Return the group of `parts` that this process is in, creating all of them on first use.
+
+    Engines of one world share groups, since each holds sockets and threads.
 
     Args:
         parts: The ranks of each group.
-        backend: Of torch.distributed.
-        timeout: How long a collective of it may take.
-        by_all: All processes of the world are here; otherwise those of the one group.
+        backend: A backend of torch.distributed.
+        timeout: Timeout of the group's collectives.
+        by_all: Whether all processes of the world make this call; if not, only those of the one group do.
     """
     of_world = _MADE.setdefault(dist.group.WORLD, {})
     key = (parts, backend, timeout)
@@ -77,17 +79,17 @@ def made(parts: _Parts, backend: str, timeout: timedelta, *, by_all: bool = True
 
 
 def given(group: Any) -> weakref.ReferenceType[Any]:
-    """A group that the user made, as an axis holds it."""
+    """Return a weak reference to the user's own group, as an `Axis` holds it."""
     if "gloo" in dist.get_backend_config(group):
         _GIVEN.add(group)
     return weakref.ref(group)
 
 
 def alive(group: weakref.ReferenceType[Any] | None) -> Any:
-    """The group, or None where there is one rank.
+    """Return the referenced group, or None where there is one rank.
 
     Raises:
-        DeviceError: It was destroyed; without it, torch would take the whole world.
+        DeviceError: The group was destroyed; given None instead, torch would use the whole world.
     """
     found = None if group is None else group()
     if group is not None and found is None:
@@ -100,9 +102,10 @@ def alive(group: weakref.ReferenceType[Any] | None) -> Any:
 
 @contextlib.contextmanager
 def using(*groups: Any) -> Iterator[None]:
-    """Within, a collective of some groups is under way; one that fails leaves them in use for good.
+    """Context of a running collective of some groups; if it fails, they stay marked as in use for good.
 
-    Its thread may wait minutes for a rank that hangs, and whoever destroyed the group would wait with it.
+    The thread of a failed collective may wait minutes for a rank that hangs, and destroying the group would
+    wait for the thread.
     """
     call = object()
     _IN_USE[call] = groups
@@ -110,7 +113,7 @@ def using(*groups: Any) -> Iterator[None]:
         yield
     except BaseException:
         for group in groups:
-            # Not even the end of the interpreter is to free it.
+            # Never free the group, not even at interpreter exit.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         raise
     del _IN_USE[call]
@@ -118,10 +121,10 @@ def using(*groups: Any) -> Iterator[None]:
 
 @atexit.register
 def end() -> None:
-    """Destroy what was made and begun here, and so wait for its threads; the user's groups have a moment.
+    """Destroy groups created here, which waits for their threads; the user's groups get a short sleep.
 
-    Left as they are: the user's world, groups of the process that this one is a fork of, and NCCL's, for to
-    end one is a meeting of all ranks, and some may be gone.
+    Not destroyed are the user's world, groups of the parent of a forked process, and NCCL groups: destroying
+    one of those needs all ranks, some of which may be gone.
     """
     if os.getpid() != _PROCESS:
         return
@@ -137,5 +140,5 @@ def end() -> None:
     for (_, backend, _), reference in _MADE.pop(world, {}).items():
         group = reference()
         if group is not None and backend == "gloo" and not any(group is one for one in in_use):
-            with contextlib.suppress(ValueError):  # the user's script has destroyed it, and holds it
+            with contextlib.suppress(ValueError):  # destroyed by the user's script, which still references it
                 dist.destroy_process_group(group)

@@ -1,10 +1,10 @@
-"""Which processes share a model: axes of ranks out of torch.distributed's groups, made or handed in.
+"""The processes that share a model: axes of ranks over torch.distributed's groups, created here or given.
 
-The processes of a world are counted tensor-parallel rank first, then expert-parallel rank, then replica: with
-`tp_size=2` and `ep_size=2`, ranks 0 and 1 split layers, 0 and 2 spread experts, and 0 to 3 are one replica of
-the model; ranks 4 to 7 are the next one, which needs nothing of the first. Where there are fewer processes
-than `tp_size * ep_size`, the ranks that split layers spread experts as well: two processes with both sizes 2
-split attention, and each has half of the experts, whole.
+In the numbering of a world's processes, the tensor-parallel rank varies fastest, then the expert-parallel
+rank, then the replica: with `tp_size=2` and `ep_size=2`, ranks 0 and 1 split layers, 0 and 2 spread experts,
+and 0 to 3 are one replica of the model; ranks 4 to 7 are the next replica, which is independent of the first.
+Where there are fewer processes than `tp_size * ep_size`, the ranks that split layers spread experts as well:
+two processes with both sizes 2 split attention, and each holds half of the experts, whole.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ START_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """Ranks that do something together.
+    """Ranks that communicate with each other.
 
     Attributes:
         ranks: Their numbers in the world, in order.
         rank: Place of this process among them.
-        carries: The group that carries what layers compute; None where there is one rank.
-        agrees: The one for what is agreed upon, on the CPU and with a longer patience; None as well.
-        patience: How long a rank waits for the others within a step. One that ended is noticed at once, by
-            its closed connections; this is for one that hangs, or a network that swallows.
+        carries: The group for tensors that layers compute; None where there is one rank.
+        agrees: The group for agreement between ranks, on the CPU and with a longer timeout; None where there
+            is one rank.
+        patience: How long a rank waits for the others within a step. A rank that ended is noticed at once, by
+            its closed connections; the timeout is for a rank that hangs, or a network that drops packets.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -56,24 +57,24 @@ class Axis:
 
     @property
     def group(self) -> Any:
-        """What `carries`.
+        """The group that `carries` refers to.
 
         Raises:
-            DeviceError: It was destroyed.
+            DeviceError: The group was destroyed.
         """
         return alive(self.carries)
 
     @property
     def control(self) -> Any:
-        """What `agrees`.
+        """The group that `agrees` refers to.
 
         Raises:
-            DeviceError: It was destroyed.
+            DeviceError: The group was destroyed.
         """
         return alive(self.agrees)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
-        """Itself: a copy of an engine talks to the same ranks."""
+        """Return `self`: a copy of an engine communicates with the same ranks."""
         return self
 
 
@@ -81,14 +82,14 @@ class Axis:
 class Mesh:
     """The ranks that share one model with this process.
 
-    Experts are spread over `ep.size * inner` places. A rank's is `ep.rank * inner + tp.rank % inner`, and
-    with the ranks of `tp` that have the same place it splits each of its experts.
+    Experts are spread over `ep.size * inner` places. A rank's place is `ep.rank * inner + tp.rank % inner`;
+    the ranks of `tp` at the same place split each of its experts.
 
     Attributes:
-        tp: Those that split layers.
-        ep: Those at the same place of other `tp` axes, with which experts are spread.
-        replica: All of them, expert-parallel rank by expert-parallel rank.
-        inner: Into how many parts the ranks of `tp` spread experts among themselves.
+        tp: The ranks that split layers.
+        ep: The ranks at the same place of other `tp` axes, over which experts are spread.
+        replica: All ranks of the model, ordered by expert-parallel rank.
+        inner: Number of places over which the ranks of `tp` spread experts among themselves.
     """
 
     tp: Axis = Axis()
@@ -98,36 +99,36 @@ class Mesh:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the model belongs to this process only."""
+        """Whether this process does not share the model with others."""
         return self.replica.size == 1
 
     @property
     def expert_places(self) -> int:
-        """How many ways experts are spread: `moe.ep_size`."""
+        """Number of places over which experts are spread: `moe.ep_size`."""
         return self.ep.size * self.inner
 
     @property
     def expert_place(self) -> int:
-        """Which of them is this rank's."""
+        """This rank's place among the `expert_places`."""
         return self.ep.rank * self.inner + self.tp.rank % self.inner
 
     @property
     def slices(self) -> int:
-        """How many ranks split an expert."""
+        """Number of ranks that split each expert."""
         return self.tp.size // self.inner
 
     @property
     def slice(self) -> int:
-        """Which part of each of its experts this rank has."""
+        """The part of each of its experts that this rank holds."""
         return self.tp.rank // self.inner
 
     def at(self, place: int) -> Mesh:
-        """The mesh as another rank of the replica sees it; only to be looked at."""
+        """Return the mesh from the view of another rank of the replica, for inspection only."""
         tp = replace(self.tp, rank=place % self.tp.size)
         return replace(self, tp=tp, ep=replace(self.ep, rank=place // self.tp.size))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
-        """Itself."""
+        """Return `self`, as `Axis` does."""
         return self
 
 
@@ -136,12 +137,12 @@ ALONE = Mesh()
 
 
 def open_mesh(config: InferenceConfig) -> Mesh:
-    """Find or make the groups that a configuration asks for.
+    """Find or create the groups that a configuration requires.
 
-    Where torch.distributed has not begun, and a launcher such as torchrun left an address, it begins here.
+    Initializes torch.distributed if that has not been done and a launcher such as torchrun set an address.
 
     Raises:
-        ConfigError: Too few processes, a size that does not divide them, or a group without this process.
+        ConfigError: There are too few processes, a size does not divide them, or a group lacks this process.
     """
     tensor, experts = config.tensor_parallel, config.moe
     given = _given_group(tensor.mpu, tensor.tp_group)
@@ -170,7 +171,7 @@ def open_mesh(config: InferenceConfig) -> Mesh:
 
 
 def _refuse_no_groups(groups: Mapping[str, Any]) -> None:
-    """Refuse what cannot be a process group, for torch.distributed has made none here."""
+    """Refuse given groups while torch.distributed is not initialized: they cannot be process groups."""
     for name, group in groups.items():
         if group is not None and not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
@@ -180,27 +181,27 @@ def _refuse_no_groups(groups: Mapping[str, Any]) -> None:
 
 
 def _with_slices(mesh: Mesh, group: Any) -> Mesh:
-    """The mesh, held against the group that the user says splits each expert."""
+    """Return the mesh after checking it against the user's group of ranks that split each expert, if any."""
     if group is None:
         return mesh
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"moe.ep_mp_group is a {type(group).__name__}; give a process group, or leave it out"
         )
-    found = sorted(dist.get_process_group_ranks(group))
+    given = sorted(dist.get_process_group_ranks(group))
     own = mesh.tp.rank % mesh.inner
     mine = [rank for place, rank in enumerate(mesh.tp.ranks) if place % mesh.inner == own]
     mine = [dist.get_rank()] if mesh.is_alone else mine
-    if found != sorted(mine):
+    if given != sorted(mine):
         raise ConfigError(
-            f"moe.ep_mp_group has the ranks {found}, and by tp_size={mesh.tp.size} and "
+            f"moe.ep_mp_group has the ranks {given}, and by tp_size={mesh.tp.size} and "
             f"ep_size={mesh.expert_places} the ranks {sorted(mine)} split an expert; leave it out"
         )
     return mesh
 
 
 def _given_group(mpu: Any, group: Any) -> Any:
-    """The tensor-parallel group that the user made, if any."""
+    """The user's own tensor-parallel group, given directly or through `mpu`, if any."""
     if group is not None or mpu is None:
         return group
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
@@ -217,13 +218,13 @@ def _begin(config: InferenceConfig) -> None:
         raise ConfigError("this torch was built without torch.distributed, which tp_size and ep_size need")
     if dist.is_initialized():
         return
-    asked = f"tensor_parallel.tp_size={config.tensor_parallel.tp_size}"
+    wanted = f"tensor_parallel.tp_size={config.tensor_parallel.tp_size}"
     if config.moe.ep_size > 1:
-        asked += f", moe.ep_size={config.moe.ep_size}"
+        wanted += f", moe.ep_size={config.moe.ep_size}"
     if not launched():
         count = config.tensor_parallel.tp_size * config.moe.ep_size
         raise ConfigError(
-            f"{asked} needs {count} processes, and this one was started alone; start the script with "
+            f"{wanted} needs {count} processes, and this one was started alone; start the script with "
             f"torchrun --nproc-per-node {count}, or call torch.distributed.init_process_group in each process"
         )
     begin("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -250,13 +251,13 @@ def _of_given(config: InferenceConfig, group: Any) -> Mesh:
             "give each rank a group with one rank of several of them, or with ranks of its own alone"
         )
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, ranks)  # all processes make the groups of all replicas
+    dist.all_gather_object(every, ranks)  # all processes create the groups of all replicas
     mesh = Mesh(tensor_axis, expert_axis, _axis_of(sorted(set(every)), patience))
     return _with_slices(mesh, config.moe.ep_mp_group)
 
 
 def _inside(tensor: Axis, experts: Axis) -> Mesh:
-    """A mesh whose tensor-parallel ranks spread experts among themselves."""
+    """Make a mesh whose tensor-parallel ranks spread experts among themselves."""
     inner, first = experts.size, tensor.rank - tensor.rank % experts.size
     if tensor.size % inner or tensor.ranks[first : first + inner] != experts.ranks:
         raise ConfigError(
@@ -267,7 +268,7 @@ def _inside(tensor: Axis, experts: Axis) -> Mesh:
 
 
 def _checked(section: str, key: str, size: int, group: Any) -> Axis:
-    """The axis of a group that the user made, held against the size beside it."""
+    """Make the axis of the user's group, after checking it against the configured size."""
     if group is None:
         if size > 1:
             raise ConfigError(f"{section}.{key}={size} stands beside a group for the other axis; give both")
@@ -290,7 +291,7 @@ def _checked(section: str, key: str, size: int, group: Any) -> Axis:
         )
     if len(ranks) == 1:
         return Axis(ranks)
-    # What is agreed upon is said on the CPU; every rank of this group, and no other, may be here.
+    # Agreement runs on the CPU; only the ranks of this group may reach this point.
     carries = given(group)
     has_cpu = "gloo" in dist.get_backend_config(group)
     agrees = carries if has_cpu else weakref.ref(made((ranks,), "gloo", START_TIMEOUT, by_all=False))
@@ -298,7 +299,7 @@ def _checked(section: str, key: str, size: int, group: Any) -> Axis:
 
 
 def _axis_of(parts: Sequence[tuple[int, ...]], patience: timedelta) -> Axis:
-    """The part of the world that this process belongs to; all processes make the groups of all parts."""
+    """Make the axis of the part that this process is in; all processes create the groups of all parts."""
     rank = dist.get_rank()
     ranks = next(part for part in parts if rank in part)
     if len(ranks) == 1:

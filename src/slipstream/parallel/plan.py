@@ -1,4 +1,4 @@
-"""How one tensor is cut along a dim for several ranks, and put together again.
+"""How a tensor is cut along one dim for several ranks, and joined again.
 
 Shapes: H query heads, K kv heads, D head dim.
 """
@@ -17,29 +17,29 @@ from slipstream.parallel.shard import deal_heads, levelled, spread
 __all__ = ["Cut", "Heads", "Runs", "even", "halves", "take"]
 
 Runs = tuple[range, ...]
-"""Places along a dim, in order."""
+"""Ranges of indices along a dim, in order."""
 
 
 def take(tensor: Tensor, dim: int, runs: Runs) -> Tensor:
-    """The places of some runs along a dim; a view where there is one run."""
+    """Return the given runs along a dim; a view where there is one run."""
     parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What each rank has of a tensor along one dim.
+    """The part of a tensor that each rank holds, along one dim.
 
     Attributes:
-        dim: The one that is cut.
-        runs: The places of each rank; several ranks may have the same ones.
+        dim: The dim that is cut.
+        runs: The runs of each rank; several ranks may hold the same ones.
     """
 
     dim: int
     runs: tuple[Runs, ...]
 
     def of(self, tensor: Tensor, rank: int) -> Tensor:
-        """A rank's part of a whole tensor, a view where it is one run."""
+        """Return a rank's part of a whole tensor; a view where it is one run."""
         return take(tensor, self.dim, self.runs[rank])
 
     @property
@@ -49,12 +49,12 @@ class Cut:
 
     @property
     def overlaps(self) -> bool:
-        """Whether several ranks have the same places."""
+        """Whether any index is held by several ranks."""
         places = [place for runs in self.runs for run in runs for place in run]
         return len(set(places)) < len(places)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor out of the parts of all ranks: `of` backwards."""
+        """Return the whole tensor, joined from the parts of all ranks: the inverse of `of`."""
         total = max(run.stop for runs in self.runs for run in runs)
         shape = list(parts[0].shape)
         shape[self.dim] = total
@@ -67,21 +67,21 @@ class Cut:
         return whole
 
     def along(self, dim: int) -> Cut:
-        """The same places along another dim."""
+        """Return a cut with the same runs along another dim."""
         return Cut(dim, self.runs)
 
 
 def even(
     total: int, parts: int, unit: int, grain: int = 1, *, held: Sequence[float] = ()
 ) -> tuple[Runs, ...]:
-    """Runs as even as they go.
+    """Divide rows or inputs among ranks as evenly as possible.
 
     Args:
-        total: Rows, or inputs.
-        parts: Ranks.
-        unit: They are cut at its multiples where each rank gets one of them at least.
-        grain: At multiples of this instead, where that gives no rank over a tenth more than its share.
-        held: What each rank has already, as multiples of the total, which the runs make up for.
+        total: Number of rows or inputs.
+        parts: Number of ranks.
+        unit: Runs are cut at multiples of this, if there is at least one for each rank.
+        grain: Runs are cut at multiples of this instead, if no rank then gets over 1.1 times its share.
+        held: What each rank holds already, as multiples of `total`; the runs compensate for it.
     """
     if held and max(held) > min(held):
         of_unit = unit if total >= unit * parts else 1
@@ -93,7 +93,7 @@ def even(
 
 
 def halves(runs: Sequence[Runs], width: int, layout: Literal["stacked", "paired"]) -> tuple[Runs, ...]:
-    """Rows of `[gate | up]`, or of `gate, up, gate, up, ...`, for runs of the width that both have."""
+    """Rows of gate and up for runs of units, in `[gate | up]` ("stacked") or `gate, up, ...` ("paired")."""
     if layout == "paired":
         return tuple(tuple(range(2 * run.start, 2 * run.stop) for run in own) for own in runs)
     return tuple((*own, *(range(run.start + width, run.stop + width) for run in own)) for own in runs)
@@ -101,13 +101,13 @@ def halves(runs: Sequence[Runs], width: int, layout: Literal["stacked", "paired"
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads that are dealt out to ranks; query heads follow their kv heads.
+    """Attention heads that are dealt out to ranks; query heads stay with their kv heads.
 
     Attributes:
         heads: H.
         kv_heads: K, which divides H.
-        size: Ranks, H at most.
-        turn: By how many places the ranks are moved (`Turns`).
+        size: Number of ranks, at most H.
+        turn: Rotation of the places to which heads are dealt (`Turns`).
     """
 
     heads: int
@@ -116,21 +116,21 @@ class Heads:
     turn: int = 0
 
     def own(self, rank: int) -> tuple[range, range]:
-        """A rank's query heads and kv heads."""
+        """Return a rank's query heads and kv heads."""
         place = (rank + self.turn) % self.size
         queries, keys, _ = deal_heads(self.heads, self.kv_heads, self.size, place)
         return queries, keys
 
     def queries(self, dim: int) -> tuple[Runs, ...]:
-        """Rows of a matrix with `dim` rows per query head."""
+        """Each rank's rows of a matrix with `dim` rows per query head."""
         return tuple((_rows(self.own(rank)[0], dim, 0),) for rank in range(self.size))
 
     def keys(self, dim: int) -> tuple[Runs, ...]:
-        """Rows of a matrix with `dim` rows per kv head."""
+        """Each rank's rows of a matrix with `dim` rows per kv head."""
         return tuple((_rows(self.own(rank)[1], dim, 0),) for rank in range(self.size))
 
     def fused(self, dim: int, layout: Literal["stacked", "grouped"]) -> tuple[Runs, ...]:
-        """Rows of queries, keys and values in one matrix.
+        """Each rank's rows of a matrix that holds queries, keys and values.
 
         Args:
             dim: D.
@@ -147,7 +147,7 @@ class Heads:
             else:
                 own = []
                 for key in keys:
-                    first = key * (per_key + 2) - key * per_key  # what stands before its first query
+                    first = key * (per_key + 2) - key * per_key  # heads of k and v before its first query
                     mine = range(max(queries.start, key * per_key), min(queries.stop, (key + 1) * per_key))
                     own.append(_rows(mine, dim, first * dim))
                     own.append(_rows(range(2), dim, (key * (per_key + 2) + per_key) * dim))
@@ -155,7 +155,7 @@ class Heads:
         return tuple(made)
 
     def pairs(self, dim: int, layout: Literal["stacked", "grouped"]) -> tuple[Runs, ...]:
-        """Rows of keys and values in one matrix, `[k | v]` or a key and a value for each head."""
+        """Each rank's rows of a matrix that holds keys and values: `[k | v]`, or k and v head by head."""
         if layout == "grouped":
             return self.keys(2 * dim)
         return halves(self.keys(dim), self.kv_heads * dim, "stacked")

@@ -1,6 +1,6 @@
-"""Ranks that share a layer: those of a mesh, or threads of this process that rehearse what ranks would do.
+"""Ranks that share a layer: those of a mesh, or threads of this process that simulate them in a rehearsal.
 
-A rehearsal needs no other process, so that every rank proves its plan by itself and none waits for one whose
+A rehearsal needs no other process, so every rank proves its plan by itself, and no rank waits for one whose
 plan failed.
 """
 
@@ -24,14 +24,14 @@ __all__ = ["Live", "Peers", "rehearse"]
 T = TypeVar("T")
 
 _PATIENCE = 60.0
-"""Seconds that one thread waits for the others: a layer on a few tokens."""
+"""Seconds that one thread waits for the others, which run one layer on a few tokens."""
 
 
 class Peers(ABC):
-    """The ranks that a split module meets.
+    """The ranks with which a split module communicates.
 
     Attributes:
-        rank: Place of this one.
+        rank: Place of this rank.
         size: Number of ranks.
     """
 
@@ -40,20 +40,20 @@ class Peers(ABC):
 
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks; `x` may be overwritten, and all get the same bits."""
+        """Sum over the ranks; `x` may be overwritten, and all ranks get bitwise the same result."""
 
     @abstractmethod
     def parts(self, x: Tensor, widths: list[int]) -> list[Tensor]:
-        """What every rank has, `(..., widths[rank])`, in order."""
+        """Return the tensors of all ranks, `(..., widths[rank])`, in order."""
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
-        """The whole of a tensor of which each rank has a part."""
+        """Return the whole of a tensor of which each rank has a part."""
         last = x.movedim(cut.dim, -1)
         parts = self.parts(last, cut.widths)
         return cut.along(-1).join(parts).movedim(-1, cut.dim)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Peers:
-        """Itself: a copy of a module meets the same ranks."""
+        """Return `self`: a copy of a module communicates with the same ranks."""
         return self
 
 
@@ -61,7 +61,7 @@ class Live(Peers):
     """The ranks of a mesh."""
 
     def __init__(self, axis: Axis) -> None:
-        """Of one axis."""
+        """Use the ranks of one axis."""
         self.axis, self.rank, self.size = axis, axis.rank, axis.size
 
     def sum(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Live(Peers):
 
 
 class _Table:
-    """Where the threads of one rehearsal lay their tensors."""
+    """Where the threads of one rehearsal exchange their tensors."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_PATIENCE)
@@ -89,7 +89,7 @@ class _Table:
 
 
 class _Rehearsed(Peers):
-    """One of several threads."""
+    """One of the threads of a rehearsal."""
 
     def __init__(self, table: _Table, rank: int, size: int) -> None:
         self.table, self.rank, self.size = table, rank, size
@@ -112,7 +112,7 @@ class _Rehearsed(Peers):
         """See `Peers.parts`.
 
         Raises:
-            ValueError: A rank's part has another width than the plan says.
+            ValueError: A rank's part has another width than planned.
         """
         laid = self.table.lay(self.rank, x)
         for other, width in zip(laid, widths, strict=True):
@@ -122,17 +122,17 @@ class _Rehearsed(Peers):
 
 
 def rehearse(size: int, run: Callable[[Peers], T]) -> list[T]:
-    """Run what each rank would, in threads that meet.
+    """Run the work of each rank in a thread of its own; the threads communicate as the ranks would.
 
     Args:
-        size: Ranks.
-        run: Is given the ranks as one of them sees them.
+        size: Number of ranks.
+        run: The work of one rank; its argument is the ranks from that rank's view.
 
     Returns:
-        What each answered, in order.
+        The results of the ranks, in order.
 
     Raises:
-        Exception: The first that any of them raised.
+        Exception: The first error that any of them raised.
     """
     table = _Table(size)
 

@@ -1,4 +1,4 @@
-"""Which rows and columns of each role are a rank's: heads with their keys, halves of a gate together.
+"""The rows and columns of each role that a rank holds: query heads with their kv heads, gate with up.
 
 Shapes: C hidden, H heads, K kv heads, D head dim, F feed-forward width, E experts.
 """
@@ -17,13 +17,13 @@ __all__ = ["WHOLE", "Share", "Slice", "Turns", "deal_heads", "levelled", "loads_
 
 @dataclass(frozen=True)
 class Slice:
-    """What a rank has of one role's canonical tensor; None is all of it.
+    """The part of a role's canonical tensor that a rank holds; None in a field selects everything.
 
     Attributes:
         rows: Runs of output rows, in order.
-        columns: Of the inputs.
-        experts: Of the leading dim.
-        bias: Whether the rank has the bias: what is added up has it once.
+        columns: Input columns.
+        experts: Experts, along the leading dim.
+        bias: Whether the rank holds the bias: where ranks' results are summed, only one rank adds it.
     """
 
     rows: tuple[range, ...] | None = None
@@ -33,38 +33,38 @@ class Slice:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the matrix is left out."""
+        """Whether the slice selects the whole matrix."""
         return self.rows is None and self.columns is None and self.experts is None
 
 
 WHOLE = Slice()
-"""All of a role."""
+"""The slice that selects all of a role."""
 
 _EVEN = 1.05
-"""A layer counts as evenly cut while its largest rank has at most so many times the mean share."""
+"""A layer counts as evenly cut while its largest part is at most this multiple of the mean part."""
 
 
 def spread(total: int, parts: int, unit: int = 1) -> list[range]:
-    """Cut `total` things into runs as even as they go, at multiples of `unit`; the first ones are longer."""
+    """Split `range(total)` as evenly as possible at multiples of `unit`; the first runs are the longer."""
     units = -(-total // unit)
-    whole, more = divmod(units, parts)
-    starts = [min((index * whole + min(index, more)) * unit, total) for index in range(parts + 1)]
+    whole, longer = divmod(units, parts)
+    starts = [min((index * whole + min(index, longer)) * unit, total) for index in range(parts + 1)]
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
 
 def levelled(total: int, held: Sequence[float], unit: int = 1) -> list[range]:
-    """Cut `total` things so that, with what the parts hold already, all have as many as they can.
+    """Split `range(total)` so that the parts, together with what they hold already, are as even as possible.
 
     Args:
-        total: As many units as there are parts, or more: each part has one at least.
-        held: By each part, as the same things.
-        unit: Runs start at its multiples.
+        total: Number of items; at least as many units as there are parts, since each part gets one or more.
+        held: What each part holds already, in the same items.
+        unit: Runs start at multiples of this.
     """
     parts = len(held)
     if max(held) - min(held) < 1e-6 * total:
         return spread(total, parts, unit)
     units, counts, free = -(-total // unit), [1.0] * parts, set(range(parts))
-    while True:  # a part that holds more than the level gets one unit only: then the others' level is lower
+    while True:  # a part that already holds more than the level gets one unit, which lowers the others' level
         level = (units - parts + len(free) + sum(held[part] / unit for part in free)) / len(free)
         full = {part for part in free if level - held[part] / unit < 1 - 1e-9}
         if not full or full == free:
@@ -81,23 +81,23 @@ def levelled(total: int, held: Sequence[float], unit: int = 1) -> list[range]:
 
 
 class Turns:
-    """Whose turn it is, layer by layer, to have what cannot be dealt evenly: a head more than others.
+    """Rotates, layer by layer, which ranks get the larger parts where heads cannot be dealt evenly.
 
-    A rank that has more of every layer would have more of the model; one that has more of some layers only
-    waits for others in others.
+    Without the rotation, the same ranks would hold more of every layer, and so more of the model. With it, a
+    rank that waits for others in some layers is the one waited for in other layers.
     """
 
     def __init__(self, size: int) -> None:
-        """Of so many ranks, which have nothing yet."""
+        """Start with `size` ranks that hold nothing yet."""
         self._loads = [0] * size
 
     def next(self, own: Sequence[int], of_heads: Sequence[int], turn: int | None = None) -> int:
-        """The next layer's turn: the rank at place r gets what was meant for place `(r + turn) % size`.
+        """Return the next layer's turn: rank r gets the part dealt to place `(r + turn) % size`.
 
         Args:
-            own: How many numbers of the layer each rank has without a turn.
-            of_heads: How many of them go with heads; what does not make up for them has no turns.
-            turn: One that is decided already.
+            own: Number of the layer's weights that each rank holds at turn 0.
+            of_heads: How many of them belong to heads; only an uneven split of these leads to a turn.
+            turn: A turn that is already decided, to be recorded.
         """
         size = len(own)
         if turn is None:
@@ -115,21 +115,21 @@ class Turns:
 class Share:
     """A rank's part of one block.
 
-    Query heads follow their kv heads. Where there are fewer kv heads than ranks, several ranks have the same
-    kv head, and part its query heads.
+    Query heads stay with their kv heads. Where there are fewer kv heads than ranks, several ranks hold the
+    same kv head and divide its query heads.
 
     Attributes:
-        whole: The block as the model has it.
-        spec: The rank's part of it: its heads, kv heads, slopes and feed-forward width.
-        heads: Its query heads.
-        kv_heads: Its kv heads.
-        counts_keys: Of the ranks that have these kv heads it is the first.
-        ffn: Its part of the feed-forward, or of each of its experts where several ranks split them.
-        shared: Its part of the shared experts.
-        experts: Its experts.
+        whole: Spec of the whole block.
+        spec: Spec of the rank's part: its heads, kv heads, slopes and feed-forward width.
+        heads: The rank's query heads.
+        kv_heads: The rank's kv heads.
+        counts_keys: Whether the rank is the first of those that hold these kv heads.
+        ffn: The rank's units of the feed-forward, or of each of its experts where several ranks split them.
+        shared: The rank's units of the shared experts.
+        experts: The rank's experts.
         mesh: The ranks.
-        unit: Where a feed-forward may be cut: a multiple of a weight format's groups.
-        turn: By how many places the ranks are moved that heads are dealt to.
+        unit: Feed-forwards are cut at multiples of this, the group size of the weight format.
+        turn: Rotation of the places to which heads are dealt (`Turns`).
     """
 
     whole: BlockSpec
@@ -151,25 +151,25 @@ class Share:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether other ranks have experts that this one has not."""
+        """Whether other ranks hold experts that this rank does not."""
         return self.whole.moe is not None and self.mesh.expert_places > 1
 
     def owner(self, expert: int) -> int:
-        """The place, of `mesh.expert_places`, of an expert."""
+        """Return which of the `mesh.expert_places` places holds an expert."""
         runs = spread(self.whole.moe.experts if self.whole.moe else 0, self.mesh.expert_places)
         return next(place for place, run in enumerate(runs) if expert in run)
 
     def at(self, place: int) -> Share:
-        """The share of another rank of the replica, which is only looked at."""
+        """Return the share of another rank of the replica, for inspection only."""
         return _share(self.whole, self.mesh.at(place), self.unit, self.turn)
 
     def slice(self, role: Role, rows: int, dims: int) -> Slice:
-        """What the rank has of a role.
+        """Return the rank's slice of a role.
 
         Args:
-            role: Of the block.
-            rows: Of the whole role: a norm of queries has the width of a head, or of all of them.
-            dims: Of the model's own tensor: with two, a norm has a row per head.
+            role: A role of the block.
+            rows: Rows of the whole role; tells whether a norm of queries or keys spans one head or all.
+            dims: Number of dims of the model's own tensor; a norm with two has a row per head.
         """
         first, dim, spec = self.tp.rank == 0, self.spec.head_dim, self.whole
         q, kv = _scaled(self.heads, dim), _scaled(self.kv_heads, dim)
@@ -214,14 +214,14 @@ class Share:
         return Slice()
 
     def _gates(self, spec: BlockSpec, q: range) -> tuple[range, ...]:
-        """Its rows of the gate behind the attention, which come last."""
+        """The rank's rows of the attention's output gate, which follow q, k and v."""
         if spec.gate is None:
             return ()
         own = self.heads if spec.gate.per == "head" else q
         return (_moved(own, spec.q_dim + 2 * spec.kv_dim),)
 
     def _of_experts(self, role: Role) -> Slice:
-        """Whole experts, or a part of each of them, or both."""
+        """The rank's slice of the experts: some experts, a part of each, or both."""
         experts = self.experts if self.mesh.expert_places > 1 else None
         if self.mesh.slices == 1:
             return Slice(experts=experts)
@@ -242,17 +242,17 @@ def _moved(run: range, offset: int) -> range:
 
 
 def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Share | None:
-    """This rank's part of a block, or None where it has all of it.
+    """Return this rank's part of a block, or None where the rank holds all of it.
 
     Args:
         spec: The whole block.
         mesh: The ranks.
-        group: Inputs that share a scale in the weight format, or 0.
-        turn: By how many places the ranks are moved that heads are dealt to (`Turns`).
+        group: Number of inputs that share a scale in the weight format, or 0.
+        turn: Rotation of the places to which heads are dealt (`Turns`).
 
     Raises:
-        ConfigError: More ranks than heads, feed-forward units or experts.
-        UnsupportedError: A block with latent attention, or with a family's own.
+        ConfigError: There are more ranks than heads, feed-forward units or experts.
+        UnsupportedError: The block cannot be split, as with latent attention or a family's own attention.
     """
     moe, mesh = spec.moe, _around_experts(spec, mesh, group)
     tp, ep, slices = mesh.tp.size, mesh.expert_places, 1 if moe is None else mesh.slices
@@ -303,7 +303,7 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Shar
 
 
 def _around_experts(spec: BlockSpec, mesh: Mesh, group: int) -> Mesh:
-    """The mesh as a block sees it: experts without a group of inputs for each rank are dealt out, not cut."""
+    """The mesh for a block: experts too narrow for one scale group per rank are dealt whole, not cut."""
     moe, size = spec.moe, mesh.tp.size
     if moe is None or mesh.expert_places > 1 or spec.ffn >= group * size or moe.experts < size:
         return mesh
@@ -311,9 +311,9 @@ def _around_experts(spec: BlockSpec, mesh: Mesh, group: int) -> Mesh:
 
 
 def loads_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> tuple[list[int], list[int]]:
-    """Numbers that each splitting rank has of a block's matrices, before turns; of these, those by heads.
+    """Return how many weights of a block each rank holds at turn 0, and how many of them belong to heads.
 
-    All zero for a block whose experts are spread as well: there heads do not decide who has more.
+    All zero for a block whose experts are spread as well: there heads do not decide which rank holds more.
     """
     size, mesh = mesh.tp.size, _around_experts(spec, mesh, group)
     if size == 1 or mesh.replica.size != size or mesh.expert_places > 1:
@@ -322,14 +322,14 @@ def loads_of(spec: BlockSpec, mesh: Mesh, group: int = 0) -> tuple[list[int], li
     experts, feed = 1 if spec.moe is None else spec.moe.experts, 3 if spec.gated else 2
     of_heads = [spec.hidden * _of_heads(spec, s.heads, s.kv_heads) for s in shares]
     units = [spec.hidden * feed * (experts * len(s.ffn) + len(s.shared)) for s in shares]
-    return [had + more for had, more in zip(of_heads, units, strict=True)], of_heads
+    return [attention + feed_units for attention, feed_units in zip(of_heads, units, strict=True)], of_heads
 
 
 def deal_heads(heads: int, kv_heads: int, parts: int, place: int) -> tuple[range, range, bool]:
-    """The query heads and kv heads of one of several ranks.
+    """Return the query heads and kv heads of the rank at a place.
 
     Returns:
-        Its query heads, its kv heads, and whether it is the first of the ranks that have these kv heads.
+        Its query heads, its kv heads, and whether it is the first of the ranks that hold these kv heads.
     """
     per_key = heads // kv_heads
     if kv_heads >= parts:
@@ -371,9 +371,9 @@ def _share(spec: BlockSpec, mesh: Mesh, unit: int, turn: int) -> Share:
 
 
 def _held(spec: BlockSpec, parts: int) -> list[float]:
-    """What ranks have of a block's attention, as a multiple of the numbers of its feed-forward.
+    """Each rank's attention weights, as a multiple of the number of weights in the feed-forward.
 
-    Where heads are not dealt evenly, the feed-forward makes up for it.
+    Used to compensate, in the split of the feed-forward, for heads that are not dealt evenly.
     """
     moe = spec.moe
     width = spec.ffn if moe is None else spec.ffn * moe.experts + moe.shared
@@ -385,6 +385,6 @@ def _held(spec: BlockSpec, parts: int) -> list[float]:
 
 
 def _of_heads(spec: BlockSpec, queries: Sequence[int], keys: Sequence[int]) -> int:
-    """Rows of a block's matrices, each as wide as its input, that go with some heads."""
+    """Number of rows, each of the hidden width, that belong to some heads in a block's matrices."""
     branches, gates = 1 if spec.cross is None else 2, 0 if spec.gate is None else 1
     return branches * spec.head_dim * ((2 + gates) * len(queries) + 2 * len(keys))

@@ -1,4 +1,4 @@
-"""Matrices whose rows lie on several ranks: the token embedding and the vocabulary projection.
+"""Matrices whose rows are split over ranks: the token embedding and the vocabulary projection.
 
 Shapes: V vocabulary, C hidden, T packed tokens.
 """
@@ -23,7 +23,7 @@ Linear = Callable[[Tensor, Weight], Tensor]
 
 @dataclass(frozen=True)
 class SplitRows(Weight):
-    """A matrix `(V, C)` of which this rank holds some rows; every rank must do with it what the others do.
+    """A matrix `(V, C)` of which this rank holds some rows; its operations are collective.
 
     Attributes:
         local: The rank's rows, in any format.
@@ -46,7 +46,7 @@ class SplitRows(Weight):
         return spread(self.shape[0], self.axis.size)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows `(n, C)` by their numbers in the whole matrix, the same bits on every rank."""
+        """Return rows `(n, C)` by their numbers in the whole matrix, bitwise the same on every rank."""
         own = self.runs[self.axis.rank]
         inside = (index >= own.start) & (index < own.stop)
         found = self.held.rows((index - own.start).clamp(0, len(own) - 1))
@@ -58,7 +58,7 @@ class SplitRows(Weight):
         return gather_last(columns, self.axis, [len(run) for run in self.runs]).mT
 
     def expert(self, index: int) -> Tensor:
-        """There are none.
+        """Refuse: the vocabulary has no experts.
 
         Raises:
             AssertionError: Always.
@@ -82,7 +82,7 @@ def _dtype(weight: Weight) -> torch.dtype:
 
 
 def split_rows(shape: tuple[int, ...], local: Weight, axis: Axis) -> SplitRows:
-    """A matrix of this shape, of which `local` is the rank's run of rows."""
+    """Make a matrix of this shape, of which `local` is the rank's run of rows."""
     return SplitRows(
         local.format,
         shape,
@@ -96,7 +96,7 @@ def split_rows(shape: tuple[int, ...], local: Weight, axis: Axis) -> SplitRows:
 
 
 def joined_linear(run: Linear) -> Linear:
-    """A linear that multiplies by the rank's rows and joins the columns of all ranks."""
+    """Return a linear that multiplies by the rank's rows and joins the output columns of all ranks."""
 
     def linear(x: Tensor, weight: Weight) -> Tensor:
         if not isinstance(weight, SplitRows):

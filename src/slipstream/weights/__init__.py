@@ -1,1 +1,1 @@
-"""A weight's way from a module or a file to the kernel: source, recipe, load; and back: restore."""
+"""Weights on their way from a module or file to the kernels (source, recipe, load) and back (restore)."""

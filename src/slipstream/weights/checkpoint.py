@@ -1,13 +1,13 @@
-"""Opens a checkpoint of any form that inference scripts use: one lazy source, or one for each rank.
+"""Opens a checkpoint of any form that inference scripts use, as one lazy source or one for each rank.
 
     a folder             model.safetensors, *.safetensors.index.json, pytorch_model.bin, *.bin.index.json:
-                         the first of them that is there, as transformers takes it
+                         the first of them that exists, in transformers' order
     a folder with tags   `latest` names a folder of mp_rank_XX_model_states.pt, one per rank
     a JSON description   {"type", "version", "checkpoints", "parallelization", "mp_size", "base_dir"}
     a file               *.safetensors, or a state dict of torch, plain or under "module" or "model"
 
-Torch's files are read with `weights_only=True`: a pickle that would run code is refused. No file is opened
-that a description names outside of its folder.
+Torch's files are read with `weights_only=True`: a pickle that would run code is refused. Files that a
+description names outside of its folder are not opened.
 
 Source: DeepSpeed, `runtime/state_dict_factory.py` (the description's keys) and `inference/engine.py` (tags);
 transformers, `modeling_utils.py` (`_get_resolved_checkpoint_files`), for the order of a folder's files.
@@ -59,13 +59,13 @@ _LARGEST_JSON = 1 << 28
 
 @dataclass(frozen=True)
 class Slices:
-    """A checkpoint as its files have it.
+    """An open checkpoint, split over ranks as its files are.
 
     Attributes:
-        ranks: What each tensor-parallel rank wrote; a single one where nothing is split.
-        version: Of Megatron's layout of a fused q, k and v, where the checkpoint bears one; None means the
-            model's own.
-        what: For messages.
+        ranks: The tensors that each tensor-parallel rank wrote; a single source where nothing is split.
+        version: Version of Megatron's layout of a fused q, k and v, if the checkpoint states one; None means
+            the model's own layout.
+        what: What was opened, for messages.
     """
 
     ranks: tuple[Source, ...]
@@ -84,13 +84,13 @@ def open_checkpoint(
 
     Args:
         place: Path of a folder or file, or a description.
-        base_dir: What relative names are looked up in, and files must lie in; the place's own folder where
-            empty.
-        degree: Ranks that a list of files is split over, where nothing else says so.
-        tag: Of a folder with tags; None takes what `latest` says.
+        base_dir: Folder in which relative names are looked up and in which files must lie; if empty, the
+            folder of `place`.
+        degree: Number of ranks that a list of files is split over, where a description does not state it.
+        tag: Tag of a folder with tags; None takes the one that `latest` names.
 
     Raises:
-        WeightError: Naming the file and what is wrong with it.
+        WeightError: Names the file and what is wrong with it.
     """
     if isinstance(place, Mapping):
         return _described(place, Path(base_dir or "."), "the checkpoint description", degree)
@@ -111,13 +111,13 @@ def open_checkpoint(
 
 
 def weights_file(folder: Path) -> Path | None:
-    """The file by which transformers opens a folder's weights, an index or the weights themselves, if any."""
+    """Return the file through which transformers opens a folder's weights: an index, or the weights."""
     places = (folder / f"{name}{end}" for name in _WEIGHTS for end in ("", ".index.json"))
     return next((place for place in places if place.is_file()), None)
 
 
 def _folder(path: Path, tag: str | None) -> Slices:
-    """A folder of transformers, or one with tags."""
+    """Open a folder in transformers' layout, or one with tags."""
     if tag is None and not (path / "latest").is_file():
         if (file := weights_file(path)) is not None:
             source = _indexed(file, _json(file)) if file.suffix == ".json" else _file(file)[0]
@@ -147,16 +147,16 @@ def _rank_files(path: Path) -> dict[int, Path]:
         return {}
     files: dict[int, Path] = {}
     for file in path.iterdir():
-        found = _RANK.fullmatch(file.name)
-        if found and files.setdefault(int(found[1]), file) is not file:
+        match = _RANK.fullmatch(file.name)
+        if match and files.setdefault(int(match[1]), file) is not file:
             raise WeightError(
-                f"{file} and {files[int(found[1])].name} are both of rank {int(found[1])}; drop one"
+                f"{file} and {files[int(match[1])].name} are both of rank {int(match[1])}; drop one"
             )
     return files
 
 
 def _described(table: Mapping[str, Any], base: Path, what: str, degree: int) -> Slices:
-    """A JSON description, as DeepSpeed has it."""
+    """Open the files of a JSON description in DeepSpeed's format."""
     unknown, missing = table.keys() - _KEYS, {"type", "checkpoints"} - table.keys()
     if missing or unknown:
         problem = (
@@ -190,12 +190,12 @@ def _described(table: Mapping[str, Any], base: Path, what: str, degree: int) -> 
     if len(paths) != size:
         raise WeightError(f"{what}: mp_size={size} and {len(paths)} files; give one file for each rank")
     opened = [_file(path) for path in paths]
-    told = opened[0][1] if megatron else None
-    return Slices(tuple(source for source, _ in opened), version if told is None else told, what)
+    stated = opened[0][1] if megatron else None
+    return Slices(tuple(source for source, _ in opened), version if stated is None else stated, what)
 
 
 def _two_lists(files: Mapping[Any, Any], base: Path, what: str, version: float | None) -> Slices:
-    """`{"non_tp": [...], "tp": [...]}`: whole tensors, and one file or list of files per rank."""
+    """Open `{"non_tp": [...], "tp": [...]}`: whole tensors, and one file or list of files per rank."""
     if not files or not files.keys() <= {"non_tp", "tp"}:
         raise WeightError(f"{what}: checkpoints must be a list of files, or have the keys non_tp and tp")
     whole = [_file(path)[0] for path in _paths(files.get("non_tp", []), base, what, empty=True)]
@@ -228,7 +228,7 @@ def _string(value: Any, what: str) -> str:
 
 
 def _within(base: Path, name: str, what: str) -> Path:
-    """A file in a folder; names that lead out of it are refused, before anything there is looked at."""
+    """Return the path of a file in a folder; refuse names that lead out of it before any file access."""
     root = os.path.abspath(os.path.expanduser(base))
     path = os.path.normpath(os.path.join(root, name))
     if os.path.commonpath([root, path]) != root:
@@ -239,7 +239,7 @@ def _within(base: Path, name: str, what: str) -> Path:
 
 
 def _indexed(path: Path, table: Mapping[str, Any]) -> Source:
-    """The files of an index, each checked against what the index says is in it."""
+    """Open the files of an index, and check that each has the tensors that the index lists for it."""
     places = table.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise WeightError(f"{path} has no weight_map of tensors to files")
@@ -252,7 +252,7 @@ def _indexed(path: Path, table: Mapping[str, Any]) -> Source:
 
 
 def _file(path: Path) -> tuple[Source, float | None]:
-    """A file of weights, and the Megatron version that it bears, if any."""
+    """Open a file of weights; also returns the Megatron version that it states, if any."""
     if not path.is_file():
         raise WeightError(f"{path}: there is no such file")
     if is_gguf(path):
@@ -277,9 +277,9 @@ def _torch_file(path: Path) -> tuple[Source, float | None]:
         what = "is cut short or damaged" if error.errno == errno.EINVAL else "cannot be read"
         raise WeightError(f"{path} {what}: {error.strerror or error}") from error
     except UnpicklingError as error:
-        # Torch's own text begins with how to have the code run, which is no way out.
-        found = _FOREIGN.search(str(error))
-        what = f"holds more than tensors ({found[1]})" if found else "is damaged, or holds more than tensors"
+        # Torch's own message begins with how to allow the code to run, which would be bad advice.
+        match = _FOREIGN.search(str(error))
+        what = f"holds more than tensors ({match[1]})" if match else "is damaged, or holds more than tensors"
         raise WeightError(
             f"{path} {what}, and unpickling it would run its code: none of it was run; save a plain state "
             "dict, or safetensors"
@@ -311,13 +311,13 @@ def _flat(table: Mapping[Any, Any], head: str) -> Iterable[tuple[str, Tensor]]:
 
 
 class TorchSource(Source):
-    """A state dict, mapped from its file where that allows it."""
+    """A state dict, memory-mapped where its file format allows it."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors.
+        """Take the tensors.
 
         Raises:
-            WeightError: One that is not dense.
+            WeightError: A tensor is not dense.
         """
         for name, tensor in tensors.items():
             if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

@@ -1,7 +1,7 @@
-"""Checkpoints whose tensors transformers renames and puts together when it loads them, by a model's names.
+"""Checkpoints whose tensors transformers renames and merges on loading, presented under a model's names.
 
-Mixtures of experts are published with a matrix per expert, and their models stack them; other models were
-renamed since. transformers says what becomes of what (`conversion_mapping`), and carries it out.
+Mixtures of experts are published with one matrix per expert, which their models stack; other models' tensors
+have been renamed since. transformers defines the conversions (`conversion_mapping`), and its code runs them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Made:
     """Tensors that one conversion makes.
 
     Attributes:
-        converter: transformers' `WeightConverter`; never run itself, only copies of it.
-        first: The name by which it knows what it makes.
-        parts: Of the source, with the pattern that each matched, in the order in which they are put together.
+        converter: transformers' `WeightConverter`; only copies of it are run.
+        first: The target name that the converter is called with.
+        parts: The pattern that matched and the name in the source, of each input, in the order of merging.
     """
 
     converter: Any
@@ -40,7 +40,7 @@ class _Made:
 
 
 def converted(source: Source, model: nn.Module, wanted: Collection[str]) -> Source:
-    """The source as transformers would load it into a model; itself where nothing is to be converted.
+    """Return the source converted as transformers would on loading, or `source` if nothing needs conversion.
 
     Args:
         source: A checkpoint.
@@ -48,7 +48,7 @@ def converted(source: Source, model: nn.Module, wanted: Collection[str]) -> Sour
         wanted: The model's names.
 
     Raises:
-        WeightError: Parts of a tensor are missing, or do not fit each other.
+        WeightError: Inputs of a conversion are missing or do not fit together.
     """
     import transformers
 
@@ -75,7 +75,7 @@ def converted(source: Source, model: nn.Module, wanted: Collection[str]) -> Sour
         if new not in state and name in state:
             new, pattern = name, None
         if pattern is None:
-            # A name that is taken stays what it was: then it is left over, which the caller says.
+            # Where the new name is taken, the old one is kept: the caller reports it as left over.
             plain[new if new not in plain else name] = name
         else:
             groups.setdefault(new, (of_pattern[pattern], []))[1].append((pattern, name))
@@ -86,19 +86,19 @@ def converted(source: Source, model: nn.Module, wanted: Collection[str]) -> Sour
 
 
 class Converted(Source):
-    """A source of which some tensors are made of several when they are read."""
+    """A source some of whose tensors are merged from several stored ones when they are read."""
 
     def __init__(self, source: Source, plain: Mapping[str, str], made: Iterable[_Made], model: Any) -> None:
-        """Find out what is made, and in which shapes, without reading.
+        """Determine which tensors the conversions make, and their shapes, without reading values.
 
         Args:
-            source: Has the parts.
-            plain: Names of tensors that stay what they are, by their new names.
-            made: The others.
+            source: Holds the stored tensors.
+            plain: Stored names of tensors that are at most renamed, by their new names.
+            made: Conversions that make the other tensors.
             model: A transformers model, whose config some conversions read.
 
         Raises:
-            WeightError: Parts are missing, or do not fit each other.
+            WeightError: Inputs of a conversion are missing or do not fit together.
         """
         self.source, self._model = source, model
         self._plain = dict(plain)
@@ -122,17 +122,17 @@ class Converted(Source):
             converter.add_tensor(group.first, name, pattern, parts[name])
         try:
             with torch.no_grad():
-                answer = converter.convert(group.first, model=self._model, config=self._model.config)
+                made = converter.convert(group.first, model=self._model, config=self._model.config)
         except (LookupError, RuntimeError, TypeError, ValueError) as failure:
             shown = ", ".join(name for _, name in group.parts[:4])
             raise WeightError(
                 f"{self.source.place(group.parts[0][1])}: {group.first} cannot be made of {len(group.parts)} "
                 f"tensors ({shown} ...): {failure}. One may be missing, or of another shape"
             ) from failure
-        return {name: t[0] if isinstance(t, list) else t for name, t in answer.items()}
+        return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
     def _under(self, names: Iterable[str]) -> list[str]:
-        """The source's names of what tensors are made of."""
+        """Names in the source of all stored tensors that the given tensors are made of."""
         under: dict[str, None] = {}
         for name in names:
             parts = (
@@ -142,15 +142,15 @@ class Converted(Source):
         return list(under)
 
     def names(self) -> Iterable[str]:
-        """The model's names; of what the model does not know, the source's."""
+        """The model's names, and the source's names of tensors that the model does not know."""
         return [*self._plain, *self._homes]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As the model has it."""
+        """Shape of the model's tensor."""
         return self._shapes[name] if name in self._homes else self.source.shape(self._plain[name])
 
     def read(self, name: str) -> Tensor:
-        """As the source reads it, or made of all of its parts."""
+        """Read a tensor from the source, or make it from all of its stored parts."""
         if name not in self._homes:
             return self.source.read(self._plain[name])
         group = self._homes[name]
@@ -159,32 +159,32 @@ class Converted(Source):
     def part(
         self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
     ) -> Tensor | None:
-        """Of a stack of stored matrices, only what is asked for."""
+        """Read the requested part of a stack of stored matrices; None for other tensors."""
         layout = self._layouts.get(name)
         return None if layout is None else layout.part(self.source.read, rows, columns, experts)
 
     def packed(self, name: str, wanted: Format, pieces: Any = ()) -> Weight | None:
-        """As the source has it; what is made of several is not packed."""
+        """The source's packed matrix, if it has one; a tensor that a conversion makes is never packed."""
         return self.source.packed(self._plain[name], wanted, pieces) if name in self._plain else None
 
     def stored(self, name: str) -> Tensor | None:
-        """As the source has it, or made."""
+        """The stored values to check for NaN and infinity, or the converted tensor."""
         return self.read(name) if name in self._homes else self.source.stored(self._plain[name])
 
     def views(self, name: str) -> Sequence[Tensor]:
-        """Of all that it is made of."""
+        """The source's views of all stored tensors that it is made of."""
         return [view for old in self._under([name]) for view in self.source.views(old)]
 
     def is_packed(self, name: str) -> bool:
-        """Whether the source has it packed."""
+        """Whether the source stores any part of the tensor packed."""
         return any(self.source.is_packed(old) for old in self._under([name]))
 
     def by_windows(self) -> None:
-        """As the source does."""
+        """Make the source map tensors one by one."""
         self.source.by_windows()
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """As the source has it."""
+        """Where a view lies in a file of the source."""
         return self.source.locate(tensor)
 
     def prefetch(self, names: Iterable[str]) -> None:
@@ -192,13 +192,13 @@ class Converted(Source):
         self.source.prefetch(self._under(names))
 
     def release(self, names: Iterable[str]) -> None:
-        """Let the source drop them."""
+        """Let the source release the memory of the stored tensors."""
         self.source.release(self._under(names))
 
     def place(self, name: str) -> str:
-        """Where the source has it, or the first of its parts."""
+        """Where the source stores the tensor or its first part, for messages."""
         return self.source.place(self._under([name])[0])
 
     def __contains__(self, name: str) -> bool:
-        """Whether the name is the model's."""
+        """Whether there is a tensor of this name after conversion."""
         return name in self._homes or name in self._plain

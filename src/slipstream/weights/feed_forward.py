@@ -1,4 +1,4 @@
-"""Recipes of feed-forwards stored in their own way: up before gate, by turns, experts in flat matrices."""
+"""Recipes for unusual feed-forward layouts: up before gate, alternating rows, experts in flat matrices."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Alternating(Recipe):
 
 @dataclass(frozen=True)
 class PerExpert(Recipe):
-    """Matrices that have the rows of all experts one expert after the other, `(E * n, m)` (DBRX).
+    """Matrices `(E * n, m)` that hold the rows of all experts, one expert after the other (DBRX).
 
     Attributes:
-        names: The matrices; each expert has those of the first, then those of the second.
-        transposed: Each expert's is stored `(in, out)`.
+        names: The matrices; an expert's rows are its rows of the first, then its rows of the second.
+        transposed: Each expert's matrix is stored `(in, out)`.
     """
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class PerExpert(Recipe):
         """See `Recipe.plan`.
 
         Raises:
-            WeightError: The rows of a matrix are not as many for each expert.
+            WeightError: The rows of a matrix cannot be divided evenly among the experts.
         """
         whole = Stack(self.names).plan(source, spec)
         if whole is None or spec.moe is None:
@@ -67,7 +67,7 @@ class PerExpert(Recipe):
 
 @dataclass(frozen=True)
 class UpFirst(Recipe):
-    """One feed-forward matrix, whose halves are up and gate in this order where it is gated (Moonshine)."""
+    """One feed-forward matrix whose halves are, if it is gated, up and then gate (Moonshine)."""
 
     name: str
 

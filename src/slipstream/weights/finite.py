@@ -25,16 +25,17 @@ _EXPONENTS: Mapping[torch.dtype, np.unsignedinteger[Any]] = {
     torch.bfloat16: np.uint16(0x7F80),
 }
 _CHUNK = 1 << 20
-"""Bytes that are read at once: they stay in a core's own cache until they are looked at."""
+"""Bytes per read: small enough to stay in a core's own cache until they are checked."""
 
 
 def check_finite(source: Source) -> None:
     """Refuse NaN and infinity.
 
-    What lies in mapped files and was not used yet is read from there: it becomes resident when it is used.
+    Tensors of mapped files that have not been used yet are checked by reading the files, so that their pages
+    do not become resident before they are needed.
 
     Raises:
-        WeightError: With the names of the tensors that hold one.
+        WeightError: Some tensors hold NaN or infinity; the message names them.
     """
     tensors = {name: source.read(name) for name in source.names()}
     mapped = MappedFiles()
@@ -60,17 +61,17 @@ def check_finite_tensor(place: str, tensor: Tensor) -> None:
     """Refuse NaN and infinity in one tensor of a file.
 
     Raises:
-        WeightError: With the place.
+        WeightError: The tensor holds NaN or infinity; the message names `place`.
     """
     if not _may_be_finite(tensor) and not bool(tensor.isfinite().all()):
         raise WeightError(f"{place} holds NaN or infinity; fetch the checkpoint again, or convert it wider")
 
 
 def check_range(place: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Refuse finite numbers that would be infinite in a float dtype.
+    """Refuse finite numbers that would overflow to infinity in a float dtype.
 
     Raises:
-        WeightError: With the place, and the dtypes that have room for them.
+        WeightError: A number overflows; the message names `place` and the dtypes that are wide enough.
     """
     largest = torch.finfo(dtype).max
     if not tensor.is_floating_point() or torch.finfo(tensor.dtype).max <= largest or not tensor.numel():
@@ -86,11 +87,11 @@ def check_range(place: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _may_be_finite(tensor: Tensor) -> bool:
-    """Whether a sum is: NaN and infinity survive it, and what only overflows has to be looked at again.
+    """Whether the tensor's sum is finite; False may mean mere overflow, so the caller has to look again.
 
-    It is one pass without a temporary, in the tensor's own dtype, which torch accumulates in float32 anyway:
-    where float32 is asked for, bfloat16 takes 25 times as long (1.66 s instead of 0.06 s for 2.2 GB on two
-    cores). The 8-bit floats have no sum of their own.
+    NaN and infinity always show in the sum. It is one pass without a temporary, in the tensor's own dtype,
+    which torch accumulates in float32 anyway: with an explicit float32, bfloat16 takes 25 times as long
+    (1.66 s instead of 0.06 s for 2.2 GB on two cores). The 8-bit floats have no sum of their own.
     """
     total = tensor.sum(dtype=torch.float32) if tensor.element_size() == 1 else tensor.sum()
     return bool(torch.isfinite(total))
@@ -105,7 +106,7 @@ def _is_finite(span: FileSpan, dtype: torch.dtype) -> bool:
 
 
 def _words(span: FileSpan, dtype: np.dtype[Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """The span's words, some at a time, each time in the same memory."""
+    """Yield the span's words in chunks, which all use the same buffer."""
     buffer = bytearray(_CHUNK)
     file = os.open(span.path, os.O_RDONLY)
     try:

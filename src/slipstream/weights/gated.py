@@ -1,4 +1,4 @@
-"""Recipes for attention whose answer passes a gate: the gate's rows come last in the role `QKV`."""
+"""Recipes for attention with a gated output: the gate's rows come last in the role `QKV`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GatedQueries(Recipe):
     """Separate q, k and v, where each head's rows of q are followed by its rows of the gate (Qwen3-Next).
 
     Attributes:
-        names: Of q with the gate, k and v.
+        names: Modules of q with the gate, of k, and of v.
     """
 
     names: tuple[str, str, str]

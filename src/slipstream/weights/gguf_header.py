@@ -1,4 +1,4 @@
-"""Proves the header of a GGUF file before anybody believes it: every length, count and offset.
+"""Validates the header of a GGUF file before it is used: every length, count and offset.
 
     magic, version, tensor count, pair count     "GGUF", u32, u64, u64
     pairs         key, type u32, value      (a string is u64 and bytes; an array type u32, count u64, values)
@@ -56,7 +56,7 @@ TYPES = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-"""Of each of ggml's types the name, the weights of a block, and its bytes."""
+"""For each of ggml's types: its name, the number of weights in a block, and the block's bytes."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
@@ -64,7 +64,7 @@ _MOST_DIMS, _MOST_DEPTH, _LONGEST_NAME = 4, 2, 1 << 16
 
 
 def is_gguf(place: str | os.PathLike[str]) -> bool:
-    """Whether a place is a GGUF file's by its name."""
+    """Whether a path has the suffix of a GGUF file."""
     return os.fspath(place).lower().endswith(".gguf")
 
 
@@ -74,9 +74,9 @@ class GgufTensor:
 
     Attributes:
         kind: ggml's name of its type.
-        shape: Outermost first, as torch has it.
+        shape: Shape in torch's order, outermost dim first.
         begin: First byte, from the start of the file.
-        size: Bytes.
+        size: Size in bytes.
     """
 
     kind: str
@@ -87,11 +87,11 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a header says.
+    """The content of a header.
 
     Attributes:
-        entries: Numbers and strings by key; arrays are left out.
-        tensors: By their names in the file.
+        entries: Numbers and strings by key; arrays are None.
+        tensors: Tensors by their names in the file.
     """
 
     entries: dict[str, Any]
@@ -99,10 +99,10 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Prove that a file's header lies within it and describes tensors that do.
+    """Read a file's header, checking that it and all tensors that it describes lie within the file.
 
     Raises:
-        WeightError: Naming the file and what is wrong.
+        WeightError: Names the file and what is wrong with it.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
@@ -113,7 +113,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Walk:
-    """A place in the file that only moves forward, and never beyond the end."""
+    """A cursor that moves forward through the file and never beyond its end."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self._path, self._memory, self._at = path, memory, 0
@@ -122,7 +122,7 @@ class _Walk:
         return WeightError(f"{self._path} cannot be read as a GGUF model: {what}; fetch it again")
 
     def _take(self, size: int, what: str) -> int:
-        """Where the next `size` bytes begin."""
+        """Consume the next `size` bytes and return the offset at which they begin."""
         if size > len(self._memory) - self._at:
             raise self._wrong(
                 f"it is cut short: {what} takes {size} bytes at {self._at} of {len(self._memory)}"
@@ -155,7 +155,7 @@ class _Walk:
         if inner in _SCALARS:
             self._take(count * struct.calcsize(f"<{_SCALARS[inner]}"), what)
         else:
-            for _ in range(count):  # each takes 8 bytes at least, and the file ends
+            for _ in range(count):  # bounded: each takes at least 8 bytes of the file
                 self._value(what, inner, depth + 1)
         return None
 
@@ -191,7 +191,7 @@ class _Walk:
         tensors_found, due = {}, 0
         for name, kind, shape, size, offset in found:
             tensors_found[name] = GgufTensor(kind, shape, start + offset, size)
-            if offset != due:  # ggml demands the same
+            if offset != due:  # ggml checks the same
                 raise self._wrong(f"{name!r} begins at {offset} of the data, and is due at {due}")
             due += -(-size // alignment) * alignment
             if start + offset + size > len(self._memory):
@@ -202,7 +202,7 @@ class _Walk:
         return GgufHeader(entries, tensors_found)
 
     def _tensor(self) -> tuple[str, str, tuple[int, ...], int, int]:
-        """Name, type, shape, bytes and offset of a tensor."""
+        """Read a tensor's name, type, shape, size in bytes, and offset."""
         name = self._text("a tensor's name")[:80]
         dims = self._number("I", name)
         if not 0 < dims <= _MOST_DIMS:

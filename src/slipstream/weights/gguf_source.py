@@ -1,14 +1,14 @@
-"""Tensors of a GGUF file under a transformers model's names: planes taken over from its blocks, or dense.
+"""Tensors of a GGUF file under a transformers model's names: int4 planes made from its blocks, or dense.
 
-What int4 takes over without unpacking (w is the weight, q its code, f16 the file's own numbers):
+Types that are converted to int4 without unpacking (w is the weight, q its code, f16 the file's own numbers):
 
     Q4_1   w = d q + m             groups of 32: the same numbers, bit for bit
-    Q4_0   w = d (q - 8)           minimum -8 d: the same, for a multiple by a power of two is exact
+    Q4_0   w = d (q - 8)           minimum -8 d: the same, since multiplying by a power of two is exact
     Q4_K   w = (D s) q - (M t)     groups of 32, s and t of 6 bits: D s and M t are rounded to float16, which
-                                   puts a weight off by at most 2^-10 of the larger of D s q and M t
+                                   changes a weight by at most 2^-10 of the larger of D s q and M t
 
-Q8_0 has a scale for every 32 inputs and int8 one for a row, so it fits no format exactly; it is unpacked and
-packed again, one tensor at a time, within the error of the format asked for. So are Q6_K and all other types.
+Q8_0 has a scale for every 32 inputs and int8 one per row, so it fits no format exactly; it is unpacked and
+packed again, one tensor at a time, within the error of the requested format. So are Q6_K and all other types.
 
 Source: ggml, `ggml-common.h` (`block_q4_0`, `block_q4_1`, `block_q4_K`) and `get_scale_min_k4`; llama.cpp,
 `convert_hf_to_gguf.py` (`permute`), for the order of the rows of q and k in llamas.
@@ -35,7 +35,7 @@ from slipstream.weights.source import Source
 __all__ = ["GgufSource", "is_direct"]
 
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Model types whose tensors are the file's, but for the order of rows in q and k of llamas."""
+"""Model types whose tensors are stored as in transformers, except for the row order of q and k in llamas."""
 _BLOCK = 32
 _DIRECT = ("Q4_0", "Q4_1", "Q4_K")
 
@@ -46,15 +46,15 @@ def is_direct(model_config: Any) -> bool:
 
 
 class GgufSource(Source):
-    """The tensors of one file, under the names of a model."""
+    """The tensors of one GGUF file, under the names of a model."""
 
     def __init__(self, path: Path, model_config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Map the file and find the model's tensors in it.
 
         Args:
             path: The file.
-            model_config: transformers' configuration of it.
-            shapes: Of the model's tensors by name.
+            model_config: The transformers configuration that the file describes.
+            shapes: Shapes of the model's tensors by name.
 
         Raises:
             WeightError: The file is damaged, or a tensor is not what the model needs.
@@ -92,11 +92,11 @@ class GgufSource(Source):
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As the model has it."""
+        """Shape of the model's tensor."""
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """Dense; float32 where the file's blocks are unpacked."""
+        """Return the dense tensor; float32 where it had to be unpacked from blocks."""
         tensor, blocks = self._tensors[name], self._bytes(name)
         if tensor.kind in ("F32", "F16"):
             dense = blocks.view(torch.float32 if tensor.kind == "F32" else torch.float16)
@@ -109,7 +109,7 @@ class GgufSource(Source):
         return self._ordered(name, dense.view(self._shapes[name]))
 
     def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
-        """The file's own blocks as int4 planes, where they fit."""
+        """Return the file's own blocks as int4 planes, if their type and values allow it."""
         tensor = self._tensors.get(name)
         kind = None if tensor is None else tensor.kind
         if tensor is None or kind not in _DIRECT or wanted.packed_as != FORMATS["int4"].name:
@@ -118,7 +118,7 @@ class GgufSource(Source):
         blocks = self._bytes(name).view(rows, -1)
         planes = (_q4_k if kind == "Q4_K" else _q4)(blocks, inputs, kind)
         if any(bool(plane.isinf().any()) for plane in planes[1:]):
-            return None  # beyond float16: it is packed again with a multiplier for the row
+            return None  # overflows float16: the caller packs it again, with a multiplier for each row
         ordered = tuple(self._ordered(name, plane) for plane in planes)
         return Weight(
             wanted.name,
@@ -134,11 +134,11 @@ class GgufSource(Source):
         return self.read(name) if ready is None else torch.cat([p.flatten() for p in ready.planes[1:3]])
 
     def is_packed(self, name: str) -> bool:
-        """Whether int4 takes a tensor's blocks over."""
+        """Whether a tensor's blocks can become int4 planes without unpacking."""
         return self._tensors[name].kind in _DIRECT
 
     def place(self, name: str) -> str:
-        """The file and its own name."""
+        """The file, and the tensor's name in it."""
         return f"{self._path}: {self._own.get(name, name)}"
 
     def __contains__(self, name: str) -> bool:
@@ -151,7 +151,7 @@ class GgufSource(Source):
         return torch.from_numpy(self._memory[tensor.begin : tensor.begin + tensor.size].copy())
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
-        """The rows of a llama's q and k back in transformers' order: halves of a head, not pairs."""
+        """Restore transformers' row order of a llama's q and k: halves of a head instead of pairs."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = name.split(".")[-2] if "." in name else ""
         if self._config.model_type != "llama" or part not in heads:
@@ -174,7 +174,7 @@ def _q4(blocks: Tensor, inputs: int, kind: str) -> tuple[Tensor, Tensor, Tensor]
 def _q4_k(blocks: Tensor, inputs: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Planes of Q4_K superblocks: f16 D, f16 M, 12 bytes of 6-bit scales and minima, 4 x 32 bytes of codes.
 
-    Of each 32 bytes the low halves are one group of 32 weights, and the high halves the next.
+    In each 32 bytes, the low nibbles are one group of 32 weights and the high nibbles the next group.
     """
     rows = len(blocks)
     parts = blocks.view(rows, inputs // 256, 144)

@@ -1,7 +1,7 @@
-"""Freed memory that the C library keeps: given back to the system, so that a peak is what is in use.
+"""Returns freed memory that the C library keeps to the system, so that peak memory is what is in use.
 
-Of tensors that are made, packed and let go, layer by layer, glibc keeps the holes between what stays: on two
-ranks up to 850 MB of holes beside their 161 MB each of a model of 325.
+As tensors are made, packed and freed layer by layer, glibc keeps the holes between the allocations that
+remain: on two ranks up to 850 MB of holes, beside each rank's 161 MB of a model of 325 MB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["give_back"]
 
 
 def give_back() -> None:
-    """Give back what is free; nothing where the C library cannot."""
+    """Return free heap memory to the system; does nothing where the C library has no `malloc_trim`."""
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Several files of one checkpoint as one source."""
+"""Joins several files of one checkpoint into one source."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["joined"]
 
 
 def joined(parts: Sequence[Source]) -> Source:
-    """Sources as one.
+    """Join sources into one.
 
     Raises:
-        TwiceError: Two of them have a tensor of one name, with different values.
+        TwiceError: Two sources have a tensor of the same name with different values.
     """
     return parts[0] if len(parts) == 1 else _Joined(parts)
 
 
 class _Joined(Source):
-    """Several sources with different names."""
+    """Several sources as one; a tensor is read from the first source that has its name."""
 
     def __init__(self, parts: Sequence[Source]) -> None:
         self._parts: dict[str, Source] = {}

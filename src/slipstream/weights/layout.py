@@ -1,4 +1,4 @@
-"""Stacks of experts that lie in a file matrix by matrix: which rows are whose, so that a part is read alone.
+"""Layouts of expert stacks that files store matrix by matrix, so that a part can be read without the rest.
 
 Shapes: E experts, R rows, C columns.
 """
@@ -21,11 +21,11 @@ _Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor `(E, R, C)` of stored matrices, whole and as they are.
+    """How a tensor `(E, R, C)` is stacked from whole stored matrices.
 
     Attributes:
-        names: Of each expert's matrices, from its first row on.
-        starts: The row at which each of them begins, and R.
+        names: For each expert, the names of its matrices, in the order of their rows.
+        starts: The row at which each matrix begins, and finally R.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -38,16 +38,16 @@ class Layout:
         columns: range | None,
         experts: range | None,
     ) -> Tensor:
-        """Read some of it; None stands for all.
+        """Read a part of the tensor; None stands for all rows, columns or experts.
 
         Args:
-            read: A stored matrix, of which no more is touched than what is used.
-            rows: Runs of every expert's.
-            columns: Of every expert's.
-            experts: Which.
+            read: Returns a stored matrix, of which only the rows and columns used are accessed.
+            rows: Runs of rows of every expert.
+            columns: Columns of every expert.
+            experts: Experts.
 
         Returns:
-            A new tensor `(E, R, C)` of what was asked for.
+            The part as a new tensor `(E, R, C)`.
         """
         wide = slice(None) if columns is None else slice(columns.start, columns.stop)
         chosen = self.names if experts is None else self.names[experts.start : experts.stop]
@@ -76,15 +76,15 @@ class Layout:
 def layouts_of(
     make: _Make, shapes: Mapping[str, tuple[int, ...]], made: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Layout]:
-    """How tensors are put together, found by having small matrices put together in place of the stored ones.
+    """Find out how a conversion stacks matrices by running it on small matrices with distinct values.
 
     Args:
-        make: Puts tensors together, by their stored names.
-        shapes: Of what is stored.
-        made: Of what is made of it, by name.
+        make: Runs the conversion on tensors by their stored names.
+        shapes: Shapes of the stored tensors.
+        made: Shapes of the tensors that the conversion makes, by name.
 
     Returns:
-        A layout for each that is a stack of whole matrices; others are not named.
+        The layout of each tensor that is a stack of whole matrices; other tensors are left out.
     """
     if any(len(shape) != 2 for shape in shapes.values()):
         return {}
@@ -92,7 +92,7 @@ def layouts_of(
     few = torch.arange(4.0 * len(names), dtype=torch.float32, device="cpu").view(-1, 2, 2)
     try:
         small = make({name: few[place].clone() for place, name in enumerate(names)})
-    except WeightError:  # what is made depends on sizes
+    except WeightError:  # the conversion depends on the sizes
         return {}
     found = {name: _layout(small[name], few, names, shapes) for name in made if name in small}
     return {
@@ -116,7 +116,7 @@ def _layout(
 
 
 def _shape(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Of the whole, where all experts' matrices are alike."""
+    """Shape of the whole stack; None unless all experts have matrices of the same shapes."""
     alike = {tuple(shapes[name][0] for name in row) for row in layout.names}
     widths = {shapes[name][1] for row in layout.names for name in row}
     if len(alike) > 1 or len(widths) > 1:

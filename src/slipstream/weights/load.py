@@ -1,4 +1,4 @@
-"""From a source to one block's weights: recipes resolved, shapes proved, nothing missing or left over."""
+"""Loads a block's weights from a source; checks shapes and refuses missing or superfluous tensors."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class BlockWeights:
     """A block's tensors by role.
 
     Attributes:
-        matrices: Roles that linear layers multiply by.
-        vectors: Norms and sinks; a role that is absent is a part that the block does not have.
-        lease: Within, the planes of matrices have their values; None where they always have.
+        matrices: Weights of linear layers.
+        vectors: Norms, sinks and other small tensors; the block lacks the part of an absent role.
+        lease: Context in which the planes of streamed matrices hold their values; None where they always do.
     """
 
     matrices: Mapping[Role, Weight]
@@ -61,18 +61,18 @@ class BlockWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the tensors."""
         matrix = next(iter(self.matrices.values()), None)
         if matrix is not None:
             return matrix.planes[0].device
         return next(t.device for v in self.vectors.values() for t in (v.weight, v.bias) if t is not None)
 
     def held(self) -> AbstractContextManager[None]:
-        """Within, every tensor has its values."""
+        """Return a context in which every tensor holds its values."""
         return nullcontext() if self.lease is None else self.lease
 
     def settled(self) -> BlockWeights:
-        """The same with values for good: a copy of what is there on lease, or this."""
+        """Return weights that need no lease: with streamed matrices copied, or `self` if there are none."""
         if self.lease is None:
             return self
         with self.lease:
@@ -80,10 +80,10 @@ class BlockWeights:
         return replace(self, matrices=copied, lease=None)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> BlockWeights:
-        """The same with every tensor moved or cast by `fn`, but for what is streamed.
+        """Return weights whose tensors `fn` has moved or cast; planes of streamed matrices stay as they are.
 
         Raises:
-            UnsupportedError: A cast of what is streamed.
+            UnsupportedError: `fn` would cast streamed matrices.
         """
 
         def vector(v: Vector) -> Vector:
@@ -106,7 +106,7 @@ class BlockWeights:
 
 
 def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
-    """A streamed matrix whose bias `fn` was applied to."""
+    """Apply `fn` to the bias of a streamed matrix; its planes stay as they are."""
     if fn(torch.empty(0, dtype=(dtype := weight.computes_in), device="cpu")).dtype != dtype:
         raise UnsupportedError(
             f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
@@ -117,16 +117,16 @@ def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
 def plan_block(
     source: Source, recipes: Mapping[Role, Recipe], spec: BlockSpec, *, ignored: tuple[str, ...] = ()
 ) -> dict[Role, Plan]:
-    """Resolve a family's recipes against a layer, reading nothing.
+    """Resolve a family's recipes against a layer, without reading any tensor.
 
     Args:
         source: The layer's tensors.
-        recipes: The family's, for every role that some layer of it has.
-        spec: Of this layer; decides which matrices there must be, and their shapes.
+        recipes: The family's recipes, for every role that any of its layers has.
+        spec: Spec of this layer; determines which matrices are required, and their shapes.
         ignored: Patterns of tensor names that carry no weight of the block.
 
     Raises:
-        WeightError: A matrix is missing or of another shape, or a source tensor plays no role.
+        WeightError: A matrix is missing or has the wrong shape, or a source tensor belongs to no role.
     """
     wanted = spec.matrix_shapes()
     plans: dict[Role, Plan] = {}
@@ -134,7 +134,7 @@ def plan_block(
         if (role.is_matrix and role not in wanted) or (role.is_cross and spec.cross is None):
             continue
         plan = recipe.plan(source, spec)
-        # A part that runs its own code keeps its norms, though a role has their names.
+        # A part that runs its own code keeps its norms, even where a role's recipe matches their names.
         if plan is not None and not any(fnmatchcase(n, one) for n in plan.names for one in ignored):
             plans[role] = plan
     missing = [role for role in wanted if role not in plans]
@@ -183,11 +183,13 @@ def load_block(
         source: The layer's tensors, in the engine's dtype and on its device.
         plans: From `plan_block`, cut to the rank's part where there are several ranks.
         matrix_format: Format of the roles that may be quantized.
-        plain: Format of the routers, which stay dense.
-        plain_roles: Others that stay dense.
-        join: Dense matrices are one plane whose rows are contiguous, a copy where the source has them in runs
-            or transposed; the layer's own tensors become views of it, and what they were can be released.
-        by_rows: Dense matrices that lie transposed are copied likewise, and the runs of rows stay several.
+        plain: Format of routers and other matrices that stay dense.
+        plain_roles: Further roles that stay dense.
+        join: Store each dense matrix as one plane with contiguous rows; this copies a matrix that the source
+            has in several tensors or transposed. The layer's own tensors can then become views of the
+            plane, and their former memory can be released.
+        by_rows: Copy dense matrices that are stored transposed to contiguous rows, but keep one plane per
+            source tensor.
     """
     matrices: dict[Role, Weight] = {}
     vectors: dict[Role, Vector] = {}
@@ -207,14 +209,14 @@ def load_block(
 
 
 def may_be_packed(role: Role, plain_roles: frozenset[Role]) -> bool:
-    """Whether a role's matrix has the engine's weight format; others are dense."""
+    """Whether a role's matrix is stored in the engine's weight format; other matrices stay dense."""
     return role.is_quantizable and role not in plain_roles
 
 
 def lies_transposed(piece: Piece, tensor: Tensor) -> bool:
-    """Whether a source tensor has memory of its own in which the rows of its piece do not lie in order.
+    """Whether a source tensor is stored transposed, in memory of this process alone.
 
-    What several processes share stays as it lies: each would have a copy.
+    Memory that processes share does not count: copying it by rows would give each process a copy.
     """
     return (
         piece.transposed
@@ -233,13 +235,13 @@ def read_matrix(
     join: bool = False,
     by_rows: bool = False,
 ) -> Weight:
-    """Read a role's matrix and pack it: a rank's part has the scales of the whole where it can."""
+    """Read and pack a role's matrix; a rank's columns keep the whole matrix's scales if the format can."""
     columns = plan.slice.columns
     if columns is not None and matrix_format.columns is not None:
         whole = gather(source, plan.weight, replace(plan.slice, columns=None))
         made = matrix_format.part(whole, bias, columns)
         if made.inside is None or whole.dim() == 2:
-            return made  # a stack of experts is multiplied by what knows nothing of `inside`
+            return made  # ops on stacks of experts do not support `inside`
         return matrix_format.weight(whole[..., columns.start : columns.stop].contiguous(), bias)
     if matrix_format.name != "plain" or not plan.is_whole:
         return matrix_format.weight(gather(source, plan.weight, plan.slice), bias)
@@ -256,7 +258,7 @@ def _rows_of(piece: Piece, tensor: Tensor, by_rows: bool) -> Tensor:
 
 
 def part_of_planes(ready: Weight, part: Slice, packed: Format) -> Weight | None:
-    """What a rank has of a matrix whose planes are there; None where it has to be packed by itself."""
+    """Cut a rank's part from packed planes; None where the part has to be packed from dense values."""
     if part.is_whole:
         return ready
     shape, planes, inside = ready.shape, ready.planes, None
@@ -279,16 +281,16 @@ def part_of_planes(ready: Weight, part: Slice, packed: Format) -> Weight | None:
 
 
 def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Tensor]:
-    """The layer's own tensors by name, out of the block's: `load_block` backwards.
+    """Return the layer's own tensors by name, restored from the block's: the inverse of `load_block`.
 
     Returns:
-        Views of the block's tensors where there are any (`own_views`), else new tensors; always new ones of
-        matrices that are there on lease. Vectors are flat.
+        Views of the block's tensors where possible (see `own_views`), else new tensors; only new tensors
+        where the matrices are streamed (on lease). Vectors are flat.
     """
     if weights.lease is not None:
         with weights.lease:
-            found = restore_block(replace(weights, lease=None), plans)
-            return {name: tensor.clone() for name, tensor in found.items()}
+            tensors_on_lease = restore_block(replace(weights, lease=None), plans)
+            return {name: tensor.clone() for name, tensor in tensors_on_lease.items()}
     tensors: dict[str, Tensor] = {}
     for role, matrix in weights.matrices.items():
         views = _matrix_views(matrix, plans[role])
@@ -300,7 +302,7 @@ def restore_block(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str
 
 
 def own_views(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Tensor | None]:
-    """The layer's own tensors as views of the block's, or None where the block holds one in another way.
+    """Return the layer's own tensors as views of the block's; None for each that no view can represent.
 
     Vectors are flat.
     """
@@ -318,7 +320,7 @@ def own_views(weights: BlockWeights, plans: Mapping[Role, Plan]) -> dict[str, Te
 def _vectors(
     weights: BlockWeights, plans: Mapping[Role, Plan]
 ) -> Iterator[tuple[Plan, Sequence[Piece], Tensor]]:
-    """What is not a matrix, biases among it, with the plan and the pieces it is made of."""
+    """All vectors of a block, including biases of matrices, each with its plan and its pieces."""
     pairs = [(plans[role], plans[role].bias, matrix.bias) for role, matrix in weights.matrices.items()]
     for role, vector in weights.vectors.items():
         plan = plans[role]
@@ -339,7 +341,7 @@ def _matrix_views(weight: Weight, plan: Plan) -> dict[str, Tensor] | None:
 
 
 def _vector_views(pieces: Sequence[Piece], joined: Tensor) -> dict[str, Tensor] | None:
-    """Runs of a vector, a bias, or one bias per expert, each the whole of a source tensor."""
+    """Views of a vector, a bias, or biases of experts by source name; None where there can be no views."""
     if len(pieces) == 1:
         return {pieces[0].name: joined}
     named = [piece.name for piece in pieces if piece.name]

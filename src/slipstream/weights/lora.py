@@ -1,10 +1,10 @@
-"""Reads LoRA adapters as peft writes them: two low-rank matrices per module, and tensors replaced whole.
+"""Reads LoRA adapters as peft writes them: two low-rank matrices per module, and whole replacement tensors.
 
 A folder has `adapter_config.json` and `adapter_model.safetensors`. A tensor's name is
 `base_model.model.<module>.lora_A.weight` `(r, I)`, `...lora_B.weight` `(O, r)`, for embeddings
-`...lora_embedding_A` `(r, V)` and `...lora_embedding_B` `(C, r)`, or, of `modules_to_save` and trained
-biases, the model's own. To a matrix is added `scale * B @ A`, where `scale` is `alpha / r`, or
-`alpha / sqrt(r)` with `use_rslora`; patterns give modules an alpha of their own.
+`...lora_embedding_A` `(r, V)` and `...lora_embedding_B` `(C, r)`, or, for `modules_to_save` and trained
+biases, the model's own. The adapter adds `scale * B @ A` to a matrix, where `scale` is `alpha / r`, or
+`alpha / sqrt(r)` with `use_rslora`; patterns may give modules an alpha of their own.
 
 Source: Hu et al. 2021 (arXiv 2106.09685), section 4.1; Kalajdzievski 2023 (arXiv 2312.03732) for the root;
 peft's documentation of its checkpoint format.
@@ -41,7 +41,7 @@ _HARMLESS = {
     *("eva_config", "loftq_config", "qalora_group_size", "corda_config", "lora_ga_config"),
     "ensure_weight_tying",
 }
-"""Entries of the configuration that change nothing of a finished adapter, or are read here."""
+"""Entries of the configuration that do not affect a trained adapter, or that this module reads."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
 
@@ -49,18 +49,18 @@ _PROMPTS = (
     *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"),
     "CARTRIDGE",
 )
-"""Kinds of adapters that are put before what a model reads, or before its keys."""
+"""Kinds of adapters that prepend trained vectors to the model's input or to its keys."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to one matrix.
+    """The low-rank update of one matrix.
 
     Attributes:
         a: `(r, I)`.
         b: `(O, r)`.
-        scale: Of their product.
-        embedding: The matrix is a table of rows, and the product `(C, V)` is its transpose.
+        scale: Factor of the product `b @ a`.
+        embedding: The matrix is an embedding `(V, C)`, and the product `(C, V)` has to be transposed.
     """
 
     a: Tensor
@@ -69,18 +69,18 @@ class LowRank:
     embedding: bool
 
     def delta(self) -> Tensor:
-        """The product in float32, `(O, I)`; of an embedding `(V, C)`."""
+        """Return the scaled product in float32: `(O, I)`, or `(V, C)` for an embedding."""
         product = self.b.float() @ self.a.float() * self.scale
         return product.mT if self.embedding else product
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter.
+    """A LoRA adapter.
 
     Attributes:
-        low_rank: By the module's path in the base model.
-        whole: Tensors that take the place of the base model's, by their names there.
+        low_rank: Low-rank updates, by the module's path in the base model.
+        whole: Tensors that replace the base model's, by their names there.
     """
 
     low_rank: Mapping[str, LowRank]
@@ -90,16 +90,16 @@ class Adapter:
 def read_adapter(
     place: str | os.PathLike[str] | Mapping[str, Tensor], config: Mapping[str, Any] | None = None
 ) -> Adapter:
-    """Read an adapter; nothing is asked of the model yet.
+    """Read an adapter, without comparing it with any model yet.
 
     Args:
         place: A folder in peft's format, or the tensors by peft's names.
-        config: What `adapter_config.json` says, for tensors: `r` and `lora_alpha` at least.
+        config: The content of `adapter_config.json`, at least `r` and `lora_alpha`; only for tensors.
 
     Raises:
-        WeightError: There is no adapter there, or one half of a pair is missing, or not finite.
-        UnsupportedError: A kind of adapter that is not LoRA as it is described here.
-        ConfigError: Tensors without a configuration, or something else.
+        WeightError: There is no adapter, one half of a pair is missing, or a tensor is not finite.
+        UnsupportedError: The adapter is not LoRA as described in this module.
+        ConfigError: Tensors come without a configuration, a folder with one, or `place` is neither.
     """
     if isinstance(place, str | os.PathLike):
         if config is not None:
@@ -133,10 +133,10 @@ def _open(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def check_kind(config: Mapping[str, Any]) -> None:
-    """Refuse, by what peft's configuration says, an adapter that is more than LoRA.
+    """Refuse an adapter whose peft configuration says that it is not plain LoRA.
 
     Raises:
-        UnsupportedError: With the way out.
+        UnsupportedError: The adapter is of another kind or uses an extension; the message says what to do.
     """
     kind = config.get("peft_type", "LORA")
     kind = str(getattr(kind, "value", kind))
@@ -149,16 +149,16 @@ def check_kind(config: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"a {kind} adapter is not served, LORA is; merge it by peft and use refresh_weights"
         )
-    asked = [
+    extra = [
         name
         for name, value in config.items()
         if name not in _HARMLESS and value not in (None, False, [], {}, set(), ())
     ]
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        asked.append("init_lora_weights")  # it changed the base model's weights, which only peft repeats
-    if asked:
+        extra.append("init_lora_weights")  # it changed the base model, as only peft can repeat
+    if extra:
         raise UnsupportedError(
-            f"the adapter was made with {asked[0]}={config[asked[0]]!r}, which is more than LoRA; merge it "
+            f"the adapter was made with {extra[0]}={config[extra[0]]!r}, which is more than LoRA; merge it "
             "by peft (merge_and_unload) and use refresh_weights"
         )
 
@@ -202,7 +202,7 @@ def _pair(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], *,
 
 
 def _alpha(module: str, config: Mapping[str, Any]) -> float:
-    """The number that peft divides by a rank, of one module."""
+    """A module's alpha, which peft divides by the rank or its root."""
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, Mapping):
         raise WeightError(f"alpha_pattern is a {type(patterns).__name__}; it must be a table of numbers")

@@ -1,8 +1,8 @@
-"""Tensors whose memory is a mapped file: where it lies, so that it need not be resident.
+"""Finds tensors in mapped files, so that their pages need not become or stay resident.
 
-A page of a mapping takes memory, and a fault, once it is touched. Whoever has to look at every value of a
-model that lies in files, and will not use it yet, reads the files instead; whoever has made something else of
-a tensor drops its pages, for the mapping lives on with the last tensor of its file.
+A page of a mapping costs memory, and a fault, once it is touched. A pass over all values of a mapped model
+that is not used yet should therefore read the files instead. After a tensor has been converted, its pages
+should be dropped, since the mapping lives as long as any tensor of its file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DONTNEED = 4  # MADV_DONTNEED of Linux
 
 @dataclass(frozen=True)
 class FileSpan:
-    """Bytes of a file.
+    """A range of bytes of a file.
 
     Attributes:
         path: The file.
         begin: The first byte.
-        end: One after the last.
+        end: One past the last byte.
     """
 
     path: str
@@ -54,7 +54,7 @@ class _Region:
 
 
 class MappedFiles:
-    """The files that this process has mapped when first asked for one; none where the system does not tell.
+    """The files that the process has mapped at the first query; none where the system does not report them.
 
     Source: https://docs.kernel.org/filesystems/proc.html, `/proc/PID/maps`, and
     https://docs.kernel.org/admin-guide/mm/pagemap.html.
@@ -71,14 +71,14 @@ class MappedFiles:
         return [region.start for region in self._regions]
 
     def absent(self, tensor: Tensor) -> FileSpan | None:
-        """Where the bytes of a tensor lie in a file of which few are in memory.
+        """Return the file range of a tensor that is mapped but mostly not in memory.
 
         Args:
-            tensor: On any device, of any strides.
+            tensor: A tensor on any device, with any strides.
 
         Returns:
-            The span; None where the tensor is not mapped from a file that is still there, was written to
-            since, or is resident.
+            The range; None where the tensor is not mapped from a file that still exists, has been written to,
+            or is mostly resident.
         """
         region = self._region(tensor)
         if region is None:
@@ -90,26 +90,26 @@ class MappedFiles:
         return FileSpan(region.path, begin - region.start + region.offset, end - region.start + region.offset)
 
     def holding(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of some tensors that lie in mapped files, detached, for `drop`."""
+        """Return the tensors that lie in mapped files, detached, to be given to `drop`."""
         return [tensor.detach() for tensor in tensors if self._region(tensor) is not None]
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Let go of pages that nobody will read soon; whoever does finds the same values in the file again.
+        """Drop pages that will not be read soon; a later access reads the same values from the file again.
 
-        What was written to, where the file does not have it, stays.
+        Tensors that have been written to, and so differ from the file, keep their pages.
 
         Args:
             tensors: From `holding`. They keep their mappings alive.
         """
         page, advise = os.sysconf("SC_PAGE_SIZE"), _advise()
         for tensor in tensors:
-            begin = -(-tensor.data_ptr() // page) * page  # what lies beside it may be in use
+            begin = -(-tensor.data_ptr() // page) * page  # whole pages only: neighbours may be in use
             end = (tensor.data_ptr() + tensor.nbytes) // page * page
             if advise is not None and begin < end and not _is_written(begin, end):
                 advise(begin, end - begin, _DONTNEED)
 
     def _region(self, tensor: Tensor) -> _Region | None:
-        """The mapping that a tensor lies in, all of it."""
+        """The mapping that contains the whole tensor, or None."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return None
         begin = tensor.data_ptr()
@@ -130,12 +130,12 @@ def _regions() -> Iterator[_Region]:
         path = found.group(5)
         if path not in identities:
             identities[path] = os.stat(path).st_ino if os.path.exists(path) else -1
-        if identities[path] == int(found.group(4)):  # another file may have taken the name
+        if identities[path] == int(found.group(4)):  # the path may name another file by now
             yield _Region(start, end, offset, path)
 
 
 def _is_untouched(begin: int, end: int) -> bool:
-    """Whether the pages of an address range are as they are in the file, and most of them not in memory."""
+    """Whether no page of an address range has been written to and most of them are not in memory."""
     page = os.sysconf("SC_PAGE_SIZE")
     first, last = begin // page, (end - 1) // page
     try:
@@ -152,7 +152,7 @@ def _is_untouched(begin: int, end: int) -> bool:
 
 
 def _is_written(begin: int, end: int) -> bool:
-    """Whether a page of an address range is not, or may not be, as it is in the file."""
+    """Whether a page of an address range differs, or may differ, from the file."""
     page = os.sysconf("SC_PAGE_SIZE")
     count = (end - begin) // page
     try:

@@ -1,4 +1,4 @@
-"""Proves that a checkpoint is a model's: every tensor has its place, nothing is missing or left over."""
+"""Proves that a checkpoint fits a model: every tensor has its place, none is missing or left over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Renamed", "is_harmless", "match", "under_names_of"]
 _HARMLESS = re.compile(
     r"(\.|^)(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias|rotary_emb\.(cos|sin)_cached)$"
 )
-"""Tables that older versions of transformers saved and models compute by themselves."""
+"""Buffers that older versions of transformers saved and that models now compute themselves."""
 _SHOWN = 4
 
 
@@ -37,18 +37,19 @@ def match(
 
     Args:
         source: The checkpoint.
-        shapes: Of what the model needs, by name.
-        ties: Groups of names that are one tensor in the model; one of each group has to be there. Where a
-            checkpoint has several whose values differ, each keeps its own (`Renamed.home`), as transformers
-            has it.
-        prefix: Of the model's inner part: a checkpoint may have been written of that alone, or around it.
-        optional: Names that may be missing, for the model computes them itself.
-        ignored: Patterns of names that the model knows to be left over.
-        strict: False lets names be missing or left over.
+        shapes: Shapes of the tensors that the model needs, by name.
+        ties: Groups of names that are one tensor in the model; at least one of each group has to be there.
+            Where a checkpoint has several with different values, each keeps its own (`Renamed.home`), as in
+            transformers.
+        prefix: Name of the base model within the model: a checkpoint may have been written with or without
+            it in front of the names.
+        optional: Names that may be missing because the model computes their values itself.
+        ignored: Patterns of names that the model declares to be superfluous in a checkpoint.
+        strict: Whether missing or superfluous names are an error.
         what: What was opened, for messages.
 
     Returns:
-        The source under the model's names; where not strict, of those that are there.
+        The source under the model's names; if not strict, under those that were found.
 
     Raises:
         WeightError: Names are missing or left over, or shapes differ.
@@ -59,14 +60,14 @@ def match(
     over = [name for new, name in found.items() if new not in shapes and not is_harmless(new, ignored)]
     missing, places = [], {}
     for name in shapes:
-        own = next((found[other] for other in (name, *groups.get(name, ())) if other in found), None)
-        if own is None and name not in optional:
+        stored = next((found[other] for other in (name, *groups.get(name, ())) if other in found), None)
+        if stored is None and name not in optional:
             missing.append(name)
-        elif own is not None:
-            places[name] = own
+        elif stored is not None:
+            places[name] = stored
     if strict and (missing or over):
-        told = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(over)} left over"] * bool(over)
-        raise WeightError(f"{what} does not fit the model: it {' and '.join(told)}")
+        problems = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(over)} left over"] * bool(over)
+        raise WeightError(f"{what} does not fit the model: it {' and '.join(problems)}")
     for name, place in places.items():
         if source.shape(place) != shapes[name]:
             raise WeightError(
@@ -79,9 +80,9 @@ def match(
 
 
 def _share(source: Source, places: dict[str, str], group: Sequence[str]) -> None:
-    """Let names of one tensor of the model have one place, where the values in several are the same.
+    """Map tied names to one stored tensor where all of their stored values are the same.
 
-    Where any differ, each name that is there keeps its own, so that what is written later has all of them.
+    Where any values differ, each name that is there keeps its own, so that a later save writes all of them.
     """
     there = [name for name in group if name in places]
     first, *others = dict.fromkeys(places[name] for name in there)
@@ -90,10 +91,10 @@ def _share(source: Source, places: dict[str, str], group: Sequence[str]) -> None
 
 
 def under_names_of(names: Collection[str], wanted: Collection[str], prefix: str) -> dict[str, str]:
-    """A checkpoint's names by what the model calls them, by the variation that fits most of them.
+    """Return a checkpoint's names by the model's names, using the renaming that matches the most names.
 
     Raises:
-        WeightError: Two of them are one of the model's.
+        WeightError: Two names of the checkpoint map to the same name of the model.
     """
     best = max(_renames(prefix), key=lambda rename: sum(new in wanted for new in map(rename, names)))
     found: dict[str, str] = {}
@@ -105,7 +106,7 @@ def under_names_of(names: Collection[str], wanted: Collection[str], prefix: str)
 
 
 def _renames(prefix: str) -> Iterator[Callable[[str], str]]:
-    """Ways in which names of one model differ between checkpoints."""
+    """Usual renamings between checkpoints of one model: wrapper and base model prefixes, LayerNorm names."""
     for old in (False, True):
         for cut in ("", "module."):
             yield _rename(cut, "", old)
@@ -127,7 +128,7 @@ def _modern(found: re.Match[str]) -> str:
 
 
 def is_harmless(name: str, ignored: Sequence[str] = ()) -> bool:
-    """Whether a tensor that a model has no place for may be left out without a word."""
+    """Whether a tensor that a model has no place for may be dropped silently."""
     return bool(_HARMLESS.search(name)) or any(re.search(pattern, name) for pattern in ignored)
 
 
@@ -140,7 +141,7 @@ class Renamed(Source):
     """A source under a model's names."""
 
     def __init__(self, source: Source, places: Mapping[str, str]) -> None:
-        """Take `places`, from a model's names to the source's."""
+        """Take `places`, which maps a model's names to the source's."""
         self.source = source
         self._places = dict(places)
 
@@ -153,41 +154,41 @@ class Renamed(Source):
         return self.source.shape(self._places[name])
 
     def read(self, name: str) -> Tensor:
-        """As the source reads it."""
+        """Read a tensor from the source."""
         return self.source.read(self._places[name])
 
     def part(
         self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
     ) -> Tensor | None:
-        """As the source makes it."""
+        """Return a part of a tensor, if the source makes parts (see `Source.part`)."""
         return self.source.part(self._places[name], rows, columns, experts)
 
     def packed(self, name: str, wanted: Format, pieces: Sequence[Any] = ()) -> Weight | None:
-        """As the source has it."""
+        """The source's packed matrix, if it has one."""
         return self.source.packed(self._places.get(name, name), wanted, pieces)
 
     def stored(self, name: str) -> Tensor | None:
-        """As the source has it."""
+        """The stored values to check for NaN and infinity."""
         return self.source.stored(self._places[name])
 
     def views(self, name: str) -> Sequence[Tensor]:
-        """As the source has it."""
+        """The source's views of the stored tensors."""
         return self.source.views(self._places[name])
 
     def is_packed(self, name: str) -> bool:
-        """Whether the source has it packed."""
+        """Whether the source stores the tensor packed."""
         return self.source.is_packed(self._places[name])
 
     def home(self, name: str) -> str:
-        """What the source calls it."""
+        """The source's name of the tensor."""
         return self._places[name]
 
     def by_windows(self) -> None:
-        """As the source does."""
+        """Make the source map tensors one by one."""
         self.source.by_windows()
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """As the source has it."""
+        """Where a view lies in a file of the source."""
         return self.source.locate(tensor)
 
     def prefetch(self, names: Iterable[str]) -> None:
@@ -195,13 +196,13 @@ class Renamed(Source):
         self.source.prefetch(self._places[name] for name in names)
 
     def release(self, names: Iterable[str]) -> None:
-        """Let the source drop them."""
+        """Let the source release the tensors' memory."""
         self.source.release(self._places[name] for name in names)
 
     def place(self, name: str) -> str:
-        """Where the source has it."""
+        """Where the source stores the tensor, for messages."""
         return self.source.place(self._places[name])
 
     def __contains__(self, name: str) -> bool:
-        """Whether the model's name was found."""
+        """Whether the source has a tensor for the model's name."""
         return name in self._places

@@ -1,11 +1,11 @@
-"""A folder of packed weights: planes in one mapped file, which the engine uses as they lie, and a manifest.
+"""A folder of packed weights: a manifest, and planes in one mapped file, which the engine uses in place.
 
     slipstream.json       {"format", "version", "dtype", "quant", "matrices": {name: {...}}}
-    planes.safetensors    planes and every tensor that stayed plain
+    planes.safetensors    planes, and every tensor that is not packed
     config.json, ...      the model's own configuration, and its tokenizer
 
-A matrix is named by the parameter (`lm_head.weight`), or by layer and role (`model.layers.0:qkv`) where a
-fused block holds several tensors as one; `pieces` are then the rows of them that make it up, in order.
+A matrix is named after its parameter (`lm_head.weight`), or after layer and role (`model.layers.0:qkv`) where
+a fused block holds several tensors as one; `pieces` then lists, in order, the tensors' rows that make it up.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Matrix:
     """A packed matrix.
 
     Attributes:
-        weight: Without a bias, in canonical orientation.
-        pieces: Of a role, what its rows are; empty where the matrix is one parameter.
+        weight: The matrix without a bias, in canonical orientation.
+        pieces: For a role, the pieces of its rows; empty where the matrix is one parameter.
         transposed: The parameter is stored `(..., I, O)`.
     """
 
@@ -55,7 +55,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class _Described:
-    """A packed matrix by the names of its planes, with `pieces` and `transposed` of `Matrix`."""
+    """A packed matrix as the manifest describes it; `pieces` and `transposed` are those of `Matrix`."""
 
     format: Format
     shape: tuple[int, ...]
@@ -77,14 +77,14 @@ def write_packed_folder(
     dtype: torch.dtype,
     quant: Mapping[str, Any],
 ) -> None:
-    """Write planes and manifest into a folder that is there.
+    """Write planes and manifest into an existing folder.
 
     Args:
-        folder: Where to.
-        matrices: By name; planes that are shared are written once.
+        folder: The folder.
+        matrices: Packed matrices by name; planes that several share are written once.
         plain: All other tensors, by the model's names.
-        dtype: What the engine computes in unless told otherwise.
-        quant: The configuration's section that made the planes.
+        dtype: Default dtype of an engine that opens the folder.
+        quant: The section of the configuration by which the planes were packed.
 
     Raises:
         OSError: The folder cannot be written.
@@ -117,18 +117,19 @@ def write_packed_folder(
 
 
 class PackedFolder(Source):
-    """Planes that are used as they lie; their dense tensors can be read too.
+    """A source of packed planes, which are used in place; the dense tensors can be read too.
 
     Attributes:
-        dtype: What the engine computes in unless told otherwise.
-        quant: The configuration's section that made the planes.
+        dtype: Default dtype of the engine.
+        quant: The section of the configuration by which the planes were packed.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder; every plane is compared with its format's layout before any is used.
+        """Open a folder; every plane is checked against its format's layout before any is used.
 
         Raises:
-            WeightError: Naming the file and what does not fit, or weights beside the packed ones.
+            WeightError: The folder does not fit its manifest, or has other weights beside the packed ones.
+                The message names the file.
         """
         self._path = folder / MANIFEST
         if (other := weights_file(folder)) is not None:
@@ -175,7 +176,7 @@ class PackedFolder(Source):
         return _Described(found, shape, tuple(names), pieces, entry.get("transposed") is True)
 
     def _weight(self, matrix: _Described, wanted: Format | None = None) -> Weight:
-        """Planes as they lie, with the rounding of rows that is asked for."""
+        """Return the mapped planes as a weight, with the rounding of input rows that `wanted` has."""
         planes = tuple(map(self._file.tensor, matrix.planes))
         weight = Weight(matrix.format.name, matrix.shape, planes, matrix.format.unpack, None, self.dtype)
         if wanted is None or wanted.rounding is None or len(matrix.shape) > 2:
@@ -183,11 +184,11 @@ class PackedFolder(Source):
         return replace(weight, format=wanted.name, rounding=wanted.rounding)
 
     def names(self) -> Iterable[str]:
-        """The model's names, of packed and of plain tensors."""
+        """The model's names of packed and plain tensors."""
         return [*self._plain, *self._homes]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As the model has it."""
+        """Shape of the model's tensor."""
         if name not in self._homes:
             return self._file.entries[name].shape
         matrix = self._matrices[self._homes[name]]
@@ -201,7 +202,7 @@ class PackedFolder(Source):
         return (*lead, inputs, rows) if transposed else (*lead, rows, inputs)
 
     def read(self, name: str) -> Tensor:
-        """Dense: unpacked where it is packed."""
+        """Return the dense tensor, unpacked if it is stored packed."""
         if name not in self._homes:
             return self._file.tensor(name)
         matrix = self._matrices[self._homes[name]]
@@ -211,10 +212,10 @@ class PackedFolder(Source):
         return dense.mT.contiguous() if matrix.transposed else dense
 
     def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
-        """Planes as they lie; of a tensor within a role, its rows of them.
+        """Return the mapped planes; for one tensor of a role, its rows of the role's planes.
 
         Raises:
-            WeightError: They are in another format, or the model's tensors make the role up in another way.
+            WeightError: The planes are in another format, or the role's rows are in another order.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
@@ -233,8 +234,8 @@ class PackedFolder(Source):
         matrix = self._matrices[home]
         self._agree(name, matrix, wanted)
         if any(piece.experts for piece in matrix.pieces):
-            return None  # experts on top of each other are no matrix of the model's own code
-        pieces = [  # planes are in canonical orientation; scatter leaves those without a name
+            return None  # the model's own code has no matrix for a stack of experts
+        pieces = [  # planes are in canonical orientation; `scatter` skips pieces without a name
             replace(piece, name=piece.name if piece.name == name else "", transposed=False)
             for piece in matrix.pieces
         ]
@@ -253,7 +254,7 @@ class PackedFolder(Source):
             )
 
     def stored(self, name: str) -> Tensor | None:
-        """The scales of a packed matrix, once; a plain tensor itself."""
+        """A plain tensor itself, or a packed matrix's scales (for its first tensor only, so once)."""
         home = self._homes.get(name)
         if home is None:
             return self._file.tensor(name)
@@ -269,11 +270,11 @@ class PackedFolder(Source):
         return () if stored is None else (stored,)
 
     def is_packed(self, name: str) -> bool:
-        """Whether a tensor is in a packed matrix."""
+        """Whether a tensor is part of a packed matrix."""
         return name in self._homes
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same values; packed ones, whether their planes are the same."""
+        """Whether two tensors have the same values; packed ones are the same only if they share planes."""
         if one not in self._homes and other not in self._homes:
             return super().same(one, other)
         planes = [self._matrices[n].planes if n in self._matrices else None for n in (one, other)]
@@ -284,7 +285,7 @@ class PackedFolder(Source):
         self._file.windowed = True
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The file's descriptor, and the first byte."""
+        """The file's descriptor, and a view's first byte in the file."""
         return self._file.locate(tensor)
 
     def release(self, names: Iterable[str]) -> None:
@@ -369,13 +370,13 @@ def _pieces(where: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> tup
 
 
 def _covers(pieces: Sequence[Piece]) -> bool:
-    """Whether pieces are all rows of one tensor, each once."""
-    found = torch.zeros(sum(piece.count for piece in pieces), dtype=torch.bool, device="cpu")
+    """Whether the pieces cover all rows of a tensor exactly once."""
+    covered = torch.zeros(sum(piece.count for piece in pieces), dtype=torch.bool, device="cpu")
     for piece in pieces:
         last = piece.start + (piece.count - 1) * piece.step
-        if last < len(found):
-            found[piece.start : last + 1 : piece.step] = True
-    return bool(found.all())
+        if last < len(covered):
+            covered[piece.start : last + 1 : piece.step] = True
+    return bool(covered.all())
 
 
 def _entry(piece: Piece) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A block that lies on several ranks: its roles cut to one rank's part, and put together again."""
+"""Cuts a block's roles to one rank's part, and reassembles the whole tensors from all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slipstream.weights.recipe import Piece, Plan, narrowed
 __all__ = ["cut_plans", "rejoined"]
 
 Like = Callable[[str], Tensor]
-"""A tensor of the shape and dtype of the layer's own one of this name; it may be on the meta device."""
+"""Returns, by name, a tensor of the shape and dtype of the layer's own; it may be on the meta device."""
 
 
 def cut_plans(plans: Mapping[Role, Plan], share: Share, like: Like) -> dict[Role, Plan]:
-    """The plans of a rank's part of a block; nothing is read."""
+    """Return the plans of a rank's part of a block; no tensor is read."""
 
     def dims(plan: Plan) -> int:
         return like(plan.weight[0].name).dim() if plan.weight else 1
@@ -33,26 +33,26 @@ def cut_plans(plans: Mapping[Role, Plan], share: Share, like: Like) -> dict[Role
 def rejoined(
     weights: BlockWeights, plans: Mapping[Role, Plan], share: Share, like: Like
 ) -> dict[str, Tensor]:
-    """The layer's own tensors out of all ranks' parts; every rank of the replica must ask for them together.
+    """Reassemble the layer's own tensors from all ranks' parts; a collective call of the replica's ranks.
 
     Args:
-        weights: The rank's.
-        plans: Of the whole block, from `plan_block`.
-        share: The rank's.
+        weights: The rank's weights.
+        plans: Plans of the whole block, from `plan_block`.
+        share: The rank's share.
         like: Shapes and dtypes of the layer's own tensors.
 
     Returns:
-        Whole tensors by name. A bias that is added up once is the first rank's alone, and missing elsewhere:
-        there the layer has kept its own.
+        Whole tensors by name. A bias that only the first rank adds is returned there alone; on other ranks
+        the layer has kept its own.
 
     Raises:
-        RequestError: The ranks run calls of their own.
+        RequestError: The ranks run independent calls.
     """
     refuse_apart(share)
     if weights.lease is not None:
         with weights.lease:
-            found = rejoined(replace(weights, lease=None), plans, share, like)
-            return {name: tensor.clone() for name, tensor in found.items()}
+            tensors = rejoined(replace(weights, lease=None), plans, share, like)
+            return {name: tensor.clone() for name, tensor in tensors.items()}
     axis = share.mesh.replica
     device = weights.device
     cuts = [cut_plans(plans, share.at(place), like) for place in range(axis.size)]
@@ -81,16 +81,16 @@ def rejoined(
 
 
 def _targets(pieces: Sequence[Piece], cut: Plan, out: Mapping[str, Tensor]) -> list[Tensor]:
-    """Where a rank's pieces belong, as views of the whole tensors."""
+    """Views of the whole tensors at the places of a rank's pieces."""
     some = next(iter(out.values()))
     return [
         narrowed(piece.of(out[piece.name]), piece, cut.slice) if piece.name else some.new_empty(piece.count)
-        for piece in pieces  # a part of a bias that no tensor holds has no name
+        for piece in pieces  # rows of zeros in a bias have no name
     ]
 
 
 def _buffer(targets: Sequence[Tensor], joined: Tensor | None) -> Tensor:
-    """What is sent: the rank's own rows, or room for them."""
+    """The buffer to broadcast: the rank's own rows, or an empty one to receive another rank's."""
     if joined is None:
         count = sum(target.numel() for target in targets)
         return torch.empty(count, dtype=targets[0].dtype, device=targets[0].device)

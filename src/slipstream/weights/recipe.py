@@ -45,13 +45,15 @@ class Piece:
     Rows are dim -2 of a matrix, dim -1 of a transposed matrix, and dim -1 of a vector or bias.
 
     Attributes:
-        name: The source tensor; "" for rows of zeros, where a stack's other parts have a bias.
+        name: The source tensor; "" for rows of zeros, which fill in for a missing bias where other tensors of
+            a stack have one.
         start: First row.
         count: Number of rows.
         step: Distance between rows.
         transposed: The source matrix is stored `(in, out)`.
-        bias: The source is a bias: rows are its last dim, though experts have one each.
-        experts: The source has matrices of this many experts on top of each other; rows are those of one.
+        bias: The source is a bias: its rows are its last dim, even where each expert has a bias of its own.
+        experts: Number of experts whose matrices the source stacks along dim 0; rows count within one expert.
+            0 where the source is not such a stack.
     """
 
     name: str
@@ -63,16 +65,16 @@ class Piece:
     experts: int = 0
 
     def lead(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the shape of the source, that of a matrix, or of a stack of experts' matrices."""
+        """The source's shape, with the experts split off as a leading dim where they are stacked in dim 0."""
         return (self.experts, shape[0] // self.experts, *shape[1:]) if self.experts else tuple(shape)
 
     def back(self, rows: Tensor) -> Tensor:
-        """All rows of the source, in canonical orientation, as the source has them."""
+        """Bring all rows of the source from canonical orientation back to the source's own layout."""
         rows = rows.mT if self.transposed and rows.dim() > 1 else rows
         return rows.flatten(0, 1) if self.experts else rows
 
     def lies_flat(self, rows: Tensor) -> bool:
-        """Whether `back` makes a view of experts' rows."""
+        """Whether `back` returns a view of these rows of all experts, not a copy."""
         return (rows.mT if self.transposed else rows).is_contiguous()
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -92,8 +94,9 @@ class Plan:
     Attributes:
         weight: Pieces of the matrix (or vector), in canonical order; empty for a weightless norm.
         bias: Pieces of the bias; empty where there is none.
-        slice: What of the whole role the pieces are; its columns and experts are left for `gather` to take.
-        whole: The pieces of the whole matrix, where these are a part of them.
+        slice: The part of the role that the plan covers. The pieces are already cut to its rows; `gather`
+            applies its columns and experts.
+        whole: Pieces of the whole matrix, where the plan was cut from it; else empty.
     """
 
     weight: tuple[Piece, ...]
@@ -103,7 +106,7 @@ class Plan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each piece of the matrix is the whole of its source tensor's rows, in order."""
+        """Whether each piece of the matrix holds all rows of its source tensor, in order."""
         names = {piece.name for piece in self.weight}
         runs = len(names) == len(self.weight) and all(piece.step == 1 for piece in self.weight)
         return runs and self.slice.is_whole
@@ -119,7 +122,7 @@ class Plan:
         return sum(piece.count for piece in self.weight)
 
     def cut(self, part: Slice) -> Plan:
-        """The plan of a rank's part of the role: what it leaves out is never read."""
+        """Return the plan of a rank's part of the role; tensors outside of that part are never read."""
         if part.is_whole:
             return self if part.bias else replace(self, bias=())
         weight, bias = self.weight, self.bias if part.bias else ()
@@ -129,7 +132,7 @@ class Plan:
 
 
 class Recipe(ABC):
-    """How a role's tensor is made of the model's own."""
+    """How a role's tensor is assembled from the model's own tensors."""
 
     @abstractmethod
     def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
@@ -137,7 +140,7 @@ class Recipe(ABC):
 
 
 def _resolve(source: Source, name: str) -> tuple[str, str | None] | None:
-    """Full names of a module's weight and bias, or of a bare parameter and the bias beside it."""
+    """Full names of a module's weight and bias, or of a bare parameter and its bias; None if not there."""
     weight = next((full for full in (f"{name}.weight", name, f"{name}_weight") if full in source), None)
     bias = next((full for full in (f"{name}.bias", f"{name}_bias") if full in source), None)
     return None if weight is None else (weight, bias)
@@ -150,7 +153,7 @@ def _rows(source: Source, name: str, *, transposed: bool) -> int:
 
 @dataclass(frozen=True)
 class Take(Recipe):
-    """One module (`name.weight`, `name.bias`) or bare parameter (`name`, `name_bias`) as it is."""
+    """One module (`name.weight`, `name.bias`) or bare parameter (`name`, `name_bias`), rows in order."""
 
     name: str
     transposed: bool = False
@@ -167,9 +170,9 @@ def Conv1D(name: str) -> Take:  # noqa: N802 - a verb of the recipes' small lang
 
 @dataclass(frozen=True)
 class Stack(Recipe):
-    """Modules on top of each other: separate q, k and v; gate and up; one norm per head.
+    """Modules stacked by rows: separate q, k and v; gate and up; one norm per head.
 
-    A name with `*` stands for all modules that differ in a number there, in ascending order.
+    A name with `*` stands for all modules that have a number in that place, in ascending order.
     """
 
     names: tuple[str, ...]
@@ -178,19 +181,19 @@ class Stack(Recipe):
     def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
         """See `Recipe.plan`.
 
-        Where only some have a bias, that of the others is zero.
+        Where only some modules have a bias, the bias of the others is zero.
 
         Raises:
-            WeightError: Some of the names are there and others are not, or a bias is none of the outputs.
+            WeightError: Only some of the modules are there, or a bias does not have one number per output.
         """
         names = [full for name in self.names for full in _expand(source, name)]
-        found = {name: _resolve(source, name) for name in names}
-        missing = [name for name, pair in found.items() if pair is None]
+        resolved = {name: _resolve(source, name) for name in names}
+        missing = [name for name, pair in resolved.items() if pair is None]
         if len(missing) == len(names):
             return None
         if missing:
             raise WeightError(f"{', '.join(missing)} missing beside {', '.join(set(names) - set(missing))}")
-        pairs = [pair for pair in found.values() if pair is not None]
+        pairs = [pair for pair in resolved.values() if pair is not None]
         weight = tuple(
             Piece(w, 0, _rows(source, w, transposed=self.transposed), transposed=self.transposed)
             for w, _ in pairs
@@ -220,7 +223,7 @@ def _expand(source: Source, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Interleaved(Recipe):
-    """One fused projection whose rows come in groups, each with its own q, k and v.
+    """One fused projection whose rows come in groups, each with its own rows of q, k and v.
 
     Attributes:
         name: The fused module.
@@ -255,7 +258,7 @@ class Interleaved(Recipe):
 
 @dataclass(frozen=True)
 class First(Recipe):
-    """The first recipe whose tensors are all there: for classes that name a part by configuration."""
+    """The first recipe whose tensors are all there, for classes whose part names depend on the config."""
 
     recipes: tuple[Recipe, ...]
 
@@ -263,7 +266,7 @@ class First(Recipe):
         """See `Recipe.plan`.
 
         Raises:
-            WeightError: One of them misses some of its tensors, and no other has all of its own.
+            WeightError: No recipe finds all of its tensors, and at least one of them finds some.
         """
         half: WeightError | None = None
         for recipe in self.recipes:
@@ -284,12 +287,12 @@ class Unit(Recipe):
     """A norm that has no weight (OLMo)."""
 
     def plan(self, source: Source, spec: BlockSpec) -> Plan | None:
-        """A plan without pieces: the role is there, its weight is one."""
+        """Return a plan without pieces: the role exists, and its weight is all ones."""
         return Plan((), ())
 
 
 def cut(pieces: Sequence[Piece], runs: Sequence[range]) -> tuple[Piece, ...]:
-    """Return the pieces of some canonical rows only, in the order of `runs`.
+    """Return the pieces that cover the given canonical rows, in the order of `runs`.
 
     Args:
         pieces: A role's pieces in canonical order.
@@ -313,11 +316,11 @@ def gather(source: Source, pieces: Sequence[Piece], part: Slice = WHOLE) -> Tens
     Args:
         source: Where the tensors are.
         pieces: Not empty.
-        part: Has the input columns of a matrix, and the experts of a stack, that are read.
+        part: Selects the input columns of a matrix and the experts of a stack; its rows are not used.
 
     Returns:
-        The canonical tensor: a view of the source where it is one piece of all columns and experts, else a
-        new tensor, which keeps nothing else of the source in memory.
+        The canonical tensor: a view of the source where it is a single piece with all columns and experts,
+        else a new tensor, which keeps no other memory of the source alive.
     """
     parts = []
     like = next((piece.name for piece in pieces if piece.name), None)
@@ -336,7 +339,7 @@ def gather(source: Source, pieces: Sequence[Piece], part: Slice = WHOLE) -> Tens
 
 
 def _made(source: Source, piece: Piece, part: Slice) -> Tensor | None:
-    """A piece of which the source makes a part alone."""
+    """A part of a piece that the source can make without making the rest; None where it cannot."""
     if piece.step != 1 or piece.transposed or piece.bias or piece.experts:
         return None
     rows = (range(piece.start, piece.start + piece.count),)
@@ -344,7 +347,7 @@ def _made(source: Source, piece: Piece, part: Slice) -> Tensor | None:
 
 
 def narrowed(rows: Tensor, piece: Piece, part: Slice) -> Tensor:
-    """A piece's rows, as a view of the columns and the experts of a part."""
+    """Return a piece's rows narrowed, as a view, to the columns and experts of a part."""
     flat = _is_flat(piece, rows)
     if part.columns is not None and not flat:
         rows = rows[..., part.columns.start : part.columns.stop]
@@ -358,10 +361,10 @@ def _is_flat(piece: Piece, part: Tensor) -> bool:
 
 
 def scatter(pieces: Sequence[Piece], canonical: Tensor) -> dict[str, Tensor]:
-    """Undo `gather`: the source tensors that a canonical tensor was made of.
+    """Undo `gather`: return the source tensors that a canonical tensor was assembled from.
 
     Args:
-        pieces: The same pieces, of whole source tensors.
+        pieces: The same pieces; together they must cover whole source tensors.
         canonical: `(..., rows, in)` or `(rows,)`.
 
     Returns:

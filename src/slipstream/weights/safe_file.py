@@ -1,4 +1,4 @@
-"""Safetensors files: a header that is checked before it is believed, tensors that are views of a mapped file.
+"""Safetensors files: headers are validated before use, and tensors are views of the mapped file.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> {"dtype", "shape", "data_offsets": [begin, end)}, and "__metadata__"
@@ -55,10 +55,10 @@ class Entry:
     """One tensor of a file.
 
     Attributes:
-        dtype: Of its elements.
-        shape: As stored.
+        dtype: Element type.
+        shape: Shape as stored.
         begin: First byte, from the start of the file.
-        end: One past the last.
+        end: One past the last byte.
     """
 
     dtype: torch.dtype
@@ -69,13 +69,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class _Window:
-    """A mapping that views are of; it goes with the last of them.
+    """A mapping of one tensor's part of the file; it lives as long as a view of it.
 
     Attributes:
         memory: The mapping.
-        begin: Of the file, its first byte.
-        address: Where that is.
-        size: Bytes.
+        begin: Offset of the mapping's first byte in the file.
+        address: Address of that byte in memory.
+        size: Size of the mapping in bytes.
     """
 
     memory: weakref.ref[mmap.mmap]
@@ -88,11 +88,11 @@ class SafeFile:
     """A mapped file. Its pages are read when a view is used, and a write to a view stays in this process.
 
     Attributes:
-        path: Of the file.
+        path: Path of the file.
         entries: Every tensor by name.
         metadata: Strings by name.
-        windowed: Tensors are mapped one by one, for as long as somebody has them, and not the whole file: it
-            may be larger than the address space that a process is allowed.
+        windowed: Map each tensor by itself, for as long as it is in use, instead of the whole file, which may
+            be larger than the address space that the process is allowed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,10 +116,10 @@ class SafeFile:
         self.entries = _entries(path, header, start, size)
 
     def tensor(self, name: str) -> Tensor:
-        """A view of a tensor; it keeps the file, or its own part of it, mapped.
+        """Return a view of a tensor; it keeps the file, or its own part of the file, mapped.
 
         Raises:
-            WeightError: It cannot be mapped.
+            WeightError: The file cannot be mapped.
         """
         entry = self.entries[name]
         if entry.end == entry.begin:
@@ -131,11 +131,11 @@ class SafeFile:
             address = flat.data_ptr() - (entry.begin - begin)
             self._windows[name] = _Window(weakref.ref(memory), begin, address, len(memory))
         if entry.begin % entry.dtype.itemsize:
-            flat = flat.clone()  # torch has no view of elements that are not aligned
+            flat = flat.clone()  # torch cannot view unaligned elements
         return flat.view(entry.dtype).view(entry.shape)
 
     def _mapped(self, name: str, entry: Entry) -> tuple[mmap.mmap, int]:
-        """A mapping that a tensor is in, and its first byte of the file."""
+        """Return a mapping that contains a tensor, and the mapping's first byte in the file."""
         known = self._windows.get(name)
         memory = self._memory if known is None else known.memory()
         if memory is not None:
@@ -146,16 +146,20 @@ class SafeFile:
                 size = entry.end - begin
                 return mmap.mmap(self._file, size, access=mmap.ACCESS_COPY, offset=begin), begin
             self._memory = mmap.mmap(self._file, 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: it became shorter meanwhile
+        except (OSError, ValueError) as error:  # ValueError: the file was truncated in the meantime
             raise WeightError(f"{self.path} cannot be mapped: {error}") from error
         return self._memory, 0
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Of a windowed file: its descriptor and the first byte of a contiguous view, or None."""
+        """Return the file's descriptor and a contiguous view's first byte; None unless `windowed`."""
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        for one in self._windows.values():
-            if one.address <= begin and end <= one.address + one.size and one.memory() is not None:
-                return self._file, one.begin + begin - one.address
+        for window in self._windows.values():
+            if (
+                window.address <= begin
+                and end <= window.address + window.size
+                and window.memory() is not None
+            ):
+                return self._file, window.begin + begin - window.address
         return None
 
     def prefetch(self, name: str) -> None:
@@ -167,7 +171,7 @@ class SafeFile:
             self._advise(name, "MADV_WILLNEED", inwards=False)
 
     def release(self, name: str) -> None:
-        """Drop a tensor's pages from this process, and what was written to them; they are read again."""
+        """Drop a tensor's pages, with anything written to them; later accesses read the file again."""
         self._advise(name, "MADV_DONTNEED", inwards=True)
 
     def _advise(self, name: str, advice: str, *, inwards: bool) -> None:
@@ -186,7 +190,7 @@ class SafeFile:
 
 
 def _header(path: Path, first: bytes, size: int, file: Any) -> tuple[dict[str, Any], int]:
-    """The header, parsed, and where the data begin."""
+    """Return the parsed header and the offset at which the data begin."""
     if len(first) < 8:
         raise WeightError(f"{path} is cut short: {size} bytes, and the header alone has more; fetch it again")
     (length,) = struct.unpack("<Q", first)
@@ -218,7 +222,7 @@ def _metadata(path: Path, given: Any) -> dict[str, str]:
 
 
 def _entries(path: Path, header: Mapping[str, Any], start: int, size: int) -> dict[str, Entry]:
-    """Every tensor's place, proved to tile the rest of the file."""
+    """Parse every tensor's entry, and check that together they tile the rest of the file."""
     entries = {name: _entry(path, name, described, start) for name, described in header.items()}
     reached = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -275,10 +279,10 @@ class SafeSource(Source):
     """The tensors of one or several safetensors files."""
 
     def __init__(self, files: Iterable[SafeFile]) -> None:
-        """Join files.
+        """Join the files.
 
         Raises:
-            TwiceError: A name stands in two of them, with different values.
+            TwiceError: Two files have a tensor of the same name with different values.
         """
         self._files: dict[str, SafeFile] = {}
         for file in files:
@@ -307,7 +311,7 @@ class SafeSource(Source):
         return self._files[name].tensor(name)
 
     def views(self, name: str) -> Sequence[Tensor]:
-        """The view."""
+        """The view of the mapped file, as the only element."""
         return (self.read(name),)
 
     def by_windows(self) -> None:
@@ -316,7 +320,7 @@ class SafeSource(Source):
             file.windowed = True
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The file's descriptor, and the first byte."""
+        """The descriptor of the file that a view is in, and the view's first byte there."""
         found = (file.locate(tensor) for file in dict.fromkeys(self._files.values()))
         return next((place for place in found if place is not None), None)
 
@@ -326,7 +330,7 @@ class SafeSource(Source):
             self._files[name].prefetch(name)
 
     def release(self, names: Iterable[str]) -> None:
-        """Drop the pages."""
+        """Drop the tensors' pages."""
         for name in names:
             self._files[name].release(name)
 
@@ -340,18 +344,17 @@ class SafeSource(Source):
 
 
 def write_safe(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file, one tensor at a time: nothing is held twice.
+    """Write a file, one tensor at a time: no tensor is copied as a whole.
 
-    Tensors begin at multiples of 64 bytes as long as their sizes allow: those that take a multiple of 64
-    come first.
+    Tensors begin at multiples of 64 bytes where possible: those whose size is a multiple of 64 come first.
 
     Args:
-        path: Overwritten where it exists.
-        tensors: Of the dtypes of the format.
-        metadata: Strings.
+        path: Overwritten if it exists.
+        tensors: Tensors by name, in dtypes that the format has.
+        metadata: Strings by name.
 
     Raises:
-        WeightError: A dtype that the format does not have, or a byte order that is not the format's.
+        WeightError: The format lacks a dtype, or the machine is not little-endian as the format is.
         OSError: The file cannot be written.
     """
     if sys.byteorder != "little":

@@ -1,9 +1,9 @@
-"""Joins what tensor-parallel ranks wrote into whole tensors, when they are read.
+"""Joins the slices that tensor-parallel ranks wrote into whole tensors, when they are read.
 
-A slice's axis is found by shape: the one along which the slices add up to the model's tensor; a tensor that
-every rank has whole is taken from the first. A matrix that stacks several (q, k and v; gate and up) needs
-more than that: each slice has its own share of every part. Where the checkpoint bears a Megatron version, it
-decides how a fused q, k and v lies in a slice of n heads of d rows, which are brought to the model's order:
+The axis of a slice is found by shape: the one along which the slices add up to the model's tensor; a tensor
+that every rank has whole is taken from the first. In a matrix that stacks several (q, k and v; gate and up),
+each slice may have its own share of every part. Where the checkpoint states a Megatron version, that decides
+how q, k and v are fused in a slice of n heads of d rows, which are brought to the model's order:
 
     0     (3, n, d)    all q, all k, all v
     1.0   (n, d, 3)
@@ -29,13 +29,13 @@ __all__ = ["Fused", "Merged"]
 
 @dataclass(frozen=True)
 class Fused:
-    """How rows lie in a tensor of the model that stacks several.
+    """Row layout of a tensor of the model that stacks several matrices.
 
     Attributes:
-        parts: Rows of each part, in order: q, k, v, or gate, up.
-        heads: Heads, where it is q, k and v with as many heads each; 0 elsewhere.
-        together: The rows of a head lie together, so that slices are runs of rows.
-        axis: Of the rows.
+        parts: Number of rows of each part, in order: q, k, v, or gate, up.
+        heads: Number of heads, where the parts are q, k and v with equally many heads; 0 elsewhere.
+        together: The rows of q, k and v of each head are adjacent, so that slices are runs of rows.
+        axis: Axis of the rows.
     """
 
     parts: tuple[int, ...]
@@ -45,7 +45,7 @@ class Fused:
 
 
 class Merged(Source):
-    """The whole tensors of several ranks' slices."""
+    """The whole tensors, joined from several ranks' slices."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Merged(Source):
         *,
         version: float | None,
     ) -> None:
-        """Find every tensor's axis; nothing is read.
+        """Find every tensor's axis; no values are read.
 
         Args:
-            ranks: In order; every one has the same names.
-            shapes: Of the model's tensors by the names of the ranks; what is not there must be whole.
-            fused: The model's tensors that stack several.
-            version: Of Megatron's layout; None for the model's own.
+            ranks: Sources of the ranks, in order; all must have the same names.
+            shapes: Shapes of the model's tensors by the ranks' names; tensors not listed must be whole.
+            fused: The model's tensors that stack several matrices.
+            version: Version of Megatron's layout; None for the model's own layout.
 
         Raises:
             WeightError: A rank lacks a name, or slices do not add up to the model's shape.
@@ -93,7 +93,7 @@ class Merged(Source):
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, new where it was split."""
+        """Return the whole tensor; a new one where it was split."""
         axis = self._axes[name]
         if axis is None:
             return self._ranks[0].read(name)
@@ -108,17 +108,17 @@ class Merged(Source):
         return _stacked(parts, fused, self.place(name))
 
     def views(self, name: str) -> Sequence[Tensor]:
-        """Of every rank's slice."""
+        """Views of every rank's slice."""
         return [view for rank in self._ranks for view in rank.views(name)]
 
     def release(self, names: Iterable[str]) -> None:
-        """Let every rank drop them."""
+        """Let every rank's source release the tensors' memory."""
         for name in names:
             for rank in self._ranks:
                 rank.release([name])
 
     def place(self, name: str) -> str:
-        """Where the first rank has it."""
+        """Where the first rank's slice is stored, for messages."""
         return self._ranks[0].place(name)
 
     def __contains__(self, name: str) -> bool:
@@ -127,7 +127,7 @@ class Merged(Source):
 
 
 def _axis(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...] | None, place: str) -> int | None:
-    """The axis that slices add up along; None where each is whole."""
+    """The axis along which the slices add up to the whole; None where each slice is the whole tensor."""
     if whole is None or all(part == whole for part in parts):
         return None
     for axis in range(len(whole)):
@@ -144,7 +144,7 @@ def _axis(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...] | None, place
 
 
 def _stacked(parts: Sequence[Tensor], fused: Fused, place: str) -> Tensor:
-    """Slices that each have a share of every part, as the parts on top of each other."""
+    """Join slices that each hold a share of every part, so that the whole parts follow one another."""
     sizes = [size // len(parts) for size in fused.parts]
     if any(size % len(parts) for size in fused.parts):
         raise WeightError(
@@ -155,21 +155,21 @@ def _stacked(parts: Sequence[Tensor], fused: Fused, place: str) -> Tensor:
 
 
 def _ordered(parts: Sequence[Tensor], fused: Fused, version: float, place: str) -> Tensor:
-    """Slices of Megatron's fused q, k and v, joined in the model's order."""
+    """Join slices of Megatron's fused q, k and v in the model's row order."""
     heads = fused.heads
     if heads % len(parts):
         raise WeightError(f"{place}: {heads} heads were not split over {len(parts)} ranks evenly")
     n, d = heads // len(parts), fused.parts[0] // heads
-    found = []
+    reordered = []
     for part in parts:
         rows = part.movedim(fused.axis, 0)
         rest = rows.shape[1:]
         if version < 1.0:
-            found.append(rows.reshape(3, n, d, *rest).movedim(0, 1))
+            reordered.append(rows.reshape(3, n, d, *rest).movedim(0, 1))
         elif version < 2.0:
-            found.append(rows.reshape(n, d, 3, *rest).movedim(2, 1))
+            reordered.append(rows.reshape(n, d, 3, *rest).movedim(2, 1))
         else:
-            found.append(rows.reshape(n, 3, d, *rest))
-    whole = torch.cat(found)
+            reordered.append(rows.reshape(n, 3, d, *rest))
+    whole = torch.cat(reordered)
     whole = whole if fused.together else whole.movedim(1, 0)
     return whole.flatten(0, 2).movedim(0, fused.axis).contiguous()

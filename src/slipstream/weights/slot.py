@@ -1,7 +1,7 @@
-"""Memory that a model's weights are in, under the names that the model has for them, to be written anew.
+"""Slots: the memory that holds a model's weights, under the model's names, so that new values can be written.
 
-Nothing moves: whoever knows where a tensor lies (a captured graph, a native session, a view) goes on with the
-new values.
+Tensors keep their addresses, so everything that refers to them (a captured graph, a native session, a view)
+sees the new values.
 
 Shapes: I input width, O output width.
 """
@@ -51,10 +51,10 @@ class TensorSource(Source):
 
 
 class Slot(ABC):
-    """Memory that one or more of a model's tensors are in.
+    """Memory that holds one or more of a model's tensors.
 
     Attributes:
-        names: Of those tensors.
+        names: The model's names of those tensors.
     """
 
     names: tuple[str, ...]
@@ -62,30 +62,30 @@ class Slot(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is written to."""
+        """The tensors that `write` changes."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """What values are rounded to."""
+        """The dtype to which new values are converted."""
 
     @abstractmethod
     def read(self) -> dict[str, Tensor]:
-        """The values as the model names them: views, or new tensors."""
+        """Return the values by the model's names: views or new tensors."""
 
     @abstractmethod
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Put new values in.
+        """Write new values.
 
         Args:
             values: All of `names`, in the shapes of the model's own tensors, finite, in any floating dtype,
-                on any device; they must not lie in `tensors`, unless they are those.
+                on any device; they must not overlap `tensors` unless they are the same tensors.
         """
 
 
 @dataclass(frozen=True)
 class Own(Slot):
-    """A tensor that the model has as it is: a parameter, a buffer, or a view of a block's."""
+    """A tensor stored in the model's own layout: a parameter, a buffer, or a view of a block's tensor."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -110,8 +110,7 @@ class Own(Slot):
         if value.data_ptr() == self.tensor.data_ptr() and value.stride() == self.tensor.stride():
             return
         if self.tensor.dim() > 1 and not self.tensor.is_contiguous() and self.tensor.mT.is_contiguous():
-            # By rows: torch turns a matrix block by block where what it writes is contiguous, in a third
-            # of the time.
+            # Write to the contiguous side: torch then transposes block by block, in a third of the time.
             self.tensor.mT.copy_(value.mT)
         else:
             self.tensor.copy_(value)
@@ -119,7 +118,7 @@ class Own(Slot):
 
 @dataclass(frozen=True)
 class _Held(Slot):
-    """A `Weight` that stands for tensors of the model."""
+    """A `Weight` that holds tensors of the model in another layout."""
 
     names: tuple[str, ...]
     weight: Weight
@@ -137,7 +136,7 @@ class _Held(Slot):
 
 @dataclass(frozen=True)
 class Packed(_Held):
-    """A matrix outside of a block, packed: `(..., O, I)`, or stored by the model as `(..., I, O)`."""
+    """A packed matrix outside of a block, `(..., O, I)`; `transposed` if the model stores `(..., I, O)`."""
 
     format: Format
     transposed: bool
@@ -154,19 +153,19 @@ class Packed(_Held):
 
 
 _MOST_RUNS = 4
-"""Runs of rows up to which each is packed by itself: joining them first copies the matrix."""
+"""Up to this many runs of rows are packed one by one; joining them first would copy the matrix."""
 
 
 @dataclass(frozen=True)
 class Joined(_Held):
-    """A tensor of a block whose rows lie in another order than the model's, or that is packed.
+    """A tensor of a block that is packed, or whose rows are in another order than the model's.
 
     Attributes:
-        names: Of the model's tensors that it is made of.
-        weight: It; of a bias or a vector, the one plane.
-        pieces: Its rows, under the names that the recipe gives to `names`.
-        paths: The model's name of each of the recipe's.
-        format: How it is packed; None where it is not.
+        names: The model's names of the tensors that it is made of.
+        weight: The tensor; a bias or a vector is a plain weight of one plane.
+        pieces: The pieces of its rows, with the layer's own names of the tensors.
+        paths: The model's names by the layer's own names.
+        format: The format it is packed in; None for a plain tensor.
     """
 
     pieces: tuple[Piece, ...]
@@ -174,7 +173,7 @@ class Joined(_Held):
     format: Format | None
 
     def _has_runs(self) -> bool:
-        """Whether the planes are a few runs of rows, which can be packed one after the other."""
+        """Whether the matrix consists of a few runs of rows that can be packed one after the other."""
         rows = self.weight.shape[0]
         return (
             len(self.weight.shape) == 2
@@ -206,23 +205,23 @@ class Joined(_Held):
         axis = -1 if plane.dim() == 1 or self.pieces[0].bias else -2
         offset = 0
         for piece in self.pieces:
-            if piece.name:  # what has none is zero, and stays so
+            if piece.name:  # rows without a name are zero and stay zero
                 plane.narrow(axis, offset, piece.count).copy_(piece.of(source.read(piece.name)))
             offset += piece.count
 
 
 @dataclass(frozen=True)
 class Part(_Held):
-    """What one of several ranks has of tensors that the model has whole; values are those of the whole.
+    """One rank's part of the model's tensors; `write` takes the whole tensors.
 
     Attributes:
-        make: The rank's part, packed, of values by the model's names, in the dtype that is asked for.
+        make: Makes the rank's packed part from whole tensors by the model's names, in the slot's dtype.
     """
 
     make: Callable[[Mapping[str, Tensor]], Weight]
 
     def read(self) -> dict[str, Tensor]:
-        """Nothing is whole here.
+        """Refuse: a rank does not have whole tensors.
 
         Raises:
             UnsupportedError: Always.
@@ -234,7 +233,7 @@ class Part(_Held):
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """See `Slot.write`."""
-        if not self.weight.planes:  # what the first rank adds for all
+        if not self.weight.planes:  # a bias that only the first rank adds
             return
         place = self.weight.planes[0].device
         own = {name: values[name].to(place, self.dtype) for name in self.names}
@@ -260,13 +259,13 @@ def block_slots(
     paths: Mapping[str, str],
     format_named: Callable[[str], Format],
 ) -> Iterator[Slot]:
-    """What a block holds in another way than the model did; all else are views, which the model has itself.
+    """Yield a slot for each tensor of a block that is not made up of views, which the model itself lists.
 
     Args:
-        weights: The block's.
-        plans: How the layer's own tensors make them up.
-        paths: The model's name of each of the layer's tensors.
-        format_named: Gives the format by its name.
+        weights: The block's weights.
+        plans: Plans by which the block's tensors are made of the layer's own.
+        paths: The model's names by the layer's own names.
+        format_named: Returns a format by its name.
     """
     own = own_views(weights, plans)
     for plan, pieces, weight in _tensors(weights, plans):
@@ -285,7 +284,7 @@ def block_slots(
 def _maker(
     plan: Plan, pieces: Sequence[Piece], paths: Mapping[str, str], wanted: Format | None
 ) -> Callable[[Mapping[str, Tensor]], Weight]:
-    """How a rank's part of a block's matrix is made, or of a vector, which has no format."""
+    """Return the function that makes a rank's part of a block's matrix or vector (a vector has no format)."""
 
     def make(values: Mapping[str, Tensor]) -> Weight:
         source = TensorSource({name: values[path] for name, path in paths.items()})
@@ -299,7 +298,7 @@ def _maker(
 def _tensors(
     weights: BlockWeights, plans: Mapping[Role, Plan]
 ) -> Iterator[tuple[Plan, Sequence[Piece], Weight]]:
-    """Every tensor of a block with the pieces that it is made of; biases and vectors as plain ones."""
+    """Every tensor of a block with its plan and pieces; biases and vectors are wrapped as plain weights."""
     for role, matrix in weights.matrices.items():
         yield plans[role], plans[role].weight, matrix
         if matrix.bias is not None:
@@ -312,5 +311,5 @@ def _tensors(
 
 
 def plain(tensor: Tensor) -> Weight:
-    """A tensor as it is."""
+    """Wrap a tensor as a plain weight."""
     return Weight("plain", tuple(tensor.shape), (tensor,), lambda planes, *_: planes[0])

@@ -1,4 +1,4 @@
-"""Where weights come from: a lazy mapping from names to shapes and slices, for modules and files."""
+"""Sources of weights: lazy mappings from names to shapes and slices, for modules and files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["ModuleSource", "Source", "TwiceError", "same_values"]
 
 
 class TwiceError(WeightError):
-    """Two files of a checkpoint have a tensor of one name, and its values differ."""
+    """Two files of a checkpoint have a tensor of the same name with different values."""
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, in whichever dtypes of 16 bits and more; with NaN they are not."""
+    """Whether two tensors have equal values; dtypes may differ if both have at least 16 bits; NaN differs."""
     both = one.dtype
     if one.dtype != other.dtype:
         if min(one.dtype.itemsize, other.dtype.itemsize) < 2:
@@ -31,7 +31,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 class Source(ABC):
-    """Tensors by name, of which any slice can be had without reading the rest."""
+    """Tensors by name; any slice of one can be read without reading the rest."""
 
     @abstractmethod
     def names(self) -> Iterable[str]:
@@ -56,39 +56,39 @@ class Source(ABC):
     def part(
         self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
     ) -> Tensor | None:
-        """Some of a tensor that is made when it is read, made of no more than that.
+        """Return a part of a tensor that is assembled on reading, without assembling the rest of it.
 
         Args:
-            name: Of the tensor, a stack `(E, R, C)`.
-            rows: Runs of every expert's; None for all.
-            columns: Of every expert's; None for all.
-            experts: Which; None for all.
+            name: Name of the tensor, a stack `(E, R, C)`.
+            rows: Runs of rows of every expert; None for all.
+            columns: Columns of every expert; None for all.
+            experts: Experts; None for all.
 
         Returns:
-            A new tensor, or None where slices of what `read` returns are as good.
+            A new tensor, or None where slicing the result of `read` costs no more.
         """
         return None
 
     def packed(self, name: str, wanted: Format, pieces: Sequence[Any] = ()) -> Weight | None:
-        """A matrix in a packed format, if it lies so already; without a bias.
+        """Return a matrix that is stored in a packed format already, without its bias.
 
         Args:
-            name: Of the tensor; or `layer:role`.
-            wanted: The format to have it in.
-            pieces: Of a role, what its rows are (`recipe.Piece`, with the tensors' names in the source).
+            name: Name of a tensor, or `layer:role`.
+            wanted: The required format.
+            pieces: For a role, the pieces of its rows (`recipe.Piece`, with the names in the source).
 
         Returns:
-            The matrix `(..., O, I)` in canonical orientation, of any dtype to unpack to, or None where it has
-            to be packed from `read`.
+            The matrix `(..., O, I)` in canonical orientation, with any dtype to unpack to, or None where the
+            caller has to pack the result of `read`.
         """
         return None
 
     def stored(self, name: str) -> Tensor | None:
-        """What a tensor is stored as, to look for NaN and infinity; None where there can be none."""
+        """Return the stored values to check for NaN and infinity; None where they cannot hold any."""
         return self.read(name)
 
     def views(self, name: str) -> Sequence[Tensor]:
-        """Stored tensors that one is made of, as views of which nothing is read yet; () if there are none."""
+        """Return the stored tensors that a tensor is made of, as views not read yet; () if there are none."""
         return ()
 
     def is_packed(self, name: str) -> bool:
@@ -96,33 +96,34 @@ class Source(ABC):
         return False
 
     def home(self, name: str) -> str:
-        """A word that names of one model tensor share where the source has one value for them."""
+        """Return a key that is equal for tied names whose value the source stores once."""
         return ""
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same values; both are read, and let go of."""
+        """Whether two tensors have the same values; both are read and then released."""
         equal = same_values(self.read(one), self.read(other))
         self.release((one, other))
         return equal
 
     def by_windows(self) -> None:  # noqa: B027 - most sources are no mapped files
-        """From now on take no more address space than what has been read and is still held."""
+        """From now on map tensors one by one: only those that are in use take address space."""
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Where a contiguous view that was read by windows lies in a file: its descriptor, the first byte.
+        """Return the descriptor and first byte of the file range of a view that was mapped by itself.
 
-        None where it is no view of a file, or somebody may have written to it.
+        The view must be contiguous (see `by_windows`). None where it is not a view of a file, or where it may
+        have been written to.
         """
         return None
 
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - most sources have nothing to do
-        """Begin to bring tensors into memory that will be read soon."""
+        """Start to load tensors into memory that will be read soon."""
 
     def release(self, names: Iterable[str]) -> None:  # noqa: B027
-        """Let go of the memory of tensors that were read; they can be read again."""
+        """Release the memory of tensors that were read; they can be read again."""
 
     def place(self, name: str) -> str:
-        """Where a tensor lies, for messages."""
+        """Where a tensor is stored, for messages."""
         return name
 
     def __contains__(self, name: str) -> bool:
@@ -131,7 +132,7 @@ class Source(ABC):
 
 
 class ModuleSource(Source):
-    """The parameters of a live module by their paths, and for who asks by name its buffers of floats."""
+    """The parameters of a live module by their paths; floating-point buffers can be read by name as well."""
 
     def __init__(self, module: nn.Module) -> None:
         """Take the tensors as they are now; nothing is copied."""
@@ -140,7 +141,7 @@ class ModuleSource(Source):
         self._names, self._tensors = tuple(own), floats | own
 
     def names(self) -> Iterable[str]:
-        """Every parameter's path: buffers carry weights in few layers, whose families name them."""
+        """Every parameter's path; the families of the few layers with weights in buffers name those."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""diffusers' models: attention, feed-forwards and convolutions of images."""
+"""Optimizations for diffusers' models: attention, feed-forwards, convolutions and memory layout of images."""

@@ -1,13 +1,13 @@
-"""diffusers' models: attention by the bound op, whatever else a processor does, and convolutions by channel.
+"""diffusers' models: attention runs the bound op inside any processor, and convolutions are channels-last.
 
-UNets, autoencoders and transformer denoisers (SD3, Flux, PixArt) each have processors of their own around one
-and the same call, `scaled_dot_product_attention`. So the processors stay: while an attention module's forward
-runs, that call goes to the engine's op. The module stays the object it was, of a subclass of its class; a
-processor that is set later, an IP adapter say, is served alike.
+UNets, autoencoders and transformer denoisers (SD3, Flux, PixArt) have different attention processors, which
+all call `scaled_dot_product_attention`. So the processors stay: while an attention module's forward runs,
+that call goes to the engine's op. The module keeps its identity, and its class becomes a subclass; a
+processor that is set later, such as an IP adapter's, is served as well.
 
 Weights of convolutions are laid out with the channels last, which their outputs follow: the library behind
-them reorders less (on a Zen 5 in bfloat16 most take 0.63 to 0.85 of the time), and tokens are a view of one
-such image. Transformers within a UNet answer with such images, too (`model/diffusion/channels_last.py`).
+them reorders less (on a Zen 5 in bfloat16 most take 0.63 to 0.85 of the time), and tokens are a view of such
+an image. Transformers within a UNet return such images, too (`model/diffusion/channels_last.py`).
 
 Shapes: B batch, H heads, K kv heads, S queries, L keys, D head dim.
 """
@@ -40,21 +40,21 @@ log = logging.getLogger(__name__)
 
 _STATE = "_slipstream_attend"
 _DIMS = (40, 64)
-"""Head dims that the op is proved on: of Stable Diffusion's first level, and of most others."""
+"""Head dims with which the op is checked: that of Stable Diffusion's first level, and a common one."""
 
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """Modules whose attention runs the op.
+    """The changes to a diffusers model.
 
     Attributes:
-        names: Of the modules; none where torch's own attention stays.
-        op: What they run.
+        names: Modules whose attention runs the op; empty where torch's own attention stays.
+        op: The attention op.
         convolutions: Modules whose weights are laid out with the channels last.
-        wide: Those of them that multiply windows where an image is small.
-        feeds: Feed-forwards that run otherwise, or None.
-        images: Transformers whose answers keep their channels last.
-        max_error: Of the op, beside torch's.
+        wide: Convolutions among them that multiply windows where an image is small.
+        feeds: Changes to feed-forwards, or None.
+        images: Transformers whose outputs keep their channels last.
+        max_error: Largest error of the op compared with torch's attention.
     """
 
     names: tuple[str, ...]
@@ -67,17 +67,17 @@ class AttendPlan:
 
     @property
     def changes(self) -> bool:
-        """Whether anything of the model runs otherwise."""
+        """Whether the plan changes anything in the model."""
         return bool(
             self.names or self.convolutions or self.images or (self.feeds is not None and self.feeds.notes)
         )
 
 
 def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
-    """Find diffusers' attention modules, and prove the op against torch's; the model is only read.
+    """Plan the changes to a diffusers model and check the op against torch's; the model is only read.
 
     Returns:
-        None for a model without parts of diffusers.
+        The plan, or None for a model without diffusers modules.
     """
     if not any(is_of_diffusers(module) for module in model.modules()):
         return None
@@ -100,7 +100,7 @@ def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
 def with_attention(
     parts: Mapping[str, Part], layers: Sequence[Found], plan: AttendPlan | None
 ) -> dict[str, Part]:
-    """The parts of layers, by layer name, and with them the attention that a plan swaps."""
+    """Return the parts of layers, by layer name, with the attention modules of a plan added."""
     merged = dict(parts)
     for found in layers if plan is not None and plan.names else ():
         assert plan is not None
@@ -115,7 +115,7 @@ def with_attention(
 
 
 def _has_processor(module: nn.Module) -> bool:
-    """Whether a module is one of diffusers' attentions: they all hand over to a processor."""
+    """Whether a module is one of diffusers' attentions, which all delegate to a processor."""
     return is_of_diffusers(module) and hasattr(module, "set_processor") and hasattr(module, "processor")
 
 
@@ -132,7 +132,7 @@ def _disagreement(run: Callable[..., Tensor], settings: Settings, dim: int, keys
 
 
 def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
-    """Put the op in, and turn the convolutions, in place; nothing is left that could refuse.
+    """Apply a plan in place; no step can fail any more.
 
     Returns:
         Notes for the report.
@@ -168,7 +168,7 @@ def attends(module: nn.Module) -> bool:
 
 @functools.cache
 def _attending_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of an attention's class, within whose forward torch's attention is the op."""
+    """Make a subclass of an attention's class in whose forward torch's attention is replaced by the op."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.training:
@@ -181,7 +181,7 @@ def _attending_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Attend(TorchFunctionMode):
-    """Within it, in this thread, attention that the op computes as torch does is the op's."""
+    """Mode in which this thread's calls of torch's attention run the op, where the op supports them."""
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -190,10 +190,10 @@ class _Attend(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Hand on everything else as it is."""
+        """Run the op for supported attention, skip divisions by 1, and pass on all other functions."""
         kwargs = kwargs or {}
         if func in _DIVISIONS and len(args) == 2 and _is_one(args[1]) and args[0].is_floating_point():
-            return args[0]  # by a module's `rescale_output_factor`: a copy of an image's tokens
+            return args[0]  # division by a `rescale_output_factor` of 1, which would copy an image's tokens
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -221,7 +221,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _is_served(given: Mapping[str, Any]) -> bool:
-    """Whether the op says what torch would: four dimensions, one dtype, no dropout, no gradient."""
+    """Whether the op computes the same as torch: four dimensions, one dtype, no dropout, no gradient."""
     q, k, v, mask = (given.get(name) for name in _ARGUMENTS[:4])
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
@@ -235,5 +235,5 @@ def _is_served(given: Mapping[str, Any]) -> bool:
         return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
-    # A mask of booleans may hide a whole row, for which torch has an answer and the op none.
+    # A boolean mask may hide a whole row, for which torch's result is defined and the op's is not.
     return mask is None or (isinstance(mask, Tensor) and mask.dim() == 4 and mask.is_floating_point())

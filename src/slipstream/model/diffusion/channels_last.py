@@ -1,9 +1,9 @@
-"""diffusers' transformers of an image: what they answer keeps its channels last, as convolutions made it.
+"""Makes the image transformers of diffusers return channels-last images, as convolutions produce them.
 
-Stable Diffusion's transformers take an image apart into tokens, which is a view where the channels are last,
-and put the tokens together again by copying them to channels first; from there on every layer of a UNet
-reorders what it is handed. Without that copy a step of Stable Diffusion 1.5 takes 0.95 of the time on a
-Zen 4 in bfloat16. Numbers are the same, in another order in memory.
+Stable Diffusion's transformers split an image into tokens, which is a view if the channels are last, and
+reassemble the tokens by a copy to channels first; from there on, every layer of a UNet reorders its input.
+Without that copy a step of Stable Diffusion 1.5 takes 0.95 of the time on a Zen 4 in bfloat16. The values are
+the same, in another order in memory.
 
 Shapes: B batch, C channels, H height, W width, D inner.
 """
@@ -32,7 +32,7 @@ def is_of_diffusers(module: nn.Module) -> bool:
 
 
 def image_transformers(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that put tokens together to an image as is known, shown on a small one."""
+    """Names of modules that reassemble an image in the known way, verified on a small image."""
     return tuple(
         name for name, module in model.named_modules() if _is_known(module) and _answers_alike(module)
     )
@@ -48,7 +48,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _answers_alike(module: nn.Module) -> bool:
-    """Whether both roads answer the same for random tokens of a 2 x 3 image; the module is only read."""
+    """Whether both implementations agree for random tokens of a 2 x 3 image; the module is only read."""
     project = module.get_submodule("proj_out")
     weight = project.get_parameter("weight")
     if weight.is_meta or not weight.is_floating_point():
@@ -69,13 +69,13 @@ def _answers_alike(module: nn.Module) -> bool:
 
 
 def keep_channels_last(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Let modules run so, in place; each stays the object it was, of a subclass of its class."""
+    """Make the modules return channels-last images, in place; the class of each becomes a subclass."""
     become(model, names, _STATE, _turned_class)
 
 
 @functools.cache
 def _turned_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a transformer's class that does not copy its image."""
+    """Make a subclass of a transformer's class that does not copy its image to channels first."""
     theirs = getattr(original, _METHOD)
 
     def put_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def _put_together(
     width: int,
     inner_dim: int,
 ) -> Tensor:
-    """The image, channels last, of tokens `(B, H * W, D)` and what they are added to, `(B, C, H, W)`."""
+    """Reassemble tokens `(B, H * W, D)` to a channels-last image, plus the residual `(B, C, H, W)`."""
     project, upon_tokens = module.get_submodule("proj_out"), bool(module.use_linear_projection)
     if upon_tokens:
         hidden_states = project(hidden_states)

@@ -1,11 +1,11 @@
-"""Convolutions of many channels over small images, as products of the image's windows with the weight.
+"""Runs convolutions of many channels over small images as products of the image's windows with the weight.
 
-The library behind torch brings a weight into a layout of its own in every call. For an image of 8 x 8 that is
-more than the product: 29 million weights of Stable Diffusion's innermost blocks take 63 ms for 32 ms of
-products. With its channels last a weight is the matrix of a linear as it lies, and the windows of so small an
-image are soon copied: 0.4 to 0.94 of the time on a Zen 4, in bfloat16 and float32.
+The library behind torch reorders a weight into its own layout in every call. For an image of 8 x 8 that takes
+longer than the product: 29 million weights of Stable Diffusion's innermost blocks take 63 ms for 32 ms of
+products. A channels-last weight is the matrix of a linear without any copy, and the windows of so small an
+image are cheap to copy: 0.4 to 0.94 of the time on a Zen 4, in bfloat16 and float32.
 
-Shapes: B batch, C channels, O channels of the answer, H height, W width.
+Shapes: B batch, C channels, O output channels, H height, W width.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ __all__ = ["multiply_windows", "wide_convolutions"]
 
 _STATE = "_slipstream_windows"
 _LEAST_CHANNELS, _MOST_PIXELS = 1024, 512
-"""With 1280 to 1536 channels it pays at 128 pixels, with 1920 and 2560 at 512, with none at 1024. Measured
-with 64 to 2048 pixels and 512 to 2560 channels, windows of 3 x 3; a line is drawn between those."""
+"""Products are faster at 128 pixels with 1280 to 1536 channels, at 512 pixels with 1920 and 2560 channels,
+and never at 1024 pixels. Measured with 64 to 2048 pixels and 512 to 2560 channels, windows of 3 x 3; `_pays`
+uses a linear bound between these."""
 
 
 def wide_convolutions(model: nn.Module) -> tuple[str, ...]:
-    """Names of the convolutions of 3 x 3 that have enough channels, and nothing that a product has not."""
+    """Names of plain 3 x 3 convolutions (no stride, dilation or groups) that have enough channels."""
     return tuple(name for name, module in model.named_modules() if _is_wide(module))
 
 
@@ -45,7 +46,7 @@ def _is_wide(module: nn.Module) -> bool:
 
 
 def multiply_windows(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Let convolutions run so where an image is small, in place; each is of a subclass of its class."""
+    """Make convolutions multiply windows where an image is small, in place; each class becomes a subclass."""
     become(model, names, _STATE, _windows_class)
 
 
@@ -65,7 +66,7 @@ def _windows_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product is faster than the convolution, and as right."""
+    """Whether a product is faster than the convolution, and applicable."""
     if x.dim() != 4 or x.device.type != "cpu" or x.dtype != weight.dtype or x.shape[1] != weight.shape[1]:
         return False
     pixels = x.shape[0] * x.shape[2] * x.shape[3]
@@ -74,7 +75,7 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
 
 
 def _windows(x: Tensor) -> Tensor:
-    """The 3 x 3 pixels around each pixel of `(B, C, H, W)`, zeros beyond its edges: `(B * H * W, 9 * C)`."""
+    """The 3 x 3 window around each pixel of `(B, C, H, W)`, zero-padded: `(B * H * W, 9 * C)`."""
     batch, channels, height, width = x.shape
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
     image, row, pixel, one = padded.stride()

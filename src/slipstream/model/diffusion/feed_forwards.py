@@ -1,9 +1,9 @@
-"""diffusers' feed-forwards: all of one in a single call, or some tokens at a time.
+"""Runs diffusers' feed-forwards in a single call each, or on slices of the tokens.
 
-A feed-forward of Stable Diffusion's first level makes 42 MB out of an image's tokens, which are written to
-memory, bent, multiplied and read back. Those whose activation the bound op knows run that, once it was shown
-that both answer the same. Of others each token is computed by itself, so the module's own code, whatever its
-activation, runs on slices of them, and what is between its matrices stays in the cache; on a Zen 5 in
+A feed-forward of Stable Diffusion's first level makes 42 MB of intermediate values from an image's tokens,
+which go through memory several times. Those whose activation the bound op supports run that op, after a check
+that both give the same output. Others treat each token independently, so the module's own code, whatever its
+activation, runs on slices of the tokens, and the intermediate values stay in the cache; on a Zen 5 in
 bfloat16 that takes 0.6 of the time.
 
 Shapes: T tokens of a batch, C hidden.
@@ -28,10 +28,10 @@ from slipstream.ops.bind import Bound
 __all__ = ["FeedPlan", "plan_feeds", "swap_feeds"]
 
 _ROWS = 512
-"""Tokens of a slice: enough for the products to run at their full rate."""
+"""Tokens per slice: enough for the products to run at their full rate."""
 
 _LEAST_ROWS = 64
-"""Fewer tokens run the module's own code."""
+"""With fewer tokens, the module's own code runs."""
 
 _STATE = "_slipstream_feed"
 _MODELS = "diffusers.models"
@@ -40,7 +40,7 @@ _BENDS = f"{_MODELS}.activations"
 
 @dataclass(frozen=True)
 class _Form:
-    """What the op is told of an activation; see `ops.feed`."""
+    """An activation as the op takes it; see `ops.feed`."""
 
     name: str
     gated: bool = False
@@ -55,17 +55,17 @@ _FORMS: Mapping[str, Callable[[Any], _Form]] = MappingProxyType(
         "SwiGLU": lambda _: _Form("silu", gated=True),
     }
 )
-"""By the name of diffusers' class; of those that are gated, the gate is the second half."""
+"""Activations by the name of diffusers' class; in gated ones, the gate is the second half."""
 
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """Feed-forwards that run otherwise.
+    """The changes to feed-forwards.
 
     Attributes:
-        op: What those in `whole` run.
-        whole: Their names.
-        sliced: Of those that run their own code on slices of their tokens.
+        op: The op that runs those in `whole`.
+        whole: Names of feed-forwards that run the op.
+        sliced: Names of feed-forwards that run their own code on slices of the tokens.
     """
 
     op: Bound
@@ -74,7 +74,7 @@ class FeedPlan:
 
     @property
     def notes(self) -> list[str]:
-        """What the report says."""
+        """Notes for the report."""
         notes = [f"{len(self.whole)} feed-forwards run {self.op.name} as a whole"] if self.whole else []
         if self.sliced:
             notes.append(f"{len(self.sliced)} feed-forwards run on slices of an image's tokens")
@@ -82,12 +82,12 @@ class FeedPlan:
 
 
 def plan_feeds(model: nn.Module, op: Bound, *, alone: bool = True) -> FeedPlan:
-    """Find diffusers' feed-forwards whose every part treats each token by itself; the model is only read.
+    """Find diffusers' feed-forwards that treat each token independently; the model is only read.
 
     Args:
-        model: Has its values.
+        model: A model that has its values.
         op: The bound `ops.feed`.
-        alone: No ranks share its linears, which meet within one.
+        alone: Whether no other ranks share its linears; those would have to communicate within the op.
     """
     names = [name for name, module in model.named_modules() if _is_by_token(module)]
     may = alone and op.name != "reference"
@@ -96,7 +96,7 @@ def plan_feeds(model: nn.Module, op: Bound, *, alone: bool = True) -> FeedPlan:
 
 
 def swap_feeds(model: nn.Module, plan: FeedPlan) -> None:
-    """Let modules run so, in place; each stays the object it was, of a subclass of its class."""
+    """Apply a plan in place; the class of each module becomes a subclass."""
     become(model, plan.whole, _STATE, functools.partial(_whole_class, run=plan.op.run))
     become(model, plan.sliced, _STATE, _sliced_class)
 
@@ -110,7 +110,7 @@ def _is_by_token(module: nn.Module) -> bool:
 
 
 def _parts(net: Any) -> tuple[nn.Module, nn.Linear, _Form] | None:
-    """What bends, with its own linear, and the last linear, as far as the op knows what they do."""
+    """The activation module (with the first linear), last linear, and the op's form; None if unsupported."""
     bend, *others = (part for part in net if not isinstance(part, nn.Dropout))
     if type(bend).__module__ != _BENDS or type(bend).__name__ not in _FORMS or len(others) != 1:
         return None
@@ -121,7 +121,7 @@ def _parts(net: Any) -> tuple[nn.Module, nn.Linear, _Form] | None:
 
 
 def _whole(run: Callable[..., Tensor], net: Any, rows: Tensor) -> Tensor | None:
-    """The answer of the op to rows `(T, C)`, or None where somebody put other parts in."""
+    """Run the op on rows `(T, C)`; None where the module's parts were replaced by unsupported ones."""
     if (parts := _parts(net)) is None:
         return None
     bend, last, form = parts
@@ -131,7 +131,7 @@ def _whole(run: Callable[..., Tensor], net: Any, rows: Tensor) -> Tensor | None:
 
 
 def _answers_alike(module: nn.Module, run: Callable[..., Tensor]) -> bool:
-    """Whether the op answers the same for random tokens; the module is only read."""
+    """Whether op and module agree for random tokens; the module is only read."""
     net: Any = module.get_submodule("net")
     if (parts := _parts(net)) is None or _is_watched(module):
         return False
@@ -154,7 +154,7 @@ def _answers_alike(module: nn.Module, run: Callable[..., Tensor]) -> bool:
 
 @functools.cache
 def _whole_class(original: type[nn.Module], run: Callable[..., Tensor]) -> type[nn.Module]:
-    """A subclass of a feed-forward's class that runs the op where nobody could tell."""
+    """Make a subclass of a feed-forward's class that runs the op where that is not observable."""
 
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and _is_free(self, hidden_states, _LEAST_ROWS):
@@ -169,7 +169,7 @@ def _whole_class(original: type[nn.Module], run: Callable[..., Tensor]) -> type[
 
 @functools.cache
 def _sliced_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a feed-forward's class that runs slice by slice where nobody could tell."""
+    """Make a subclass of a feed-forward's class that runs on slices where that is not observable."""
 
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not _is_free(self, hidden_states, 2 * _ROWS):
@@ -187,7 +187,7 @@ def _sliced_class(original: type[nn.Module]) -> type[nn.Module]:
             if last is None:
                 into.copy_(part)
             else:
-                torch.addmm(last.bias, part, last.weight.t(), out=into)  # what `F.linear` is, without a copy
+                torch.addmm(last.bias, part, last.weight.t(), out=into)  # `F.linear` without a copy
         assert out is not None
         return out.view(*hidden_states.shape[:-1], out.shape[-1])
 
@@ -196,12 +196,12 @@ def _sliced_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_plain_linear(part: nn.Module) -> bool:
-    """Whether a part is torch's linear with a bias, whose product can be written where it belongs."""
+    """Whether a part is torch's linear with a bias, whose product can be written into the output directly."""
     return type(part) is nn.Linear and part.bias is not None and "forward" not in vars(part)
 
 
 def _is_free(module: nn.Module, x: Any, least_rows: int) -> bool:
-    """Whether nobody could tell: no gradients, and no hook within that would see slices or nothing."""
+    """Whether the difference is not observable: no gradients, and no hooks on parts that would see slices."""
     if module.training or not is_plain(module, x) or x.device.type != "cpu" or x.dim() < 2:
         return False
     return x.numel() >= least_rows * x.shape[-1] and not _is_watched(module)

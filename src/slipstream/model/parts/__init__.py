@@ -1,1 +1,1 @@
-"""Level `module`: parts of layers that no family knows, recognised by what they compute."""
+"""Injection level `module`: parts of layers that no family knows, recognised by what they compute."""

@@ -1,8 +1,9 @@
-"""Within a module's forward, attention is the bound op: torch's own, and what its code writes out.
+"""Runs the bound op for attention within a module's forward, whether by torch's function or written out.
 
-A mode of torch hands every function call of one forward to this file. `scaled_dot_product_attention` goes to
-the op; a product of queries and keys becomes `Scores`, which wait for the values. The first call of each sort
-is made both ways, upon the same tensors: where the two disagree, the module runs its own code from then on.
+A torch function mode intercepts every function call of a forward. `scaled_dot_product_attention` runs the op;
+a product of queries and keys becomes `Scores`, which are deferred until they are multiplied with the values.
+The first call of each sort is computed both ways on the same tensors: if the two disagree, the module runs
+its own code from then on.
 
 Shapes: B batch, H heads, K kv heads, S queries, L keys, D head dim.
 """
@@ -35,31 +36,33 @@ _WORK = {
     torch.bfloat16: (2**24, 2**26, 2**20),
     torch.float16: (2**24, 2**26, 2**20),
 }
-"""`B * H * S * L * D` from which the op beats torch's attention, what is written out, and either for one
-query. Alone it takes from 0.1 to 0.5 of their time at a tenth of these sizes. But where torch's threads still
-spin after a product of theirs, the op's wait: 0.25 ms on two cores, which have to be saved first."""
+"""Minimum `B * H * S * L * D` at which the op beats torch's attention, written-out attention, and either of
+them for one query. By itself the op takes 0.1 to 0.5 of their time at a tenth of these sizes. But while
+torch's threads still spin after a product of theirs, the op's threads wait: 0.25 ms on two cores, which the
+op has to save first."""
 
 _ENTRIES = {torch.float32: (2**16, 2**13), torch.bfloat16: (2**16, 2**12), torch.float16: (2**16, 2**12)}
-"""Numbers of a module's input, of several tokens and of one, from which its functions are listened to, at
-1 us each."""
+"""Minimum number of elements in a module's input, for several tokens and for one, at which its function calls
+are intercepted; that costs 1 us per call."""
 
 _MOST_PROVED = 2**26
-"""Scores of a call that may be made both ways: they are written out in float32."""
+"""Maximum number of scores for computing a call both ways, since that writes them out in float32."""
 
 _RIGHT = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
-"""How far the original may be from float32, of the size of its answer, to count as the same thing."""
+"""Maximum error of the original compared with float32, relative to the output's size, for the op to count as
+computing the same thing."""
 
 
 @dataclass
 class Attends:
-    """What a module's attention runs, and what is known of that.
+    """The op that a module's attention runs, and the state of its proof.
 
     Attributes:
         run: An implementation of `ops.attention`.
-        always: Whatever the size of a call: while it is proved.
-        proved: Sorts of calls that were made both ways.
-        refused: Why the module runs its own code after all; empty while it does not.
-        served: Calls that the op served.
+        always: Use the op for calls of any size, as during the proof.
+        proved: Sorts of calls that were computed both ways and agreed.
+        refused: Why the module runs its own code after all; empty as long as it does not.
+        served: Number of calls that the op computed.
     """
 
     run: Callable[..., Tensor]
@@ -69,7 +72,7 @@ class Attends:
     served: int = 0
 
     def is_worth(self, q: Tensor, keys: int, *, written_out: bool) -> bool:
-        """Whether the op is to be asked at all."""
+        """Whether a call is large enough for the op."""
         if q.dtype not in _WORK:
             return False
         least = _WORK[q.dtype][2 if q.shape[2] == 1 else written_out]
@@ -77,7 +80,7 @@ class Attends:
 
 
 class Attending(TorchFunctionMode):
-    """Within it, in this thread, what attends does so by the op."""
+    """Mode in which attention of this thread runs the op."""
 
     def __init__(self, attends: Attends) -> None:
         super().__init__()
@@ -85,7 +88,7 @@ class Attending(TorchFunctionMode):
         self._waiting: list[weakref.ref[Scores]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Serve what attends; hand on everything else as it is."""
+        """Run attention by the op; pass on all other functions unchanged."""
         read = _PRODUCTS.get(func)
         if read is not None and not kwargs:
             found = read(*args)
@@ -101,14 +104,14 @@ class Attending(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def settle(self) -> None:
-        """Make the tensors that somebody still holds scores in place of; call it when the forward is over."""
+        """Compute the tensors of all scores that are still referenced; call it when the forward is over."""
         for held in self._waiting:
             scores = held()
             if scores is not None:
                 real(scores)
 
     def noted(self, pending: Pending | None) -> None:
-        """Called for each call that the op serves; None for torch's own attention."""
+        """Count a call that the op computed; `pending` is None for a call of torch's own attention."""
         self.attends.served += 1
 
     def _wait(self, product: Callable[[], Tensor], q: Tensor, k: Tensor, shape: Sequence[int]) -> Any:
@@ -121,7 +124,7 @@ class Attending(TorchFunctionMode):
         return scores
 
     def _attend(self, pending: Pending, v: Tensor) -> Tensor | None:
-        """`softmax(scores) v`; None for what the op does not compute."""
+        """Return `softmax(scores) v`, or None where the op does not support it."""
         attends, q, k = self.attends, pending.q, pending.k
         if attends.refused or v.shape != k.shape or v.dtype != q.dtype or _learns(v):
             return None
@@ -138,7 +141,7 @@ class Attending(TorchFunctionMode):
         return out
 
     def _serve(self, given: Mapping[str, Any]) -> Tensor | None:
-        """Serve torch's own attention; None for what the op does not compute as torch does."""
+        """Compute a call of torch's own attention; None where the op would not give torch's result."""
         attends = self.attends
         taken = _taken(given)
         if attends.refused or taken is None:
@@ -164,7 +167,7 @@ class Attending(TorchFunctionMode):
         if out is None:
             return None
         self.noted(None)
-        laid = torch.empty_like(q)  # as torch lays out its own, which views of it rely on
+        laid = torch.empty_like(q)  # torch's result has these strides, and later views rely on them
         out = out if laid.stride() == out.stride() else laid.copy_(out)
         return out if given["query"].dim() == 4 else out[0]
 
@@ -178,12 +181,15 @@ class Attending(TorchFunctionMode):
         own: Callable[[], Tensor] | None,
         blind: Tensor | None = None,
     ) -> Tensor | None:
-        """The op's answer `(B, H, S, D)`, compared with the original's where there is that; or None."""
+        """Return the op's output `(B, H, S, D)`, compared with that of `own` if given.
+
+        None if the two disagree, or if the call is too large to be computed both ways.
+        """
         if own is not None and q.numel() // q.shape[3] * k.shape[2] > _MOST_PROVED:
             return None
         out = self.attends.run(q, k, v, **given).transpose(1, 2)
         if blind is not None:
-            out = out.masked_fill(blind, 0)  # torch's answer of queries that see nothing
+            out = out.masked_fill(blind, 0)  # torch's result for queries that attend to no key
         if own is None:
             return out
         theirs = own()
@@ -198,7 +204,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _taken(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """q, k, v and mask in four dimensions, where the op says what torch would."""
+    """q, k, v and mask in four dimensions; None where the op would not compute the same as torch."""
     given = {"is_causal": False, **given}
     q, k, v, mask = (cast(Any, given.get(name)) for name in _ARGUMENTS[:4])
     if not (_is_plain(q) and _is_plain(k) and _is_plain(v)) or given.get("dropout_p", 0.0):
@@ -239,7 +245,7 @@ def _sort_of(mask: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _product(q: Any, k: Any) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
-    """`(..., S, D) @ (..., D, L)` as queries, keys and the product's shape."""
+    """Read `(..., S, D) @ (..., D, L)` as queries, keys and the product's shape; None if it cannot be."""
     if not (_is_plain(q) and _is_plain(k)) or not 3 <= q.dim() == k.dim() <= 4 or q.shape[-1] != k.shape[-2]:
         return None
     shape: tuple[int, ...] = (*q.shape[:-1], k.shape[-1])
@@ -251,7 +257,7 @@ def _product(q: Any, k: Any) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
 
 
 def _by_letters(equation: Any, *operands: Any) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
-    """`...sd, ...ld -> ...sl`, with the dimensions of queries and keys in any order."""
+    """As `_product`, for an einsum `...sd, ...ld -> ...sl` with the dims of queries and keys in any order."""
     letters = letters_of(equation)
     if letters is None or len(operands) != 2 or not all(_is_plain(t) for t in operands):
         return None
@@ -276,13 +282,13 @@ _PRODUCTS: Mapping[Any, Callable[..., tuple[Tensor, Tensor, tuple[int, ...]] | N
 
 
 def _written_out(pending: Pending, v: Tensor) -> Tensor:
-    """What the original computes, by its own calls."""
+    """Compute the original's result by its own calls."""
     weights = pending.real()
     return weights.reshape(*pending.q.shape[:3], pending.k.shape[2]) @ v
 
 
 def _exactly(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], blind: Tensor | None) -> Tensor:
-    """The same in float32, with the scores written out."""
+    """Compute attention in float32, with the scores written out."""
     mask = given["mask"]
     if given["causal"]:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
@@ -292,25 +298,25 @@ def _exactly(q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], blind: T
 
 
 def _agree(theirs: Tensor, ours: Tensor, exact: Callable[[], Tensor]) -> bool:
-    """Whether two answers differ by rounding alone; in 16 bits the original's own counts."""
+    """Whether two outputs differ by rounding alone, or the op's is about as near to float32."""
     if disagreement(theirs, ours) is not None:
         return True
     if theirs.dtype != ours.dtype or theirs.shape != ours.shape:
         return False
     truth = exact()
     size = float(truth.square().mean().sqrt())
-    off, own = (float((t.float() - truth).square().mean().sqrt()) for t in (theirs, ours))
-    return off <= _RIGHT[ours.dtype] * size and own <= max(1.5 * off, 1e-5 * size)  # which NaN is not
+    error, ours_off = (float((t.float() - truth).square().mean().sqrt()) for t in (theirs, ours))
+    return error <= _RIGHT[ours.dtype] * size and ours_off <= max(1.5 * error, 1e-5 * size)  # False for NaN
 
 
 def let_attend(module: nn.Module, attends: Attends) -> None:
-    """Let the attention within a module's forward be the op's; it stays the object it was."""
+    """Make the attention within a module's forward run the op; the module's class becomes a subclass."""
     module.__dict__[_STATE] = attends
     module.__class__ = _attending_class(type(module))  # type: ignore[arg-type]
 
 
 def is_attending(module: nn.Module) -> bool:
-    """Whether the attention within a module's forward is a bound op's."""
+    """Whether the attention within a module's forward runs a bound op."""
     return _STATE in module.__dict__
 
 
@@ -331,7 +337,7 @@ def _attending_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_worth_it(attends: Attends, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is of a size at which the op gains, and stands for its values alone."""
+    """Whether a call is large enough to gain, and is not traced, compiled or under autocast."""
     x = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
     if x is None or x.device.type != "cpu" or x.dtype not in _ENTRIES:
         return False

@@ -1,10 +1,10 @@
 """Recognises attention in layers that no family fuses by what they compute, and proves the op in its place.
 
-A copy of the layer runs on recorded calls while every function it calls is listened to
-(`attention_calls.py`). The innermost module within which scores are made, become a softmax and multiply
-values is the one whose attention is swapped; where it hands its weights on, the one around it that does not.
-The layer must then answer as it did, on calls as its model makes them: with padding, upon a cache, or by
-itself where the model cannot be run.
+A copy of the layer runs on recorded calls while every function it calls is intercepted
+(`attention_calls.py`). Attention is swapped in the innermost module that contains the product of queries and
+keys, the softmax and the product with values; if that module returns its attention weights, in the innermost
+module around it that does not. The layer must then give the same output for calls as its model makes them,
+with padding and with a cache, or for a made-up call if the model cannot be run.
 
 Shapes: B batch, S tokens, C hidden.
 """
@@ -53,13 +53,13 @@ _NAMED = ("attention", "attn")
 
 @dataclass
 class _Heard:
-    """What was seen of a layer while it ran.
+    """Observations from a layer's run.
 
     Attributes:
         stack: Paths of the modules that are running, outermost first.
-        served: Stacks at which attention was the op's.
-        leaks: Modules that handed scores on.
-        missed: A softmax was taken that the op does not compute.
+        served: The stack at each attention that the op computed.
+        leaks: Modules that returned scores or attention weights.
+        missed: There was a softmax or an attention that the op did not compute.
     """
 
     stack: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Heard:
 
 
 class _Listening(Attending):
-    """Notes where attention happens."""
+    """Mode that records where attention happens."""
 
     def __init__(self, attends: Attends, heard: _Heard) -> None:
         super().__init__(attends)
@@ -96,12 +96,12 @@ class _Listening(Attending):
 
 
 def calls_of(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict[str, list[RecordedCall]]:
-    """Calls of the first layer of each kind, as its model makes them, or by itself.
+    """Record calls of the first layer of each kind, as its model makes them, or make one up.
 
     Args:
         model: In eval mode; it is left as it was.
-        layers: One per kind.
-        settings: Lends values.
+        layers: One layer per kind.
+        settings: Provides layers with their values.
     """
     calls: dict[str, list[RecordedCall]] = {}
     for root in sorted({found.root for found in layers}):
@@ -125,7 +125,7 @@ def calls_of(model: nn.Module, layers: Sequence[Found], settings: Settings) -> d
 
 
 def _width(layer: nn.Module) -> int | None:
-    """Of the states that a layer's first linear reads."""
+    """Input width of a layer's first linear, or None."""
     linears = (m for m in layer.modules() if isinstance(m, nn.Linear))
     return next((int(linear.in_features) for linear in linears), None)
 
@@ -133,11 +133,11 @@ def _width(layer: nn.Module) -> int | None:
 def find_attention(
     found: Found, calls: Sequence[RecordedCall], bound: Bound, settings: Settings
 ) -> tuple[dict[str, Proven], dict[str, str]]:
-    """The modules of a layer whose attention the op computes, and why others' is not, by their paths.
+    """Return the modules of a layer whose attention runs the op, and why others' does not, by path.
 
     Args:
-        found: With its values; it is only read.
-        calls: Of it, or of a layer of its kind.
+        found: A layer with its values; it is only read.
+        calls: Calls of the layer, or of one of its kind.
         bound: The implementation of `ops.attention`.
         settings: Has the dtype.
     """
@@ -150,16 +150,16 @@ def find_attention(
         return {}, {} if hint is None else {hint: str(failure)}
     convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
     like = torch.empty(0, dtype=settings.dtype, device="cpu")
-    heard = _Heard()
+    seen = _Heard()
     try:
-        _listen(twin, calls, bound, like, heard)
+        _listen(twin, calls, bound, like, seen)
     except MODEL_ERRORS as error:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return {}, {} if hint is None else {hint: why}
-    places = {place: None for stack in heard.served if (place := _place(stack, heard.leaks)) is not None}
+    places = {place: None for stack in seen.served if (place := _place(stack, seen.leaks)) is not None}
     if len(places) == 0:
-        why = "its weights are handed on" if heard.served else "no product of queries, keys and values"
-        return {}, {} if hint is None or not (heard.served or heard.missed) else {hint: why}
+        why = "its weights are handed on" if seen.served else "no product of queries, keys and values"
+        return {}, {} if hint is None or not (seen.served or seen.missed) else {hint: why}
     paths = [path for path in places if not any(path != other and _holds(other, path) for other in places)]
     attends = {path: Attends(bound.run, always=True) for path in paths}
     for path in paths:
@@ -176,7 +176,7 @@ def find_attention(
 
 
 def _hint(layer: nn.Module) -> str | None:
-    """The path of a module that is named as attention is."""
+    """Path of the first module with attention in its name, or None."""
     return next((path for path, module in layer.named_modules() if _is_named(path, module)), None)
 
 
@@ -191,14 +191,14 @@ def _holds(outer: str, inner: str) -> bool:
 
 
 def _place(stack: tuple[str, ...], leaks: set[str]) -> str | None:
-    """The innermost of the running modules that hands no scores on."""
+    """The innermost of the running modules that does not return scores."""
     return next((path for path in reversed(stack) if path not in leaks), None)
 
 
 def _listen(
     layer: nn.Module, calls: Sequence[RecordedCall], bound: Bound, like: Tensor, heard: _Heard
 ) -> None:
-    """Run a layer's own code on recorded calls, and note where it attends."""
+    """Run a layer's own code on recorded calls, and record where attention happens."""
     for call in calls:
         args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
         mode = _Listening(Attends(bound.run, always=True), heard)
@@ -212,7 +212,7 @@ def _listen(
 
 @contextmanager
 def _stacked(layer: nn.Module, heard: _Heard) -> Iterator[None]:
-    """Within it, `heard.stack` has the modules that are running."""
+    """Context in which hooks keep `heard.stack` up to date with the running modules."""
     heard.stack[:] = [""]
     hooks = []
     for path, module in layer.named_modules():

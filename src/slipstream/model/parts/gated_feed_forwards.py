@@ -1,9 +1,9 @@
 """Recognises gated feed-forwards by what they compute, whatever their parts are called, and runs them as one.
 
 A gated feed-forward has three linears, or two where gate and up are the halves of one, and no other tensor.
-For one order of the linears and one of the op's activations, `down(f(gate(x)) * up(x))` must be what it
-answers. Many rows of it run the bound op as a whole; otherwise it bends and multiplies in place: the two
-tensors of F columns that are not made anew are most of what torch's own steps cost beside the products.
+For one order of the linears and one of the op's activations, its output must be `down(f(gate(x)) * up(x))`.
+Many rows run the bound op as a whole; few rows apply activation and product in place: allocating two tensors
+of F columns is most of what torch's own steps cost beside the matrix products.
 
 Source: Shazeer 2020 (arXiv 2002.05202), eqs. 5-6.
 
@@ -33,7 +33,7 @@ from slipstream.ops.activation import ACTIVATIONS, KINDS
 from slipstream.ops.linear import Weight
 
 Multiply = Callable[[nn.Module, Tensor], Tensor]
-"""A linear's product with `(..., I)`."""
+"""Multiplies `(..., I)` by a linear's matrix."""
 
 Linears = tuple[nn.Module, nn.Module | None, nn.Module]
 """Gate, up (None where the gate holds both halves) and down."""
@@ -42,9 +42,9 @@ __all__ = ["Gated", "may_be_gated", "prove_gated"]
 
 _ROWS = 6
 _MANY = 64
-"""Rows from which the op runs; fewer are bound by reading the matrices."""
+"""Minimum number of rows for the op; with fewer, reading the matrices dominates."""
 _SPREAD = 2.0
-"""Deviation of what enters the activation while it is looked for: its bend must show."""
+"""Standard deviation of the activation's input during recognition, large enough to show its nonlinearity."""
 
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x, inplace=True),
@@ -56,12 +56,12 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class _Formula:
-    """Which linear is which, by their paths; `up` is None where `gate` holds both halves.
+    """The paths of the three linears, and the activation.
 
     Attributes:
-        gate: Of whose outputs the activation is taken.
-        up: What they are multiplied by.
-        down: What is multiplied last.
+        gate: The linear whose output the activation is applied to.
+        up: The linear whose output that is multiplied by; None where `gate` holds both halves.
+        down: The last linear.
         activation: A name that `ops.activation` knows.
         up_first: The first half of `gate` is `up`.
     """
@@ -78,7 +78,7 @@ class _Formula:
         return module.get_submodule(self.gate), up, module.get_submodule(self.down)
 
     def of(self, linears: Linears, x: Tensor, multiply: Multiply) -> Tensor:
-        """What a module with these linears answers for `(..., C)`."""
+        """Compute the formula with these linears for `(..., C)`, step by step."""
         first, second, last = linears
         gate = multiply(first, x)
         if second is None:
@@ -92,15 +92,15 @@ class _Formula:
 
 @dataclass(frozen=True)
 class Gated:
-    """How a swapped feed-forward runs: on the tensors of its own parts, as they are now.
+    """Runs a swapped feed-forward on the current tensors of its own parts.
 
     Attributes:
-        formula: Which part is which.
-        multiply: Products of its linears, packed or not.
+        formula: The roles of the parts.
+        multiply: Computes the products of its linears, packed or not.
         feed: The implementation of `ops.feed` for many rows; None where there is none.
-        forward: The class's own forward, which runs wherever somebody changed a part, or listens to one.
-        parts: What was inside when it was swapped.
-        linears: Gate, up and down among that.
+        forward: The class's own forward, which runs if a part was changed or has hooks.
+        parts: The parts at the time of the swap.
+        linears: Gate, up and down among the parts.
     """
 
     formula: _Formula
@@ -111,14 +111,14 @@ class Gated:
     linears: Linears | None = None
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The module's answer to `(..., C)`."""
+        """Run the module on `(..., C)`."""
         if not is_intact(module, self.parts) or x.dim() < 2 or x.numel() == 0:
             return self.forward(module, x)
         assert self.linears is not None
         return self.answer(self.linears, x)
 
     def answer(self, linears: Linears, x: Tensor) -> Tensor:
-        """What a module with these linears answers for `(..., C)`."""
+        """Compute the output for `(..., C)` with these linears: by the op for many rows, else in steps."""
         if self.feed is not None and x.numel() >= _MANY * x.shape[-1] and (weights := _dense(linears)):
             rows, up_first = x.reshape(-1, x.shape[-1]), self.formula.up_first
             out = self.feed(rows, *weights, name=self.formula.activation, gated=True, gate_last=up_first)
@@ -126,12 +126,12 @@ class Gated:
         return self.formula.of(linears, x, self.multiply)
 
     def settled(self, module: nn.Module) -> Gated:
-        """The same, once nothing changes the module's parts any more."""
+        """Return a copy that records the module's parts; call it once they are final."""
         return replace(self, parts=parts_of(module), linears=self.formula.linears(module))
 
 
 def _dense(linears: Linears) -> tuple[Weight, Weight] | None:
-    """What comes before the activation, and what after; None where the op does not take it."""
+    """The matrices before and after the activation, as the op takes them; None if it cannot."""
     gate, up, down = linears
     if any(is_packed(linear) for linear in linears if linear is not None):
         return None
@@ -141,13 +141,13 @@ def _dense(linears: Linears) -> tuple[Weight, Weight] | None:
     if up is None:
         return replace(first, bias=bias), last
     if bias is not None or up._parameters["bias"] is not None:
-        return None  # one after the other they would have to be copied
+        return None  # joining the two biases would need a copy
     runs = (*first.planes, up.get_parameter("weight"))
     return replace(first, shape=(2 * first.shape[0], first.shape[1]), planes=runs), last
 
 
 def may_be_gated(module: nn.Module) -> bool:
-    """Whether a module has the linears of a gated feed-forward, nothing else with tensors, and takes one."""
+    """Whether a module has the linears of a gated feed-forward, no other tensors, and one required input."""
     linears = _linears(module)
     if linears is None:
         return False
@@ -157,19 +157,19 @@ def may_be_gated(module: nn.Module) -> bool:
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module] | None:
-    """The linears of a module that has nothing else with tensors, two or three; or None."""
-    found: dict[str, nn.Module] = {}
+    """The two or three linears of a module, by path; None if it has other tensors or another number."""
+    linears: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
         plain = type(part).forward is nn.Linear.forward and "forward" not in vars(part)
-        if plain and part._parameters.get("weight") is not None and path:  # not made in every call
-            found[path] = part
+        if plain and part._parameters.get("weight") is not None and path:  # not a weight computed per call
+            linears[path] = part
         elif any(t is not None for t in (*part._parameters.values(), *part._buffers.values())):
             return None
-    return found if 2 <= len(found) <= 3 else None
+    return linears if 2 <= len(linears) <= 3 else None
 
 
 def _orders(linears: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, str, bool]]:
-    """Gate, up, down and which half comes first, as far as shapes allow."""
+    """Yield gate, up, down, and whether the up half comes first, for every order that fits the shapes."""
     shapes = {path: tuple(part.get_parameter("weight").shape) for path, part in linears.items()}
     for names in itertools.permutations(linears):
         gate, down = names[0], names[-1]
@@ -188,15 +188,15 @@ def prove_gated(
     name: str,
     heard: Heard | None,
 ) -> Proven | str:
-    """How one kind of feed-forward runs as one, or why it does not.
+    """Return how one kind of feed-forward runs as a whole, or why it does not.
 
     Args:
         module: With its values; it is only read.
         ops: The implementations of `ops.linear` and of `ops.feed`.
-        multiply: Products of linears by it, or by torch's where that is as fast.
+        multiply: Computes products of linears, by the op or by torch where that is as fast.
         settings: Has the dtype and the device.
         name: The module's full name.
-        heard: What it is called with, where that is known.
+        heard: Recorded inputs of the module, or None.
     """
     like = next(module.parameters())
     exact = module if like.dtype == torch.float32 else trial_copy(module).float()
@@ -235,7 +235,7 @@ def _exactly(formula: _Formula, own: nn.Module, x: Tensor) -> Tensor:
 
 
 def _rows_for(exact: nn.Module, like: Tensor) -> Tensor:
-    """Random rows of such a size that the activation bends; of several sizes around it."""
+    """Random rows, scaled so that the activation's nonlinearity shows, and of several sizes around that."""
     linears = _linears(exact) or {}
     gate = next(_orders(linears))[0]
     weight = linears[gate].get_parameter("weight")
@@ -250,7 +250,7 @@ def _rows_for(exact: nn.Module, like: Tensor) -> Tensor:
 def _formula_of(
     exact: nn.Module, rows: Tensor, answer: Tensor, orders: Sequence[tuple[str, str | None, str, bool]]
 ) -> _Formula | None:
-    """The formula that answers as a module in float32 does."""
+    """The formula whose output equals that of a module in float32, or None."""
     size = float(answer.square().mean().sqrt())
     kinds = {kind: name for name, kind in KINDS.items() if name in ACTIVATIONS}
     for gate, up, down, up_first in orders:

@@ -1,9 +1,9 @@
-"""Recognises norms by what they compute: whose weight, what eps, which formula.
+"""Recognises norms by what they compute: their weight, eps and formula.
 
-A norm has one vector of weights, perhaps one of biases, and no parts. Its eps is among its attributes, or
-found from what it answers to a row that is small beside it. One of the op's formulas must answer as it does,
-to rows of several sizes and with other weights; a gated norm, which takes a second tensor, must besides
-multiply by one of a few activations of that, before it normalises or after.
+A norm has one vector of weights, perhaps one of biases, and no submodules. Its eps is among its attributes,
+or is found from its output for a row that is small compared with eps. One of the op's formulas must give its
+output for rows of several sizes and with random weights. A gated norm, which takes a second tensor, must also
+multiply by one of a few activations of that tensor, before or after normalising.
 
 Shapes: C width.
 """
@@ -33,23 +33,23 @@ __all__ = ["is_native_norm", "may_be_norm", "prove_norm"]
 
 _NATIVE = (nn.LayerNorm.forward, nn.RMSNorm.forward)
 _SCALES = (1e-3, 1.0, 30.0)
-"""Sizes of the random rows: the smallest one shows eps, the others the formula."""
+"""Scales of the random rows: the smallest one reveals eps, the others the formula."""
 
 _MOST_EPS = 0.1
 _GATES = ("silu", "sigmoid", "gelu")
-"""What gated norms bend their gates by."""
+"""Activations that gated norms may apply to their gates."""
 
 
 @dataclass(frozen=True)
 class _Formula:
-    """What a norm computes.
+    """The formula of a norm.
 
     Attributes:
         spec: Kind, eps and offset.
         weight: The parameter's name; None for ones.
         bias: The parameter's name, or None.
-        gate: Activation of the second tensor, where there is one.
-        gate_first: It is multiplied by before the rows are normalised.
+        gate: Activation of the second tensor, or None.
+        gate_first: The rows are multiplied by the gate before they are normalised, not after.
     """
 
     spec: Norm
@@ -61,13 +61,13 @@ class _Formula:
 
 @dataclass(frozen=True)
 class _Normed:
-    """How a swapped norm runs: on the module's own parameters, as they are now."""
+    """Runs a swapped norm on the module's current parameters."""
 
     run: Callable[..., Tensor]
     formula: _Formula
 
     def __call__(self, module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        formula, own = self.formula, module._parameters  # as attributes they cost a tenth of the whole norm
+        formula, own = self.formula, module._parameters  # attribute access would cost a tenth of the norm
         weight = None if formula.weight is None else own[formula.weight]
         bias = None if formula.bias is None else own[formula.bias]
         if gate is None:
@@ -84,9 +84,9 @@ def is_native_norm(module: nn.Module) -> bool:
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether a module has the parameters of a norm, and takes a tensor, or two.
+    """Whether a module has the parameters of a norm and takes one or two tensors.
 
-    That of groups of channels is none of the op's: it norms images.
+    GroupNorm does not count: it normalises images, which the op does not support.
     """
     if type(module).forward is nn.GroupNorm.forward:
         return False
@@ -97,7 +97,7 @@ def may_be_norm(module: nn.Module) -> bool:
 
 
 def _tensors_taken(module: nn.Module) -> tuple[int, int] | None:
-    """How many tensors a module needs, and takes by place; None where neither is one or two."""
+    """Number of tensors that a module requires, and takes by position (at most 2); None if not a norm's."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = list(inspect.signature(type(module).forward).parameters.values())[1:]
     taken = [p for p in given if p.kind in kinds]
@@ -108,14 +108,14 @@ def _tensors_taken(module: nn.Module) -> tuple[int, int] | None:
 def prove_norm(
     module: nn.Module, bound: Bound, settings: Settings, name: str, heard: Heard | None
 ) -> Proven | str:
-    """How one kind of norm runs by the op, or why it does not.
+    """Return how one kind of norm runs by the op, or why it does not.
 
     Args:
         module: With its values; it is only read.
         bound: The op's implementation.
         settings: Has the dtype and the device.
         name: The module's full name.
-        heard: What it is called with, where that is known.
+        heard: Recorded inputs of the module, or None.
     """
     exact = trial_copy(module).float()
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def prove_norm(
     given: list[Tensor] = [rows.to(next(exact.parameters()).device)]
     if (_tensors_taken(module) or (1, 1))[0] == 2 or (heard is not None and len(heard) == 2):
         given.append(2 * _random(rows.shape, generator).to(given[0]))
-    answer = exact.forward(*given)  # not a call: the module's hooks are not to hear of this
+    answer = exact.forward(*given)  # not `exact(...)`, which would run the module's hooks
     formula = _formula_of(exact, given, answer)
     if formula is None:
         return "no formula of a norm answers as it does"
@@ -151,7 +151,7 @@ def _random(shape: Any, generator: torch.Generator) -> Tensor:
 def _error(
     own: nn.Module, wide: nn.Module, run: _Normed, call: tuple[Any, ...], settings: Settings
 ) -> float | None:
-    """How far the op is off for one call in the engine's dtype; None where that is more than rounding."""
+    """The op's error for one call in the engine's dtype; None where rounding does not explain it."""
     args = [t.to(settings.device, settings.dtype) for t in call if isinstance(t, Tensor)]
     expected, got = own.forward(*args), run(own, *args)
     error = disagreement(expected, got)
@@ -167,7 +167,7 @@ def _error(
 
 
 def _formula_of(exact: nn.Module, given: list[Tensor], answer: Tensor) -> _Formula | None:
-    """The formula that answers as a module in float32 does."""
+    """The formula whose output equals that of a module in float32, or None."""
     for formula in _formulas(exact, given):
         got = _Normed(norm.norm, formula)(exact, *given)
         if disagreement(answer, got) is not None:
@@ -192,14 +192,14 @@ def _formulas(exact: nn.Module, given: list[Tensor]) -> Iterator[_Formula]:
 
 
 def _eps_among(module: nn.Module) -> Iterator[float]:
-    """Numbers of a module that may be its eps."""
+    """Attributes of a module that may be its eps."""
     for value in vars(module).values():
         if isinstance(value, float) and 0.0 <= value <= _MOST_EPS:
             yield value
 
 
 def _eps_solved(exact: nn.Module, weight: str, bias: str | None) -> float | None:
-    """The eps by which a module's answer to a small row is smaller, or None where there is none to be seen.
+    """Solve for eps from a module's output for a small row; None where eps has no visible effect.
 
     For a row x around its mean, `y = r * x * w` with `r = 1 / sqrt(mean(x^2) + eps)`.
     """
@@ -207,7 +207,7 @@ def _eps_solved(exact: nn.Module, weight: str, bias: str | None) -> float | None
     w, b = own[weight], None if bias is None else own[bias]
     assert w is not None
     row = _random(w.shape, torch.Generator().manual_seed(1)).to(w)
-    row = row - row.mean()  # the same for both kinds
+    row = row - row.mean()  # with mean 0, RMSNorm and LayerNorm are the same
     for scale in (1e-2, 1e-3, 1e-4, 1e-5):
         x = scale * row / row.square().mean().sqrt()
         y = exact.forward(x[None])[0].double()

@@ -1,12 +1,12 @@
-"""Level `module`: norms, linears, gated feed-forwards and attention of layers that no family fuses.
+"""Injection level `module`: norms, linears, gated feed-forwards and attention of layers that no family fuses.
 
-A swapped module stays the object it was: its class becomes a subclass that runs the op, so its name, its
-parameters and `isinstance` hold. Every kind is recognised by what it computes, never by its name: on random
-input, and on what it hears while its model runs on random input, one formula must answer as the module does,
-and the bound implementation must agree in the engine's dtype (`norms.py`, `gated_feed_forwards.py`).
+A swapped module keeps its identity: its class becomes a subclass that runs the op, so its name, parameters
+and `isinstance` hold. Every kind is recognised by what it computes, never by its name: on random input, and
+on the inputs it gets while its model runs on random input, one formula must give the module's output, and the
+bound implementation must agree in the engine's dtype (`norms.py`, `gated_feed_forwards.py`).
 
-What gains nothing is left alone. torch's own linear and norms are what the reference of their op calls, so
-they are swapped only where a kernel was bound, or where an `injection_policy` names their layer; torch's
+Modules that would gain nothing stay as they are. The reference of an op calls torch's own linear and norms,
+so those are swapped only where a kernel was bound, or where an `injection_policy` names their layer; torch's
 LayerNorm is as fast as the CPU's kernel. In bfloat16 torch multiplies more than a few rows as fast.
 
 Shapes: C hidden, I input width, O output width.
@@ -51,22 +51,23 @@ log = logging.getLogger(__name__)
 _STATE = "_slipstream_part"
 
 _MOST_ROWS_BFLOAT16 = 4
-"""Between torch's own operations: with 16 rows of 576 to 4096 inputs torch takes 0.7 to 0.9 of the time."""
+"""Maximum number of rows given to the op between torch's own operations in bfloat16: with 16 rows of 576 to
+4096 inputs torch takes 0.7 to 0.9 of the time."""
 
 _MOST_ROWS_CUDA = 1
-"""There, too, torch multiplies more rows of a dense matrix; by way of the op a call costs the host more."""
+"""Maximum number of rows given to the op on a GPU: for more, torch's call costs the host less."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is swapped inside of one layer.
+    """The modules swapped inside one layer.
 
     Attributes:
         swaps: How each module runs, by its path from the layer.
         kernels: Implementation by op.
         max_error: Largest absolute error of the swapped modules.
-        refused: Why a module that looks like one of these runs its own code, by its path.
-        served: What other modules are that run an op, by path; `model/diffusion/attention.py` swaps those.
+        refused: By path, why a module that looks like a supported kind runs its own code.
+        served: By path, the kinds of modules whose op `model/diffusion/attention.py` swaps in.
     """
 
     swaps: Mapping[str, Proven]
@@ -77,7 +78,7 @@ class Part:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What each module is that runs an op, by its path."""
+        """The kind of each module that runs an op, by its path."""
         return {path: proven.kind for path, proven in self.swaps.items()} | dict(self.served)
 
 
@@ -89,21 +90,21 @@ def judge_parts(
     *,
     all_layers: bool,
 ) -> dict[str, Part]:
-    """Decide what is swapped inside of layers that are not fused whole; the model is only read.
+    """Decide which modules are swapped inside layers that are not fused; the model is only read.
 
     Args:
         model: In eval mode.
         layers: From `find_layers`.
         verdicts: From `judge`.
         settings: Has the dtype, the device and the implementations.
-        all_layers: Whether every layer is looked at, or only those that an `injection_policy` names.
+        all_layers: Whether to examine every layer, or only those that an `injection_policy` names.
 
     Returns:
-        By layer name, for layers in which anything is swapped, or looks as if it could be.
+        Parts by layer name, for layers in which a module is swapped or was refused.
     """
     asked = [f for f in layers if verdicts[f.name].returns is None and (all_layers or f.wanted)]
     ops = settings.bind(None)
-    heard = _heard(model, layers, asked, settings)
+    recorded = _heard(model, layers, asked, settings)
     # `model/diffusion/attention.py` serves diffusers' models, whose linears see an image's many tokens.
     images = any(is_of_diffusers(module) for module in model.modules())
     attention = _attention(model, layers, [] if images else asked, settings, ops.attention)
@@ -120,7 +121,7 @@ def judge_parts(
                 name = f"{found.name}.{path}"
                 key = _kind(module, any(p.search(f"{name}.weight") for p in settings.keep))
                 if key not in kinds:
-                    kinds[key] = _prove(module, ops, settings, name, heard.get(name), wanted=found.wanted)
+                    kinds[key] = _prove(module, ops, settings, name, recorded.get(name), wanted=found.wanted)
                 kind = kinds[key]
                 if isinstance(kind, Proven) and (kind.gains or found.wanted):
                     swaps[path] = kind
@@ -139,7 +140,7 @@ def judge_parts(
 def _heard(
     model: nn.Module, layers: Sequence[Found], asked: Sequence[Found], settings: Settings
 ) -> dict[str, Heard]:
-    """What parts are called with in the first layer of each kind."""
+    """Record the inputs of parts in the first layer of each kind."""
     firsts: dict[tuple[Any, ...], Found] = {}
     for found in asked:
         inside = tuple((path, type(part)) for path, part in found.layer.named_modules())
@@ -154,7 +155,7 @@ def _heard(
 def _attention(
     model: nn.Module, layers: Sequence[Found], asked: Sequence[Found], settings: Settings, bound: Bound
 ) -> dict[str, tuple[Mapping[str, Proven], Mapping[str, str]]]:
-    """Which modules of each layer attend by the op, and why others do not; one of each kind is proved."""
+    """Modules of each layer whose attention runs the op, and why others' does not; proved once per kind."""
     nothing: tuple[dict[str, Proven], dict[str, str]] = ({}, {})
     if bound.name == "reference" or settings.device.type != "cpu" or not settings.mesh.is_alone:
         return dict.fromkeys((found.name for found in asked), nothing)
@@ -172,10 +173,10 @@ def _attention(
 
 
 def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
-    """Swap the classes, in place: after `judge_parts` nothing is left that could refuse."""
+    """Swap the classes in place; after `judge_parts` no step can fail."""
     for found in layers:
         swaps = parts[found.name].swaps if found.name in parts else {}
-        # What has parts comes last: it remembers them as they will be.
+        # Feed-forwards come last: they record their linears, which must be swapped by then.
         for path, proven in sorted(swaps.items(), key=lambda pair: isinstance(pair[1].run, Gated)):
             module = found.layer.get_submodule(path)
             if isinstance(proven.run, Attends):
@@ -187,7 +188,7 @@ def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
 
 
 def swap(module: nn.Module, run: Callable[..., Tensor], *, takes: int = 1) -> None:
-    """Let a module run something else than its class' forward, where it is called with so many tensors."""
+    """Replace a module's forward by `run`, for calls with exactly `takes` tensors."""
     module.__dict__[_STATE] = run
     module.__class__ = _swapped_class(type(module), takes)  # type: ignore[arg-type]
 
@@ -199,7 +200,7 @@ def is_swapped(module: nn.Module) -> bool:
 
 @functools.cache
 def _swapped_class(original: type[nn.Module], takes: int) -> type[nn.Module]:
-    """A subclass of a module's class whose forward runs the op; it bears the original's name."""
+    """Make a subclass of a module's class whose forward runs the op; it keeps the original's name."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.training or kwargs or len(args) != takes or not all(is_plain(self, x) for x in args):
@@ -210,7 +211,7 @@ def _swapped_class(original: type[nn.Module], takes: int) -> type[nn.Module]:
 
 
 def _candidates(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that may be swapped, by their paths; such as carry a forward of their own are not."""
+    """Yield modules that may be swapped, with their paths; not those with an instance-level forward."""
     for path, module in layer.named_modules():
         if not path or "forward" in vars(module) or is_swapped(module):
             continue
@@ -225,7 +226,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module, kept: bool) -> tuple[Any, ...]:
-    """What modules share that are proved together: ConvNeXt's norms differ in where they find channels."""
+    """Key of modules proved together; it has their attributes, in which e.g. ConvNeXt's norms differ."""
     parts = tuple((path, type(part), _settings_of(part)) for path, part in module.named_modules())
     return parts, tuple((name, p.shape, p.dtype) for name, p in module.named_parameters()), kept
 
@@ -239,7 +240,7 @@ def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 def _prove(
     module: nn.Module, ops: Ops, settings: Settings, name: str, heard: Heard | None, *, wanted: bool
 ) -> Proven | str:
-    """How one kind of module runs; or why not, empty where there is nothing to say."""
+    """Return how one kind of module runs, or why not; an empty reason is not reported."""
     bound = ops.norm if may_be_norm(module) and not _is_linear(module) else ops.linear
     native = _is_linear(module) or is_native_norm(module)
     if bound.name == "reference" and native and not wanted:
@@ -256,7 +257,7 @@ def _prove(
             return prove_gated(module, ops, _product(bound, settings).of, settings, name, heard)
     except MODEL_ERRORS as error:
         log.info("%s keeps its own code: %s: %s", name, type(error).__name__, error)
-        is_norm = may_be_norm(module) and _is_named_norm(module)  # others had the shapes alone
+        is_norm = may_be_norm(module) and _is_named_norm(module)  # others only have a norm's shapes
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if is_norm else ""
 
 
@@ -285,7 +286,7 @@ def _product(bound: Bound, settings: Settings) -> _Linear:
 
 @dataclass(frozen=True)
 class _Linear:
-    """How a swapped linear runs, on the module's own parameters as they are now; many rows as torch does."""
+    """Runs a swapped linear on the module's current parameters; by torch for more than `most_rows` rows."""
 
     run: Callable[[Tensor, Weight], Tensor]
     most_rows: int | None
@@ -299,7 +300,7 @@ class _Linear:
         return self.run(rows_of(x), packed).view(*x.shape[:-1], weight.shape[0])
 
     def of(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The same of any linear, packed or not."""
+        """Return the product of any linear, packed or not."""
         if not is_packed(module):
             return self(module, x)
         weight = weight_of(module)

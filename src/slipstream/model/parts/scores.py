@@ -1,9 +1,9 @@
-"""Scores that wait: a product `q k^T` whose scale, masks and softmax are noted until values are multiplied.
+"""Deferred scores: a product `q k^T` that records scale, masks and softmax until values are multiplied.
 
-Code that writes attention out makes a tensor of `S x L` numbers a head and reads it four times or more. Where
-it is handed `Scores` in its place, what it does to them is noted; the product with the values is then one
-call of the attention op. Whoever does anything else to them gets the tensor that the original would have
-made, by the very calls: nothing is ever known of what the code is like.
+Code that writes attention out makes a tensor of `S x L` numbers per head and reads it four times or more. If
+it gets `Scores` instead, its operations on them are recorded, and the product with the values becomes one
+call of the attention op. Any other operation on them gets the tensor that the original would have made,
+computed by the original's own calls, so nothing is assumed about the code.
 
 Shapes: B batch, H heads, K kv heads, S queries, L keys, D head dim.
 """
@@ -23,28 +23,28 @@ from torch import Tensor
 __all__ = ["Pending", "Scores", "letters_of", "real", "visible_of"]
 
 _LOWEST = -1e4
-"""What hides a score that is filled with it: exp(-1e4) is 0 in every dtype."""
+"""Filling a score with this or less masks it: exp(-1e4) is 0 in every dtype."""
 
 _HIDES_ROWS = -6e4
-"""A sum above this says something of a row; what hides has the least number of float16, or less."""
+"""A query whose largest bias is above this sees some key; masks add float16's lowest number, or less."""
 
 
 @dataclass
 class Pending:
-    """What is known of scores, and of all tensors that share their memory.
+    """The recorded state of scores, shared by all tensors that would share their memory.
 
     Attributes:
         q: `(B, H, S, D)`.
         k: `(B, K, L, D)`.
-        product: Makes the scores as the original does.
-        attend: Multiplies values by the softmax, `(B, H, S, D)`; or None where that is not for it to do.
-        dtype: Of the scores as they stand.
-        scale: Multiplies the product.
-        bias: Added after that, `(B | 1, H | 1, S | 1, L | 1)`; or None.
-        hidden: True where a score was put out of reach, of the same shape; or None.
-        weights: The softmax was taken.
-        trail: What the original did, in its order.
-        made: The tensor, once somebody asked for it.
+        product: Computes the product as the original does.
+        attend: Returns the softmax times values, `(B, H, S, D)`; or None where it does not support that.
+        dtype: Current dtype of the scores.
+        scale: Factor of the product.
+        bias: Added after scaling, `(B | 1, H | 1, S | 1, L | 1)`; or None.
+        hidden: True where a score was masked, of a shape like `bias`; or None.
+        weights: Whether the softmax was taken.
+        trail: The original's operations after the product, in order.
+        made: The tensor, once it was needed.
     """
 
     q: Tensor
@@ -60,7 +60,7 @@ class Pending:
     made: Tensor | None = None
 
     def real(self) -> Tensor:
-        """The tensor that the original would have, in the shape of its product."""
+        """Return the tensor that the original would have, in the shape of its product."""
         if self.made is None:
             made = self.product()
             for step in self.trail:
@@ -69,7 +69,7 @@ class Pending:
         return self.made
 
     def wide(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """What is broadcast over scores of a shape, as four dimensions; None where it cannot be said so."""
+        """View a tensor that broadcasts over scores of a shape in four dims; None if that is impossible."""
         full = (self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
         if tensor.dim() > len(shape):
             return None
@@ -82,13 +82,13 @@ class Pending:
 
 
 class Scores(Tensor):
-    """A tensor of the meta device that stands for scores, or their softmax; `pending` says of what."""
+    """A meta tensor that stands for scores or their softmax; `pending` has the recorded state."""
 
     pending: Pending
 
     @staticmethod
     def of(pending: Pending, shape: Sequence[int]) -> Scores:
-        """Scores of a shape that is the product's, or four dimensions of it."""
+        """Make scores with the shape of the product, or a view of it."""
         blank = torch.empty(tuple(shape), dtype=pending.dtype, device="meta")
         made: Scores = torch.Tensor._make_subclass(Scores, blank)
         made.pending = pending
@@ -96,7 +96,7 @@ class Scores(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what is known, and do anything else to the tensor that the original would have."""
+        """Record known operations; run any other on the tensor that the original would have."""
         kwargs = kwargs or {}
         if func in _SHAPES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -110,7 +110,7 @@ class Scores(Tensor):
 
 
 def real(value: Any) -> Any:
-    """A nest of values with the tensors that scores stand for; where there are none, as it was."""
+    """Return a nest of values with all scores replaced by the tensors that they stand for."""
     if isinstance(value, Scores):
         with torch._C.DisableTorchFunctionSubclass():
             shape = tuple(value.shape)
@@ -124,9 +124,9 @@ def real(value: Any) -> Any:
 
 
 def visible_of(pending: Pending) -> tuple[Tensor | None, bool] | None:
-    """The op's mask for scores, and whether they are causal; None where some row sees nothing.
+    """Return the op's mask for scores, and whether they are causal; None if a query may attend to no key.
 
-    Such a row is shared out evenly by some codes, and not a number in others.
+    For such a query some implementations average all values, and others return NaN.
     """
     hidden, bias = pending.hidden, pending.bias
     queries, keys = pending.q.shape[2], pending.k.shape[2]
@@ -151,7 +151,7 @@ def _to_keys(mask: Tensor, keys: int) -> Tensor:
 
 
 def _number(value: Any) -> float | None:
-    """A factor that is one number."""
+    """The value of a number or of a tensor without dims; else None."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, Tensor) and not isinstance(value, Scores) and value.dim() == 0:
@@ -165,7 +165,7 @@ def _shape(scores: Scores) -> tuple[int, ...]:
 
 
 def _next(scores: Scores, step: Callable[[Tensor], Tensor], **changes: Any) -> Scores | None:
-    """Scores after a step; None where the tensor is there already."""
+    """Return the scores after a recorded step; None where the tensor was computed already."""
     pending, shape = scores.pending, _shape(scores)
     if pending.made is not None:
         return None
@@ -279,7 +279,7 @@ def _device(scores: Scores) -> torch.device:
 
 
 def _view(scores: Any, *sizes: Any) -> Scores | None:
-    """Heads beside the batch, or within it; all views share what is known."""
+    """Views that split heads from the batch or merge them with it; all views share the recorded state."""
     if not isinstance(scores, Scores):
         return None
     pending, shape = scores.pending, _shape(scores)
@@ -294,7 +294,7 @@ def _view(scores: Any, *sizes: Any) -> Scores | None:
     plain = pending.bias is None and pending.hidden is None
     if batch != 1 or len(wanted) != 4 or wanted[2:] != shape[-2:] or not plain or pending.k.shape[1] != heads:
         return None
-    # Views of before hold as well: they have the heads within the batch.
+    # Earlier views stay valid: they have the heads merged with the batch.
     pending.q, pending.k = (t[0].unflatten(0, wanted[:2]) for t in (pending.q, pending.k))
     return Scores.of(pending, wanted)
 
@@ -304,7 +304,7 @@ def _multiply(scores: Any, values: Any) -> Tensor | None:
 
 
 def _attend(scores: Scores, values: Any) -> Tensor | None:
-    """The product with values, by whoever the scores were made for."""
+    """Multiply the softmax with values by `Pending.attend`; None where that is not supported."""
     if not isinstance(values, Tensor) or isinstance(values, Scores):
         return None
     pending, shape = scores.pending, _shape(scores)
@@ -319,7 +319,7 @@ def _attend(scores: Scores, values: Any) -> Tensor | None:
 
 
 def _einsum(equation: Any, *operands: Any) -> Tensor | None:
-    """`weights v` written by letters: `...sl, ...ld -> ...sd` in any order of the last three of values."""
+    """`weights v` as an einsum: `...sl, ...ld -> ...sd`, with the dims of values and output in any order."""
     letters = letters_of(equation)
     if letters is None or len(operands) != 2 or not isinstance(operands[0], Scores):
         return None
@@ -338,7 +338,7 @@ def _einsum(equation: Any, *operands: Any) -> Tensor | None:
 
 
 def letters_of(equation: Any) -> tuple[tuple[str, str], str] | None:
-    """The letters of two operands and of their product; None for an equation of any other form."""
+    """Return an einsum's letters of two operands and of their product; None for any other form."""
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return None
     given, out = equation.replace(" ", "").split("->")
@@ -349,7 +349,7 @@ def letters_of(equation: Any) -> tuple[tuple[str, str], str] | None:
 
 
 def _in_place(follow: Callable[..., Scores | None]) -> Callable[..., Scores | None]:
-    """What a function that writes into its argument does: all that share its memory are told."""
+    """Make the in-place variant of a recorded operation: it updates the state that all views share."""
 
     def noted(scores: Any, *args: Any, **options: Any) -> Scores | None:
         if not isinstance(scores, Scores):

@@ -1,1 +1,1 @@
-"""Layers that do not fit: brought into a few buffers one after the other."""
+"""Streaming of layers that do not fit in memory: they are loaded into a few buffers, one after the other."""

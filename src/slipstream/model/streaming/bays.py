@@ -1,7 +1,7 @@
-"""Where streamed layers lie, and the few buffers ("bays") that they are brought into, one layer in each.
+"""Storage of streamed layers, and the few buffers ("bays") into which they are loaded, one layer in each.
 
-On the CPU of Linux a bay is a range of addresses into which the files' own pages are mapped: nothing is
-copied, and what the system has in memory anyway costs no reading. Elsewhere a layer is read, or copied from
+On the CPU under Linux, a bay is a range of addresses into which the files' own pages are mapped: nothing is
+copied, and pages in the system's cache need no reading. Elsewhere a layer is read from files, or copied from
 host memory, into the bay.
 """
 
@@ -28,9 +28,9 @@ __all__ = ["Bay", "Extent", "Spill", "Stored", "in_host_memory", "lay_out", "ope
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _GAP = 1 << 16
-"""Bytes between two tensors up to which reading them too is cheaper than a range of their own."""
+"""Largest gap between two tensors that is read along with them rather than starting a new range."""
 _ALIGNMENT = 64
-_POPULATE = 0x8000  # MAP_POPULATE of Linux, which Python's mmap has no name for
+_POPULATE = 0x8000  # Linux's MAP_POPULATE, which Python's mmap does not define
 _FIXED = 0x10
 
 
@@ -39,9 +39,9 @@ class Extent:
     """A tensor's bytes in a file.
 
     Attributes:
-        file: Descriptor.
+        file: File descriptor.
         begin: First byte.
-        size: Bytes.
+        size: Number of bytes.
     """
 
     file: int
@@ -51,14 +51,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class Stored:
-    """A layer: ranges of pages of files, and where each begins in a bay; or a copy in host memory.
+    """A stored layer: ranges of pages in files, and where each begins in a bay; or a copy in host memory.
 
     Attributes:
-        ranges: Extents of whole pages.
-        places: Of each range, its first byte in the bay.
-        size: Bytes of a bay that it takes.
-        offsets: Of each tensor, its first byte in the bay.
-        host: `(size,)` bytes of host memory in place of the files, laid out as the bay.
+        ranges: Extents that begin at page boundaries.
+        places: The first byte of each range in the bay.
+        size: Bytes that the layer takes in a bay.
+        offsets: The first byte of each tensor in the bay.
+        host: `(size,)` bytes of host memory instead of files, laid out as in the bay.
     """
 
     ranges: tuple[Extent, ...]
@@ -69,15 +69,15 @@ class Stored:
 
 
 def lay_out(extents: Sequence[Extent]) -> Stored:
-    """Join what lies together in files into ranges of whole pages, and put those side by side."""
+    """Join extents that are close together in files into ranges from page boundaries, and lay those out."""
     order = sorted(range(len(extents)), key=lambda i: (extents[i].file, extents[i].begin))
     ranges: list[list[int]] = []
     member: dict[int, int] = {}
     for index in order:
-        one = extents[index]
-        end = one.begin + one.size
-        if not ranges or ranges[-1][0] != one.file or one.begin > ranges[-1][2] + _GAP:
-            ranges.append([one.file, one.begin // _PAGE * _PAGE, end])
+        extent = extents[index]
+        end = extent.begin + extent.size
+        if not ranges or ranges[-1][0] != extent.file or extent.begin > ranges[-1][2] + _GAP:
+            ranges.append([extent.file, extent.begin // _PAGE * _PAGE, end])
         ranges[-1][2] = max(ranges[-1][2], end)
         member[index] = len(ranges) - 1
     places, size = [], 0
@@ -90,7 +90,7 @@ def lay_out(extents: Sequence[Extent]) -> Stored:
 
 
 def in_host_memory(tensors: Sequence[Tensor], *, pinned: bool) -> Stored:
-    """Copy contiguous tensors side by side into host memory, page-locked where asked for."""
+    """Copy contiguous tensors side by side into host memory, page-locked if `pinned`."""
     offsets, size = [], 0
     for tensor in tensors:
         offsets.append(size)
@@ -102,17 +102,17 @@ def in_host_memory(tensors: Sequence[Tensor], *, pinned: bool) -> Stored:
 
 
 class Spill:
-    """A file without a name for what lies nowhere else as it is needed; it goes with the process.
+    """An unnamed temporary file for tensors that no file has in the needed form; it ends with the process.
 
     Attributes:
-        size: Bytes written.
+        size: Number of bytes written.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Make it in a folder, or where the system keeps temporary files.
+        """Create the file in a folder, or where the system keeps temporary files.
 
         Raises:
-            WeightError: It cannot be made there.
+            WeightError: It cannot be created there.
         """
         self.size = 0
         self._folder = tempfile.gettempdir() if folder is None else str(folder)
@@ -128,7 +128,7 @@ class Spill:
         """Append a contiguous tensor.
 
         Raises:
-            WeightError: The disk is full, or fails.
+            WeightError: The disk is full or fails.
         """
         begin = -(-self.size // _ALIGNMENT) * _ALIGNMENT
         data = tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().data
@@ -147,20 +147,20 @@ class Spill:
 
 
 class Bay(ABC):
-    """Memory for one layer at a time, at one address.
+    """Memory for one layer at a time, at a fixed address.
 
     Attributes:
         memory: `(size,)` bytes.
-        layer: Whose values it has; None for nobody's.
-        filling: Somebody is bringing them.
-        users: How many are computing with them.
-        lane: What orders copies and kernels.
+        layer: The layer whose values it holds, or None.
+        filling: Whether a thread is loading the layer.
+        users: Number of leases that are computing with the layer.
+        lane: Orders copies into the bay and kernels that read it.
     """
 
     memory: Tensor
 
     def __init__(self) -> None:
-        """Empty."""
+        """Start empty."""
         self.layer: int | None = None
         self.filling = False
         self.users = 0
@@ -168,21 +168,21 @@ class Bay(ABC):
 
     @abstractmethod
     def fill(self, stored: Stored) -> None:
-        """Bring a layer in.
+        """Load a layer.
 
         Raises:
-            DeviceError: It cannot be read.
+            DeviceError: The layer cannot be read.
         """
 
 
 class MappedBay(Bay):
-    """Addresses that show the pages of files; to be read only."""
+    """A range of addresses into which pages of files are mapped, read-only."""
 
     def __init__(self, size: int, libc: ctypes.CDLL) -> None:
-        """Take the addresses; they read as zeros.
+        """Reserve the addresses; they read as zeros.
 
         Raises:
-            DeviceError: There are none left.
+            DeviceError: There is not enough address space.
         """
         super().__init__()
         self._libc = libc
@@ -193,7 +193,7 @@ class MappedBay(Bay):
         self.memory = torch.frombuffer(holder, dtype=torch.uint8)
 
     def fill(self, stored: Stored) -> None:
-        """Map the ranges in the place of what was there, which lets its pages go, and read them ahead."""
+        """Map the ranges over the former mappings, which drops those pages, and read the new ones ahead."""
         for one, place in zip(stored.ranges, stored.places, strict=True):
             flags = mmap.MAP_SHARED | _FIXED | _POPULATE
             self._map(self._address + place, one.size, flags, one.file, one.begin)
@@ -210,22 +210,22 @@ class MappedBay(Bay):
 
 
 class CopiedBay(Bay):
-    """Memory of a device that layers are copied into, by way of page-locked memory where it has that."""
+    """Memory of a device into which layers are copied, through page-locked staging memory if there is any."""
 
     def __init__(self, size: int, device: Device, staging: Tensor | None) -> None:
         """Allocate.
 
         Args:
-            size: Bytes.
-            device: Where.
-            staging: Host memory that files are read into; None where they are read into the bay itself.
+            size: Number of bytes.
+            device: The device.
+            staging: Host memory into which files are read first; None to read them into the bay itself.
         """
         super().__init__()
         self.memory = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
         self.lane, self._staging = device.lane(), staging
 
     def fill(self, stored: Stored) -> None:
-        """Copy what is in host memory, or read the ranges."""
+        """Copy the layer from host memory, or read its ranges from files."""
         if stored.host is not None:
             self.lane.copy(self.memory[: stored.size], stored.host)
             return
@@ -251,12 +251,12 @@ def _read(extent: Extent, target: memoryview) -> None:
 
 
 def open_bays(sizes: Sequence[int], device: Device, *, pinned: bool) -> list[Bay]:
-    """Bays of these sizes on a device.
+    """Open bays of the given sizes on a device.
 
     Args:
-        sizes: Bytes of the largest layer of each.
-        device: Where they are computed with.
-        pinned: Files are read into page-locked memory on their way.
+        sizes: For each bay, the bytes of its largest layer.
+        device: Device on which the layers run.
+        pinned: Use page-locked staging memory for reads on the way to the device.
     """
     if device.name == "cpu" and sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Layers that are streamed: fused blocks whose matrices are views of bays, and what runs them one by one.
+"""Streamed layers: fused blocks whose matrices are views of bays, and a stack that runs them one by one.
 
 Shapes: T packed tokens, C hidden.
 """
@@ -22,9 +22,9 @@ __all__ = ["OneByOne", "offload_block", "one_by_one"]
 
 
 def offload_block(block: Block, streamer: Streamer) -> None:
-    """Hand a block's matrices over to a streamer; its norms, biases and smallest planes stay.
+    """Hand a block's matrices over to a streamer; its norms, biases and smallest planes stay on the device.
 
-    Until `Streamer.start` those matrices have no values.
+    The streamed matrices have no values until `Streamer.start`.
     """
     places: list[tuple[Role, int]] = []
     tensors: list[Tensor] = []
@@ -54,16 +54,16 @@ def offload_block(block: Block, streamer: Streamer) -> None:
 
 
 def one_by_one(bound: Bound) -> Bound:
-    """A stack, given one layer at a time while that is there."""
+    """Wrap a stack implementation so that it gets one layer at a time, while that layer is loaded."""
     return replace(bound, run=OneByOne(bound.run))
 
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Runs layers one by one, each on lease.
+    """Runs layers one by one, each within its lease.
 
     Attributes:
-        stack: Runs one of them.
+        stack: The stack implementation, called with a single layer.
     """
 
     stack: Any
@@ -76,7 +76,7 @@ class OneByOne:
         caches: Sequence[tuple[CachePart, CachePart]],
         tables: dict[Rope, RopeTable],
     ) -> Tensor:
-        """As `model.frame.run_stack`."""
+        """Run the layers; arguments and result are those of `model.frame.run_stack`."""
         for block, cache in zip(blocks, caches, strict=True):
             with block.weights.held():
                 x = self.stack([block], x, step, [cache], tables)

@@ -1,7 +1,7 @@
-"""Streams layers that do not fit: each is brought into a bay before it runs, and the next ones meanwhile.
+"""Streams layers that do not fit: each is loaded into a bay before it runs, and the next ones are prefetched.
 
-A layer's tensors are views of its bay, at addresses that never change; they have its values only between
-`Lease.__enter__` and `Lease.__exit__`. Which layers come next is learned from the order in which they ran.
+A layer's tensors are views of its bay, at addresses that never change; they hold its values only between
+`Lease.__enter__` and `Lease.__exit__`. The prefetch order is learned from the order in which layers ran.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from slipstream.model.streaming.bays import Bay, Extent, Spill, Stored, in_host_
 __all__ = ["Lease", "Locate", "Offload", "Schedule", "Streamer"]
 
 Locate = Callable[[Tensor], tuple[int, int] | None]
-"""Where a contiguous tensor lies in a file already: descriptor and first byte."""
+"""Finds the file in which a contiguous tensor is stored already: descriptor and first byte, or None."""
 
 Put = Callable[[Sequence[Tensor]], None]
-"""Takes the views of a bay that a layer's tensors have become."""
+"""Receives the views of a bay that replace a layer's tensors."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What the configuration asks of the streamer.
+    """The configuration of the streamer.
 
     Attributes:
-        to: Host memory, or files.
-        folder: Where files are made; None where the system keeps temporary ones.
-        buffers: Bays.
+        to: Where layers are stored: host memory ("cpu") or files ("nvme").
+        folder: Folder for new files; None for the system's temporary folder.
+        buffers: Number of bays.
         pinned: Host memory is page-locked.
         least: Tensors with fewer elements stay on the device.
     """
@@ -52,14 +52,14 @@ class Offload:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor as it lies in a bay: its memory, read with the last two axes swapped where `swapped`."""
+    """Layout of a tensor in a bay; `swapped` means that the last two axes are swapped in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     swapped: bool
 
     def of(self, memory: Tensor, offset: int) -> Tensor:
-        """The view that begins at a byte of a bay."""
+        """Return the view that begins at byte `offset` of a bay."""
         size = self.dtype.itemsize
         for length in self.shape:
             size *= length
@@ -68,38 +68,38 @@ class _View:
 
 
 class Lease(AbstractContextManager[None]):
-    """Within, a layer's tensors have their values. Can be entered again, and by several threads."""
+    """Context in which a layer's tensors hold their values; reentrant, also from several threads."""
 
     def __init__(self, streamer: Streamer, layer: int) -> None:
-        """Of one layer."""
+        """Make the lease of one layer."""
         self._streamer, self._layer = streamer, layer
 
     def __enter__(self) -> None:
-        """Wait until the layer is there, and keep it."""
+        """Load the layer or wait until it is loaded, and keep it in its bay."""
         self._streamer.schedule.acquire(self._layer)
 
     def __exit__(self, *_: object) -> None:
-        """Let it go; what was launched before may still read it."""
+        """Release the layer; kernels that were launched before may still read it."""
         self._streamer.schedule.release(self._layer)
 
 
 class Streamer:
-    """Takes layers over one by one, and streams them once all are there.
+    """Takes over layers one by one, and streams them after `start`.
 
     Attributes:
-        schedule: Who is in which bay.
-        device: Where they are computed with.
-        offload: What was asked for.
+        schedule: Assignment of layers to bays.
+        device: Device on which the layers run.
+        offload: The configuration.
     """
 
     def __init__(self, device: Device, offload: Offload, locate: Locate) -> None:
-        """Take nothing yet.
+        """Start without layers.
 
         Args:
-            device: Where the layers are computed with.
-            offload: What was asked for.
-            locate: Finds tensors that lie in a file as they are needed; those are not written again, unless
-                another disk was asked for.
+            device: Device on which the layers run.
+            offload: The configuration.
+            locate: Finds tensors that a file stores in the needed form; those are not written again, unless
+                the configured folder is on another disk.
         """
         self.device, self.offload, self.schedule = device, offload, Schedule()
         self._locate = locate
@@ -108,7 +108,7 @@ class Streamer:
         weakref.finalize(self, self.schedule.close).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamer:
-        """Refuse: bays are not shared.
+        """Refuse: bays cannot be shared with a copy.
 
         Raises:
             UnsupportedError: Always.
@@ -118,7 +118,7 @@ class Streamer:
         )
 
     def describe(self) -> str:
-        """What the report says."""
+        """Return the description for the report."""
         layers, bays = self.schedule.layers, self.schedule.bays
         size, room = sum(one.size for one in layers), sum(bay.memory.numel() for bay in bays)
         where = "host memory" if any(one.host is not None for one in layers) else "files"
@@ -129,14 +129,14 @@ class Streamer:
         )
 
     def keep(self, tensors: Sequence[Tensor], put: Put) -> Lease:
-        """Take a layer's tensors over.
+        """Take over a layer's tensors.
 
         Args:
-            tensors: As they are; nothing of them is held afterwards.
-            put: Called with their views of a bay, in order, when `start` makes them.
+            tensors: The tensors with their values; no reference to them is kept.
+            put: Called by `start` with the views of a bay that replace them, in order.
 
         Raises:
-            WeightError: They cannot be written where they are to lie.
+            WeightError: They cannot be written to the configured folder.
         """
         views, flat = [], []
         for tensor in tensors:
@@ -153,7 +153,7 @@ class Streamer:
         return Lease(self, len(self._put) - 1)
 
     def _place(self, tensor: Tensor) -> Extent:
-        """Where a tensor lies in a file, or is written to."""
+        """Return the extent of a tensor in a file that stores it already, or write it to the spill file."""
         folder = self.offload.folder
         found = self._locate(tensor) if tensor.device.type == "cpu" else None
         if found is not None and (folder is None or os.fstat(found[0]).st_dev == folder.stat().st_dev):
@@ -163,10 +163,10 @@ class Streamer:
         return self._spill.write(tensor)
 
     def start(self) -> None:
-        """Make the bays; from now on leases can be taken.
+        """Open the bays; from now on leases can be entered.
 
         Raises:
-            DeviceError: There is no room for them.
+            DeviceError: There is no room for the bays.
         """
         layers = self.schedule.layers
         count = max(1, min(self.offload.buffers, len(layers)))
@@ -181,40 +181,40 @@ class Streamer:
 
 
 class Schedule:
-    """Who is in which bay: layer n in bay n modulo their number, as long as nobody needs the bay otherwise.
+    """Loads layers into bays and prefetches the next ones; layer n uses bay n modulo the number of bays.
 
     Attributes:
-        layers: Where they lie.
-        bays: Where they are brought.
+        layers: The stored layers.
+        bays: The bays.
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start without layers and bays."""
         self.layers: list[Stored] = []
         self.bays: list[Bay] = []
         self._changed = threading.Condition()
-        self._fills = threading.Lock()  # one at a time: they share a disk, and memory on the way
+        self._fills = threading.Lock()  # one load at a time: loads share a disk and the staging memory
         self._follower: dict[int, int] = {}
         self._last = 0
         self._reader: threading.Thread | None = None
         self._closed = False
 
     def open(self, bays: Sequence[Bay]) -> None:
-        """Begin."""
+        """Set the bays; at first, layers are assumed to run in order."""
         self.bays = list(bays)
         self._follower = {index: (index + 1) % len(self.layers) for index in range(len(self.layers))}
 
     def close(self) -> None:
-        """Let the thread that reads ahead end."""
+        """Let the prefetching thread end."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def acquire(self, layer: int) -> None:
-        """Wait until a layer is in its bay, or bring it, and keep it there.
+        """Load a layer into its bay, or wait until it is loaded, and keep it there until `release`.
 
         Raises:
-            DeviceError: It cannot be read.
+            DeviceError: The layer cannot be read.
         """
         bay = self.bays[layer % len(self.bays)]
         with self._changed:
@@ -234,11 +234,11 @@ class Schedule:
             bay.lane.arrive()
             kept = True
         finally:
-            if not kept:  # as a signal comes: nobody would release it
+            if not kept:  # interrupted by a signal: the caller would never release it
                 self._leave(bay)
 
     def release(self, layer: int) -> None:
-        """Let it go."""
+        """Release a layer, so that its bay can be reused."""
         bay = self.bays[layer % len(self.bays)]
         try:
             bay.lane.leave()
@@ -251,7 +251,7 @@ class Schedule:
             self._changed.notify_all()
 
     def _fill(self, bay: Bay, layer: int) -> None:
-        """Bring a layer into a bay that is free; the lock is held, and let go meanwhile."""
+        """Load a layer into a free bay; called with the lock held, which is released during the load."""
         bay.layer, bay.filling = layer, True
         self._changed.release()
         done = False
@@ -266,7 +266,7 @@ class Schedule:
             self._changed.notify_all()
 
     def _read_ahead(self) -> None:
-        """See to it that somebody reads what comes next, where there is a bay for it."""
+        """Start the prefetching thread if there are several bays and it is not running, and wake it."""
         if len(self.bays) > 1 and (self._reader is None or not self._reader.is_alive()):
             self._reader = threading.Thread(target=self._keep_reading, name="slipstream-stream", daemon=True)
             self._reader.start()
@@ -275,17 +275,17 @@ class Schedule:
     def _keep_reading(self) -> None:
         with self._changed:
             while not self._closed:
-                found = self._next()
-                if found is None:
+                pending = self._next()
+                if pending is None:
                     self._changed.wait()
                     continue
                 try:
-                    self._fill(*found)
-                except DeviceError:  # whoever needs the layer reads it again, and hears of it
+                    self._fill(*pending)
+                except DeviceError:  # `acquire` will read the layer again and raise the error
                     self._changed.wait()
 
     def _next(self) -> tuple[Bay, int] | None:
-        """The nearest layer that is not there and whose bay is free."""
+        """The next layer in order that is not loaded and whose bay is free, with its bay; or None."""
         layer = self._last
         for _ in range(len(self.bays) - 1):
             layer = self._follower[layer]

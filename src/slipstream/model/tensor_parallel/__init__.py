@@ -1,1 +1,1 @@
-"""Layers that run their own code on several ranks: found out, cut, rehearsed and split."""
+"""Tensor parallelism for layers that run their own code: analysis, cuts, rehearsal and split modules."""

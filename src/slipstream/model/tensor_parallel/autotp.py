@@ -1,10 +1,11 @@
-"""Tensor parallelism for layers that run their own code: what is cut how, proved by a rehearsal.
+"""Tensor parallelism for layers that run their own code: chooses how to cut them, proved by a rehearsal.
 
-A branch (linears that only the last one of them reads) is cut so that its ranks meet once, after the last
-linear. What ends a branch is what the user's policy names, what transformers' own plan calls "rowwise", and
-what a run of the layer shows. Every way to cut it is rehearsed beside the layer as it is, and the first one
-that answers the same is taken. Any other linear is cut by its rows, which all ranks join: this needs to know
-nothing of the layer, and a rank still holds its part only.
+A branch (linears whose outputs only the branch's last linear reads) is cut so that ranks communicate once,
+after the last linear. The ends of branches are the linears that the user's policy names, those that
+transformers' own plan calls "rowwise", and those that a run of the layer reveals. Every way to cut a branch
+is rehearsed beside the whole layer, and the first one with the same output is taken. Any other linear is cut
+by its rows, and the ranks join their outputs: this requires no knowledge of the layer, and a rank still holds
+only its part.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["LayerPlan", "is_shared_out", "plan_layer", "staged"]
 log = logging.getLogger(__name__)
 
 _SMALL = 1024
-"""Numbers in a matrix that is not worth a meeting of the ranks."""
+"""Matrices with fewer elements than this stay whole: they are not worth the communication."""
 
 _SHARED = ", keys on several ranks"
 
@@ -53,12 +54,12 @@ _SIBLING = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one layer.
+    """How one layer is cut.
 
     Attributes:
-        split: Of its modules.
-        rows: For the report.
-        max_error: Of the rehearsal; None where the layer could not be run.
+        split: How its modules are cut.
+        rows: Rows for the report.
+        max_error: Largest error in the rehearsal; None where the layer could not be run.
     """
 
     split: LayerSplit
@@ -66,14 +67,14 @@ class LayerPlan:
     max_error: float | None
 
     def of_heads(self) -> LayerSplit:
-        """What of it follows heads, which may not be dealt evenly."""
+        """Return the part of the split that follows heads, which may be dealt unevenly."""
         chosen = {row.name for row in self.rows if "by heads" in row.how}
         return {path: own for path, own in self.split.items() if path in chosen}
 
 
 @dataclass
 class _Draft:
-    """A plan in the making: what is cut, and by what each linear was decided."""
+    """A plan under construction: how modules are cut, and for each linear how and by what source."""
 
     split: dict[str, ModuleSplit] = field(default_factory=dict)
     how: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class _Draft:
         self.how |= how
 
     def of_heads(self) -> LayerSplit:
-        """What of it follows heads, which may not be dealt evenly."""
+        """Return the part of the split that follows heads, which may be dealt unevenly."""
         return {path: own for path, own in self.split.items() if "by heads" in self.how.get(path, ("",))[0]}
 
 
@@ -95,7 +96,10 @@ def plan_layer(
     *,
     strict: bool,
 ) -> LayerPlan:
-    """The plan for one layer."""
+    """Make the plan for one layer.
+
+    `known` holds the user's ends of branches, transformers' patterns, and why `calls` is empty.
+    """
     named, patterns, why = known
     stage, reason = staged(first.layer, calls, why)
     if stage is None:
@@ -114,12 +118,12 @@ def plan_layer(
 
 
 def staged(layer: nn.Module, calls: Sequence[RecordedCall], why: str = "") -> tuple[Stage | None, str]:
-    """A layer and its calls, ready to be rehearsed; or None, and why it cannot be.
+    """Prepare a layer and its calls for rehearsal; return None and the reason where that is impossible.
 
     Args:
-        layer: It is only read.
-        calls: Of it. A model may have changed the layer for them, and it answers no such call by itself.
-        why: There are no calls.
+        layer: Only read.
+        calls: Recorded calls of the layer. The layer may be unable to repeat them outside of its model.
+        why: The reason if there are no calls.
     """
     if not calls:
         return None, f"the model cannot be run on random input to see more: {why}"
@@ -131,7 +135,7 @@ def staged(layer: nn.Module, calls: Sequence[RecordedCall], why: str = "") -> tu
 
 
 def _in_float32(layer: nn.Module) -> nn.Module:
-    """The layer itself, or a copy: sums of parts have another order, which float32 tells from an error."""
+    """The layer or a copy in float32, in which reordered sums can be told from errors."""
     if all(t.dtype == torch.float32 for t in layer.parameters() if t.is_floating_point()):
         return layer
     wide = copy.deepcopy(layer)
@@ -147,7 +151,7 @@ def _branches(
     sizes: Sizes,
     known: tuple[Sequence[str], Sequence[str]],
 ) -> dict[str, str]:
-    """Cut what can be cut so that ranks meet once a branch; why others cannot, by their last linear."""
+    """Cut branches so that ranks communicate once in each; return why others stay, by their last linear."""
     named, patterns = known
     reasons: dict[str, str] = {}
     for branch in sorted(branches_of(stage.layer, flow, named), key=lambda found: not found.attends):
@@ -183,7 +187,7 @@ def _branches(
 
 
 def _unheard(layer: nn.Module, branch: Branch, flow: Flow) -> str | None:
-    """A linear among those of an attention that was not called, as inputs that nobody knows of may do."""
+    """A linear inside an attention module that no recorded call reached, though other inputs may; or None."""
     if not (branch.attends and branch.parent):
         return None
     inside = layer.get_submodule(branch.parent).named_modules(prefix=branch.parent)
@@ -191,14 +195,14 @@ def _unheard(layer: nn.Module, branch: Branch, flow: Flow) -> str | None:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether a full path ends in a pattern of transformers, whose `#` is any number."""
+    """Whether a full path ends in a pattern of transformers' plan, in which `#` is any number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", f".{path}").endswith(f".{pattern}")
 
 
 def _first_right(
     stage: Stage, options: Iterator[LayerSplit], draft: _Draft, sizes: Sizes
 ) -> tuple[LayerSplit | None, str]:
-    """The first way to cut a branch that answers as the layer does; or none, and why the first one failed."""
+    """The first way to cut a branch that keeps the layer's output; or None, and why the first one failed."""
     reason = ""
     for option in options:
         if any(path in draft.split for path in option):
@@ -216,7 +220,7 @@ def _first_right(
 def _siblings(
     layer: nn.Module, flow: Flow, branch: Branch, split: LayerSplit
 ) -> Iterator[tuple[str, dict[str, ModuleSplit]]]:
-    """The same for modules of the same make that were not called: experts that no token went to."""
+    """Yield the same split for sibling modules that were not called, such as experts without tokens."""
     if not re.search(r"\.\d+$", branch.parent):
         return
     stem = branch.parent.rpartition(".")[0]
@@ -238,10 +242,10 @@ def _refuse_unproved(
     *,
     strict: bool,
 ) -> None:
-    """Refuse a policy that names what ends no branch.
+    """Refuse a policy that names linears that end no branch; only warn unless `strict`.
 
     Raises:
-        InjectionError: A linear that is called, ends no branch, and was not even tried as one.
+        InjectionError: A named linear was called, but was not even tried as the end of a branch.
     """
     wrong = [path for path in paths if path not in draft.split and path not in reasons]
     if not wrong:
@@ -257,7 +261,7 @@ def _refuse_unproved(
 
 
 def _experts(stage: Stage, draft: _Draft, sizes: Sizes, reasons: dict[str, str]) -> None:
-    """Cut experts that are parameters of one module."""
+    """Cut the experts of modules that hold them as parameters."""
     for path, module in stage.layer.named_modules():
         if whole_experts(module) and path not in draft.split:
             chosen, reason = _first_right(stage, expert_splits(path, module, sizes), draft, sizes)
@@ -270,7 +274,7 @@ def _experts(stage: Stage, draft: _Draft, sizes: Sizes, reasons: dict[str, str])
 def _with_rest(
     stage: Stage, flow: Flow, draft: _Draft, sizes: Sizes, reasons: dict[str, str]
 ) -> tuple[_Draft, float]:
-    """The plan with the other linears, as much of it as answers what the layer does."""
+    """Add the other linears, as far as the layer's output stays right; return the plan and its error."""
     full = copy.copy(draft)
     full.split, full.how = dict(draft.split), dict(draft.how)
     _gather_rest(stage.layer, flow, full, sizes)
@@ -285,16 +289,16 @@ def _with_rest(
 
 
 def _gather_rest(layer: nn.Module, flow: Flow | None, draft: _Draft, sizes: Sizes) -> None:
-    """Cut by rows what is a linear and not cut yet; with a flow, what was called in it."""
+    """Cut by rows the linears that are not cut yet; with a flow, only those that were called in it."""
     for path, module in layer.named_modules():
         if path not in draft.split and is_shared_out(path, module, flow, sizes):
             draft.add({path: gathered(module, sizes)}, {path: ("rows, joined", "any linear")})
 
 
 def is_shared_out(path: str, module: nn.Module, flow: Flow | None, sizes: Sizes) -> bool:
-    """Whether a module is a linear whose rows are worth a meeting; with a flow, whether it was called.
+    """Whether a module is a linear that is large enough to be cut by rows and, with a flow, was called.
 
-    An expert that no token came to is as those of its number that one came to.
+    An expert that received no token counts as called if a sibling was called.
     """
     if not path or not is_matrix(module) or _ROUTER.search(path):
         return False
@@ -304,14 +308,14 @@ def is_shared_out(path: str, module: nn.Module, flow: Flow | None, sizes: Sizes)
 
 
 def _alike(path: str) -> str:
-    """A path without the numbers of siblings."""
+    """A path with sibling numbers replaced, so that it is equal for siblings."""
     return _SIBLING.sub("#", path)
 
 
 def _rows(
     layer: nn.Module, draft: _Draft, why: str = "", reasons: Mapping[str, str] | None = None
 ) -> tuple[SplitReport, ...]:
-    """A row for each matrix."""
+    """A report row for each matrix."""
     rows = []
     reasons = reasons or {}
     for path, module in layer.named_modules():

@@ -1,4 +1,4 @@
-"""The ways in which a branch of a layer may be cut for several ranks; a rehearsal says which one is right.
+"""Candidate ways to cut a branch of a layer for several ranks; a rehearsal decides which one is right.
 
 Shapes: H query heads, K kv heads, D head dim, I units of a feed-forward.
 """
@@ -31,7 +31,7 @@ _GROUPS = re.compile(r"groups|n_rep")
 _WIDTHS = re.compile(r"dim|size|width|hidden|inner|d_model|features")
 
 Rewriting = tuple[bool, bool, bool]
-"""Whether widths, entries of a config, and tensors beside the matrices change with the heads."""
+"""Whether widths, entries of configs, and tensors other than the matrices are changed with the heads."""
 
 _REWRITINGS: tuple[Rewriting, ...] = (
     (True, False, True),
@@ -44,7 +44,7 @@ _REWRITINGS: tuple[Rewriting, ...] = (
 
 
 def gathered(module: nn.Module, sizes: Sizes) -> ModuleSplit:
-    """A matrix cut by its outputs, which all ranks join: right wherever it stands."""
+    """Cut a matrix by its outputs, which the ranks then join; this is right anywhere in a layer."""
     rows, _ = matrix_dims(module)
     weight = module.get_parameter("weight")
     runs = sizes.even(weight.shape[rows])
@@ -52,7 +52,7 @@ def gathered(module: nn.Module, sizes: Sizes) -> ModuleSplit:
 
 
 def _columns(module: nn.Module, runs: tuple[Runs, ...], finish: Literal["keep", "gather"]) -> ModuleSplit:
-    """A matrix of which ranks have rows."""
+    """Cut a matrix by its outputs."""
     rows, _ = matrix_dims(module)
     cuts = {"weight": Cut(rows, runs)}
     if module._parameters.get("bias") is not None:
@@ -64,7 +64,7 @@ def _columns(module: nn.Module, runs: tuple[Runs, ...], finish: Literal["keep", 
 
 
 def _row(module: nn.Module, runs: tuple[Runs, ...]) -> ModuleSplit:
-    """A matrix of which ranks have inputs; what it writes is added up, the bias once."""
+    """Cut a matrix by its inputs; its output is summed over ranks, and only one rank adds the bias."""
     _, inputs = matrix_dims(module)
     once = frozenset({"bias"}) if module._parameters.get("bias") is not None else frozenset[str]()
     widths = Cut(-1, runs).widths
@@ -73,7 +73,7 @@ def _row(module: nn.Module, runs: tuple[Runs, ...]) -> ModuleSplit:
 
 
 def _widths(layer: nn.Module, branch: Branch) -> tuple[int, dict[str, int]]:
-    """Inputs of the matrix that ends a branch, and outputs of the others."""
+    """Input width of the matrix that ends a branch, and output widths of the other matrices."""
     row = layer.get_submodule(branch.row)
     width = row.get_parameter("weight").shape[matrix_dims(row)[1]]
     outs = {}
@@ -84,7 +84,7 @@ def _widths(layer: nn.Module, branch: Branch) -> tuple[int, dict[str, int]]:
 
 
 def unit_splits(layer: nn.Module, branch: Branch, flow: Flow, sizes: Sizes) -> Iterator[LayerSplit]:
-    """A feed-forward: units that do not know of each other, gated or not."""
+    """Yield ways to cut a feed-forward, gated or not, whose units are independent of each other."""
     width, outs = _widths(layer, branch)
     if width < sizes.ranks or any(out not in (width, 2 * width) for out in outs.values()):
         return
@@ -113,8 +113,8 @@ def _matrices(
 def _norms(
     layer: nn.Module, branch: Branch, flow: Flow, places: Mapping[str, tuple[Runs, ...]]
 ) -> dict[str, ModuleSplit]:
-    """Vectors that stand within the branch and are as wide as what is cut: their rows lie on all ranks."""
-    found = {}
+    """Norms within the branch that are as wide as a cut tensor, so that their rows are split over ranks."""
+    norms = {}
     for path, tags in flow.reads.items():
         module = layer.get_submodule(path)
         weight = module._parameters.get("weight")
@@ -125,15 +125,15 @@ def _norms(
             cut = Cut(-1, places[owner])
             reads = owner == branch.row or owner in tags
             if reads and len(weight) == max(run.stop for runs in cut.runs for run in runs):
-                found[path] = ModuleSplit(finish="across", places=cut)
+                norms[path] = ModuleSplit(finish="across", places=cut)
                 break
-    return found
+    return norms
 
 
 def _renumber(
     parent: nn.Module, path: str, split: dict[str, ModuleSplit], wanted: Mapping[int, Sequence[int]]
 ) -> None:
-    """Let attributes that are a width follow it."""
+    """Change attributes of modules that hold a width to the width on each rank."""
     for name, module in parent.named_modules(prefix=path):
         if name in split:
             continue
@@ -149,7 +149,7 @@ def _renumber(
 
 
 def attention_splits(layer: nn.Module, branch: Branch, flow: Flow, sizes: Sizes) -> Iterator[LayerSplit]:
-    """Attention: query heads with their kv heads, in each order that fused matrices are known to have."""
+    """Yield ways to cut attention: query heads with their kv heads, in each known order of fused matrices."""
     width, outs = _widths(layer, branch)
     parent = layer.get_submodule(branch.parent)
     for heads in _head_counts(parent, width, layer):
@@ -166,7 +166,7 @@ def attention_splits(layer: nn.Module, branch: Branch, flow: Flow, sizes: Sizes)
 
 
 def _head_counts(parent: nn.Module, width: int, layer: nn.Module) -> list[int]:
-    """How many heads there may be, by what the module and its config say."""
+    """Candidate numbers of heads, from attributes of the modules and their configs."""
     dims, counts = [], []
     owners = [*parent.modules(), layer]
     for module in owners:
@@ -182,12 +182,12 @@ def _head_counts(parent: nn.Module, width: int, layer: nn.Module) -> list[int]:
 
 
 def entries(config: Any) -> dict[str, Any]:
-    """What a config holds, by name; nothing where it is none."""
+    """Return a config's entries by name; none for an object without attributes."""
     return {} if config is None or not hasattr(config, "__dict__") else vars(config)
 
 
 def _kv_counts(heads: int, dim: int, outs: Sequence[int]) -> list[int]:
-    """How many kv heads the widths of the matrices allow."""
+    """Candidate numbers of kv heads that the output widths of the matrices allow."""
     found = []
     for out in outs:
         units = 0 if out % dim else out // dim
@@ -237,7 +237,7 @@ def _attention(
         ]
         cuts = _tensor_cuts(module, dealt) if tensors else {}
         at_top = path == branch.parent
-        # Whoever listens to attention maps may do so at any module around the projections.
+        # Hooks for attention maps may be on any module around the projections.
         answers = at_top or any(column.startswith(f"{path}.") for column in branch.columns)
         if cuts or any(numbers) or any(config) or answers:
             split[path] = ModuleSplit(
@@ -251,7 +251,7 @@ def _attention(
 
 
 def _numbers(named: Mapping[str, Any], dealt: Heads, dim: int, rank: int, widths: bool) -> dict[str, int]:
-    """The numbers among some attributes that follow the heads, as one rank has them."""
+    """Attributes that depend on the number of heads, with their values on one rank."""
     queries, keys = dealt.own(rank)
     changed: dict[str, int] = {}
     for key, value in named.items():
@@ -272,7 +272,7 @@ def _numbers(named: Mapping[str, Any], dealt: Heads, dim: int, rank: int, widths
 
 
 def _tensor_cuts(module: nn.Module, dealt: Heads) -> dict[str, Cut]:
-    """Tensors beside the matrices that have a place for each head."""
+    """Cuts of tensors other than the matrices that have a dim with one entry per head."""
     cuts: dict[str, Cut] = {}
     if is_matrix(module):
         return cuts
@@ -288,14 +288,14 @@ def _tensor_cuts(module: nn.Module, dealt: Heads) -> dict[str, Cut]:
 
 
 def _by_heads(calls: Sequence[Mapping[int | str, tuple[int, ...]]], heads: int) -> dict[int | str, int]:
-    """Arguments that have a place for each head in every call, and the dim of it."""
-    found: dict[int | str, int] = {}
+    """Arguments that have one entry per head in every call, with the dim of the heads."""
+    dims: dict[int | str, int] = {}
     for key in dict.fromkeys(key for call in calls for key in call):
         shapes = [call[key] for call in calls if key in call]
         if all(len(shape) == 4 and shape[1] == heads for shape in shapes):
-            found[key] = 1
+            dims[key] = 1
             continue
         of_heads = all(len(shape) == 3 and shape[0] % heads == 0 for shape in shapes)
         if of_heads and isinstance(key, str) and re.search("alibi|bias", key):
-            found[key] = 0
-    return found
+            dims[key] = 0
+    return dims

@@ -1,4 +1,4 @@
-"""The ways in which experts that are parameters of one module may be cut for several ranks.
+"""Candidate ways to cut experts that are parameters of one module for several ranks.
 
 Shapes: I units of an expert, E experts.
 """
@@ -23,13 +23,13 @@ __all__ = ["expert_splits", "whole_experts"]
 
 
 def whole_experts(module: nn.Module) -> bool:
-    """Whether a module holds the matrices of experts as parameters of its own, or of a part without more."""
+    """Whether a module holds matrices of experts as its own parameters, or as those of a child (`_flat`)."""
     threes = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
     return (len(threes) > 1 and not is_matrix(module)) or _flat(module) is not None
 
 
 def _flat(module: nn.Module) -> tuple[str, int, int] | None:
-    """A part with matrices `(E * I, C)` whose owner knows E and I; DBRX's experts lie below each other so."""
+    """Name, E and I of a child with matrices `(E * I, C)`, as in DBRX; E and I are attributes of `module`."""
     counts = [v for n, v in vars(module).items() if type(v) is int and re.search("num.*expert", n)]
     for name, part in module.named_children():
         shapes = {tuple(p.shape) for p in part._parameters.values() if p is not None}
@@ -42,7 +42,7 @@ def _flat(module: nn.Module) -> tuple[str, int, int] | None:
 
 
 def expert_splits(path: str, module: nn.Module, sizes: Sizes) -> Iterator[LayerSplit]:
-    """Experts, each of which is cut inside: its units are dealt out, and what it writes is added up."""
+    """Yield ways to cut every expert by its units; the output is summed over ranks."""
     flat = _flat(module)
     if flat is not None:
         name, experts, units = flat
@@ -81,7 +81,7 @@ def expert_splits(path: str, module: nn.Module, sizes: Sizes) -> Iterator[LayerS
 
 
 def _plainly(module: nn.Module, sizes: Sizes) -> tuple[Mapping[str, str], ...]:
-    """Lets transformers multiply by one expert after the other, where grouped products want wider rows."""
+    """Config that makes transformers run experts one by one, since grouped products need wider rows."""
     name = "_experts_implementation_internal"
     return ({name: "eager"},) * sizes.ranks if name in entries(vars(module).get("config")) else ()
 

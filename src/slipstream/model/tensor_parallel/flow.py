@@ -1,8 +1,9 @@
-"""What flows where in a layer: which linears read what other linears wrote, seen in a run of its own code.
+"""Data flow in a layer: which linears read the outputs of which others, observed in a run of its own code.
 
-Every tensor bears the names of the linears that it came from since the last linear, and a mark where it came
-from the layer's own input, or through attention. A linear whose input bears other linears' names and no mark
-of the layer's input ends a branch: what it reads may be parted over ranks, and what it writes is added up.
+Every tensor is tagged with the linears whose outputs it was computed from without another linear in between,
+and with marks if the layer's own input or an attention went into it. A linear whose input has tags of other
+linears and no mark of the layer's input ends a branch: its input may be split over ranks, and its output is
+summed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from slipstream.model.values import tensors_in
 __all__ = ["Branch", "Flow", "branches_of", "is_matrix", "matrix_dims", "watch_flow"]
 
 STREAM = "*stream"
-"""Marks what came from the layer's input."""
+"""Tag of tensors computed from the layer's input."""
 
 ATTENTION = "*attention"
-"""Marks what came through a softmax or an attention kernel."""
+"""Tag of tensors computed by a softmax or an attention kernel."""
 
 _ATTENDS = ("softmax", "scaled_dot_product_attention")
 
@@ -37,12 +38,13 @@ Tags = frozenset[str]
 
 @dataclass
 class Flow:
-    """What a layer's run showed.
+    """Observations from a layer's run.
 
     Attributes:
-        reads: Tags of what each linear, and each module that holds vectors of its own, was given, by path in
-            the order of the calls.
-        arguments: Shapes of the tensors that each module was given, call by call, by position or name.
+        reads: Tags of the input of each linear, and of each other module with parameters, by path in the
+            order of the calls.
+        arguments: For each module, the shapes of its floating tensor arguments by position or name, call by
+            call.
     """
 
     reads: dict[str, Tags] = field(default_factory=dict)
@@ -51,12 +53,12 @@ class Flow:
 
 @dataclass(frozen=True)
 class Branch:
-    """Linears that are cut alike.
+    """Linears that are cut together.
 
     Attributes:
-        row: Path of the one that ends the branch; its inputs are cut, and what it writes is added up.
-        columns: Of those whose outputs it reads; their rows are cut.
-        attends: What it reads came through attention.
+        row: Path of the linear that ends the branch; its inputs are cut, and its output is summed over ranks.
+        columns: Paths of the linears whose outputs it reads; their rows are cut.
+        attends: Whether its input came through attention.
     """
 
     row: str
@@ -65,7 +67,7 @@ class Branch:
 
     @property
     def parent(self) -> str:
-        """Path of the nearest module that holds all of them; "" is the layer."""
+        """Path of the innermost module that contains all of the linears; "" is the layer."""
         paths = [path.split(".")[:-1] for path in (self.row, *self.columns)]
         shared = []
         for parts in zip(*paths, strict=False):
@@ -76,12 +78,12 @@ class Branch:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module is nothing but a matrix, or one for each expert, and perhaps a bias."""
+    """Whether a module is just a matrix, or a matrix for each expert, with or without a bias."""
     weight = module._parameters.get("weight")
     if weight is None or "forward" in vars(module) or not weight.is_floating_point() or not weight.numel():
         return False
     if type(module).forward is nn.Linear.forward:
-        return type(module).__name__ != "NonDynamicallyQuantizableLinear"  # whose matrix others read
+        return type(module).__name__ != "NonDynamicallyQuantizableLinear"  # other code reads its matrix
     if isinstance(module, nn.Linear):
         return _multiplies(module)
     kind = type(module)
@@ -92,7 +94,7 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def _multiplies(module: nn.Linear) -> bool:
-    """Whether a linear with a forward of its own, as Falcon has, is one all the same: on small numbers."""
+    """Whether a linear with its own forward, like Falcon's, is a plain product; tried on a small copy."""
     others = {name for name, p in module._parameters.items() if p is not None} - {"weight", "bias"}
     if others or module._modules or module._buffers:
         return False
@@ -119,7 +121,7 @@ def _multiplies(module: nn.Linear) -> bool:
 
 
 def matrix_dims(module: nn.Module) -> tuple[int, int]:
-    """The dims of a matrix's parameter that are its outputs and its inputs."""
+    """Return the dims of the outputs and of the inputs in a matrix's parameter."""
     weight = module.get_parameter("weight")
     if weight.dim() == 3:
         return 1, 2
@@ -127,7 +129,7 @@ def matrix_dims(module: nn.Module) -> tuple[int, int]:
 
 
 class _Follow(TorchFunctionMode):
-    """Gives what a function returns the tags of what it was given."""
+    """Mode that tags the results of every function with the tags of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class _Follow(TorchFunctionMode):
     def mark(self, value: Any, tags: Tags) -> None:
         for tensor in tensors_in(value):
             if tensor.is_floating_point():
-                self._tags[id(tensor)] = (tensor, tags)  # held, so that no other tensor gets its id
+                self._tags[id(tensor)] = (tensor, tags)  # the reference keeps the id unique
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,11 +161,11 @@ class _Follow(TorchFunctionMode):
 
 
 def watch_flow(layer: nn.Module, calls: Sequence[RecordedCall]) -> Flow:
-    """Run a layer's own code on recorded calls and watch; the layer is left as it was.
+    """Run a layer's own code on recorded calls and observe the data flow; the layer is left as it was.
 
     Args:
-        layer: Whole.
-        calls: Of it; the caches in them are copied.
+        layer: The whole layer.
+        calls: Recorded calls of the layer; the caches in them are copied.
     """
     flow = Flow()
     with left_as_it_was(layer), torch.no_grad():
@@ -216,20 +218,20 @@ def _leave(path: str, follow: _Follow) -> Any:
 
 
 def branches_of(layer: nn.Module, flow: Flow, reducing: Sequence[str] = ()) -> list[Branch]:
-    """The branches of a layer, the last one first.
+    """Return the branches of a layer, the last one first.
 
     Args:
-        layer: Whole.
-        flow: Of its run.
-        reducing: Paths of linears that are known to end branches; where given, others are not asked.
+        layer: The whole layer.
+        flow: Observed in a run of the layer.
+        reducing: Paths of linears that are known to end branches; if given, no others are considered.
     """
     modules: Mapping[str, nn.Module] = dict(layer.named_modules())
-    found = []
+    branches = []
     for path, tags in reversed(flow.reads.items()):
         if not is_matrix(modules[path]) or (reducing and path not in reducing):
             continue
         columns = [tag for tag in tags if tag in modules]
         if columns and STREAM not in tags and all(is_matrix(modules[column]) for column in columns):
             order = [column for column in flow.reads if column in columns]
-            found.append(Branch(path, tuple(order), ATTENTION in tags))
-    return found
+            branches.append(Branch(path, tuple(order), ATTENTION in tags))
+    return branches

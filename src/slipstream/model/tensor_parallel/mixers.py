@@ -1,7 +1,7 @@
-"""What several ranks have of the parts of fused layers that run their own code: state spaces, convolutions.
+"""Splits those parts of fused layers that run their own code, such as state spaces and convolutions.
 
-Nothing is known of such a part but that its linears are linears: each is cut by its rows, which all ranks
-join. That is right wherever the linear stands, and every rank holds its share of what is large in the part.
+Nothing is known of such a part except its linears: each is cut by its rows, and the ranks join their outputs.
+That is right for any linear, and every rank holds its share of the part's large matrices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def own_parts(found: Found) -> tuple[str, ...]:
-    """Paths of what runs its own code in a layer that is fused."""
+    """Paths of the parts of a fused layer that run their own code."""
     return () if found.family is None or found.spec is None else found.family.own_parts(found.spec)
 
 
@@ -43,13 +43,13 @@ def plan_parts(
     """Decide how the parts of fused layers are cut; the model is only read.
 
     Args:
-        layers: Fused ones, some of whose parts run their own code.
-        sizes: Into how many parts.
-        recorded: The layers' calls.
-        lent: Within, a layer has its values.
+        layers: Fused layers, some of whose parts run their own code.
+        sizes: How many parts to cut into, and where.
+        recorded: Recorded calls of the layers.
+        lent: Context in which a layer has its values.
 
     Returns:
-        By layer name. A part that cannot be run, or that answers otherwise once it is cut, stays whole.
+        Plans by layer name. Parts that cannot be run, or whose output changes once they are cut, stay whole.
     """
     plans: dict[str, LayerPlan] = {}
     of_kind: dict[tuple[Any, ...], LayerPlan] = {}
@@ -67,7 +67,7 @@ def plan_parts(
 def _rehearsed(
     found: Found, calls: Sequence[RecordedCall], sizes: Sizes
 ) -> tuple[LayerSplit, float | None, str]:
-    """How a layer's parts are cut, the error of that, and why they are not."""
+    """Return how a layer's parts are cut, the error of the rehearsal, and why they are not cut."""
     stage, reason = staged(found.layer, calls)
     if stage is None:
         return {}, None, reason
@@ -90,7 +90,7 @@ def _inside(found: Found) -> list[tuple[str, nn.Module]]:
 
 
 def _rows(found: Found, split: Mapping[str, object], reason: str) -> tuple[SplitReport, ...]:
-    """A row for each matrix of the parts, and one for the tensors of a part that are no matrices."""
+    """Report rows: one for each matrix of the parts, and one for each other module with parameters."""
     rows = []
     for path, module in _inside(found):
         if is_matrix(module):

@@ -1,7 +1,7 @@
-"""Every layer that runs its own code, planned for several ranks: like layers alike, but for whose turn it is.
+"""Plans the split of every layer that runs its own code; layers of a kind share plans, up to their turn.
 
 Layers of one kind share a plan where it is right for all of them. Where heads are not dealt evenly, and the
-rest of a layer does not make up for it, the rank that has a head more is another one in each layer.
+rest of a layer does not compensate for it, the rank with one more head changes from layer to layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Recorded", "kind_of", "plan_layers", "record_layers"]
 log = logging.getLogger(__name__)
 
 Recorded = Mapping[str, tuple[dict[str, list[RecordedCall]], str]]
-"""By the layers' root: the calls of each layer by its name, and why there are none."""
+"""By the layers' root: the recorded calls of each layer by its name, and the reason if there are none."""
 
 
 def record_layers(model: nn.Module, layers: Sequence[Found]) -> Recorded:
-    """The calls that a model in eval mode makes of some of its layers, which must have their values."""
+    """Record the calls that a model in eval mode makes of some layers, which must have their values."""
     of_root: dict[str, list[Found]] = {}
     for found in layers:
         of_root.setdefault(found.root, []).append(found)
@@ -52,19 +52,19 @@ def plan_layers(
 
     Args:
         model: In eval mode.
-        layers: Those that are not fused.
-        sizes: Into how many parts.
+        layers: Layers that are not fused.
+        sizes: How many parts to cut into, and where.
         recorded: From `record_layers`.
-        reducing: By layer, the ends of the paths of linears that a user says end branches.
-        strict: A linear that a user names and that ends no branch is an error.
-        lent: Within, a layer has its values.
+        reducing: By layer, path suffixes of the linears that end branches according to the user.
+        strict: Raise an error for a linear that the user names but that ends no branch.
+        lent: Context in which a layer has its values.
 
     Returns:
-        By layer name.
+        Plans by layer name.
 
     Raises:
         InjectionError: See `strict`.
-        UnsupportedError: Layers that share a part and would cut it differently.
+        UnsupportedError: Layers that share a module would cut it differently.
     """
     kinds: dict[tuple[Any, ...], list[Found]] = {}
     for found in layers:
@@ -86,7 +86,7 @@ def plan_layers(
 
 @dataclass
 class _Kind:
-    """Layers that are alike, and the plans that were made for them, by the turn that they are for."""
+    """A kind of layers, and the plans made for it so far, by turn."""
 
     calls: Mapping[str, list[RecordedCall]]
     why: str
@@ -96,7 +96,7 @@ class _Kind:
     made: dict[int, list[LayerPlan]] = field(default_factory=dict)
 
     def plan(self, found: Found, sizes: Sizes) -> LayerPlan:
-        """The first plan that is right for a layer, or its own."""
+        """Return the first existing plan that is right for a layer, or make one for it."""
         own, made = self.calls.get(found.name, []), self.made.setdefault(sizes.turn, [])
         plan = next((plan for plan in made if _fits(found, own, plan, sizes)), None)
         if plan is None:
@@ -107,14 +107,14 @@ class _Kind:
 
 
 class _Turned:
-    """Lets ranks take turns in having a head more; layers that share tensors have one turn."""
+    """Rotates which rank holds one more head (`Turns`); layers that share modules have the same turn."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes, self._turns = sizes, Turns(sizes.ranks)
         self._of: dict[int, int] = {}
 
     def plan(self, found: Found, kind: _Kind) -> LayerPlan:
-        """A layer's plan, for its turn."""
+        """Choose a layer's turn and return its plan."""
         own = [id(module) for module in found.layer.modules() if module._parameters]
         decided = next((self._of[module] for module in own if module in self._of), None)
         plan = kind.made[0][0] if kind.made.get(0) else kind.plan(found, self._sizes)
@@ -126,7 +126,7 @@ class _Turned:
 
 
 def kind_of(found: Found) -> tuple[Any, ...]:
-    """What layers of one kind share: classes, shapes, and the numbers that may be counts of heads."""
+    """Return the key of a layer's kind: classes, shapes, and attributes that may be counts of heads."""
     modules = tuple(
         (
             path,
@@ -148,14 +148,14 @@ def _record(root: nn.Module, layers: Sequence[Found]) -> tuple[dict[str, list[Re
 
 
 def _plan_of(model: nn.Module, root: str) -> tuple[str, ...]:
-    """Patterns of what transformers' own plan adds up over ranks, as ends of paths."""
+    """Path suffixes of linears whose outputs transformers' own plan sums over ranks."""
     config = getattr(model.get_submodule(root), "config", None)
     plan = getattr(config, "base_model_tp_plan", None) or {}
     return tuple(name.replace("*", "#") for name, style in plan.items() if style.startswith("rowwise"))
 
 
 def _fits(found: Found, calls: Sequence[RecordedCall], plan: LayerPlan, sizes: Sizes) -> bool:
-    """Whether another layer's plan is right for this one, which may be called with other arguments."""
+    """Whether another layer's plan is right for this layer, which may be called with other arguments."""
     if not calls or plan.max_error is None:
         return not calls and plan.max_error is None
     stage, reason = staged(found.layer, calls[:1])
@@ -170,10 +170,10 @@ def _fits(found: Found, calls: Sequence[RecordedCall], plan: LayerPlan, sizes: S
 
 
 def _check_shared(layers: Sequence[Found], plans: Mapping[str, LayerPlan]) -> None:
-    """Refuse layers that hold a module together and would cut it differently.
+    """Refuse layers that share a module and would cut it differently.
 
     Raises:
-        UnsupportedError: With both layers.
+        UnsupportedError: There are such layers; the message names both.
     """
     seen: dict[int, tuple[str, ModuleSplit | None]] = {}
     for found in layers:

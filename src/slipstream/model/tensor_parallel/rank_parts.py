@@ -1,4 +1,4 @@
-"""Where a rank keeps its parts of what runs its own code, under the names of the whole tensors."""
+"""Slots of split modules: where a rank stores its parts, under the names of the whole tensors."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["slots_of_parts", "whole_of_part"]
 
 
 def whole_of_part(module: nn.Module) -> dict[str, Tensor]:
-    """What a split module has a part of, by its names there: tensors of whole shapes without values."""
+    """Return tensors without values in the whole shapes of a split module's parts, by names in the module."""
     plan, _ = split_of(module)
-    found = {}
+    wholes = {}
     for leaf, cut in plan.cuts.items():
         own = _tensor(module, leaf)
         if own is not None:
             shape = list(own.shape)
-            shape[cut.dim] = max(run.stop for runs in cut.runs for run in runs)  # several may have a head
-            found[leaf] = torch.empty(shape, dtype=own.dtype, device="meta")
+            shape[cut.dim] = max(run.stop for runs in cut.runs for run in runs)  # ranks may share heads
+            wholes[leaf] = torch.empty(shape, dtype=own.dtype, device="meta")
     for leaf in plan.once:
         if module._parameters.get(leaf) is None:
             like = module._parameters["weight"]
             assert like is not None  # the module is a linear
-            found[leaf] = torch.empty(like.shape[0], dtype=like.dtype, device="meta")
-    return found
+            wholes[leaf] = torch.empty(like.shape[0], dtype=like.dtype, device="meta")
+    return wholes
 
 
 def slots_of_parts(
@@ -41,16 +41,16 @@ def slots_of_parts(
     names: Mapping[int, Sequence[str]],
     format_named: Callable[[str], Format],
 ) -> dict[str, Part]:
-    """What a split module is written to, by its names there.
+    """Return the slots of a split module's parts, by names in the module.
 
     Args:
-        path: Of the module.
-        module: Holds a rank's part.
-        names: The model's names of a tensor, by its identity.
-        format_named: Gives a format by its name.
+        path: Path of the module.
+        module: A module that holds a rank's part.
+        names: The model's names of each tensor, by its `id`.
+        format_named: Returns a format by its name.
     """
     plan, rank = split_of(module)
-    found: dict[str, Part] = {}
+    slots: dict[str, Part] = {}
     for leaf, cut in plan.cuts.items():
         own = _tensor(module, leaf)
         if own is None:
@@ -58,19 +58,19 @@ def slots_of_parts(
         paths = tuple(names[id(own)])
         if holds(module, leaf):
             weight, transposed = packed_matrices(module)[leaf]
-            found[leaf] = Part(paths, weight, _packs(paths[0], cut, rank, weight, transposed, format_named))
+            slots[leaf] = Part(paths, weight, _packs(paths[0], cut, rank, weight, transposed, format_named))
         else:
-            found[leaf] = Part(paths, plain(own.detach()), _cuts(paths[0], cut, rank))
+            slots[leaf] = Part(paths, plain(own.detach()), _cuts(paths[0], cut, rank))
     for leaf in plan.once if rank else ():
         own = module._parameters.get(leaf)
         paths = (f"{path}.{leaf}",) if own is None else tuple(names[id(own)])
         dtype = next(p.dtype for p in module._parameters.values() if p is not None)
-        found[leaf] = Part(
+        slots[leaf] = Part(
             paths,
             Weight("plain", (), (), _nothing, None, dtype),
             _nobody(dtype),
         )
-    return found
+    return slots
 
 
 def _tensor(module: nn.Module, leaf: str) -> Tensor | None:
@@ -93,7 +93,7 @@ def _packs(
     transposed: bool,
     format_named: Callable[[str], Format],
 ) -> Callable[[Mapping[str, Tensor]], Weight]:
-    """Packs a rank's part as it was: where inputs are cut, with multipliers of whole rows if it has them."""
+    """Packs a rank's part in its format; where inputs are cut, with scales of the whole rows if possible."""
     wanted = format_named(weight.packed_as)
 
     def make(values: Mapping[str, Tensor]) -> Weight:
@@ -112,5 +112,5 @@ def _nothing(planes: tuple[Tensor, ...], *_: object) -> Tensor:
 
 
 def _nobody(dtype: torch.dtype) -> Callable[[Mapping[str, Tensor]], Weight]:
-    """What a rank takes of a parameter that only the first has."""
+    """Makes the empty part of a rank that does not hold the parameter: only the first rank does."""
     return lambda _: plain(torch.empty(0, dtype=dtype, device="cpu"))

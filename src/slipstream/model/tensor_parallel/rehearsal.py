@@ -1,4 +1,4 @@
-"""Runs a layer cut for several ranks, all of them in this process, beside the layer as it is."""
+"""Rehearses a split: runs all ranks of a cut layer in this process and compares them with the whole layer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Stage"]
 
 
 class Stage:
-    """A layer, calls of it, and what it answers by itself, all in float32.
+    """A layer, recorded calls, and the whole layer's outputs for them, all in float32.
 
     Attributes:
-        layer: Its tensors may be those of the model.
-        calls: As recorded; caches in them are copied before each run.
+        layer: The whole layer, which may share the model's tensors.
+        calls: Recorded calls; caches in them are copied before each run.
     """
 
     def __init__(self, layer: nn.Module, calls: Sequence[RecordedCall]) -> None:
-        """Run the layer by itself."""
+        """Run the whole layer on the calls and keep its outputs."""
         self.layer, self.calls = layer, calls
         like = torch.zeros((), dtype=torch.float32, device=next(layer.parameters()).device)
         self._given = [bring(copy.deepcopy((call.args, call.kwargs)), like) for call in calls]
@@ -35,14 +35,14 @@ class Stage:
             self._answers = _play(layer, copy.deepcopy(self._given), chained=False)
 
     def given_calls(self) -> list[RecordedCall]:
-        """The calls with their arguments in float32."""
+        """Return the calls with their arguments in float32."""
         return [RecordedCall(args, kwargs, None) for args, kwargs in self._given]
 
     def error(self, split: LayerSplit, size: int) -> float:
-        """The largest absolute error of a cut layer.
+        """Return the largest absolute error of the layer when it is cut.
 
         Raises:
-            InjectionError: It is off, or cannot run.
+            InjectionError: The cut layer is wrong or cannot run.
         """
         tensors = {id(t): t for t in (*self.layer.parameters(), *self.layer.buffers())}
         parts = []
@@ -80,7 +80,7 @@ class Stage:
                 off = (ours - theirs).abs()
                 off = off.where(
                     ours != theirs, torch.zeros((), dtype=off.dtype, device="cpu")
-                )  # equal infinities
+                )  # inf - inf would be NaN
                 share = off / theirs.abs().clamp(min=size)
                 if not float(share.max()) <= TOLERANCE[torch.float32]:
                     raise InjectionError(f"it would be off by {float(off.max()):.3g}, in size {size:.3g}")
@@ -89,7 +89,7 @@ class Stage:
 
 
 def _play(layer: nn.Module, given: Sequence[Any], *, chained: bool) -> list[list[Tensor]]:
-    """A layer's answers; `chained` goes on with the cache that it filled itself where one was filled."""
+    """Run a layer on some calls; with `chained`, cache entries that it wrote are used in the next call."""
     answers = []
     before: list[Any] = []
     for args, kwargs in given:
@@ -106,7 +106,7 @@ def _play(layer: nn.Module, given: Sequence[Any], *, chained: bool) -> list[list
 
 
 def _hand_over(before: Sequence[dict[int, Any]], caches: Sequence[Any]) -> None:
-    """Put the entries that the layer wrote into the next call's caches, where those have them."""
+    """Put the entries that the layer wrote into the next call's caches, where those hold states."""
     for written, cache in zip(before, caches, strict=False):
         for index, entry in written.items():
             if index < len(cache.layers) and _holds(cache.layers[index]):

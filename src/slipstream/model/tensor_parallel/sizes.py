@@ -1,4 +1,4 @@
-"""Into how many parts the tensors of a layer are cut, and where."""
+"""The number of parts into which a layer's tensors are cut, and the boundaries of the cuts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from slipstream.parallel.plan import Runs, even
 __all__ = ["UNITS", "Sizes"]
 
 UNITS = re.compile(r"intermediate|inner|ffn|expert|hidden|size|dim|width")
-"""Names of attributes that may be the width of a feed-forward."""
+"""Names of attributes that may hold the width of a feed-forward."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Into how many parts, and where.
+    """How many parts to cut into, and where.
 
     Attributes:
         ranks: Number of parts.
-        grain: Parts that heads do not decide end at multiples of this, where they are even enough.
-        group: As `grain`, of a weight format, for what is narrower than the grain.
-        align: Numbers in 16 bytes, at which grouped products want rows of experts to begin and end.
-        held: What ranks have of heads that are not dealt evenly, as multiples of what is left to cut.
-        turn: By how many places the ranks are moved that heads are dealt to.
+        grain: Parts that do not depend on heads end at multiples of this, if they are then even enough.
+        group: Group size of the weight format, used instead of `grain` for tensors that are too narrow.
+        align: Number of elements in 16 bytes, to which grouped products need rows of experts aligned.
+        held: What each rank holds of heads that are not dealt evenly, as multiples of what is left to cut.
+        turn: Rotation of the places to which heads are dealt (`Turns`).
     """
 
     ranks: int
@@ -37,17 +37,17 @@ class Sizes:
     turn: int = 0
 
     def even(self, total: int) -> tuple[Runs, ...]:
-        """Runs as even as they go, or such that they make up for what ranks hold of heads."""
+        """Divide `total` as evenly as possible, compensating for what ranks hold of heads (`held`)."""
         return even(total, self.ranks, self.group, self.grain, held=self.held)
 
     def beside(self, layer: nn.Module, split: LayerSplit) -> Sizes:
-        """Sizes that make up for what a split gives to ranks, in whatever else of its layer is cut."""
+        """Return sizes whose `held` compensates, in the rest of the layer, for an uneven split of heads."""
         loads, whole = self.loads(layer, split)
         left = sum(p.numel() for p in layer.parameters() if p.dim() > 1) - whole
         return replace(self, held=tuple(load / left for load in loads)) if left > 0 else self
 
     def loads(self, layer: nn.Module, split: LayerSplit) -> tuple[list[int], int]:
-        """How many numbers of the matrices that a split cuts each rank has, and how many there are."""
+        """Return how many elements of the matrices in a split each rank holds, and their total number."""
         loads, whole = [0] * self.ranks, 0
         for path, own in split.items():
             module = layer.get_submodule(path)
@@ -57,5 +57,5 @@ class Sizes:
                 if tensor is not None and tensor.dim() > 1:
                     whole += tensor.numel()
                     each = tensor.numel() // tensor.shape[cut.dim]
-                    loads = [had + width * each for had, width in zip(loads, cut.widths, strict=True)]
+                    loads = [load + width * each for load, width in zip(loads, cut.widths, strict=True)]
         return loads, whole

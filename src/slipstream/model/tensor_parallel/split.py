@@ -1,8 +1,8 @@
 """Modules that hold a rank's part of their tensors, in layers that run their own code.
 
-A split module stays the object it was: its parameters become the rank's parts, its class a subclass that
-meets the other ranks after its own forward, so that its name, hooks and `isinstance` hold. A state dict has
-whole tensors, put together from all ranks.
+A split module keeps its identity: its parameters become the rank's parts, and its class a subclass that
+communicates with the other ranks after its own forward, so its name, hooks and `isinstance` hold. A state
+dict has whole tensors, joined from all ranks.
 
 Shapes: H query heads of the whole layer.
 """
@@ -40,18 +40,18 @@ _STATE = "_slipstream_split"
 
 @dataclass(frozen=True)
 class ModuleSplit:
-    """What becomes of one module.
+    """How one module is split over ranks.
 
     Attributes:
         cuts: How its own parameters and buffers are cut, by name.
-        once: Parameters that the first rank alone has, for what is added up.
-        finish: "keep" returns what the module answers; "sum" adds it up over the ranks; "gather" joins the
-            last dims; "across" joins what enters, and keeps the rank's places of what comes out.
-        places: The rank's places of the last dim, for "gather" and "across".
-        numbers: Attributes that change, for each rank.
-        config: Entries that change in a copy of the module's config, for each rank.
+        once: Parameters that only the first rank holds, because the output is summed over ranks.
+        finish: "keep" returns the module's output; "sum" sums it over the ranks; "gather" joins the last
+            dims; "across" joins the input, and keeps the rank's places of the output.
+        places: Each rank's places of the last dim, for "gather" and "across".
+        numbers: Changed attributes, for each rank.
+        config: Changed entries in a copy of the module's config, for each rank.
         heads: The query heads of each rank, as places along a dim, where whole arguments are cut by heads.
-        arguments: Which arguments are, by position or name, and along which dim.
+        arguments: The arguments that are cut by heads, by position or name, and the dim of their heads.
     """
 
     cuts: Mapping[str, Cut] = field(default_factory=dict)
@@ -65,30 +65,30 @@ class ModuleSplit:
 
 
 LayerSplit = Mapping[str, ModuleSplit]
-"""By path from the layer."""
+"""Splits of a layer's modules, by path from the layer."""
 
 
 @dataclass
 class _State:
-    """What a split module carries."""
+    """State of a split module."""
 
     plan: ModuleSplit
     peers: Peers
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether a module holds a rank's part."""
+    """Whether a module holds a rank's part of its tensors."""
     return _STATE in vars(module)
 
 
 def split_of(module: nn.Module) -> tuple[ModuleSplit, int]:
-    """What became of a split module, and which rank this is."""
+    """Return how a split module is split, and the place of this rank."""
     state: _State = vars(module)[_STATE]
     return state.plan, state.peers.rank
 
 
 def sum_over_ranks(module: nn.Module, part: Tensor) -> Tensor:
-    """What is beside a split module's answer, added up if that is."""
+    """Sum a tensor that is added to a split module's output over ranks, if that output is summed."""
     state: _State = vars(module)[_STATE]
     return state.peers.sum(part) if state.plan.finish == "sum" else part
 
@@ -96,14 +96,14 @@ def sum_over_ranks(module: nn.Module, part: Tensor) -> Tensor:
 def cut_tensors(
     layer: nn.Module, split: LayerSplit, rank: int, *, copies: bool = True, whole: Collection[str] = ()
 ) -> None:
-    """Give a layer one rank's tensors and numbers, in place; `join_ranks` then lets it meet the others.
+    """Reduce a layer to one rank's tensors and attributes, in place; `join_ranks` then adds communication.
 
     Args:
-        layer: Whole.
-        split: What becomes of its modules.
+        layer: The whole layer.
+        split: How its modules are split.
         rank: Place of the rank.
-        copies: The parts have memory of their own, so that the whole tensors can be released.
-        whole: Names of tensors to leave as they are, for they are cut while they are packed.
+        copies: Copy the parts, so that the whole tensors can be released.
+        whole: Names of tensors to leave whole, because they are cut while they are packed.
     """
     for path, plan in split.items():
         module = layer.get_submodule(path)
@@ -139,7 +139,7 @@ def _put(module: nn.Module, name: str, part: Tensor, copies: bool) -> None:
 
 
 def join_ranks(layer: nn.Module, split: LayerSplit, peers: Peers) -> None:
-    """Let the modules of a layer whose tensors were cut meet the other ranks, in place."""
+    """Let the modules of a layer whose tensors were cut communicate with the other ranks, in place."""
     for path, plan in split.items():
         module = layer.get_submodule(path)
         module.__dict__[_STATE] = _State(plan, peers)
@@ -150,7 +150,7 @@ def join_ranks(layer: nn.Module, split: LayerSplit, peers: Peers) -> None:
 
 @functools.cache
 def _split_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a module's class that meets the other ranks; it bears the original's name."""
+    """Make a subclass of a module's class that communicates with other ranks; it keeps the class's name."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: _State = vars(self)[_STATE]
@@ -174,7 +174,7 @@ def _split_class(original: type[nn.Module]) -> type[nn.Module]:
 def _own_heads(
     plan: ModuleSplit, peers: Peers, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, tuple[Tensor, Tensor]]]:
-    """The arguments with the rank's heads of what has a row for each; and which parts stand for which."""
+    """Cut arguments to the rank's heads; also return each part with its whole, by the part's id."""
     given: dict[int, tuple[Tensor, Tensor]] = {}
     listed, named = list(args), dict(kwargs)
     for key, dim in plan.arguments.items():
@@ -190,7 +190,7 @@ def _own_heads(
 
 
 def _heads_of(value: Tensor, heads: Cut | None, rank: int, dim: int) -> Tensor:
-    """A rank's heads of an argument whose dim is H long, or the batch times H; others are left."""
+    """A rank's heads of an argument whose dim has length H, or batch times H; others are returned whole."""
     if heads is None:
         return value
     total = max(run.stop for runs in heads.runs for run in runs)
@@ -203,7 +203,7 @@ def _heads_of(value: Tensor, heads: Cut | None, rank: int, dim: int) -> Tensor:
 
 
 def _all_heads(heads: Cut, peers: Peers, output: Any, given: Mapping[int, tuple[Tensor, Tensor]]) -> Any:
-    """What attention returns beside its states, a row per head, with the rows of all ranks."""
+    """Join the tensors per head that attention returns beside its states, such as maps, over all ranks."""
     if not isinstance(output, tuple):
         return output
     cut = heads.along(1)
@@ -217,28 +217,28 @@ def _all_heads(heads: Cut, peers: Peers, output: Any, given: Mapping[int, tuple[
 
 
 def _whole_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook: put whole tensors in the place of parts; every rank must ask for it."""
+    """State-dict hook: replace parts with whole tensors; a collective call of all ranks."""
     state: _State = vars(module)[_STATE]
     for name, cut in state.plan.cuts.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state.peers.join(state_dict[prefix + name], cut)
     for name in sorted(state.plan.once):
         own = state_dict.get(prefix + name)
-        if own is None:  # another rank than the first
-            like: Any = module._parameters["weight"]  # of a packed matrix the name alone is a property
+        if own is None:  # not the first rank
+            like: Any = module._parameters["weight"]  # the attribute of a packed matrix would unpack it
             own = torch.zeros(like.shape[0], dtype=like.dtype, device=_place(module))
         state_dict[prefix + name] = state.peers.sum(own.clone())
 
 
 def _place(module: nn.Module) -> torch.device:
-    """Where a linear's values are; a packed matrix's own parameter is on the meta device."""
+    """Device of a linear's values; the parameter of a packed matrix is on the meta device and is skipped."""
     return next(
         (t.device for t in vars(module)["_parameters"].values() if t is not None and not t.is_meta), CPU
     )
 
 
 def refuse_load(module: nn.Module, *args: Any) -> None:
-    """Load-state-dict hook: a rank's part is not what a checkpoint has."""
+    """Load-state-dict hook: refuse, since checkpoints have whole tensors and the module a rank's part."""
     raise UnsupportedError(
         f"{type(module).__name__} holds this rank's part of its weights, which load_state_dict would not "
         "find in a checkpoint; load the weights before init_inference"

@@ -1,7 +1,7 @@
 """Spreads the rows of the token embedding and of the vocabulary projection over the ranks of a model.
 
-Each rank keeps its rows, plain or packed. An embedding looks up what it has and the ranks add up, which is
-exact; a projection makes its logits and the ranks join theirs, so all of them see all logits.
+Each rank keeps its rows, plain or packed. An embedding looks up the rows that the rank holds, and a sum over
+the ranks gives the rest, exactly. A projection computes the rank's logits, and the ranks join theirs.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def split_vocabulary(
     settings: Settings,
     axis: Axis,
 ) -> tuple[list[OutsideReport], list[str]]:
-    """Spread what can be, in place, in the formats that were planned.
+    """Spread embedding and projection where possible, in place, in the planned formats.
 
     Args:
         model: In the engine's dtype.
         plans: From `plan_outside`.
-        settings: Of the engine; their filling may have planes that are packed already.
+        settings: The engine's settings; the source of its filling may have packed planes already.
         axis: The ranks.
 
     Returns:
-        Rows for the report, and notes on what every rank keeps whole.
+        Rows for the report, and notes on tensors that every rank keeps whole.
     """
     formats: dict[str, Format] = {plan.role: plan.format for plan in plans}
     bound: dict[str, Bound | None] = {plan.role: plan.linear for plan in plans}
@@ -56,7 +56,7 @@ def split_vocabulary(
             groups.setdefault(id(module._parameters["weight"]), []).append((name, module, "embedding"))
     if head is not None:
         same = groups.setdefault(id(head[1]._parameters["weight"]), [])
-        # A decoder's own table is tied to the head, and the model's input is its encoder's.
+        # A decoder's embedding may be tied to the head, while the model's input embedding is the encoder's.
         same += [] if same else [(*held, "table") for held in holders(model, head[1])]
         same.append((*head, "head"))
     linear = settings.bind(None).linear
@@ -88,7 +88,7 @@ def _label(packed: Format, weight: Weight) -> str:
 
 
 def _why_whole(model: nn.Module, members: Sequence[tuple[str, nn.Module, str]], axis: Axis) -> str:
-    """Why the tensor that these modules hold is not spread, or an empty string."""
+    """The reason why the tensor of these modules is not spread; empty if it is."""
     weight: Any = members[0][1]._parameters["weight"]
     if len(weight) < axis.size:
         return f"it has {len(weight)} rows"
@@ -106,7 +106,7 @@ def _why_whole(model: nn.Module, members: Sequence[tuple[str, nn.Module, str]], 
 
 
 def _own_rows(name: str, module: nn.Module, packed: Format, settings: Settings, axis: Axis) -> Weight:
-    """The rank's rows of a module's matrix, proved against the whole one."""
+    """Make the rank's rows of a module's matrix, and check them against the whole matrix."""
     whole = module.get_parameter("weight").detach()
     runs = spread(len(whole), axis.size)
     own = runs[axis.rank]

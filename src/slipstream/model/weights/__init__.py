@@ -1,1 +1,1 @@
-"""The weights of a live model: where each is kept, packed, filled from files, adapted, written anew."""
+"""The weights of a live model: where they are stored, packing, filling from files, adapters, new values."""

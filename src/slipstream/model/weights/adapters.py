@@ -1,11 +1,11 @@
-"""Adapters of a live model: kept apart from its weights, or merged into them and taken out again to the bit.
+"""Adapters of a live model: kept apart from its weights, or merged into them and removed again bit-exactly.
 
-Kept apart (`lora.py`), several work at once, switching costs nothing, and a rounded matrix stays as it is;
-their products are multiplied beside the matrices, one layer after the other.
+Adapters that are kept apart (`lora.py`) can be combined and switched at no cost and leave quantized matrices
+as they are; their low-rank products are computed beside the matrices, and layers run one by one.
 
 Merging writes `W + scale * B @ A` into the memory of W (`Slot.write`), so that fused blocks, packed planes,
-captured graphs and native sessions all run with it, at the speed of the base model. What was there is kept
-beside, which costs a copy of the adapted matrices while an adapter is at work; switching back restores it.
+captured graphs and native sessions all use it, at the speed of the base model. The former values are saved,
+which costs a copy of the adapted matrices while an adapter is active; switching back restores them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Adapters"]
 
 
 class Adapters:
-    """The adapters that a model has.
+    """The adapters of a model.
 
     Attributes:
-        active: Names of those that are at work, in the order in which they were asked for.
-        merged: Whether those are merged into the weights, or kept apart from them.
+        active: Names of the active adapters, in the order in which they were selected.
+        merged: Whether the active adapters are merged into the weights, or kept apart from them.
     """
 
     def __init__(self, format_named: Callable[[str], Format], ranks: int = 1) -> None:
-        """Begin without any.
+        """Start without adapters.
 
         Args:
-            format_named: Gives a weight format by its name.
-            ranks: That share the model; several keep adapters apart and merge none.
+            format_named: Returns a weight format by its name.
+            ranks: Number of ranks that share the model; with several, adapters cannot be merged.
         """
         self.active: tuple[str, ...] = ()
         self.merged = False
@@ -52,11 +52,12 @@ class Adapters:
         return tuple(self._known)
 
     def add(self, model: nn.Module, name: str, adapter: Adapter) -> None:
-        """Prove that an adapter fits, and remember it; where one of its name is at work, it takes its place.
+        """Check that an adapter fits, and register it, replacing one of the same name even while active.
 
         Raises:
-            WeightError: It is of another model; nothing has changed.
-            UnsupportedError: It adapts one of several tied tensors; or on several ranks what is merged.
+            WeightError: The adapter is for another model; nothing has changed.
+            UnsupportedError: The adapter changes one of several tied tensors, or would have to be merged on
+                several ranks.
         """
         slots = find_slots(model, self._format_named)
         _check_fit(model, adapter)
@@ -76,7 +77,7 @@ class Adapters:
             self.select(model, active, merged=merged)
 
     def drop(self, model: nn.Module, name: str) -> None:
-        """Forget an adapter; where it is at work, the others stay there without it.
+        """Remove an adapter; if it is active, the other active ones stay active.
 
         Raises:
             ConfigError: No adapter has this name.
@@ -87,17 +88,17 @@ class Adapters:
         del self._known[name]
 
     def select(self, model: nn.Module, names: Sequence[str], *, merged: bool = False) -> None:
-        """Put adapters to work in the place of those that are.
+        """Activate adapters in place of the active ones.
 
         Args:
-            model: The one that they fit.
-            names: Of any number of them; their sum is added.
-            merged: Add them to the weights, of which a copy is kept, instead of keeping them apart.
+            model: The model that they fit.
+            names: Names of any number of adapters; their updates are summed.
+            merged: Merge them into the weights, of which a copy is kept, instead of keeping them apart.
 
         Raises:
-            ConfigError: No adapter has this name, or two of them replace one tensor; nothing has changed.
+            ConfigError: A name is unknown, or two adapters replace the same tensor; nothing has changed.
             UnsupportedError: A tensor that would be merged into is tied to another; nothing has changed.
-            WeightError: A sum or a factor is not finite in the engine's dtype; no adapter is at work then.
+            WeightError: A sum or a factor is not finite in the engine's dtype; no adapter is active then.
         """
         self._check_known(names)
         if merged and names and self._ranks > 1:
@@ -167,13 +168,13 @@ class Adapters:
 
 
 def _without(adapter: Adapter, apart: Collection[str]) -> Adapter:
-    """What of an adapter is merged, where the products of some modules are kept apart."""
+    """Return the part of an adapter that is merged, without the modules whose products are kept apart."""
     low_rank = {path: pair for path, pair in adapter.low_rank.items() if path not in apart}
     return Adapter(low_rank, adapter.whole)
 
 
 def _check_apart(names: Sequence[str], adapters: Sequence[Adapter]) -> None:
-    """Refuse adapters that replace the same tensor, of which only one could be at work."""
+    """Refuse adapters that replace the same tensor: only one of them could be active."""
     replaced = [name for adapter in adapters for name in adapter.whole]
     twice = next((name for name in replaced if replaced.count(name) > 1), None)
     if twice is not None:
@@ -212,7 +213,7 @@ def _wanted(model: nn.Module, adapter: Adapter) -> dict[str, tuple[int, ...]]:
 
 
 def _check_ties(adapter: Adapter, tensors: Mapping[str, Tensor], slots: list[Slot]) -> None:
-    """Refuse to merge into one of several names of a tensor."""
+    """Refuse to merge into a tensor that is tied to another."""
     wanted = {*adapter.whole, *map(_matrix_of, adapter.low_rank)}
     for slot in slots:
         hit = [name for name in slot.names if name in wanted]

@@ -1,9 +1,9 @@
-"""Matrices that a model stores transposed, as GPT-2's Conv1D does, are laid out by rows in memory.
+"""Lays out matrices that a model stores transposed, as GPT-2's Conv1D does, by output rows in memory.
 
-A parameter stays the object it is, `(I, O)` with its values, and so does what a state dict says of it; its
-strides alone change: input lies beside input, as in a linear. Kernels that read a matrix at the memory's rate
-read it faster so, and torch's own products take either. Whoever holds the parameter, an optimizer or a module
-that is tied to it, sees the new memory; whoever holds other tensors in the old keeps that as it was.
+A parameter stays the same object, `(I, O)` with the same values, and so does its entry in a state dict; only
+its strides change: the inputs of one output are adjacent, as in a linear. Kernels that are bound by memory
+bandwidth read this layout faster, and torch's own products accept either. References to the parameter, such
+as an optimizer's or a tied module's, see the new memory; other tensors in the old memory keep it unchanged.
 
 Shapes: I input width, O output width.
 """
@@ -31,19 +31,19 @@ def lay_by_rows(
     is_packed: bool,
     plain_roles: frozenset[Role],
 ) -> None:
-    """Lay out the transposed matrices of a layer that stay dense, in place, one at a time.
+    """Lay out a layer's transposed matrices that stay dense, in place, one at a time.
 
     Args:
-        layer: Has its values.
-        plans: How its tensors make up a block's.
-        mapped: Files of which what was laid out is dropped.
-        is_packed: Roles that may be quantized are going to be, from either layout.
-        plain_roles: Others that stay dense.
+        layer: A layer that has its values.
+        plans: The plans of the layer's block.
+        mapped: Mapped files, whose pages of converted matrices are dropped.
+        is_packed: Whether quantizable roles will be packed, which works from either layout.
+        plain_roles: Further roles that stay dense.
     """
     laid = False
     for role, plan in plans.items():
         if not role.is_matrix or not plan.is_whole or (is_packed and may_be_packed(role, plain_roles)):
-            continue  # rows that are put in another order are copied anyway
+            continue  # rows that are reordered are copied anyway
         for piece in plan.weight:
             path, _, leaf = piece.name.rpartition(".")
             parameter = layer.get_submodule(path)._parameters.get(leaf)
@@ -51,12 +51,12 @@ def lay_by_rows(
                 stored = parameter.data
                 parameter.data = stored.mT.contiguous().mT
                 mapped.drop(mapped.holding([stored]))
-                del stored  # or the last of a layer is let go of after the rest was given back
+                del stored  # otherwise the layer's last matrix would be freed only after `give_back`
                 laid = True
-    if laid:  # or holes of what was let go of stay between what was laid out: 200 MB of 450
+    if laid:  # otherwise holes remain in the heap between the new matrices: 200 MB of 450
         give_back()
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Whether nothing else lies in a tensor's storage, which would stay in memory for its sake."""
+    """Whether a tensor fills its storage: other tensors in it would keep the old memory alive."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes

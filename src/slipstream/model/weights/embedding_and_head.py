@@ -1,7 +1,7 @@
-"""Packs what stands outside of the layers: the vocabulary projection (head) and the token embedding.
+"""Packs matrices outside of the layers: the vocabulary projection (head) and the token embedding.
 
-Either may have a format of its own, at every level of injection. Where the two are tied, a packed head gets
-planes and the embedding keeps the tensor; where the embedding is packed as well, in the same format, both
+Either may have a format of its own, at every level of injection. Where the two are tied and only the head is
+packed, it gets planes and the embedding keeps the tensor; where both are packed in the same format, they
 share one set of planes, and the tensor is freed.
 """
 
@@ -32,17 +32,17 @@ __all__ = ["OutsideFormats", "OutsidePlan", "found_table", "holders", "pack_outs
 log = logging.getLogger(__name__)
 
 _EDGE = 48
-"""Rows of both ends of a head that are packed and multiplied to prove it."""
+"""Number of rows at either end of a head that are packed and multiplied to check the packed head."""
 
 
 @dataclass(frozen=True)
 class OutsideFormats:
-    """What a configuration asks for.
+    """The configured formats.
 
     Attributes:
         head: Format of the vocabulary projection; None leaves it plain.
-        embedding: Of the token embedding.
-        follows: A head that is tied to a packed embedding takes its format.
+        embedding: Format of the token embedding; None leaves it plain.
+        follows: A head that is tied to a packed embedding takes the embedding's format.
     """
 
     head: Format | None
@@ -57,9 +57,9 @@ class OutsidePlan:
     Attributes:
         names: Modules that hold it, the head or embedding itself first; tied tables share their planes.
         role: "head" or "embedding".
-        format: What it is packed to.
-        linear: What the head runs; None for an embedding.
-        shares: It takes over the planes of the embedding, which it is tied to.
+        format: The format it is packed in.
+        linear: The op that the head runs; None for an embedding.
+        shares: The head is tied to the embedding and uses its planes.
     """
 
     names: tuple[str, ...]
@@ -78,21 +78,21 @@ def plan_outside(
     device: torch.device,
     strict: Literal["error", "fallback", "off"],
 ) -> tuple[list[OutsidePlan], list[str]]:
-    """Decide what is packed; the model is only read.
+    """Decide which matrices are packed; the model is only read.
 
     Args:
-        model: Any; without `get_output_embeddings` and `get_input_embeddings` nothing is known of it.
+        model: Any model; nothing is packed without `get_output_embeddings` and `get_input_embeddings`.
         wanted: The formats.
-        bind: Chooses the implementation of a linear with a format.
-        dtype: The engine's.
-        device: Where implementations run; the model may still be elsewhere.
-        strict: What happens where the packed head multiplies wrong.
+        bind: Chooses the implementation of a linear for a format.
+        dtype: The engine's dtype.
+        device: Device on which implementations run; the model may still be elsewhere.
+        strict: What to do if the packed head computes wrong products.
 
     Returns:
-        The embedding before the head, and notes on what had to stay plain.
+        Plans, the embedding's before the head's, and notes on what stays plain.
 
     Raises:
-        InjectionError: The packed head disagrees with the matrix it stands for.
+        InjectionError: The packed head disagrees with the original matrix.
     """
     table = None if wanted.embedding is None else found_table(model, "get_input_embeddings")
     plans, notes = _plan_embedding(model, table, wanted.embedding)
@@ -132,7 +132,7 @@ def _plan_embedding(
 
 
 def found_table(model: nn.Module, getter: str) -> tuple[str, Any] | None:
-    """Path and module of what a transformers model calls its embedding, input or output."""
+    """Path and module of a transformers model's input or output embedding, or None."""
     get: Any = getattr(model, getter, None)
     try:
         module = get() if callable(get) else None
@@ -145,7 +145,7 @@ def found_table(model: nn.Module, getter: str) -> tuple[str, Any] | None:
 
 
 def holders(model: nn.Module, table: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Embeddings that hold the same tensor: a decoder's, beside its encoder's."""
+    """All embeddings that hold the same tensor, such as an encoder's and a decoder's."""
     weight = table._parameters["weight"]
     every = model.named_modules()
     return [(n, m) for n, m in every if isinstance(m, nn.Embedding) and m._parameters.get("weight") is weight]
@@ -158,7 +158,11 @@ def _edges(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _prove(name: str, rows: Tensor, packed: Format, bound: Bound) -> None:
-    """Compare the op on some rows, which are where it runs, with what their planes stand for."""
+    """Compare the op on some packed rows with a product by their unpacked values.
+
+    Raises:
+        InjectionError: The packed rows or the products are off by more than rounding explains.
+    """
     dtype = rows.dtype
     weight = packed.weight(rows, None)
     dense = weight.dense()
@@ -182,12 +186,12 @@ def pack_outside(model: nn.Module, plans: Sequence[OutsidePlan], settings: Setti
     """Pack in place, once the model is in the engine's dtype and on its device.
 
     Args:
-        model: The one that was planned for.
+        model: The model that the plans are for.
         plans: From `plan_outside`.
-        settings: Of the engine; their filling may have planes that are packed already.
+        settings: The engine's settings; the source of its filling may have packed planes already.
 
     Returns:
-        A row for the report of each.
+        A report row for each plan.
     """
     rows = []
     filling = settings.filling

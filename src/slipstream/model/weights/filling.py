@@ -1,7 +1,7 @@
-"""Fills a model from a source, layer by layer as it is packed, and puts back what was there if that fails.
+"""Fills a model from a source, layer by layer as it is packed, and restores the former values on failure.
 
-What a layer reads are views of the source; what it keeps of them, once it has been packed, is copied, and the
-rest is let go. So the dense model is never in memory as a whole.
+Layers read views of the source. After a layer has been packed, the tensors that it keeps are copied, and the
+memory of the rest is released, so the dense model is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from slipstream.weights.source import Source
 __all__ = ["Filling"]
 
 _HELD = 1 << 24
-"""Numbers of a source that are let go of before memory is given back: 64 MB of float32."""
+"""Elements of a source released between calls of `give_back`: 64 MB of float32."""
 
 _Table = dict[str, Any]
 """A module's parameters or buffers."""
 
 
 class Filling:
-    """The values of one model, to be put in part by part.
+    """Fills the parameters of one model from a source, part by part.
 
     Attributes:
-        source: Under the model's names.
-        mapped: What layers keep stays a view of the source, whose pages come and go.
+        source: The source, under the model's names.
+        mapped: Tensors that layers keep stay views of the source, whose pages the system loads and drops.
     """
 
     def __init__(self, model: nn.Module, source: Source, *, mapped: bool = False) -> None:
-        """Note every parameter's place; nothing is changed yet.
+        """Record every parameter's place; nothing is changed yet.
 
         Args:
-            model: Its parameters may be on the meta device, or have values that give way.
-            source: Under the model's names, complete.
+            model: Its parameters may be on the meta device, or have values that will be replaced.
+            source: A complete source under the model's names.
             mapped: See the attribute.
         """
         self.source = source
@@ -64,7 +64,7 @@ class Filling:
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{path}.{leaf}" if path else leaf
-                    # One tensor of which the source has several values becomes as many.
+                    # A tied tensor for which the source has several values becomes several tensors.
                     key = (id(parameter), source.home(name) if name in source else "")
                     self._group[name] = group = first.setdefault(key, name)
                     self._original[group] = parameter
@@ -79,18 +79,18 @@ class Filling:
     def start(
         self, layers: Sequence[Found], dtype: torch.dtype, keep: tuple[re.Pattern[str], ...] = ()
     ) -> None:
-        """Fill what stands outside of the layers, and the buffers without values.
+        """Fill the parameters outside of the layers, and the buffers without values.
 
         Args:
-            layers: Of the model.
-            dtype: The engine's. What is stored in several dtypes is brought to one, or it could not be run:
-                that of what stands outside, or where that has several itself, this one.
-            keep: Patterns of names that have a dtype of their own.
+            layers: The model's layers.
+            dtype: The engine's dtype. A model stored in several dtypes could not run, so it is cast to one:
+                the dtype of the parameters outside of the layers, or this one if those have several.
+            keep: Patterns of names that keep a dtype of their own.
 
         Raises:
-            WeightError: A buffer that nobody can compute.
+            WeightError: A buffer has no values and cannot be computed.
         """
-        heads = tuple(f"{found.name}." for found in layers)
+        heads = tuple(f"{dtypes.name}." for dtypes in layers)
         lost = lost_buffers(self._model, frozenset(self.source.names()))
         for path, module in self._model.named_modules():
             for leaf in module._buffers:
@@ -103,25 +103,25 @@ class Filling:
                     module._buffers[leaf] = value
         outside = {group for name, group in self._group.items() if not name.startswith(heads)}
         self._put(outside)
-        found = {t.dtype for group in outside if (t := self._now(group)).is_floating_point()}
-        self._dtype, self._keep = (found.pop() if len(found) == 1 else dtype), keep
+        dtypes = {t.dtype for group in outside if (t := self._now(group)).is_floating_point()}
+        self._dtype, self._keep = (dtypes.pop() if len(dtypes) == 1 else dtype), keep
         self._to_one_dtype(outside)
 
     def undo(self) -> None:
-        """Put back what was there before `start`."""
+        """Restore the parameters and buffers from before `start`."""
         self._restore(0)
 
     def commit(self) -> None:
-        """Let go of what was there before: nothing is left that could refuse."""
+        """Release the former values; call it when no step that could fail is left."""
         self._before.clear()
         self.release(self._slots)
         self._untie()
         give_back()
 
     def apart(self) -> list[str]:
-        """Notes on names that were one tensor in the model, and are several in the source.
+        """Notes on names that are tied in the model and have different values in the source.
 
-        A packed matrix beside a plain one is no news: tied models are saved with a head of its own format.
+        A packed matrix beside a plain one is not mentioned: the head of a tied model has a format of its own.
         """
         groups: dict[int, list[str]] = {}
         for group, parameter in self._original.items():
@@ -135,7 +135,7 @@ class Filling:
         return [f"{one} and {other} differ in the checkpoint, and are not tied" for one, other in pairs]
 
     def _untie(self) -> None:
-        """Let transformers' own list of what is tied say what is so."""
+        """Remove names that are no longer tied from transformers' own list of tied weights."""
         ties = getattr(self._model, "all_tied_weights_keys", None)
         if not isinstance(ties, dict):
             return
@@ -145,7 +145,7 @@ class Filling:
                 ties.pop(target)
 
     def release(self, names: Iterable[str]) -> None:
-        """Let go of what was read of some parameters, and of what was made of it."""
+        """Release the source's memory of some parameters, and return freed heap memory from time to time."""
         names = [name for name in names if name in self.source]
         self.source.release(names)
         self._released += sum(math.prod(self.source.shape(name)) for name in names)
@@ -155,7 +155,7 @@ class Filling:
 
     @contextmanager
     def lend(self, found: Found) -> Iterator[None]:
-        """Within, a layer has its values, dense and as they are stored; afterwards what it had before."""
+        """Context in which a layer has its dense values; on exit, the former ones are restored."""
         count, head = len(self._before), f"{found.name}."
         groups = {group for name, group in self._group.items() if name.startswith(head)}
         groups = {group for group in groups if self._is_original(group)}
@@ -169,7 +169,7 @@ class Filling:
 
     @contextmanager
     def lending(self, layers: Iterable[Found]) -> Iterator[None]:
-        """Within, each layer has its values while it runs."""
+        """Context in which hooks give each layer its values while it runs."""
         with ExitStack() as hooks, ExitStack() as lent:
 
             def enter(found: Found) -> Callable[..., None]:
@@ -181,17 +181,17 @@ class Filling:
             yield
 
     def settle(self, found: Found) -> None:
-        """Copy what a packed layer still has of the source, and let go of the rest."""
+        """Copy the views of the source that a packed layer still holds, and release the rest of the layer."""
         if not self.mapped:
             found.layer._apply(self._own)
         head = f"{found.name}."
         self.release(name for name in self._group if name.startswith(head))
 
     def finish(self, cast: Callable[[str, Tensor], Tensor]) -> None:
-        """Fill every parameter that nobody took over, and copy what is still a view of the source.
+        """Fill every parameter that is still open, and copy what is still a view of the source.
 
         Args:
-            cast: Brings a tensor, by its name, to the engine's dtype and device.
+            cast: Converts a tensor, given its name, to the engine's dtype and device.
         """
         for group in self._slots:
             if self._is_original(group):
@@ -207,18 +207,18 @@ class Filling:
         self.release(self._slots)
 
     def packed(self, name: str, wanted: Format, dtype: torch.dtype, *, transposed: bool = False) -> Weight:
-        """A matrix outside of fused layers in a packed format: as the source has it, or packed from it.
+        """Return a matrix outside of fused layers in a packed format: the source's own, or packed from it.
 
         Args:
-            name: Of the parameter.
+            name: Name of the parameter.
             wanted: The format.
-            dtype: What it unpacks to; a source's own values are rounded to it before they are packed, but
-                for those that are kept in a dtype of their own.
+            dtype: Dtype to which the matrix unpacks; dense values are cast to it before they are packed,
+                except for those that keep a dtype of their own.
             transposed: The parameter is stored `(..., I, O)`.
         """
-        found = self.source.packed(name, wanted)
-        if found is not None:
-            return replace(found, dtype=dtype)
+        ready = self.source.packed(name, wanted)
+        if ready is not None:
+            return replace(ready, dtype=dtype)
         dense = self.source.read(name)
         if applies(name, dense, dtype, self._keep):
             dense = dense.to(dtype)
@@ -228,22 +228,25 @@ class Filling:
         return made
 
     def take(self, name: str, cast: Callable[[str, Tensor], Tensor]) -> None:
-        """Fill one parameter for good, if nobody has yet."""
+        """Fill one parameter permanently, if it is still open."""
         group = self._group.get(name)
         if group is not None and self._is_original(group):
             self._put({group}, cast)
 
     def lay(self, names: Iterable[str]) -> None:
-        """Give parameters their values for good, views of the source and as they are stored."""
+        """Fill parameters permanently with views of the source, in the stored dtypes."""
         self._put({self._group[name] for name in names if name in self._group and self.awaits(name)})
 
     def lay_part(self, name: str, dim: int, runs: Sequence[range]) -> bool:
-        """Give a parameter a part of its value for good, if the source makes a part alone.
+        """Fill a parameter permanently with a part of its value, if the source can make just that part.
 
         Args:
-            name: Of the parameter.
-            dim: Along which it is cut.
-            runs: The places of the part.
+            name: Name of the parameter.
+            dim: Dim along which it is cut.
+            runs: Runs of the part along `dim`.
+
+        Returns:
+            Whether the parameter was filled.
         """
         if name not in self._group or not self.awaits(name) or self._group[name] not in self.source:
             return False
@@ -258,11 +261,11 @@ class Filling:
         return part is not None
 
     def awaits(self, name: str) -> bool:
-        """Whether nobody has filled a parameter yet, or packed it; of a tied one, where this name stands."""
+        """Whether a parameter is neither filled nor packed yet; for a tied one, at this name's place."""
         return self._is_open(self._slot[name], self._group[name])
 
     def progress(self, layers: Sequence[Found]) -> Iterator[Found]:
-        """The layers in order, with a bar on a terminal; the next one is read ahead."""
+        """Yield the layers in order, with a progress bar on a terminal, and prefetch the next one."""
         for index, found in enumerate(tqdm(layers, desc="loading", unit="layer", disable=None, leave=False)):
             if index + 1 < len(layers):
                 head = f"{layers[index + 1].name}."
@@ -270,14 +273,14 @@ class Filling:
             yield found
 
     def _to_one_dtype(self, groups: Iterable[str]) -> None:
-        """Cast what was put in and is stored in another dtype than the rest."""
+        """Cast filled parameters that are stored in another dtype than the rest."""
         for group in groups:
             value = self._now(group)
             if self._dtype is not None and applies(group, value, self._dtype, self._keep):
                 value.data = value.data.to(self._dtype)
 
     def _now(self, group: str) -> nn.Parameter:
-        """A parameter's value where it has one: of those that are tied some may be packed already."""
+        """A parameter's current value, from whichever of its tied places is not packed yet."""
         values = (table[leaf] for table, leaf in self._slots[group])
         filled = (value for value in values if value is not None and not value.is_meta)
         return next(filled, self._original[group])
@@ -296,7 +299,7 @@ class Filling:
                 tensor = self.borrow(self.source.read(group))
             elif self._original[group].is_meta and (own := computed(self._model, group)) is not None:
                 tensor = own
-            else:  # nobody saves it, and the model has it
+            else:  # checkpoints do not have it, and the model has its value
                 continue
             self._fill(
                 group, nn.Parameter(tensor if cast is None else cast(group, tensor), requires_grad=False)
@@ -315,21 +318,22 @@ class Filling:
             table[leaf] = value
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """A copy of a view of the source; anything else as it is."""
+        """Copy a tensor if it is a view of the source; else return it unchanged."""
         if tensor.is_meta or not tensor.numel():
             return tensor
         inside = tensor.untyped_storage()._cdata in self._borrowed
         return tensor.detach().clone() if inside else tensor
 
     def of(self, found: Found, dtype: torch.dtype, keep: Sequence[re.Pattern[str]]) -> LayerSource:
-        """A layer's tensors under its own names, in the engine's dtype."""
+        """Return a source of a layer's tensors, under its own names and in the engine's dtype."""
         return LayerSource(self, found, dtype, keep)
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """Remember that a tensor may be a view of the source.
+        """Remember that a tensor may be a view of the source, and return it.
 
-        By its storage, not by its address: a source that makes its tensors lets go of them, and what comes to
-        lie in their place is not the source's. A weak reference keeps the identity from being given anew.
+        Tensors are recognised by storage, not by address: a source that makes its tensors frees them, and
+        other tensors may then occupy their addresses. A weak reference keeps the storage's id from being
+        reused.
         """
         storage = StorageWeakRef(tensor.untyped_storage())
         self._borrowed.setdefault(storage.cdata, storage)

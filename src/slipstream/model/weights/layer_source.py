@@ -1,4 +1,4 @@
-"""One layer's tensors, as a filling's source has them."""
+"""The source of one layer's tensors, on top of a filling's source."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["LayerSource"]
 
 
 class LayerSource(Source):
-    """One layer's tensors, of a filling's source."""
+    """One layer's tensors by its own names, read from a filling's source."""
 
     def __init__(
         self, filling: Filling, found: Found, dtype: torch.dtype, keep: Sequence[re.Pattern[str]]
     ) -> None:
-        """Read nothing yet."""
+        """Collect the names; nothing is read yet."""
         self._filling, self._head, self._dtype, self._keep = filling, found.name, dtype, tuple(keep)
         self._names = [name for name, _ in found.layer.named_parameters(remove_duplicate=False)]
         floats = ((name, b) for name, b in found.layer.named_buffers() if b.is_floating_point())
@@ -48,11 +48,11 @@ class LayerSource(Source):
         return self._filling.source.shape(full)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a parameter has this path, or a buffer: a router's correction, the scale of a layer."""
+        """Whether a parameter or a buffer (a router's correction, a layer's scale) has this path."""
         return name in self._names or name in self._buffers
 
     def read(self, name: str) -> Tensor:
-        """In the engine's dtype; a view of the source where that is its own."""
+        """Return a tensor in the engine's dtype; a view of the source if it is stored in that."""
         if self._last is None or self._last[0] != name:
             full = f"{self._head}.{name}"
             if name in self._buffers and full not in self._filling.source:
@@ -66,7 +66,7 @@ class LayerSource(Source):
     def part(
         self, name: str, rows: Sequence[range] | None, columns: range | None, experts: range | None
     ) -> Tensor | None:
-        """In the engine's dtype, as the source makes it."""
+        """Return a part of a tensor in the engine's dtype, if the source makes parts."""
         full = f"{self._head}.{name}"
         found = (
             self._filling.source.part(full, rows, columns, experts) if full in self._filling.source else None
@@ -76,7 +76,10 @@ class LayerSource(Source):
         return found
 
     def packed(self, name: str, wanted: Format, pieces: Sequence[Piece] = ()) -> Weight | None:
-        """A role's matrix (`name` is the role), as the source has it, or joined of the pieces it has."""
+        """Return the packed matrix of a role (`name`): the source's own, or joined from packed pieces.
+
+        Pieces that the source does not have packed are packed here; None if it has none of them packed.
+        """
         source = self._filling.source
         full = [replace(piece, name=f"{self._head}.{piece.name}") for piece in pieces]
         whole = source.packed(f"{self._head}:{name}", wanted, full)
@@ -99,7 +102,7 @@ class LayerSource(Source):
             for place, run in enumerate(zip(*runs, strict=True))
         )
         shape = (*planes[last].shape, some.shape[-1])
-        flat = len(shape) == 2  # what enters a stack of experts is not rounded
+        flat = len(shape) == 2  # inputs of a stack of experts are not rounded
         return Weight(
             wanted.name if flat else wanted.packed_as,
             shape,
@@ -111,13 +114,13 @@ class LayerSource(Source):
         )
 
     def _dtype_of(self, pieces: Iterable[Piece]) -> torch.dtype:
-        """What a role's matrix unpacks to: float32 where one of its pieces is kept in that."""
+        """Dtype to which a role's matrix unpacks: float32 if any of its pieces is kept in float32."""
         dtypes = {dtype_named(piece.name, self._dtype, self._keep) for piece in pieces}
         return torch.float32 if torch.float32 in dtypes else self._dtype
 
 
 def _rows(piece: Piece, matrix: Weight) -> tuple[Tensor, ...]:
-    """A piece's rows of every plane of a matrix, which is in canonical orientation already."""
+    """Return a piece's rows of every plane of a matrix, whose planes are in canonical orientation already."""
     *planes, factors = matrix.planes
     rows = replace(piece, transposed=False)
     return (*(rows.of(plane) for plane in planes), replace(rows, bias=True).of(factors))

@@ -1,11 +1,11 @@
-"""Adapters kept apart: low-rank products beside the matrices of a live model, which stay to the bit.
+"""Adapters kept apart: low-rank products beside the matrices of a live model, which stay bit-identical.
 
-Every adapted module becomes a subclass of its class whose forward adds the product, so that models at every
-level, and the original code of fused layers, answer with it. A fused block gets the products of all modules
-that one of its matrices is made of as one (`Weight.beside`), in the order of its rows. On several ranks a
-product is cut as its matrix is: by the rows of `b`, or by the columns of `a`, and then added up.
+The class of every adapted module becomes a subclass whose forward adds the product, so that models at every
+level of injection, and the original code of fused layers, apply it. A fused block gets the products of all
+modules that make up one of its matrices as one (`Weight.beside`), in the order of its rows. On several ranks
+a product is cut like its matrix: by the rows of `b`, or by the columns of `a` with a sum over the ranks.
 
-Shapes: I input width, O output width, R rank of all adapters at work together.
+Shapes: I input width, O output width, R sum of the ranks of all active adapters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["attach", "detach", "is_conv1d", "stays_apart"]
 
 _ORIGINAL = "_slipstream_without_beside"
 _READ_OTHERWISE = frozenset({Role.ROUTER, Role.EXPERTS_IN, Role.EXPERTS_OUT, Role.KV_UP})
-"""Roles whose matrices are not only multiplied by: adapters of those are merged."""
+"""Roles whose matrices are used in other ways than plain products: their adapters have to be merged."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -43,9 +43,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def stays_apart(model: nn.Module, paths: Iterable[str]) -> frozenset[str]:
-    """Those of some modules whose adapters need not be merged; the model is only read.
+    """Return the paths of modules whose adapters need not be merged; the model is only read.
 
-    A block's matrix that is read in another way than by a product has to be, as a table of rows has.
+    Adapters must be merged for a block's matrix that is used in another way than as a product, and for an
+    embedding.
     """
     merged: set[str] = set()
     for path, layer in _layers(model):
@@ -57,18 +58,18 @@ def stays_apart(model: nn.Module, paths: Iterable[str]) -> frozenset[str]:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module's matrix is read by its own forward alone, as a product."""
-    # torch's own attention reads the matrix of the last of its parts without calling it.
+    """Whether a module's matrix is only used by its own forward, as a product."""
+    # torch's own attention reads the matrix of its output projection without calling the module.
     inside = type(module).__name__ == "NonDynamicallyQuantizableLinear"
     return (isinstance(module, nn.Linear) and not inside) or is_conv1d(module)
 
 
 def attach(model: nn.Module, pairs: Mapping[str, Sequence[LowRank]]) -> None:
-    """Put products beside matrices; the model has none so far.
+    """Attach low-rank products to a model that has none so far.
 
     Args:
         model: With or without fused blocks and packed weights.
-        pairs: What is added, by the path of a module that `stays_apart` accepts.
+        pairs: The products to add, by the path of a module that `stays_apart` accepts.
 
     Raises:
         WeightError: A factor is not finite in the matrix' dtype; nothing has changed.
@@ -80,7 +81,7 @@ def attach(model: nn.Module, pairs: Mapping[str, Sequence[LowRank]]) -> None:
     touched = [layer for _, layer in _layers(model) if is_untouched(layer)]
     for path, beside in made.items():
         module = model.get_submodule(path)
-        if BESIDE not in vars(module):  # one that stands in two places is one
+        if BESIDE not in vars(module):  # a module may be reached by two paths
             module.__dict__[BESIDE] = _of_rank(module, beside)
             original: Any = type(module)
             module.__class__ = _adapted_class(original)
@@ -91,7 +92,7 @@ def attach(model: nn.Module, pairs: Mapping[str, Sequence[LowRank]]) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Take all products away."""
+    """Remove all low-rank products from a model."""
     touched = [layer for _, layer in _layers(model) if is_untouched(layer)]
     for module in model.modules():
         if BESIDE in vars(module):
@@ -131,12 +132,12 @@ def _attach_to_block(path: str, layer: nn.Module, made: Mapping[str, Beside]) ->
 
 
 def _of_rank(module: nn.Module, beside: Beside) -> Beside:
-    """The part of a product that goes with a rank's part of a module's matrix."""
+    """Return the part of a product that belongs to a rank's part of a module's matrix."""
     if not is_split(module):
         return beside
     plan, rank = split_of(module)
     cut = plan.cuts.get("weight")
-    if cut is None or plan.finish == "gather":  # what is joined is whole
+    if cut is None or plan.finish == "gather":  # the joined output is whole
         return beside
     if plan.finish == "sum":
         return replace(beside, a=cut.along(1).of(beside.a, rank).contiguous())
@@ -144,7 +145,7 @@ def _of_rank(module: nn.Module, beside: Beside) -> Beside:
 
 
 def _by_rows(layer: nn.Module, pieces: Sequence[Piece], found: Mapping[str, Beside]) -> Beside:
-    """One product for a matrix that is made of rows of several: each has columns of its own in `b`."""
+    """Join the products of several modules for the matrix made of their rows; each has own columns in `b`."""
     widths = {name: beside.a.shape[0] for name, beside in found.items()}
     total, start = sum(widths.values()), 0
     parts: dict[str, Tensor] = {}
@@ -177,7 +178,7 @@ def _joined(path: str, pairs: Sequence[LowRank], dtype: torch.dtype, device: tor
 
 
 def _held_by(model: nn.Module, path: str) -> Weight | None:
-    """The matrix of a block that a module's is a part of, if there is one."""
+    """The matrix of a fused block that contains a module's matrix, or None."""
     for place, layer in _layers(model):
         state = injected_state(layer)
         for role, weight in state.block.weights.matrices.items():
@@ -191,7 +192,7 @@ def _dtype_of(weight: Weight) -> torch.dtype:
 
 
 def _device_of(model: nn.Module, path: str, weight: Weight) -> torch.device:
-    """Where a module's matrix is: a released parameter is nowhere, its block's planes are somewhere."""
+    """Device of a module's matrix; for a released parameter, that of its block's planes."""
     if not weight.planes[0].is_meta:
         return weight.planes[0].device
     held = _held_by(model, path)
@@ -200,14 +201,14 @@ def _device_of(model: nn.Module, path: str, weight: Weight) -> torch.device:
 
 @functools.cache
 def _adapted_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a module's class whose forward adds the product; it bears the original's name."""
+    """Make a subclass of a module's class whose forward adds the product; it keeps the original's name."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = original.forward(self, *args, **kwargs)
         x = args[0] if args else kwargs["input"]
         beside: Beside = vars(self)[BESIDE]
         added = beside.of(x)
-        # What ranks have added up already is whole, and each has the product of its inputs alone.
+        # `out` is summed over ranks already, but each rank has only the product of its own inputs.
         return out + (sum_over_ranks(self, added) if is_split(self) else added)
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -1,4 +1,4 @@
-"""All memory that a model's weights are in."""
+"""Lists all memory that holds a model's weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["held_memory"]
 
 
 def held_memory(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, planes of packed matrices, and what fused layers hold in their place; some of it twice."""
+    """Yield parameters, planes of packed modules, and planes of fused blocks; some tensors appear twice."""
     for module in model.modules():
         yield from (parameter for parameter in module._parameters.values() if parameter is not None)
         if is_injected(module):

@@ -1,4 +1,4 @@
-"""Models without weights: built on the meta device, with the buffers that they compute themselves."""
+"""Models without weights: parameters on the meta device, and buffers with values that models compute."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _default_dtype = threading.Lock()
 
 
 _LARGE = 1 << 18
-"""Elements from which on memory without values is not even asked for."""
+"""Tensors of this many elements or more are not even allocated."""
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Large tensors made by `torch.empty` without a device are on the meta device.
+    """Mode in which large tensors made by `torch.empty` without a device are on the meta device.
 
-    They would become parameters and go at once, but what the allocator took for them it does not give back
-    before much later: building a model of 2.2 GB took 1.6 GB of addresses.
+    They would be freed at once, as parameters become meta tensors, but the allocator returns their memory
+    only much later: building a model of 2.2 GB took 1.6 GB of address space.
     """
 
     def __torch_function__(
@@ -43,17 +43,17 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def _numel(args: tuple[Any, ...]) -> int:
-    """Elements of a tensor by the arguments of `torch.empty`."""
+    """Number of elements of a tensor, from the arguments of `torch.empty`."""
     sizes = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
     return math.prod(size for size in sizes if isinstance(size, int))
 
 
 @contextmanager
 def hollow(dtype: torch.dtype) -> Iterator[None]:
-    """Within, this thread's modules get parameters on the meta device, and buffers with values.
+    """Context in which modules made by this thread get parameters on the meta device, and real buffers.
 
     Args:
-        dtype: What floating parameters are created in; the default dtype is the process's, and restored.
+        dtype: Dtype of floating parameters; the process's default dtype is set to it, and restored on exit.
     """
     here = threading.get_ident()
 
@@ -75,14 +75,14 @@ def hollow(dtype: torch.dtype) -> Iterator[None]:
 
 
 def lost_buffers(model: nn.Module, given: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Values of the buffers on the meta device that no checkpoint brings, computed again.
+    """Compute the values of buffers that are on the meta device and not in the checkpoint.
 
     Args:
         model: Built on the meta device; only read.
-        given: Buffers that the checkpoint has.
+        given: Names that the checkpoint has.
 
     Raises:
-        WeightError: Nobody can compute them: the model is not one of transformers'.
+        WeightError: They cannot be computed, as the model cannot be built again from its config.
     """
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in given]
     if not lost:
@@ -105,9 +105,9 @@ def lost_buffers(model: nn.Module, given: frozenset[str]) -> dict[str, torch.Ten
 
 
 def computed_parameters(model: nn.Module) -> frozenset[str]:
-    """Names of parameters that no checkpoint has, because transformers computes them: sinusoids of positions.
+    """Names of parameters that transformers computes and does not save, such as sinusoidal positions.
 
-    Only what a model's own `_init_weights` makes the same whatever the random numbers are is one of them.
+    A parameter counts only if the model's own `_init_weights` gives it the same values for any random seed.
     """
     named = (*(getattr(model, "_keys_to_ignore_on_save", None) or ()),)
     inner: Any = getattr(model, "base_model", model)
@@ -117,7 +117,7 @@ def computed_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def computed(model: nn.Module, name: str) -> torch.Tensor | None:
-    """The value that a model computes for a parameter of one of its modules, or None where it is drawn."""
+    """Return the value that a model's initialization computes for a parameter; None where it is random."""
     path, _, leaf = name.rpartition(".")
     make: Any = getattr(model, "_init_weights", None)
     made = []

@@ -1,11 +1,11 @@
 """A module with packed weights: a linear, transformers' Conv1D, an embedding, or experts with parameters.
 
-A packed module stays the object it was: its class becomes a subclass in which the packed parameters are
-properties that unpack. Its forward, where it is a linear, runs the bound op on the planes, and where it is an
-embedding, unpacks the rows that it looks up. The parameter itself stays under its name without values, so
-that names and shapes hold; a state dict has the unpacked matrices.
+A packed module keeps its identity: its class becomes a subclass in which the packed parameters are properties
+that unpack. The forward of a linear runs the bound op on the planes; that of an embedding unpacks the rows
+that it looks up. The parameter itself stays registered under its name, without values, so that names and
+shapes hold; a state dict contains the unpacked matrices.
 
-`module.weight` is a dense copy, unpacked for each reader. It refuses writes, which would change nothing.
+Reading `module.weight` returns a new dense tensor, which refuses writes, since they would not reach the planes.
 
 Shapes: I input width, O output width, C hidden.
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 _STATE = PACKED
 BESIDE = "_slipstream_beside"
-"""What a module carries whose product adapters add to: a `Beside`."""
+"""Attribute of a module with adapters: the `Beside` that is added to its product."""
 
 _OPEN = "_slipstream_unpacked"
 _ORIGINAL = "_slipstream_original"
@@ -51,7 +51,7 @@ _ORIGINAL = "_slipstream_original"
 
 @dataclass
 class _State:
-    """What a packed module carries: its matrices by name, how a linear runs, the bias that it had then."""
+    """State of a packed module: its matrices by name, the op of a linear, and the bias at packing."""
 
     weights: dict[str, Weight]
     transposed: frozenset[str]
@@ -59,7 +59,7 @@ class _State:
     bias: nn.Parameter | None = None
 
     def weight(self, module: nn.Module) -> Weight:
-        """The matrix of a linear or an embedding, with the bias that the module has now."""
+        """Return the matrix of a linear or an embedding, with the module's current bias."""
         weight, bias = self.weights["weight"], module._parameters.get("bias")
         return weight if bias is self.bias else replace(weight, bias=bias)
 
@@ -72,15 +72,15 @@ def pack(
     transposed: bool = False,
     run: Callable[[Tensor, Weight], Tensor] | None = None,
 ) -> None:
-    """Put packed planes in the place of a parameter, and release it.
+    """Replace a parameter with packed planes, and release it.
 
     Args:
         module: Becomes an instance of a subclass of its class. An `nn.Embedding` unpacks the rows that it
             looks up.
-        name: Of the parameter.
-        weight: What it was packed to; with the module's own bias, if it is to run the op.
+        name: Name of the parameter.
+        weight: The packed matrix, with the module's own bias if the module is to run the op.
         transposed: The parameter is stored `(..., I, O)`.
-        run: The op that takes the place of the module's forward, where that is nothing but a product.
+        run: The op that replaces the module's forward, where that is a plain product.
     """
     state = vars(module).get(_STATE)
     if state is None:
@@ -109,18 +109,19 @@ def _release(module: nn.Module, name: str) -> None:
 
 
 class _Absent(nn.Parameter):
-    """Stands where an embedding's matrix was: its shape, dtype and device, and one NaN for all values.
+    """Placeholder for an embedding's matrix, with its shape, dtype and device; one NaN stands for all values.
 
-    Models ask their first parameter, which this often is, where they are; the meta device would be no answer.
+    Models take their device from their first parameter, which this often is, so it cannot be on the meta
+    device.
     """
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> _Absent:
-        """With one number of memory."""
+        """Make a placeholder; it takes the memory of one number."""
         return cls(torch.full((), torch.nan, dtype=dtype, device=device).expand(shape), requires_grad=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Absent:
-        """A copy with one number of memory again."""
+        """Copy the placeholder; the copy takes the memory of one number as well."""
         memo[id(self)] = made = _Absent.of(self.shape, self.dtype, self.device)
         return made
 
@@ -136,19 +137,19 @@ def holds(module: nn.Module, name: str) -> bool:
 
 
 def packed_matrices(module: nn.Module) -> dict[str, tuple[Weight, bool]]:
-    """A packed module's matrices by name, unless someone replaced them; and whether they are transposed."""
+    """A packed module's matrices, and whether each is transposed, by name; replaced ones are left out."""
     state: _State = vars(module)[_STATE]
     mine = {name: weight for name, weight in state.weights.items() if _held(module, name) is None}
     return {name: (weight, name in state.transposed) for name, weight in mine.items()}
 
 
 def put_matrix(module: nn.Module, name: str, weight: Weight) -> None:
-    """Put other planes, or the same to be unpacked otherwise, in the place of a packed module's."""
+    """Replace a packed module's matrix with another, or with the same planes unpacked in another way."""
     vars(module)[_STATE].weights[name] = weight
 
 
 def weight_of(module: nn.Module) -> Weight:
-    """The matrix and bias of a linear or an embedding as the ops read them, packed or plain."""
+    """Return a linear's or embedding's matrix and bias, packed or plain, as the `Weight` that ops take."""
     beside = vars(module).get(BESIDE)
     if is_packed(module) and _held(module, "weight") is None:
         weight: Weight = vars(module)[_STATE].weight(module)
@@ -159,9 +160,10 @@ def weight_of(module: nn.Module) -> Weight:
 
 
 def looks_up_rows(module: nn.Module) -> bool:
-    """Whether an embedding reads its matrix by `nn.Embedding`'s own forward alone.
+    """Whether an embedding reads its matrix only through `nn.Embedding`'s own forward.
 
-    A class with a forward of its own, which may scale the rows, is run on a few tokens as it would be packed.
+    A class with a forward of its own, which may scale the rows, is tried: a twin that looks up rows as a
+    packed module would has to return the same for a few tokens.
     """
     weight = module._parameters.get("weight")
     if not isinstance(module, nn.Embedding) or weight is None or "forward" in vars(module):
@@ -184,7 +186,7 @@ def looks_up_rows(module: nn.Module) -> bool:
 
 
 def packed_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters of a module and all inside of it, the packed ones as they are packed."""
+    """Bytes of all parameters of a module and its submodules; packed ones count with their packed size."""
     own = (p for p in module.parameters() if not (p.is_meta or isinstance(p, _Absent)))
     dense = sum(p.numel() * p.element_size() for p in own)
     states: list[_State] = [vars(part)[_STATE] for part in module.modules() if is_packed(part)]
@@ -192,27 +194,27 @@ def packed_bytes(module: nn.Module) -> int:
 
 
 def _records(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Whether autograd is to go through a module: packed products have no derivative, its own code has.
+    """Whether autograd has to record a module; its own code has derivatives, packed products have none.
 
     Raises:
-        UnsupportedError: A gradient is asked for of a packed parameter.
+        UnsupportedError: A packed parameter requires a gradient.
     """
     if not torch.is_grad_enabled():
         return False
-    asked = [name for name, p in module._parameters.items() if p is not None and p.requires_grad]
-    for name in asked:
+    trained = [name for name, p in module._parameters.items() if p is not None and p.requires_grad]
+    for name in trained:
         if _held(module, name) is None:
             raise UnsupportedError(
                 f"the {name} of {type(module).__name__} is packed, and has no gradient; leave it out of "
                 "training (requires_grad_(False)), or train the model before init_inference"
             )
-    return bool(asked) or any(getattr(x, "requires_grad", False) for x in args)
+    return bool(trained) or any(getattr(x, "requires_grad", False) for x in args)
 
 
 @functools.cache
 def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of a module's class in which some parameters are unpacked when they are read."""
-    # A class that adds to `nn.Embedding` comes before the lookup, which takes the place of what it calls.
+    """Make a subclass of a module's class in which some parameters are unpacked when they are read."""
+    # A subclass of `nn.Embedding` comes before `_Rows` in the MRO, so that its `super().forward` is `_Rows`'.
     embeds = issubclass(original, nn.Embedding)
     bases = (original,) if not embeds else (_Rows,) if original is nn.Embedding else (original, _Rows)
 
@@ -226,9 +228,9 @@ def _packed_class(original: Any, names: tuple[str, ...]) -> type[nn.Module]:
             weight, x = state.weight(self), args[0]
             rows = among_all(x.reshape(-1, x.shape[-1]), weight)
             return state.run(rows, weight).view(*x.shape[:-1], weight.shape[0])
-        if embeds and whole:  # it may ask its matrix for a dtype or a device
+        if embeds and whole:  # its code may read the dtype or device of its matrix
             self.__dict__[_OPEN] = dict(self._parameters)
-        elif state.run is None:  # experts are read once for each that is chosen
+        elif state.run is None:  # unpack once: the code reads the attribute for each chosen expert
             self.__dict__[_OPEN] = {name: _dense(self, name) for name in names}
         try:
             return super(made, self).forward(*args, **kwargs)
@@ -270,7 +272,7 @@ class _Rows(nn.Embedding):
 
 
 def _held(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter that someone has put in the place of a packed one, if anyone has."""
+    """The parameter that user code has put in place of a packed one, or None."""
     own = module._parameters.get(name)
     return None if own is None or own.is_meta or isinstance(own, _Absent) else own
 
@@ -289,13 +291,13 @@ def _dense(module: nn.Module, name: str) -> Tensor:
 
 
 class _Unpacked(Tensor):
-    """The dense values of a packed matrix, unpacked to be read; writing to them raises."""
+    """The unpacked values of a packed matrix, which refuse in-place writes."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse functions that write to such a tensor; run any other as torch does on plain tensors."""
+        """Refuse functions that write into the tensor; run all others on plain tensors."""
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if writes and name != "requires_grad_" and args and isinstance(args[0], _Unpacked):
@@ -305,7 +307,7 @@ class _Unpacked(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same tensor, which refuses writes as well."""
+        """The tensor itself, so that writes through `data` are refused as well."""
         return self
 
     @data.setter
@@ -344,14 +346,14 @@ def _resize_refusal(rows: int, wanted: int) -> UnsupportedError:
 
 
 def _dense_to_read(module: nn.Module, name: str) -> Tensor:
-    """A packed matrix for readers of the attribute: its dense values, which refuse writes."""
+    """Getter of a packed attribute: return the dense values as a tensor that refuses writes."""
     dense = _dense(module, name)
     own = isinstance(dense, nn.Parameter) or vars(module).get(_OPEN) is not None
     return dense if own or torch.compiler.is_compiling() else dense.as_subclass(_Unpacked)
 
 
 def _dense_parameter(module: nn.Module, name: str) -> Tensor:
-    """The same of an embedding, whose readers expect a parameter."""
+    """Getter for embeddings: return a dense parameter, to which transformers may tie other modules."""
     dense = _dense(module, name)
     if isinstance(dense, nn.Parameter):
         return dense
@@ -360,10 +362,10 @@ def _dense_parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _refuse_resize(module: nn.Module, rows: int) -> None:
-    """What sets `num_embeddings`: transformers does once it has made the rows, and before it puts them in.
+    """Setter of `num_embeddings`, which transformers writes on resizing, before it assigns the new rows.
 
     Raises:
-        UnsupportedError: It would be another number than that of the packed rows.
+        UnsupportedError: The number differs from that of the packed rows.
     """
     if _held(module, "weight") is None and rows != vars(module)["num_embeddings"]:
         raise _resize_refusal(vars(module)["num_embeddings"], rows)
@@ -371,14 +373,14 @@ def _refuse_resize(module: nn.Module, rows: int) -> None:
 
 
 def _fill_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook: put the unpacked matrices in under their names."""
+    """State-dict hook: insert the unpacked matrices under their names."""
     for name in vars(module)[_STATE].weights:
         if prefix + name in state_dict:
             state_dict[prefix + name] = _dense(module, name).contiguous()
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """What `copy` would make by way of pickling."""
+    """Make the shallow copy that `copy.copy` would make if pickling were not refused."""
     twin = type(module).__new__(type(module))
     twin.__dict__.update(vars(module))
     return twin
@@ -392,7 +394,7 @@ def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
 
 
 def refuse_load(module: nn.Module, *args: Any) -> None:
-    """Load-state-dict hook: the planes would not hear of it."""
+    """Load-state-dict hook: refuse, since loading would not change the planes."""
     raise UnsupportedError(
         f"{type(module).__name__} holds packed weights, which load_state_dict would not change; use "
         "engine.refresh_weights(state_dict), for adapters engine.load_adapter, or load the weights before "

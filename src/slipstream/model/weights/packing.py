@@ -1,4 +1,4 @@
-"""Which linears, Conv1D and parameters of experts are packed in layers that keep their own code.
+"""Chooses and packs linears, Conv1D and expert parameters in layers that keep their own code.
 
 Shapes: I input width, O output width.
 """
@@ -39,10 +39,10 @@ class PackPlan:
     """One parameter that is packed.
 
     Attributes:
-        path: Of its module, from the layer.
-        name: Of the parameter within the module.
-        transposed: It is stored `(..., I, O)`.
-        linear: The module is nothing but this matrix and a bias, so that it may run the op.
+        path: Path of its module from the layer.
+        name: Name of the parameter within the module.
+        transposed: The parameter is stored `(..., I, O)`.
+        linear: The module consists of this matrix and a bias, so that it can run the op.
     """
 
     path: str
@@ -54,10 +54,10 @@ class PackPlan:
 def plan_packing(
     layers: Sequence[Found], verdicts: Mapping[str, Verdict], settings: Settings
 ) -> dict[str, tuple[PackPlan, ...]]:
-    """List what is packed in the layers that are not fused; the model is only read.
+    """List the parameters to pack in layers that run their own code; the model is only read.
 
-    Every linear is, but routers and the roles that `settings` leaves plain; parameters of experts are where a
-    family knows them.
+    These are all linears except routers and the roles that `settings` leaves plain, and parameters of experts
+    where a family knows them.
 
     Args:
         layers: From `find_layers`.
@@ -65,7 +65,7 @@ def plan_packing(
         settings: Has the format, and the roles that stay plain.
 
     Returns:
-        By layer name, for layers in which anything is packed.
+        The plans by layer name, for layers in which anything is packed.
     """
     plans: dict[str, tuple[PackPlan, ...]] = {}
     if settings.format.bits == 0:
@@ -81,14 +81,14 @@ def plan_packing(
 
 
 def _parts(found: Found, fused: bool) -> tuple[str, ...]:
-    """Paths of the parts of a layer that run their own code; "" is all of it."""
+    """Paths of the parts of a layer that run their own code; "" is the whole layer."""
     if not fused:
         return ("",)
     return () if found.family is None or found.spec is None else found.family.own_parts(found.spec)
 
 
 def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[PackPlan]:
-    """What is packed in a layer, or in one part of it."""
+    """Yield the parameters to pack in a layer, or in one part of it."""
     roles = _roles(found)
     beside = () if found.family is None or found.spec is None else found.family.ignored
     for path, module in found.layer.named_modules():
@@ -99,7 +99,7 @@ def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[P
         full, leaf = f"{path}.weight", path.rpartition(".")[2]
         weight = module._parameters.get("weight")
         if any(fnmatchcase(full, pattern) for pattern in beside):
-            continue  # a block leaves it as it is
+            continue  # the family's block ignores it
         if weight is None or not weight.is_floating_point() or weight.numel() == 0:
             continue
         if full in roles:
@@ -117,7 +117,7 @@ def _choose(found: Found, plain_roles: frozenset[Role], part: str) -> Iterator[P
 
 
 def _roles(found: Found) -> dict[str, tuple[Role, bool]]:
-    """Role of each matrix of a layer that a family knows, and whether it is stored transposed."""
+    """Role of each matrix of a layer, and whether it is stored transposed; empty if no family knows it."""
     if found.family is None or found.spec is None:
         return {}
     try:
@@ -146,13 +146,13 @@ def pack_layers(
     settings: Settings,
     parts: Mapping[str, Slice] | None = None,
 ) -> dict[str, str]:
-    """Pack, in place, one parameter at a time: each is released before the next one is read.
+    """Pack in place, one parameter at a time; each is released before the next one is read.
 
     Args:
-        layers: Already in the engine's dtype and on its device.
+        layers: Layers that are already in the engine's dtype and on its device.
         plans: From `plan_packing`.
         settings: Has the format and the implementations.
-        parts: What this rank has of matrices that are still whole, by full name.
+        parts: By full name, this rank's slices of matrices that are still whole.
 
     Returns:
         The implementation that packed linears run, by name of each layer in which anything is packed.
@@ -163,7 +163,7 @@ def pack_layers(
         for plan in plans.get(found.name, ()):
             module = found.layer.get_submodule(plan.path)
             if holds(module, plan.name):
-                continue  # layers that share their parts
+                continue  # a module that layers share is packed already
             if settings.filling is not None:
                 settings.filling.take(f"{found.name}.{plan.path}.bias", settings.cast)
             bias = module._parameters.get("bias") if plan.linear else None
@@ -182,7 +182,7 @@ def _packed(
     full: str, module: nn.Module, plan: PackPlan, settings: Settings, part: Slice | None = None
 ) -> Weight:
     filling = settings.filling
-    if filling is not None and filling.awaits(full):  # or a rank's part of it is there
+    if filling is not None and filling.awaits(full):  # else a rank's part has been filled already
         if part is None:
             return filling.packed(full, settings.format, settings.dtype_of(full), transposed=plan.transposed)
         ready = filling.source.packed(full, settings.format)

@@ -1,4 +1,4 @@
-"""New values for the weights of a model that is fused already: checked as a whole, then written in place."""
+"""Writes new weight values into a fused model: checked as a whole first, then written in place."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def refresh(
     passes: Passes = TORCH,
     axis: Axis = ALONE.replica,
 ) -> None:
-    """Write a whole state dict into the memory that a model's weights are in.
+    """Write a whole state dict into the memory that holds a model's weights.
 
     Args:
         model: With or without fused blocks and packed weights.
-        state: Every name of `model.state_dict()`, in any floating dtype, on any device; or a module that has
-            such a state dict. Of tensors that are tied, one will do.
-        format_named: Gives a weight format by its name.
-        passes: How whole tensors are searched and copied.
-        axis: The ranks that have a part of the model each; all of them come here, with equal values.
+        state: Tensors for every name of `model.state_dict()`, in any floating dtype, on any device; or a
+            module that has such a state dict. One of several tied tensors is enough.
+        format_named: Returns a weight format by its name.
+        passes: Implementations that search and copy whole tensors.
+        axis: The ranks that hold parts of the model; all of them must call this, with equal values.
 
     Raises:
-        WeightError: A name too many or too few, another shape, NaN or infinity, tied tensors that differ;
-            nothing was written.
-        ConfigError: Not a state dict.
+        WeightError: Names are missing or superfluous, a shape differs, a value is NaN or infinite, or tied
+            tensors differ; nothing was written.
+        ConfigError: `state` is not a state dict.
         UnsupportedError: A layer was rebuilt after it was fused, or a tensor's memory overlaps itself.
     """
     slots = find_slots(model, format_named)
@@ -76,7 +76,7 @@ def _state_of(state: Any) -> dict[str, Tensor]:
 def _complete(
     values: dict[str, Tensor], tensors: Mapping[str, Tensor], ties: Iterable[tuple[str, ...]]
 ) -> dict[str, Tensor]:
-    """The values with those of tied names filled in; nothing missing, nothing left over."""
+    """Fill in the values of tied names, and check that no name is missing or left over."""
     for names in ties:
         known = next((values[name] for name in names if name in values), None)
         if known is not None:
@@ -84,16 +84,16 @@ def _complete(
     missing, over = [n for n in tensors if n not in values], [n for n in values if n not in tensors]
     if missing or over:
         parts = ("lacks", missing), ("has, and the model has not,", over)
-        said = "; ".join(f"{verb} {_some(names)}" for verb, names in parts if names)
+        problems = "; ".join(f"{verb} {_some(names)}" for verb, names in parts if names)
         raise WeightError(
-            f"the state dict {said}: it must have exactly the names of engine.state_dict(); nothing "
+            f"the state dict {problems}: it must have exactly the names of engine.state_dict(); nothing "
             "was written"
         )
     return values
 
 
 def tied_by_transformers(model: nn.Module) -> Iterable[tuple[str, str]]:
-    """Pairs of names that transformers ties, though one of them may be packed by now."""
+    """Pairs of names that transformers ties, even if one of the two is packed by now."""
     pairs = getattr(model, "all_tied_weights_keys", None)
     return tuple(pairs.items()) if isinstance(pairs, dict) else ()
 
@@ -104,16 +104,17 @@ def check_values(
     slots: Sequence[Slot],
     passes: Passes = TORCH,
 ) -> None:
-    """Refuse what cannot be written.
+    """Refuse values that cannot be written.
 
     Args:
-        values: By names of the model.
-        like: The model's tensors, whose shapes and kinds must be met.
-        slots: That are to be written.
-        passes: How whole tensors are searched.
+        values: New values by the model's names.
+        like: The model's tensors, whose shapes and kinds (floating or not) the values must match.
+        slots: The slots that are to be written.
+        passes: Implementations that search whole tensors.
 
     Raises:
-        WeightError: Another shape or kind, no values, NaN or infinity, too large for the engine's dtype.
+        WeightError: A tensor has another shape or kind, has no values, or holds numbers that are not finite
+            or overflow the engine's dtype.
         UnsupportedError: A tensor of the model overlaps itself.
     """
     for name, value in values.items():
@@ -133,7 +134,7 @@ def check_values(
                 f"{slot.names[0]} repeats its values in memory (strides {slot.tensor.stride()}), and cannot "
                 "be written in place; make it contiguous before init_inference"
             )
-    # One pass over each: a narrower dtype asks for the largest magnitude, which tells of NaN, too.
+    # One pass over each: a narrower dtype needs the largest magnitude, which also reveals NaN.
     narrow = {name: slot.dtype for slot in slots for name in slot.names if _narrows(values[name], slot.dtype)}
     seen: set[tuple[Any, ...]] = set()
     rest: dict[str, Tensor] = {}
@@ -149,7 +150,7 @@ def _fits(name: str, value: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether a tensor is known to be finite in a narrower dtype.
 
     Raises:
-        WeightError: It is finite, and would not be.
+        WeightError: The tensor is finite but would overflow in `dtype`.
     """
     if dtype is None or not value.numel():
         return not value.numel()
@@ -184,7 +185,7 @@ def _check_ties(values: Mapping[str, Tensor], ties: Iterable[tuple[str, ...]]) -
 
 
 def apart_from(values: Mapping[str, Tensor], slots: Sequence[Slot]) -> dict[str, Tensor]:
-    """The values, with copies of those that lie in the memory that is to be written, but in another place."""
+    """Copy values that overlap memory about to be written, unless they are what is already in their slot."""
     written = {t.untyped_storage().data_ptr() for slot in slots for t in slot.tensors}
     place = {name: slot.tensors[0] for slot in slots if isinstance(slot, Own) for name in slot.names}
 

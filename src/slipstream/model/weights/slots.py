@@ -1,4 +1,4 @@
-"""Finds where each of a live model's tensors is kept: in its own place, in a fused block, or packed."""
+"""Finds where each of a live model's tensors is stored: in its own parameter, a fused block, or packed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse_streamed(path: str, layer: nn.Module) -> None:
     """Refuse to write to a layer whose weights are streamed.
 
     Raises:
-        UnsupportedError: With the way out.
+        UnsupportedError: The layer is streamed; the message says what to do instead.
     """
     if injected_state(layer).block.weights.lease is not None:
         raise UnsupportedError(
@@ -34,7 +34,7 @@ def refuse_streamed(path: str, layer: nn.Module) -> None:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a state dict of the model names: its parameters and saved buffers; released ones lack values."""
+    """Parameters and saved buffers, by their names in a state dict; released ones have no values."""
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         saved = (n for n, b in module._buffers.items() if b is not None)
@@ -44,7 +44,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def wholes_of(model: nn.Module) -> dict[str, Tensor]:
-    """The same, with tensors of which a rank has a part in their whole shapes, without values."""
+    """As `tensors_of`, but tensors that ranks split have their whole shapes, without values."""
     tensors, seen = tensors_of(model), dict[int, Tensor]()
     for path, module in model.named_modules(remove_duplicate=False):
         for leaf, whole in (whole_of_part(module) if is_split(module) else {}).items():
@@ -54,7 +54,7 @@ def wholes_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def packed_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """All names of packed matrices outside of blocks, together where they share their planes."""
+    """Names of the packed matrices outside of blocks, grouped by shared planes."""
     planes: dict[int, tuple[str, ...]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for leaf, (weight, _) in packed_matrices(module).items() if is_packed(module) else ():
@@ -72,16 +72,16 @@ def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[Slot]:
-    """Everything that a state dict of a model would be written to; the model is only read.
+    """Return the slots to which a state dict of a model would be written; the model is only read.
 
     Args:
         model: With or without fused blocks and packed weights.
-        format_named: Gives a format by its name.
+        format_named: Returns a format by its name.
 
     Raises:
         UnsupportedError: A layer was rebuilt after it was fused.
     """
-    format_named = functools.cache(format_named)  # each asks for the library anew, and a model has hundreds
+    format_named = functools.cache(format_named)  # a call looks up the library, and a model has hundreds
     tensors = tensors_of(model)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -122,7 +122,7 @@ def find_slots(model: nn.Module, format_named: Callable[[str], Format]) -> list[
 
 
 def _rows_of(names: tuple[str, ...], weight: SplitRows, format_named: Callable[[str], Format]) -> Part:
-    """A rank's rows of the vocabulary."""
+    """The slot of a rank's rows of the vocabulary."""
     run, wanted = weight.runs[weight.axis.rank], format_named(weight.held.packed_as)
 
     def make(values: Mapping[str, Tensor]) -> Weight:

@@ -1,7 +1,7 @@
-"""`load_state_dict` upon a model some of whose modules cannot hear of it: refused before it changes anything.
+"""Refuses `load_state_dict` on models with modules that cannot take it, before anything changes.
 
-torch asks a module before it loads it, and loads parents first: by the time a fused layer refuses, the
-embedding before it has changed. So whatever has such modules inside of it refuses as well.
+torch runs a module's hooks just before it loads that module: by the time a fused layer refuses, the embedding
+before it has changed. So every module that contains such modules refuses as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REFUSALS = (
 
 
 def guard_loads(model: nn.Module) -> None:
-    """Let every module refuse whose insides would: it asks them when it is asked."""
+    """Register a hook on every module that contains refusing modules; it lets those refuse first."""
     guarded: set[nn.Module] = set()
     for path, module in model.named_modules():
         if any(holds(module) for holds, _ in _REFUSALS):
@@ -34,7 +34,7 @@ def guard_loads(model: nn.Module) -> None:
 
 
 def _refuse_load(parent: nn.Module, *args: object) -> None:
-    """Load-state-dict hook: the first module inside that refuses does it now."""
+    """Load-state-dict hook: let the first contained module that refuses raise its error now."""
     for module in parent.modules():
         for holds, refuse in _REFUSALS:
             if holds(module):

@@ -1,4 +1,4 @@
-"""A product by packed weights that torch can follow: its own operations, while somebody sees each of them.
+"""Products with packed weights that run as torch operations while those are traced or recorded.
 
 Shapes: T packed tokens, I input width, O output width.
 """
@@ -18,7 +18,7 @@ __all__ = ["Seen"]
 
 @dataclass(frozen=True)
 class Seen:
-    """How a packed linear runs.
+    """The product of a packed linear: the bound op, or plain torch operations while those are observed.
 
     Attributes:
         run: The bound op.
@@ -27,8 +27,8 @@ class Seen:
     run: Callable[[Tensor, Weight], Tensor]
 
     def __call__(self, x: Tensor, weight: Weight) -> Tensor:
-        """Rows `(T, I)` times a matrix, `(T, O)`."""
+        """Multiply rows `(T, I)` by a matrix; returns `(T, O)`."""
         if not wants_operations():
             return self.run(x, weight)
-        # Steps have no derivative.
+        # The rounding of rows to steps has no derivative.
         return linear(x, replace(weight, rounding=None) if wants_derivatives(x) else weight)
