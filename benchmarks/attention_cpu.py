@@ -1,8 +1,9 @@
-"""Attention on the CPU: the native kernels beside torch's own, by products and by bytes per second.
+"""Attention on the CPU: the native kernels and torch's, in operations and in bytes per second.
 
-The rows of one shape take turns in one process; figures are medians. Prefill is causal over one sequence in a
-paged cache; torch gets contiguous tensors and `is_causal`, which spares it the gathering. Decode is one token
-of one sequence; it goes through several layers' caches, so that none is still in the processor's own.
+Measurements of the rows of one shape alternate in one process; figures are medians. Prefill is causal over
+one sequence in a paged cache; torch gets contiguous tensors and `is_causal`, so it does not have to gather.
+Decode is one token of one sequence; it goes through several layers' caches, so that none is still in a CPU
+cache.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from slipstream.ops.step import AttentionMask, Step
 __all__ = ["measure"]
 
 HEADS = ((32, 4, 64), (9, 3, 64))
-"""Heads, kv heads and head dim of a 1.1-billion llama and of SmolLM2-135M."""
+"""Heads, kv heads and head dim of a 1.1-billion-parameter Llama and of SmolLM2-135M."""
 
 ENCODERS = ((12, 32, 32, 128), (12, 32, 1, 16), (12, 64, 8, 128))
 """Heads, head dim, batch and tokens: MiniLM's two shapes, and BERT's."""
@@ -35,7 +36,7 @@ Run = Callable[[], object]
 
 
 def step_of(tokens: int, kv_len: int) -> Step:
-    """The last `tokens` tokens of one sequence whose pages lie in order."""
+    """Make a step of the last `tokens` tokens of one sequence whose pages are in order."""
     pages = -(-kv_len // BLOCK_SIZE)
     positions = torch.arange(kv_len - tokens, kv_len)
     return Step(
@@ -52,7 +53,7 @@ def step_of(tokens: int, kv_len: int) -> Step:
 
 
 def times_of(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every turn but the first."""
+    """Return the seconds of every round but the first, by name of the run."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
@@ -64,7 +65,7 @@ def times_of(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
 
 
 def rows_of(facts: dict[str, Any], times: dict[str, list[float]], work: float) -> list[dict[str, Any]]:
-    """One row per implementation; `work` is in units of 10^9 for a rate."""
+    """Return one row per implementation; `work` is the amount of work in units of 10^9, for the rate."""
     base = statistics.median(next(iter(times.values())))
     return [
         {
@@ -80,7 +81,7 @@ def rows_of(facts: dict[str, Any], times: dict[str, list[float]], work: float) -
 
 
 def prefill(shape: tuple[int, int, int], tokens: int, rounds: int, library: Library) -> list[dict[str, Any]]:
-    """Causal attention of one sequence in bfloat16; the rate counts the products that are needed."""
+    """Measure causal attention of one sequence in bfloat16; the rate counts the necessary operations."""
     heads, kv_heads, dim = shape
     q = torch.randn(tokens, heads, dim).bfloat16()
     pages = -(-tokens // BLOCK_SIZE)
@@ -101,7 +102,7 @@ def prefill(shape: tuple[int, int, int], tokens: int, rounds: int, library: Libr
 
 
 def decode(shape: tuple[int, int, int], context: int, rounds: int, library: Library) -> list[dict[str, Any]]:
-    """One token upon a long cache in bfloat16; the rate counts the bytes of keys and values."""
+    """Measure one token with a long cache in bfloat16; the rate counts the bytes of keys and values."""
     heads, kv_heads, dim = shape
     q = torch.randn(1, heads, dim).bfloat16()
     size = 2 * context * kv_heads * dim * 2
@@ -128,7 +129,7 @@ def decode(shape: tuple[int, int, int], context: int, rounds: int, library: Libr
 
 
 def encoder(shape: tuple[int, int, int, int], rounds: int, library: Library) -> list[dict[str, Any]]:
-    """Attention in both directions over a padded batch in bfloat16, as a BERT has it."""
+    """Measure bidirectional attention over a batch in bfloat16, as in BERT."""
     heads, dim, batch, tokens = shape
     joined = torch.randn(3, batch, tokens, heads, dim).bfloat16()
     q, k, v = (t.transpose(1, 2) for t in joined)
@@ -148,7 +149,7 @@ def encoder(shape: tuple[int, int, int, int], rounds: int, library: Library) -> 
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows for every shape; quick takes short ones once.
+    """Yield rows for every shape; `quick` measures short ones once.
 
     Raises:
         RuntimeError: There is no native library.

@@ -15,12 +15,12 @@ _HEAD = (
 
 
 def render(results: Mapping[str, Any]) -> str:
-    """One row for each type of model, as markdown."""
+    """Render one row for each type of model, as Markdown."""
     return _HEAD + "".join(_row(row) for row in results["rows"])
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """How many types are at which level, by what they were asked to be."""
+    """Count the types at each level, by the kind of model (`as`) that they were built as."""
     kinds = sorted({row["as"] for row in results["rows"]})
     lines = ["| as | types | block | module | none | not compared |", "|---|---:|---:|---:|---:|---:|"]
     for kind in kinds:

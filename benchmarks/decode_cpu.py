@@ -1,6 +1,6 @@
-"""Decode on the CPU: transformers eager, the layers one by one, and all in one native call in each format.
+"""Decode on the CPU: transformers eager, the layers one by one, and one native call in each format.
 
-The rows take turns in one process, a few tokens each, upon a prompt of 128 tokens; figures are medians.
+The rows alternate in one process, a few tokens each, after a prompt of 128 tokens; figures are medians.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Decode = Callable[[], None]
 
 
 def eager(model: LlamaForCausalLM, batch: int) -> Decode:
-    """Some steps of transformers' own forward; the cache is cut back to the prompt after each turn."""
+    """Return a function that runs `TOKENS` steps of transformers and crops the cache back to the prompt."""
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, 1000, (batch, PROMPT))
     model(ids, past_key_values=cache, use_cache=True)
@@ -55,7 +55,7 @@ def eager(model: LlamaForCausalLM, batch: int) -> Decode:
 
 
 def engine(runner: Runner, batch: int) -> Decode:
-    """Some steps of the engine road."""
+    """Return a function that runs `TOKENS` steps as `engine.generate` does, over a random cache."""
     pages = -(-(PROMPT + TOKENS) // BLOCK_SIZE)
     cache = runner.new_cache(batch * pages)
     for pair in cache.layers:
@@ -74,7 +74,7 @@ def engine(runner: Runner, batch: int) -> Decode:
 
 
 def read_rate() -> float:
-    """GB/s of a sum over 512 MiB, the best of a few."""
+    """Return the GB/s of a sum over 512 MiB, the best of eight."""
     data = torch.ones(1 << 27)
     times = []
     for _ in range(8):
@@ -85,7 +85,7 @@ def read_rate() -> float:
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each implementation, dtype and batch."""
+    """Yield a row for each implementation, dtype and batch size."""
     rows = []
     shape, rounds = (LLAMA_TINY, 1) if request.quick else (SMOLLM2_135M, request.rounds or 9)
     with torch.inference_mode():
@@ -96,13 +96,13 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _bytes_read(runner: Runner) -> int:
-    """Bytes of the matrices that a step reads: those of the layers and the head's."""
+    """Return the bytes of the matrices that a step reads: those of the layers and the head."""
     weights = [weight for block in runner.blocks for weight in block.weights.matrices.values()]
     return sum(weight.nbytes for weight in (*weights, weight_of(runner.frame.head)))
 
 
 def _rows(shape: dict[str, Any], dtype: torch.dtype, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """One row per implementation, in turns."""
+    """Return one row per implementation, whose measurements alternate."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape)).eval().to(dtype)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -128,7 +128,7 @@ def _rows(shape: dict[str, Any], dtype: torch.dtype, batch: int, rounds: int) ->
         for name, decode in decoders.items():
             start = time.perf_counter()
             decode()
-            if turn:  # the first one warms up
+            if turn:  # the first round warms up
                 times[name].append((time.perf_counter() - start) / TOKENS)
     base = statistics.median(times["transformers eager"])
     rate = statistics.median(rates)

@@ -1,8 +1,8 @@
-"""One denoising step of Stable Diffusion 1.5's UNet at its real shapes, beside eager PyTorch, torch.compile.
+"""One denoising step of Stable Diffusion 1.5's UNet at its real shapes, with eager PyTorch and torch.compile.
 
 860 million random parameters, two latents of 4 x 64 x 64 (a prompt and its negative), 77 tokens of 768. The
-rows take turns in one process over one set of weights. torch.compile takes minutes to compile, so it is only
-measured where `--only compile` asks for it.
+measurements of the rows alternate in one process over one set of weights. torch.compile takes minutes to
+compile, so it is only measured with `--only compile`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.engine.pipeline import shared_copy
 __all__ = ["PARTS", "measure"]
 
 PARTS = ("compile",)
-"""What `--only` takes: it adds a row, and leaves out none."""
+"""The values that `--only` accepts: here they add a row, and leave out none."""
 
 _REAL = {"block_out_channels": (320, 640, 1280, 1280), "attention_head_dim": 8, "cross_attention_dim": 768}
 _QUICK = {"block_out_channels": (32, 64, 64, 64), "attention_head_dim": 4, "cross_attention_dim": 32}
@@ -30,7 +30,7 @@ _REPEAT = 3
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each way to run the step."""
+    """Yield a row for each way to run the step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _random(_QUICK if request.quick else _REAL).to(device)
     side = 16 if request.quick else 64
@@ -83,13 +83,13 @@ def _in_turns(
                 answers[name] = run(**inputs)[0]
             if inputs["sample"].is_cuda:
                 torch.cuda.synchronize()
-            if turn:  # the first warms up
+            if turn:  # the first round warms up
                 times[name].append(time.perf_counter() - start)
     return answers, times
 
 
 def _random(shape: dict[str, Any]) -> nn.Module:
-    """The UNet in bfloat16, whose matrices repeat one block of random numbers, for new ones take a minute."""
+    """Make the UNet in bfloat16; its matrices repeat one block of random numbers, which saves a minute."""
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Prefill and decode beside the original model, for a random llama in float32 and bfloat16."""
+"""Prefill and decode compared with the original model, for a random Llama in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHAPES = ((1, 128, 16), (4, 128, 16))
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each model, dtype and shape; the original and the engine take turns."""
+    """Yield a row for each model, dtype and shape; the original and the engine alternate."""
     quick = request.quick
     rows = []
     for name in ("float32", "bfloat16"):

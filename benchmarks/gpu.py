@@ -1,8 +1,9 @@
-"""Decode and prefill on a GPU: this engine in each format beside transformers, with shares of the limits.
+"""Decode and prefill on a GPU: this engine in each format and transformers, with shares of the limits.
 
-Models are random, of the shapes of Llama 3.2 1B and Llama 3.1 8B, in bfloat16. A decode row's share is bytes
-that a step must read over time and measured copy rate; a prefill row's, operations over time and measured
-rate of a bfloat16 product. Where there is no GPU a tiny model runs, to see that it does.
+Models have random weights and the shapes of Llama 3.2 1B and Llama 3.1 8B, in bfloat16. A decode row's share
+is the bytes that a step must read, divided by its time and the measured copy rate; a prefill row's share is
+the operations divided by time and the measured rate of a bfloat16 product. Without a GPU a tiny model runs,
+only to test the benchmark.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ BATCHES, PROMPT, NEW = (1, 8, 32), 128, 64
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A file for each model: `--only 1b`, `--only 8b/int4`; rows as they come."""
+    """Yield a model's file again after each new row; `--only 1b` or `--only 8b/int4` selects rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     quick = request.quick or device.type == "cpu"
     limits = {"copy_gb_per_second": copy_rate(device, quick), "tflops": product_rate(device, quick)}
@@ -64,7 +65,7 @@ def _let_go(device: torch.device) -> None:
 
 
 def seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Median time of some runs, after one that warms up."""
+    """Return the median time of `rounds` runs, after one that warms up."""
     times = []
     for _ in range(rounds + 1):
         _wait(device)
@@ -76,14 +77,14 @@ def seconds(run: Callable[[], Any], device: torch.device, rounds: int) -> float:
 
 
 def copy_rate(device: torch.device, quick: bool = False) -> float:
-    """GB/s of a copy of 1 GiB, reads and writes counted."""
+    """Return the GB/s of a copy of 1 GiB, counting reads and writes."""
     source = torch.empty(1 << (20 if quick else 30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device, 9) / 1e9
 
 
 def product_rate(device: torch.device, quick: bool = False) -> float:
-    """TFLOP/s of a square product in bfloat16."""
+    """Return the TFLOP/s of a product of square matrices in bfloat16."""
     size = 128 if quick else 8192
     a = torch.randn(size, size, device=device).to(torch.bfloat16)
     return 2 * size**3 / seconds(lambda: a @ a, device, 9) / 1e12
@@ -105,7 +106,7 @@ def _rows(
     tiny = name == "tiny"
     subjects: dict[str, Callable[[], Any]] = {"transformers eager": lambda: model}
     subjects |= {f"slipstream {f}": lambda f=f: _engine(model, f, device) for f in FORMATS}  # type: ignore[misc]
-    if not tiny:  # last, for it leaves a compiled forward behind; it takes a minute for each batch
+    if not tiny:  # last, because it leaves a compiled forward behind; it takes a minute for each batch size
         subjects["transformers static + compile"] = lambda: model
     base: dict[tuple[str, int], float] = {}
     for subject, make in subjects.items():
@@ -133,7 +134,7 @@ def _rows(
                 read = weights + batch * _cache_bytes(model.config) * (PROMPT + NEW // 2)
                 row["share_of_bandwidth"] = round(read / row["ms"] / 1e6 / limits["copy_gb_per_second"], 3)
             else:
-                # Two operations for two bytes of a weight; the head is for the last token alone.
+                # A weight has two bytes and takes two operations; the head is for the last token only.
                 done = (dense - head) * row["tokens"] + head
                 row["share_of_rate"] = round(done / row["ms"] / 1e9 / limits["tflops"], 3)
             yield row
@@ -144,7 +145,7 @@ def _rows(
 
 
 def _made(name: str, device: torch.device) -> Any:
-    """A random model in bfloat16 that never ends a text."""
+    """Make a random model in bfloat16 without an end-of-text token."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -169,7 +170,7 @@ def _engine(model: Any, name: str, device: torch.device) -> Any:
 
 
 def _bytes(engine: Any) -> int:
-    """Bytes of the matrices that a step reads: those of the layers and the head's."""
+    """Return the bytes of the matrices that a step reads: those of the layers and the head."""
     runner = engine._built.runner
     return sum(
         w.nbytes
@@ -181,7 +182,7 @@ def _bytes(engine: Any) -> int:
 
 
 def _cache_bytes(config: Any) -> int:
-    """Bytes of a token's keys and values in bfloat16."""
+    """Return the bytes of a token's keys and values in bfloat16."""
     return int(4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
 
 

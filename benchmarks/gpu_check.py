@@ -1,14 +1,14 @@
-"""What a GPU is asked once there is one: are kernels, families, formats and graphs right, and how fast.
+"""Checks on a GPU whether kernels, families, formats and graphs are right, and measures how fast they are.
 
     scripts/gpu_check [--part NAME] [--only WORD] [--minutes N] [--out FOLDER] [--quick]
 
 Parts: `kernels` (every case of every kernel), `engines` (formats, int8 caches and graphs of one model),
-`speed`, `families` (every architecture in float32). Each runs in a process of its own, for an error of the
-GPU ends all that a process could still ask it, and writes FOLDER/gpu_check_NAME_GPU.json as it goes. `--only`
-asks for rows whose name has a word (`--only linear`, `--only int4`), of `speed` for a model and a format
+`speed`, `families` (every architecture in float32). Each runs in a process of its own, because after a GPU
+error a process cannot use the GPU any more, and writes FOLDER/gpu_check_NAME_GPU.json as it goes. `--only`
+selects rows whose name contains a word (`--only linear`, `--only int4`), and for `speed` a model and a format
 (`--only 8b`, `--only 8b/int4`). Nothing is fetched, and nothing but torch, triton, transformers and this
-package's own dependencies is imported. Ends with 1 where something is wrong, with 2 where it could not be
-asked.
+package's own dependencies is imported. The exit status is 1 if something is wrong, and 2 if the checks could
+not run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("torch", "transformers", "safetensors", "pydantic", "psutil")
 SHARES = {"kernels": 0.25, "engines": 0.15, "speed": 0.45, "families": 0.15}
-"""Of the minutes, where several parts are asked."""
+"""Each part's share of the minutes, when several parts run."""
 LOST = (
     "illegal memory access",
     "device-side assert",
@@ -37,11 +37,11 @@ LOST = (
     "misaligned address",
     "CUDA error: unknown",
 )
-"""After these, nothing that this process asks the GPU is answered."""
+"""Error messages after which this process cannot use the GPU any more."""
 
 
 def kernels(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """Each kernel of this device against its op's reference in double: a row for each case that is off."""
+    """Compare each kernel of this device with its op's reference in double, with a row for each case."""
     import torch
 
     from slipstream.devices import choose
@@ -58,7 +58,7 @@ def kernels(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]
                 name = f"{kernel.op}/{kernel.name}/{case.name}/{str(dtype).removeprefix('torch.')}"
                 if kernel.refuse(Facts(device.torch_device, dtype)) is not None or not _asked(name, only):
                     continue
-                if kernel.op in ("draw", "sample"):  # tokens, of scores in float32
+                if kernel.op in ("draw", "sample"):  # returns tokens, for float32 logits only
                     most = 0.0
                     if dtype != torch.float32:
                         continue
@@ -93,7 +93,7 @@ def _asked(name: str, only: tuple[str, ...]) -> bool:
 
 
 def _guarded(name: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """One row; what goes wrong in it is its error, and others are asked all the same."""
+    """Return one row; an exception becomes the row's error, so that the other rows still run."""
     try:
         return {"row": name, **ask()}
     except Exception as error:  # noqa: BLE001 - whatever it is stands in the row
@@ -103,7 +103,7 @@ def _guarded(name: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _moved(value: Any, device: Any) -> Any:
-    """An argument on a device: a tensor, a weight, a step, a mask, a cache, or something else."""
+    """Move an argument to a device: a tensor, weight, step, mask or cache; return anything else as it is."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
@@ -125,7 +125,7 @@ def _double(value: Any) -> Any:
 
 
 def families(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """Decoders of every family: float32 logits and greedy tokens against transformers'."""
+    """Compare the decoders of every family with transformers: float32 logits and greedy tokens."""
     import torch
 
     import slipstream
@@ -140,10 +140,10 @@ def families(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]
 
 
 def _generated(model: Any, torch: Any, slipstream: Any) -> dict[str, Any]:
-    """Nothing where it is no decoder.
+    """Compare a decoder in the engine with its original; return nothing for other models.
 
-    Where the original on the CPU says something else, the original on the device is asked: indexers rank
-    tokens by sums of relus, exact zeros among them tie, and which of these topk takes depends on the device.
+    If the original on the CPU differs, the engine is compared with the original on the device: indexers rank
+    tokens by sums of ReLUs, exact zeros among these tie, and which of them topk takes depends on the device.
     """
     if not model.can_generate() or model.config.is_encoder_decoder:
         return {}
@@ -152,29 +152,29 @@ def _generated(model: Any, torch: Any, slipstream: Any) -> dict[str, Any]:
     original = copy.deepcopy(model)
     with torch.no_grad():
         engine = slipstream.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
-        said = _says(engine, ids.to(engine.device))
-        row = _beside(said, _says(original, ids), "cpu")
+        got = _says(engine, ids.to(engine.device))
+        row = _beside(got, _says(original, ids), "cpu")
         if not row["right"]:
-            there = _says(original.to(engine.device), ids.to(engine.device))
-            row = {**_beside(said, there, engine.device.type), "error_on_cpu": row["error"]}
+            expected_there = _says(original.to(engine.device), ids.to(engine.device))
+            row = {**_beside(got, expected_there, engine.device.type), "error_on_cpu": row["error"]}
     engine.destroy()
     return row
 
 
 def _beside(said: tuple[Any, Any], expected: tuple[Any, Any], device: str) -> dict[str, Any]:
     error, same = float((said[0] - expected[0]).abs().max()), said[1].equal(expected[1])
-    found = {"error": error, "same": same, "against": f"the original on {device}"}
-    return {**found, "right": error <= 1e-3 and same}
+    row = {"error": error, "same": same, "against": f"the original on {device}"}
+    return {**row, "right": error <= 1e-3 and same}
 
 
 def _says(asked: Any, ids: Any) -> tuple[Any, Any]:
-    """Logits and greedy tokens, on the CPU."""
+    """Return logits and greedy tokens, on the CPU."""
     tokens = asked.generate(ids, max_new_tokens=6, do_sample=False)
     return asked(input_ids=ids).logits.cpu(), tokens.cpu()
 
 
 def engines(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """One small llama in each format, with graphs and int8 caches: the tokens of the unpacked weights."""
+    """Compare a small Llama in each format, with graphs and int8 caches, with its dequantized weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -195,7 +195,7 @@ def engines(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]
 
 
 def _engine_says(model: Any, name: str, settings: dict[str, Any], new: int) -> dict[str, Any]:
-    """Greedy tokens of one and three rows, and a seed's, beside those of the same weights by transformers."""
+    """Compare greedy tokens of one and three rows with transformers; check that a seed repeats its tokens."""
     import torch
 
     import slipstream
@@ -206,7 +206,7 @@ def _engine_says(model: Any, name: str, settings: dict[str, Any], new: int) -> d
     engine = slipstream.init_inference(
         copy.deepcopy(model), dtype=torch.float32, replace_with_kernel_inject=True, **given
     )
-    # What the packed weights stand for, by transformers' own code.
+    # transformers' own code with the dequantized values of the packed weights.
     original = copy.deepcopy(model)
     original.load_state_dict({k: v.cpu().clone() for k, v in engine.state_dict().items()})
     found: dict[str, Any] = {}
@@ -228,23 +228,23 @@ def _engine_says(model: Any, name: str, settings: dict[str, Any], new: int) -> d
     notes += [k for k in (report.layers[0].kernels["stack"],) if k != "triton"]
     engine.destroy()
     alike = min(found["alike_1"], found["alike_3"]) == 1.0
-    if "kv_cache_dtype" in settings:  # near ties may fall the other way, and from the first on texts differ
+    if "kv_cache_dtype" in settings:  # near ties may resolve differently, and texts diverge after the first
         alike = found["alike_next"] >= 0.8
     right = alike and found["seed_repeats"]
     return {**found, "notes": notes, "right": right and not (notes and torch.cuda.is_available())}
 
 
 def _alike_next(engine: Any, texts: Any, begin: int) -> float:
-    """The share of an original's tokens that an engine says next, where it is given those before them."""
-    said = []
+    """Return the share of the original's tokens that the engine predicts, given the tokens before each."""
+    same = []
     for end in range(begin, texts.shape[1], 3):
-        next_one = engine.generate(texts[:, :end].to(engine.device), max_new_tokens=1, do_sample=False)
-        said.append((next_one[:, -1].cpu() == texts[:, end]).float().mean())
-    return float(sum(said) / len(said))
+        generated = engine.generate(texts[:, :end].to(engine.device), max_new_tokens=1, do_sample=False)
+        same.append((generated[:, -1].cpu() == texts[:, end]).float().mean())
+    return float(sum(same) / len(same))
 
 
 def speed(quick: bool, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """The rows of `benchmarks.gpu`."""
+    """Yield the rows of `benchmarks.gpu`."""
     from benchmarks.gpu import measure
     from benchmarks.request import Request
 
@@ -262,7 +262,7 @@ PARTS: dict[str, Callable[[bool, tuple[str, ...]], Iterator[dict[str, Any]]]] = 
 
 
 def run(part: str, out: Path, given: argparse.Namespace) -> bool:
-    """Ask one part; whatever it raises is a row that is wrong, and what came before it is kept."""
+    """Run one part and return whether all is right; an exception becomes a row that is wrong."""
     from benchmarks.machine import describe
 
     start, rows = time.perf_counter(), []
@@ -285,7 +285,7 @@ def run(part: str, out: Path, given: argparse.Namespace) -> bool:
 
 
 def _apart(part: str, given: argparse.Namespace) -> bool:
-    """Ask one part in a process of its own, which is ended where it hangs."""
+    """Run one part in a process of its own, which is killed if it hangs."""
     minutes = given.minutes * SHARES[part]
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--part", part, "--out", str(given.out)]
     command += ["--minutes", str(minutes), *(["--quick"] if given.quick else [])]
@@ -307,7 +307,7 @@ def _write(out: Path, part: str, machine: dict[str, Any], rows: list[dict[str, A
 
 
 def main(given: list[str] | None = None) -> int:
-    """The command line."""
+    """Parse the command line, run the parts, and return the exit status."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__.partition("\n")[0])
     parser.add_argument("--part", action="append", choices=[*PARTS], help="repeatable; all without it")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")

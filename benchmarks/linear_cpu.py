@@ -1,7 +1,7 @@
-"""One native linear on the CPU: each weight format and a few rows, against the rate of reading memory.
+"""One native linear on the CPU: each weight format with few rows, compared with the memory's read rate.
 
-Weights are cold: each pass goes through copies of a matrix that together exceed the caches. All take turns in
-one process; figures are medians of passes. `--only int8` keeps to one format.
+Weights are cold: each pass goes through copies of a matrix that together exceed the caches. Passes of all
+rows alternate in one process; figures are medians over the passes. `--only int8` measures one format.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from slipstream.ops.linear import Weight
 
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048), (576, 1536), (1536, 576), (576, 576), (49152, 576))
 ROWS = (*range(1, 18), 20, 24, 28, 32)
-"""Each number that a server's batch has: none should cost more than the next."""
+"""All batch sizes that a server may run: none should cost more than the next larger one."""
 MEASURED = ("plain", "bf13", "int8", "int4", "fp8", "fp6")
 PARTS = tuple(FORMATS | VARIANTS)
-"""What `--only` takes."""
+"""The values that `--only` accepts."""
 COLD_BYTES = 192 << 20
 
 Pass = Callable[[], None]
 
 
 def copies_of(name: str, outputs: int, inputs: int, dtype: torch.dtype) -> list[Weight]:
-    """Equal weights, each with memory of its own."""
+    """Return equal weights, each in its own memory, of at least `COLD_BYTES` together."""
     dense = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     one = (FORMATS | VARIANTS)[name].weight(dense, None)
     return [one.apply(torch.clone) for _ in range(max(2, -(-COLD_BYTES // one.nbytes)))]
 
 
 def passes(weights: list[Weight], rows: int, dtype: torch.dtype, library: Library) -> Pass:
-    """One product with each of the weights, called as the engine calls the library."""
+    """Return a function that multiplies with each of the weights, as the engine calls the library."""
     outputs, inputs = weights[0].shape
     x, out = torch.randn(rows, inputs).to(dtype), torch.empty(rows, outputs, dtype=dtype)
     calls, matrices = [], []
@@ -60,7 +60,7 @@ def passes(weights: list[Weight], rows: int, dtype: torch.dtype, library: Librar
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each shape, format and number of rows, in bfloat16 (and float32 for the widest)."""
+    """Yield a row for each shape, format and number of rows, in bfloat16 (the first in float32 too)."""
     isa = next((isa for isa in ISAS if refuse(isa) is None), None)
     library = None if isa is None else load(isa)
     if library is None:
@@ -77,7 +77,7 @@ def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 def _rows(
     shape: tuple[int, int], names: tuple[str, ...], dtype: torch.dtype, library: Library, rounds: int
 ) -> list[dict[str, Any]]:
-    """One row per format and number of rows, in turns."""
+    """Return one row per format and number of rows, whose measurements alternate."""
     weights = {name: copies_of(name, *shape, dtype) for name in names}
     runs = {(name, rows): passes(weights[name], rows, dtype, library) for rows in ROWS for name in names}
     times: dict[tuple[str, int], list[float]] = {key: [] for key in runs}

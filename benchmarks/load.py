@@ -1,16 +1,16 @@
-"""What `init_inference` costs beside loading, in time and in memory, for a billion parameters.
+"""Time and memory that `init_inference` adds to loading, for a model of a billion parameters.
 
-Every measurement is a fresh process; the checkpoint lies in the page cache, but where a way says otherwise.
-Ways to get a model differ in what there is to wait for:
+Every measurement is a fresh process; the checkpoint is in the page cache, except for `cold`. The ways of
+loading a model differ in what `load_s` includes:
 
-    mapped      loaded in the dtype that it is stored in: transformers maps the file and reads nothing, so the
-                first pass over the weights falls to `init_inference`, and reads the file without mapping more
-    read        the same, with all weights read once before; `load_s` includes that
-    cold        the same, and the file lies on the disk alone, as when a model is loaded for the first time
-    converted   loaded in another dtype than it is stored in: the weights are the process's own
+    mapped      loaded in its stored dtype: transformers maps the file and reads nothing, so the first pass
+                over the weights is part of `init_inference`, and reads the file without mapping more
+    read        like `mapped`, but all weights are read once before; `load_s` includes that
+    cold        like `read`, but the file is only on disk, as when a model is loaded for the first time
+    converted   loaded in another dtype than the stored one: the weights are in the process's own memory
 
-The model's class is imported before the clock starts. `pass_s` is one more pass over the loaded weights: what
-`init_inference` cannot do without, for it refuses NaN and infinity before it begins.
+The model's class is imported before the clock starts. `pass_s` is one more pass over the loaded weights,
+which `init_inference` cannot avoid, because it refuses NaN and infinity before it begins.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REPEAT = 3
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each dtype and each way to load."""
+    """Yield a row for each dtype and each way to load."""
     quick = request.quick
     rows = []
     for stored in ("float32", "bfloat16"):
@@ -85,7 +85,7 @@ def _row(dtype: str, way: str, runs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def _one(folder: str, dtype: str, way: str) -> dict[str, float]:
-    """Load and build once in this process."""
+    """Load the model and build the engine once in this process."""
     from transformers import LlamaForCausalLM
 
     import slipstream
@@ -121,7 +121,7 @@ def _one(folder: str, dtype: str, way: str) -> dict[str, float]:
 
 
 def _forget_pages(folder: Path) -> None:
-    """Let the system's page cache go of the checkpoint's files."""
+    """Evict the checkpoint's files from the system's page cache."""
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

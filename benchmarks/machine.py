@@ -1,4 +1,4 @@
-"""What a result must say of the machine that it was measured on."""
+"""The description of the machine that every results file contains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["describe", "of_gpu"]
 
 
 def describe() -> dict[str, Any]:
-    """Device, versions and load; plain data."""
+    """Return device, versions and load as plain data."""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
         "cores": os.cpu_count(),
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def of_gpu() -> str:
-    """What files of this GPU's results end with, "_h200": each GPU has its own; empty without one."""
+    """Return the suffix of this GPU's results files, such as "_h200"; empty without a GPU."""
     if not torch.cuda.is_available():
         return ""
     name = torch.cuda.get_device_name()

@@ -1,8 +1,8 @@
 """Many rows times a matrix on the CPU: bfloat16, int8 weights, int8 on both sides; and torch (oneDNN).
 
-All take turns in one process; figures are medians of turns. The share is of what the machine's units for the
-same numbers do on registers alone (`peers/roof.cpp`), asked for in every turn; each row says which: products
-with int8 weights and rows as they are, are made in bfloat16.
+Measurements alternate in one process; figures are medians over the rounds. The share is of the peak rate of
+the machine's arithmetic units on registers (`peers/roof.cpp`), measured in every eighth round, for the dtype
+in which the products are computed: bfloat16 for int8 weights unless inputs are rounded too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.kernels.cpu.linear import native_linear
 __all__ = ["measure"]
 
 SHAPES = ((2048, 2048), (5632, 2048), (2048, 5632), (1536, 576))
-"""Outputs and inputs: those of a model of 1.1 billion parameters, and of one of 135 million."""
+"""Outputs and inputs of the matrices of two models, with 1.1 billion and 135 million parameters."""
 ROWS = (16, 64, 128, 512)
 
 OURS: dict[str, tuple[Format, str]] = {
@@ -35,13 +35,13 @@ OURS: dict[str, tuple[Format, str]] = {
     "int8, inputs too": (rounding_inputs(FORMATS["int8"]), "int8"),
     "int4, inputs too": (rounding_inputs(FORMATS["int4"]), "int8"),
 }
-"""Format and unit by the name of a row."""
+"""Format, and dtype of the arithmetic unit, by the name of a row."""
 
 Turn = Callable[[], object]
 
 
 def turns(outputs: int, inputs: int, rows: int, library: Library) -> dict[str, tuple[Turn, str]]:
-    """What takes turns, each with its unit."""
+    """Return what is measured by name: a function to run, and the dtype of its arithmetic unit."""
     generator = torch.Generator().manual_seed(0)
     dense = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(torch.bfloat16)
     x = torch.randn(rows, inputs, generator=generator).to(torch.bfloat16)
@@ -52,14 +52,14 @@ def turns(outputs: int, inputs: int, rows: int, library: Library) -> dict[str, t
 
     runs: dict[str, tuple[Turn, str]] = {name: (ours(f), unit) for name, (f, unit) in OURS.items()}
     runs["torch bfloat16"] = lambda: F.linear(x, dense), "bfloat16"
-    if rows > 16:  # torch refuses fewer; rounding and scaling, which ours does too, are not in it
+    if rows > 16:  # torch refuses fewer; unlike ours, this does not include rounding and scaling
         codes, columns = (t.float().mul(30).clamp(-127, 127).to(torch.int8) for t in (x, dense))
         runs["torch int8, codes alone"] = lambda: torch._int_mm(codes, columns.t()), "int8"
     return runs
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each shape, number of rows and implementation."""
+    """Yield a row for each shape, number of rows and implementation."""
     isa = next((isa for isa in ISAS if refuse(isa) is None), None)
     library = None if isa is None else load(isa)
     if library is None:
@@ -108,7 +108,7 @@ def _rows(outputs: int, inputs: int, count: int, library: Library, rounds: int) 
 
 
 def _limits() -> dict[str, float]:
-    """TFLOP/s or TOP/s of each unit on registers; empty without a compiler."""
+    """Return the TFLOP/s or TOP/s of each arithmetic unit on registers; empty without a compiler."""
     meter = build_meter()
     if meter is None:
         return {}

@@ -1,4 +1,4 @@
-"""The models that are measured: of a known size, and random unless a package carries their weights."""
+"""The models that are measured: of known size, with random weights unless a package provides them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA_TINY: dict[str, Any] = {
     "num_key_value_heads": 4,
     "vocab_size": 1000,
 }
-_MOE: dict[str, Any] = {  # 0.52 billion parameters, 0.18 of them at work for a token
+_MOE: dict[str, Any] = {  # 0.52 billion parameters, 0.18 billion of them active for a token
     "hidden_size": 768,
     "intermediate_size": 2048,
     "num_hidden_layers": 12,
@@ -52,12 +52,12 @@ class Model:
     """One model of the benchmarks.
 
     Attributes:
-        title: For people.
+        title: The name shown in tables.
         family: transformers' `model_type`.
-        shape: What its config differs in from the family's; empty where a package carries the weights.
-        decodes: A decoder; otherwise an encoder.
-        new_tokens: Of one measurement of decoding.
-        rounds: That are enough: what takes long varies little.
+        shape: Config values that differ from the family's defaults; empty if a package provides the weights.
+        decodes: Whether it is a decoder; otherwise an encoder.
+        new_tokens: Tokens generated in one measurement of decoding.
+        rounds: Sufficient number of rounds; long measurements vary little and need few.
     """
 
     title: str
@@ -81,18 +81,18 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint's work is counted by.
+    """The numbers of a checkpoint from which its memory traffic and operations are computed.
 
     Attributes:
-        vocabulary: Tokens.
-        parameters: All of them.
-        matrix: Parameters of matrices that every token multiplies, without the vocabulary projection.
+        vocabulary: Vocabulary size.
+        parameters: Number of all parameters.
+        matrix: Parameters of matrices applied to every token, without the vocabulary projection.
         experts: Parameters of all experts' matrices together.
-        experts_used: Share of the experts that one token is sent to.
+        experts_used: Share of the experts that one token is routed to.
         head: Parameters of the vocabulary projection.
-        embedding: Parameters of tables that are looked up and not multiplied.
-        cache: Values that one token leaves in the cache.
-        attention: Multiplications of one token's query and scores with one earlier token.
+        embedding: Parameters of tables that are only looked up.
+        cache: Values that one token adds to the cache.
+        attention: Multiplications for one pair of a query token and a key token, over all layers.
     """
 
     vocabulary: int
@@ -106,15 +106,15 @@ class Facts:
     attention: int
 
     def decode_share(self, batch: int) -> float:
-        """Share of the weights (embedding tables aside) that a step of `batch` tokens reads.
+        """Return the share of the weights (without embedding tables) that a step of `batch` tokens reads.
 
-        Each expert is read if any token is sent to it; tokens are taken to choose evenly.
+        An expert is read if any token is routed to it; routing is assumed to be uniform.
         """
         touched = 1 - (1 - self.experts_used) ** batch
         return (self.matrix + self.head + touched * self.experts) / (self.matrix + self.head + self.experts)
 
     def flops(self, batch: int, tokens: int, *, causal: bool) -> float:
-        """Of one forward of `batch` sequences of `tokens`, with the last token's vocabulary projection."""
+        """Count a forward of `batch` sequences of `tokens`, with the last token's vocabulary projection."""
         weights = self.matrix + self.experts_used * self.experts
         pairs = tokens * (tokens + 1) / 2 if causal else tokens * tokens
         return 2.0 * batch * (weights * tokens + self.head + self.attention * pairs)
@@ -134,7 +134,7 @@ def make(name: str, folder: Path) -> None:
 
 
 def facts(folder: Path) -> Facts:
-    """Count a checkpoint of one safetensors file."""
+    """Count the parameters of a checkpoint with one safetensors file."""
     config = json.loads((folder / "config.json").read_text())
     with (folder / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
@@ -161,7 +161,7 @@ def facts(folder: Path) -> Facts:
     hidden = config.get("hidden_size") or config["n_embd"]
     width = config.get("head_dim") or hidden // heads
     decodes = config["model_type"] != "bert"
-    if decodes and not head:  # tied: the table is multiplied as well
+    if decodes and not head:  # tied: the embedding table is also the vocabulary projection
         head, embedding = table, embedding - table
     used = config.get("num_experts_per_tok", 0) / config.get("num_local_experts", 1)
     return Facts(
@@ -178,7 +178,7 @@ def facts(folder: Path) -> Facts:
 
 
 def make_llama(shape: dict[str, Any], folder: Path, dtype: Any) -> None:
-    """Write a llama with normally distributed weights as a checkpoint folder."""
+    """Write a Llama with normally distributed weights as a checkpoint folder."""
     _make_random(Model("", "llama", shape), folder, dtype)
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.offload FOLDER [--limit 0.75] [--kind cgroup|as|data] [--buffers 2] [--tokens 16]
 
-A process of its own sets the limit before it imports torch: `cgroup` counts what is resident and its page
-cache (memory.limit_in_bytes, or memory.max), `as` all addresses (RLIMIT_AS, mapped files among them), `data`
-private ones (RLIMIT_DATA). The file's pages are dropped from the system's cache before, so that they are
-charged to the process. Another process without limit and without streaming says which tokens are right.
+A separate process sets the limit before it imports torch: `cgroup` limits resident memory and page cache
+(memory.limit_in_bytes, or memory.max), `as` the address space including mapped files (RLIMIT_AS), `data`
+private memory (RLIMIT_DATA). The file's pages are evicted from the system's cache before, so that they are
+charged to the process. Another process without limit and without streaming provides the expected tokens.
 Prints JSON: bytes of the weights and of the limit, peaks in bytes, seconds, tokens per second.
 """
 
@@ -28,7 +28,7 @@ _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
 def main() -> None:
-    """Run both processes and compare."""
+    """Run both processes and compare their tokens."""
     args = _arguments()
     if args.child:
         print("CHILD " + json.dumps(_generate(args)))
@@ -87,7 +87,7 @@ def _child(args: argparse.Namespace, kind: str, limit: int, more: list[str]) -> 
 
 
 def _generate(args: argparse.Namespace) -> dict[str, Any]:
-    """What the process with the limit does."""
+    """Set the limit, load the model and generate, in a child process."""
     if args.group is not None:
         Path(args.group, "cgroup.procs").write_text(str(os.getpid()))
     if args.kind in ("as", "data"):
@@ -135,14 +135,14 @@ def _generate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _status(name: str) -> int:
-    """A line of the process's status, in bytes."""
+    """Return a memory figure from the process's status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
 @contextlib.contextmanager
 def _cgroup(limit: int) -> Iterator[Path]:
-    """A control group of our own, of either version, that is removed afterwards."""
+    """Create a control group (v1 or v2) with a memory limit, and remove it afterwards."""
     name = f"slipstream-{uuid.uuid4().hex[:8]}"
     second = (_V2 / "cgroup.controllers").is_file()
     group = (_V2 if second else _V1) / name

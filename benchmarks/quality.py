@@ -1,8 +1,9 @@
-"""What each weight format costs in quality, beside the same model in float32.
+"""The quality that each weight format costs, compared with the same model in float32.
 
 SmolLM2-135M-Instruct reads 2,000 tokens of Moby Dick in one pass: perplexity, and the divergence of its
-predictions. Its weights come out of a file with groups of 32 4-bit integers, so what `int4` costs a model
-that never was quantized shows in MiniLM, which embeds sentences of the same text: the cosine of its answers.
+predictions. Its weights come from a file with groups of 32 4-bit integers; the cost of `int4` for a model
+that was never quantized shows in MiniLM, which embeds sentences of the same text: the cosine of its
+embeddings.
 
 Shapes: S tokens, V vocabulary, C hidden.
 """
@@ -43,13 +44,13 @@ FORMATS: dict[str, str | dict[str, Any]] = {
     "int8, embedding too": {"weight": {"format": "int8"}, "embedding": "int8"},
     "int4, head and embedding too": {"weight": {"format": "int4"}, "embedding": "int4"},
 }
-"""`quant` by the name of a row; a negative number of groups is the size of one."""
+"""`quant` by the name of a row; a negative `q_groups` stands for the size of a group."""
 
 _CHAPTER, _TOKENS, _SENTENCES = 54, 2000, 200
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each format."""
+    """Yield the results, with a row for each format."""
     yield "quality", {"rows": _rows(request.quick), "text": f"Moby Dick, chapter {_CHAPTER}"}
 
 
@@ -84,7 +85,7 @@ def _rows(quick: bool) -> list[dict[str, Any]]:
 
 
 def _settings(name: str, width: int) -> dict[str, Any]:
-    """What `init_inference` is given for a row."""
+    """Return the arguments of `init_inference` for a row; `width` is the model's hidden size."""
     quant = FORMATS[name]
     if isinstance(quant, dict) and quant.get("weight", {}).get("q_groups", 1) < 0:
         quant = {"weight": {**quant["weight"], "q_groups": width // -quant["weight"]["q_groups"]}}
@@ -92,7 +93,7 @@ def _settings(name: str, width: int) -> dict[str, Any]:
 
 
 def _log_probabilities(folder: str, ids: Tensor, name: str) -> tuple[Tensor, int]:
-    """Of every next token `(S - 1, V)`, and the bytes of all weights."""
+    """Return the log probabilities of every next token `(S - 1, V)`, and the bytes of all weights."""
     model = open_model(folder, torch.float32)
     width = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
     engine = slipstream.init_inference(model, replace_with_kernel_inject=True, **_settings(name, width))
@@ -101,7 +102,7 @@ def _log_probabilities(folder: str, ids: Tensor, name: str) -> tuple[Tensor, int
 
 
 def _bytes(engine: slipstream.InferenceEngine) -> int:
-    """Of every weight, the shared ones once."""
+    """Return the bytes of all weights, counting shared ones once."""
     report = engine.report()
     packed = sum(part.bytes for part in report.outside)
     layers = tuple(f"{layer.name}." for layer in report.layers)
@@ -118,7 +119,7 @@ def _perplexity(log_probabilities: Tensor, ids: Tensor) -> float:
 
 
 def _embed(sentences: list[str], name: str) -> Tensor:
-    """Sentences as the encoder embeds them, `(sentences, C)`: the mean over the tokens of each."""
+    """Embed sentences by the encoder, `(sentences, C)`: the mean over the tokens of each."""
     folder = encoder_folder()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()

@@ -14,7 +14,7 @@ _HEAD = (
 
 
 def render(results: Mapping[str, Any]) -> str:
-    """One row for each format, as markdown."""
+    """Render one row for each format, as Markdown."""
     return _HEAD + "".join(
         f"| {row['format']} | {row['bytes'] / 1e6:.0f} | {row['perplexity']:.2f} "
         f"| {row['perplexity_change_percent']:+.2f} % | {row['kl_divergence']:.4f} "

@@ -1,8 +1,8 @@
-"""What new weights cost in a finished engine, beside building one: a billion parameters, in memory.
+"""The cost of new weights in a built engine, compared with building one: a billion parameters, in memory.
 
-Both models lie in the process's own memory, so neither a disk nor the first touch of a mapped file is
+Both models are in the process's own memory, so neither a disk nor the first access to a mapped file is
 measured. `build_s` is `init_inference` of the model, `refresh_s` is `engine.refresh_weights(other)` with its
-checks, and `copy_s` is what nothing can do without: copying every tensor once.
+checks, and `copy_s` is the lower bound: copying every tensor once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ROWS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "int4": (torch.bfloat16, {"quant": "int4"}),
 }
 PARTS = tuple(_ROWS)
-"""What `--only` takes."""
+"""The values that `--only` accepts."""
 
 _REPEAT = 5
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each dtype and weight format."""
+    """Yield a row for each dtype and weight format."""
     shape = LLAMA_TINY if request.quick else LLAMA_1B
     rounds = 2 if request.quick else request.rounds or _REPEAT
     rows = [_row(name, shape, rounds) for name in _ROWS if not request.only or name in request.only]
@@ -52,7 +52,7 @@ def _row(name: str, shape: dict[str, Any], rounds: int) -> dict[str, Any]:
     with torch.no_grad():
         probe = torch.tensor([[1, 2, 3]])
         expected, got = other(input_ids=probe).logits, engine(input_ids=probe).logits
-    # Copies go from one model's memory to the other's, as a refresh does.
+    # Copy from one model's memory to the other's, as a refresh does.
     engine.destroy()
     copies = [_copy(other, model) for _ in range(rounds)] if not settings else [0.0]
     median = statistics.median(refreshes)
@@ -70,7 +70,7 @@ def _row(name: str, shape: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def _random(shape: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
-    """A model whose matrices repeat one block of random numbers: a billion new ones take a minute."""
+    """Make a model whose matrices repeat one block of random numbers: drawing a billion takes a minute."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**shape)
@@ -94,8 +94,8 @@ def _copy(source: nn.Module, target: nn.Module) -> float:
 
     def run() -> None:
         with torch.no_grad():
-            for one, other in pairs:
-                other.copy_(one)
+            for tensor, destination in pairs:
+                destination.copy_(tensor)
 
     return _seconds(run)
 

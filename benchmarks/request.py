@@ -1,4 +1,4 @@
-"""What a benchmark is asked for."""
+"""The options of a benchmark run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["Request"]
 
 @dataclass(frozen=True)
 class Request:
-    """The command line.
+    """The options from the command line.
 
     Attributes:
-        quick: Small models and few turns, to see that it runs.
-        rounds: Turns of each row; 0 leaves the number to the benchmark.
-        only: Parts of a benchmark that has parts, as `run.PARTS` lists them; empty for all of them.
-        without: How the names of rows begin that are left out; of `peers`.
+        quick: Use small models and few rounds, only to test that the benchmark runs.
+        rounds: Number of rounds of each row; 0 for the benchmark's default.
+        only: The parts to run, of a benchmark with parts (`run.PARTS`); empty for all of them.
+        without: For `peers`: rows whose names begin with one of these are left out.
     """
 
     quick: bool = False

@@ -1,8 +1,8 @@
 """The runner: `python -m benchmarks.run [NAME ...]` measures, and writes into `results/`.
 
-A benchmark is a module with `measure(request)`, which yields pairs of a file's name and what it says: `rows`,
-flat dictionaries that name their shape and have a median and a range for whatever was measured, and anything
-beside them. A baseline's rows come from the same run. Every file also describes the machine.
+A benchmark is a module with `measure(request)`, which yields pairs of a file name and its content: `rows`,
+flat dictionaries with the shape, and a median and a range for each measurement, and any further entries. The
+rows of a baseline come from the same run. Every file also describes the machine.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PARTS: Mapping[str, Sequence[str]] = {
     "linear_cpu": linear_cpu.PARTS,
     "refresh": refresh.PARTS,
 }
-"""What `--only` takes where it takes anything; `peers` knows its own words."""
+"""The values that `--only` accepts, by benchmark; `peers` checks its own."""
 _UNSHOWN = ("version", "notes", "weight_bytes")
 
 
 def main() -> None:
-    """Run what the command line names, everything without a name."""
+    """Run the benchmarks that the command line names, or all of them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"any of {', '.join(BENCHMARKS)}; all without one"
@@ -102,12 +102,12 @@ def main() -> None:
 
 
 def refuse_words(benchmark: str, request: Request) -> None:
-    """Refuse words that a benchmark does not take: it would measure something else than was asked for.
+    """Refuse values of `--only` and `--without` that a benchmark does not accept and would ignore.
 
     Raises:
-        ValueError: It says what there is.
+        ValueError: A value is not accepted; the message lists those that are.
     """
-    if benchmark == "peers":  # which refuses them itself
+    if benchmark == "peers":  # checks its own values
         return
     if request.without:
         raise ValueError(f"{benchmark} takes no --without; only peers does")
@@ -120,7 +120,7 @@ def refuse_words(benchmark: str, request: Request) -> None:
 
 
 def publish(name: str, result: dict[str, Any], out: Path | None) -> None:
-    """Print one file's rows, and write it."""
+    """Print the rows of one results file, and write it to `out` if given."""
     print(f"{name}: {result['device']}, {result['threads']} threads, torch {result['torch']}")
     print(table(result["rows"]))
     if out is not None:
@@ -131,7 +131,7 @@ def publish(name: str, result: dict[str, Any], out: Path | None) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as aligned text, one column for each key."""
+    """Format rows as aligned text, with one column for each key."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in _UNSHOWN]
     lines = [keys, *([_cell(row.get(key, "")) for key in keys] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]

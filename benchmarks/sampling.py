@@ -1,7 +1,8 @@
-"""What it costs to draw tokens instead of taking the best ones: SmolLM2-135M, beside the original model.
+"""The cost of sampling relative to greedy decoding: SmolLM2-135M, in the engine and in the original model.
 
-`step_ms` is a decode step of 33 new tokens after a prompt of 8, without the prefill and the first token;
-`beside_greedy` is what it is beside the same model's greedy step. All rows take turns.
+`step_ms` is the time of a decode step, averaged over 33 new tokens after a prompt of 8, without the prefill
+and the first token; `beside_greedy` is its ratio to the same model's greedy step. Measurements of rows
+alternate.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PROMPT, _NEW = 8, 33
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A row for each model, batch and way to choose tokens."""
+    """Yield a row for each model, batch size and way to choose tokens."""
     folder = resolve_place("demo")
     models = {name: _model(folder, quant) for name, quant in _MODELS.items()}
     rounds, new = (1, 4) if request.quick else (request.rounds or 3, _NEW)
@@ -57,23 +58,23 @@ def _model(folder: str, quant: str | None) -> Any:
 def _rows(models: dict[str, Any], batch: int, rounds: int, new: int) -> list[dict[str, Any]]:
     ids = torch.randint(1000, 40000, (batch, _PROMPT), generator=torch.Generator().manual_seed(1))
     times: dict[tuple[str, str], list[float]] = {(m, way): [] for m in models for way in _WAYS}
-    for _ in range(rounds + 1):  # of which the first warms up
-        for (name, way), found in times.items():
+    for _ in range(rounds + 1):  # the first round warms up
+        for (name, way), steps in times.items():
             torch.manual_seed(1)
-            begun = _seconds(models[name], ids, _WAYS[way], 1)
-            found.append((_seconds(models[name], ids, _WAYS[way], new) - begun) / (new - 1) * 1e3)
-    medians = {key: statistics.median(found[1:]) for key, found in times.items()}
+            first_token = _seconds(models[name], ids, _WAYS[way], 1)
+            steps.append((_seconds(models[name], ids, _WAYS[way], new) - first_token) / (new - 1) * 1e3)
+    medians = {key: statistics.median(steps[1:]) for key, steps in times.items()}
     return [
         {
             "model": name,
             "batch": batch,
             "way": way,
             "step_ms": medians[name, way],
-            "step_ms_range": [min(found[1:]), max(found[1:])],
+            "step_ms_range": [min(steps[1:]), max(steps[1:])],
             "beside_greedy": medians[name, way] / medians[name, "greedy"],
             "repeat": rounds,
         }
-        for (name, way), found in times.items()
+        for (name, way), steps in times.items()
     ]
 
 

@@ -1,7 +1,8 @@
 """Peak memory of streaming safetensors into a packed engine: `python -m benchmarks.stream_checkpoint`.
 
 A checkpoint of TinyLlama's size (1.1 billion parameters, bfloat16, random) is written to a folder, and
-another process makes an engine of it. Its peak is what the system counts as resident, mapped pages included.
+another process builds an engine from it. The peak is of that process's resident memory, mapped pages
+included.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ CONFIG = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
-"""TinyLlama-1.1B's."""
+"""The config of TinyLlama-1.1B."""
 
 
 def write(folder: Path) -> int:
-    """Write the checkpoint; tensors of one shape are the same. Returns the bytes of its tensors."""
+    """Write the checkpoint, in which tensors of one shape are equal, and return the bytes of its tensors."""
     config = LlamaConfig(**CONFIG, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
     with hollow(torch.bfloat16):
         model = LlamaForCausalLM(config)
@@ -53,13 +54,13 @@ def write(folder: Path) -> int:
 
 
 def peak() -> int:
-    """Most bytes that this process has had resident."""
+    """Return the peak resident memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
 
 
 def measure(folder: str, quant: str) -> None:
-    """Make the engine in this process, and print what it took."""
+    """Build the engine in this process, and print memory and time."""
     before = peak()
     start = time.perf_counter()
     engine = slipstream.init_inference(
@@ -71,7 +72,7 @@ def measure(folder: str, quant: str) -> None:
 
 
 def main() -> None:
-    """Write, measure in a process of its own, and print the shares of the checkpoint's bytes."""
+    """Write the checkpoint, measure in another process, and print the peaks relative to its bytes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quant", default="int4")
     parser.add_argument("--folder", help="keep the checkpoint here")

@@ -1,11 +1,11 @@
-"""Chooses how the GPU's kernels are launched, and writes the tables that the package ships.
+"""Chooses the launches of the GPU kernels, and writes the tables that the package ships.
 
     scripts/tune_kernels [--only WORD] [--minutes N] [--jobs N]       on a GPU: times what compiles
     scripts/tune_kernels --ahead [--generation 80|90]                 anywhere: what compiles within bounds
 
-Rows are written as they are found; a run that ends early leaves the other buckets as they were. `--only` asks
-for the buckets whose kernel or shape has a word ("one row", int4); with `--jobs`, that many processes compile
-what is likely to be asked beforehand.
+Each entry is written as soon as it is found; a run that ends early leaves the other buckets unchanged.
+`--only` selects the buckets whose kernel or shape contains a word ("one row", int4); with `--jobs`, that many
+processes compile the likely candidates beforehand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Kernels are compiled here, never interpreted; Triton looks at this when it is imported.
+# Kernels are compiled here, never interpreted; Triton reads this variable when it is imported.
 os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
@@ -34,14 +34,14 @@ from slipstream.kernels.triton.tables import FOLDER, launched, trial
 from slipstream.kernels.triton.target import Launch, generation
 
 _COLD = 300 << 20
-"""Bytes of weights after which no cache has the first of them."""
+"""Bytes of weights after whose use the first of them are in no cache any more."""
 
 KNOWN = (80, 90)
 """Generations whose forms can be compiled ahead of time."""
 
 
 def bounds(subject: Subject, target: str) -> Callable[[Launch], str]:
-    """What says which bound a launch of a subject breaks."""
+    """Return a function that compiles a launch of a subject and names the bounds that it violates."""
 
     def broken(launch: Launch) -> str:
         form = dataclasses.replace(subject.build, launch=launch, bucket=None)
@@ -54,16 +54,16 @@ def bounds(subject: Subject, target: str) -> Callable[[Launch], str]:
 
 
 def warm(subjects_of: list[Subject], number: int, jobs: int) -> dict[str, dict[str, str]]:
-    """Compile what is likely to be asked, in some processes; Triton keeps it on the disk.
+    """Compile the likely candidates in `jobs` processes; Triton caches the results on disk.
 
     Returns:
-        By subject, what each launch in words breaks.
+        By subject and launch (as text), the bounds that it violates.
     """
     asked = [(index, one) for index, s in enumerate(subjects_of) for one in _likely(s, number)]
     names = [f"{s.bucket.kernel}, {s.bucket.shape}" for s in subjects_of]
     found: dict[str, dict[str, str]] = {name: {} for name in names}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        # Neighbours in the list belong to one subject, which a process prepares once.
+        # Contiguous parts keep the launches of a subject together, so that a process prepares it once.
         size = -(-len(asked) // jobs)
         parts = [asked[start : start + size] for start in range(0, len(asked), size)]
         work = [[(names[index], one) for index, one in part] for part in parts]
@@ -80,7 +80,7 @@ def _likely(subject: Subject, number: int) -> list[Launch]:
 
 def _warm_some(asked: list[tuple[str, Launch]], number: int) -> list[tuple[str, str, str]]:
     by_name = {f"{s.bucket.kernel}, {s.bucket.shape}": s for s in subjects(number)}
-    said = []
+    results = []
     run: Callable[[], Any] | None = None
     last = ""
     for name, launch in asked:
@@ -94,18 +94,18 @@ def _warm_some(asked: list[tuple[str, Launch]], number: int) -> list[tuple[str, 
                     run()
             except Exception as error:  # noqa: BLE001 - a launch that the driver refuses is no candidate
                 why = f"{type(error).__name__}: {str(error)[:120]}"
-        said.append((name, held(launch), why))
-    return said
+        results.append((name, held(launch), why))
+    return results
 
 
 class GpuClock:
-    """Times a subject's call on the GPU, in a captured graph of many, whose weights no cache has any more.
+    """Times a subject's call on the GPU, in a captured graph of many calls whose weights are in no cache.
 
-    In a step launches follow each other so: what one costs beside its work is in the figure.
+    Launches follow each other in the same way in a decode step, so the figure includes the launch overhead.
     """
 
     def __init__(self, subject: Subject, rule: Launch) -> None:
-        """Prepare the calls, and keep what one returns as it is launched now."""
+        """Prepare the calls, and keep the result of one with the rule's launch for comparison."""
         self._bucket = subject.bucket
         before = torch.cuda.memory_allocated()
         self._calls = [subject.prepare()]
@@ -115,7 +115,7 @@ class GpuClock:
             self._right = self._calls[0]().clone()
 
     def __call__(self, launch: Launch) -> float | None:
-        """Microseconds of a call, least of some turns; None where it fails, or says something else."""
+        """Return the microseconds of a call, the least of five; None if it fails or its result differs."""
         try:
             with trial(self._bucket, launch):
                 if not self._agrees(self._calls[0]()):
@@ -153,7 +153,7 @@ class GpuClock:
 
 
 def tuned(numbers: tuple[int, ...], given: argparse.Namespace) -> Iterator[tuple[int, Subject, Found]]:
-    """What is found for each subject, in order."""
+    """Yield the generation, subject and result of each subject that is tuned, in order."""
     start = time.monotonic()
     for number in numbers:
         named = [(f"{s.bucket.kernel}, {s.bucket.shape}", s) for s in subjects(number)]
@@ -183,7 +183,7 @@ def _remembered(known: dict[str, str], broken: Callable[[Launch], str]) -> Calla
 
 
 def main(given: list[str] | None = None) -> int:
-    """The command line."""
+    """Parse the command line, tune and write the tables, and return the exit status."""
     parser = argparse.ArgumentParser(prog="scripts/tune_kernels", description=__doc__.partition("\n")[0])
     parser.add_argument("--ahead", action="store_true", help="compile only; needs no GPU")
     parser.add_argument("--generation", type=int, action="append", choices=KNOWN, help="with --ahead; all")

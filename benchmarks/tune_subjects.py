@@ -1,6 +1,6 @@
-"""What `scripts/tune_kernels` tunes: buckets of shapes that served models have, each with a form and a call.
+"""The subjects of `scripts/tune_kernels`: buckets of shapes of common models, each with a form and a call.
 
-Shapes are those of Llama 3 (1B, 8B), Qwen 2.5 and Gemma 2. Calls are made on the current GPU, in bfloat16.
+Shapes are those of Llama 3 (1B, 8B), Qwen 2.5 and Gemma 2. Calls run on the current GPU, in bfloat16.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ HEADS = ((32, 8, 128), (32, 8, 64), (28, 4, 128), (14, 2, 64), (8, 4, 256), (32,
 _LENGTH, _PAGE = 1024, 32
 
 DEVICE = "cuda"
-"""Where calls are made; tests make them elsewhere."""
+"""The device on which calls run; tests change it."""
 
 
 def subjects(generation: int) -> Iterator[Subject]:
-    """Every bucket once, with the form that a generation compiles and the call of its first shape.
+    """Yield every bucket once, with the form that a generation compiles and the call of its first shape.
 
     Args:
         generation: 80 or 90.
@@ -91,7 +91,7 @@ def _matrix(name: str, outputs: int, inputs: int, experts: int = 0) -> Weight:
 
 
 def _rows(generation: int) -> Iterator[Subject]:
-    """What reads and writes each element once."""
+    """Yield the subjects of kernels that read and write each element once."""
     for width in (1024, 2048, 4096, 8192):
         spec = Norm(kind="rms", eps=1e-5)
         yield Subject(
@@ -148,7 +148,7 @@ ROWS = {
     8192: (("", 2048),),
     14336: (("", 4096),),
 }
-"""What stands around a matrix and its outputs, by its inputs; a head stands for wider ones."""
+"""By the inputs of a matrix: pairs of fused neighbours and outputs; a head represents wider ones."""
 
 
 def _one_row(generation: int) -> Iterator[Subject]:
@@ -231,7 +231,7 @@ def _cache(kv_heads: int, dim: int, length: int, int8: bool) -> tuple[CachePart,
 
 
 def _steps(queries: int, length: int) -> Step:
-    """One sequence of some length whose last tokens are new."""
+    """Make a step of one sequence of `length` tokens, of which the last `queries` are new."""
     count = {"dtype": torch.int32, "device": DEVICE}
     new = torch.arange(length - queries, length, device=DEVICE)
     return Step(

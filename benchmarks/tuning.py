@@ -1,9 +1,9 @@
-"""How a launch is chosen for a bucket of shapes: what compiles within its bounds, and of that the fastest.
+"""Chooses the launch of a bucket of shapes: the fastest of those that compile within its bounds.
 
-From the launch that stands, one size at a time is changed to each of its choices; what is faster by a margin
-is kept, until no change helps. A candidate is compiled first, and left out where it spills, or asks for more
-than the GPU has; one whose results differ is left out as well. Without a clock nothing is timed: the launch
-that stands is kept if it holds to its bounds, else the nearest that does is taken.
+Starting from the current launch, one size at a time is changed to each of its choices; a candidate that is
+faster by a margin is kept, until no change helps. A candidate is compiled first, and skipped if it spills,
+needs more than the GPU has, or gives different results. Without a clock nothing is timed: the current launch
+is kept if it is within its bounds, else the nearest one that is replaces it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from slipstream.kernels.triton.target import Bucket, Build, Launch
 __all__ = ["Found", "Subject", "chosen", "held", "neighbours", "write"]
 
 MARGIN = 0.03
-"""By how much a candidate must be faster: less is noise."""
+"""The fraction by which a candidate must be faster: smaller differences are noise."""
 
 _MOST_SWEEPS = 3
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One bucket of shapes, and what stands for it.
+    """One bucket of shapes, with a form and a call that represent it.
 
     Attributes:
-        build: A form to compile; its bucket is what is tuned, its launch the rule's.
-        prepare: Makes, on the GPU, a call of the kernel with typical shapes; it takes the launch on trial.
+        build: A form to compile; its bucket is tuned, and its launch is the one given by the kernel's rule.
+        prepare: Makes, on the GPU, a call of the kernel with typical shapes, which uses the launch on trial.
     """
 
     build: Build
@@ -39,7 +39,7 @@ class Subject:
 
     @property
     def bucket(self) -> Bucket:
-        """What is tuned."""
+        """The bucket that is tuned."""
         if self.build.bucket is None:
             raise ValueError(f"{self.build.name} is in no bucket, so there is nothing to tune")
         return self.build.bucket
@@ -47,13 +47,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Found:
-    """What was chosen for a bucket.
+    """The result of tuning a bucket.
 
     Attributes:
-        launch: The choice; None where nothing holds to its bounds.
-        microseconds: Of a call, None where nothing was timed.
-        asked: Candidates that were compiled.
-        refused: Of these, those that broke a bound, with what they broke.
+        launch: The chosen launch; None if no candidate is within its bounds.
+        microseconds: Time of a call; None if nothing was timed.
+        asked: Number of candidates that were compiled.
+        refused: Candidates that violate a bound, with the bounds that they violate.
     """
 
     launch: Launch | None
@@ -63,13 +63,13 @@ class Found:
 
 
 def held(launch: Launch) -> str:
-    """A launch in words."""
+    """Describe a launch as text."""
     sizes = " ".join(f"{name}={value}" for name, value in launch.sizes.items())
     return f"{sizes} warps={launch.warps} stages={launch.stages}".strip()
 
 
 def neighbours(bucket: Bucket, launch: Launch) -> Iterator[list[Launch]]:
-    """Launches that differ in one thing: a list for each thing that may be chosen."""
+    """Yield, for each parameter that may be chosen, the launches that differ from `launch` only in it."""
     for name, values in bucket.choices.items():
         yield [replace(launch, sizes={**launch.sizes, name: v}) for v in values if v != launch.sizes[name]]
     yield [replace(launch, warps=n) for n in bucket.warps if n != launch.warps]
@@ -82,13 +82,14 @@ def chosen(
     broken: Callable[[Launch], str],
     clock: Callable[[Launch], float | None] | None = None,
 ) -> Found:
-    """Choose how a bucket is launched.
+    """Choose the launch of a bucket.
 
     Args:
         bucket: Kernel, shapes and choices.
-        start: The launch that stands.
-        broken: Compiles a launch and says what bound it breaks; empty where none.
-        clock: Microseconds of a launch, None where it fails or its results differ; None to time nothing.
+        start: The current launch.
+        broken: Compiles a launch and returns the bounds that it violates; empty if none.
+        clock: Returns the microseconds of a launch, or None if it fails or its results differ; None to time
+            nothing.
     """
     seen: dict[str, str] = {}
 
@@ -105,7 +106,7 @@ def chosen(
 
 
 def _nearest(bucket: Bucket, start: Launch, survives: Callable[[Launch], bool]) -> Launch | None:
-    """The first launch that survives: of those that differ in one thing, else of those that do in two."""
+    """Return the first launch that survives, of those that differ in one parameter, or else in two."""
     near = [one for some in neighbours(bucket, start) for one in some]
     found = next((one for one in near if survives(one)), None)
     if found is not None:
@@ -117,30 +118,30 @@ def _nearest(bucket: Bucket, start: Launch, survives: Callable[[Launch], bool]) 
 def _fastest(
     bucket: Bucket, best: Launch, time: float | None, clock: Callable[[Launch], float | None]
 ) -> tuple[Launch, float | None]:
-    """Change one thing at a time for as long as it helps."""
+    """Change candidate parameter at a time for as long as it helps."""
     timed = {held(best): time}
     for _ in range(_MOST_SWEEPS):
         before = best
         for index in range(len(bucket.choices) + 2):
-            for one in list(neighbours(bucket, best))[index]:
-                if held(one) not in timed:
-                    timed[held(one)] = clock(one)
-                found = timed[held(one)]
-                if found is not None and (time is None or found < time * (1 - MARGIN)):
-                    best, time = one, found
+            for candidate in list(neighbours(bucket, best))[index]:
+                if held(candidate) not in timed:
+                    timed[held(candidate)] = clock(candidate)
+                candidate_time = timed[held(candidate)]
+                if candidate_time is not None and (time is None or candidate_time < time * (1 - MARGIN)):
+                    best, time = candidate, candidate_time
         if best is before:
             break
     return best, time
 
 
 def write(folder: Path, generation: int, found: Mapping[Bucket, Found], **said: str) -> Path:
-    """Put what was found into the generation's table, beside what it had of other buckets.
+    """Write results into the generation's table, keep its entries of other buckets, and return the file.
 
     Args:
-        folder: Of the tables.
+        folder: The folder of the tables.
         generation: Compute capability as one number.
-        found: By bucket; a bucket for which nothing holds to its bounds is left to the rule.
-        said: What an entry says of its making: `triton`, and `on`, the GPU that timed it.
+        found: Results by bucket; a bucket without a launch gets no entry, so the kernel's rule applies.
+        said: Further entries that record the origin: `triton`, and `on`, the GPU that timed it.
     """
     file = folder / f"sm_{generation}.json"
     kernels: dict[str, dict[str, Any]] = read(file)["kernels"] if file.exists() else {}
@@ -159,7 +160,7 @@ def write(folder: Path, generation: int, found: Mapping[Bucket, Found], **said: 
 
 
 def _lines(kernels: Mapping[str, Mapping[str, Any]]) -> str:
-    """One line for each bucket, so that changes can be read."""
+    """Format one line for each bucket, so that diffs are readable."""
     parts = []
     for kernel in sorted(kernels):
         rows = [f"      {json.dumps(shape)}: {json.dumps(e)}" for shape, e in sorted(kernels[kernel].items())]

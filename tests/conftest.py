@@ -1,4 +1,4 @@
-"""What every test shares: one thread, so that runs compare; one seed; and the tables of the sweeps."""
+"""Setup of all tests: one thread, so that runs are comparable; one seed; and the tables of the sweeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print a table of each title that tests gave to `record_property(title, {column: cell})`."""
+    """Print a table for each title for which tests called `record_property(title, {column: cell})`."""
     tables: dict[str, list[dict[str, str]]] = {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
@@ -30,5 +30,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Every test starts from the same random state, whatever ran before it in its worker."""
+    """Start every test from the same random state, independent of what ran before in its worker."""
     torch.manual_seed(0)

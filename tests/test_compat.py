@@ -1,4 +1,4 @@
-"""DeepSpeed's names: the same classes under another name, and the helpers that inference scripts use."""
+"""DeepSpeed's names in `slipstream.compat`: aliases of classes, and helpers that inference scripts use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says is made from the code, runs, and points at files that exist."""
+"""The documentation matches the code: generated parts are current, examples run, links and paths exist."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 
 
 def _blocks(text: str, language: str = "") -> list[str]:
-    """The fenced blocks of a page that are in a language, or in none."""
+    """Return the fenced blocks of a page in a language; by default, those without one."""
     return [block for named, block in re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL) if named == language]
 
 
@@ -93,7 +93,7 @@ def test_the_first_example_of_a_page_runs_on_a_model_at_hand(page: str) -> None:
 
 
 def _walk(change: Callable[[str], str] = str) -> dict[str, Any]:
-    """Run the walk through a family of one's own as a reader would, and return its names."""
+    """Run the code blocks of the walk in `docs/adding/family.md`, after `change`; return their names."""
     text = (ROOT / "docs/adding/family.md").read_text().partition("## A walk")[2]
     names: dict[str, Any] = {"__name__": "walk"}
     for block in _blocks(text, "python"):
@@ -125,7 +125,7 @@ def test_commands_in_the_documentation_are_understood(line: str) -> None:
     group = typer.main.get_command(app)
     known = group.get_command(group.make_context("slipstream", ["env"]), command)
     assert known is not None
-    known.make_context(command, arguments)  # raises where an argument is unknown, missing or wrong
+    known.make_context(command, arguments)  # raises if an argument is unknown, missing or wrong
 
 
 def test_targets_of_make_in_the_readme_exist() -> None:

@@ -1,4 +1,7 @@
-"""The house rules that a linter cannot know: which room may import which, and how long things may be."""
+"""Project rules that linters do not check: which room may import which, and length limits.
+
+A room is a top-level module or folder of the package.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 FILES = sorted(ROOT.rglob("*.py"))
 NATIVE_FILES = sorted(path for suffix in ("cpp", "h", "hpp") for path in ROOT.rglob(f"*.{suffix}"))
 
-# A room may import the rooms of the tiers before its own; what stands after the surface (`__init__`) uses it
-# as a stranger would.
+# A room may import the rooms of the tiers before its own; the tiers after the surface (`__init__`) use it as
+# external code would.
 TIERS = (
     {"errors"},
     {"role", "branches"},
@@ -29,7 +32,7 @@ TIERS = (
     {"cli", "compat"},
     {"__main__"},
 )
-# Rooms that see less than their tier would allow, so that they can be read and tested alone.
+# Rooms that may import less than their tier allows, so that they can be read and tested alone.
 NARROWER = {
     "weights": {"errors", "spec", "config", "ops", "formats", "parallel"},
     "families": {"errors", "spec", "weights"},
@@ -39,14 +42,14 @@ OPTIONAL = {"gguf", "accelerate", "triton"}
 
 
 def allowed(room: str) -> set[str]:
-    """Returns the rooms that a room may import."""
+    """Return the rooms that a room may import."""
     tier = next((index for index, rooms in enumerate(TIERS) if room in rooms), None)
     assert tier is not None, f"'{room}' is in no tier of this test; give it one"
     return NARROWER.get(room, set().union(*TIERS[:tier]))
 
 
 def modules_imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ast.stmt]]:
-    """Yields the absolute dotted name of everything imported; `from a import b` counts as `a.b`."""
+    """Yield the absolute dotted name and statement of each import; `from a import b` counts as `a.b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
@@ -57,7 +60,7 @@ def modules_imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[
 
 
 def wrong_imports(source: str, name: str) -> list[str]:
-    """Returns a line for each import of the file `name` (inside the package) that does not point down."""
+    """Return a line for each import of the file `name` (inside the package) that does not point down."""
     path = Path(name)
     room = path.parts[0].removesuffix(".py")
     wrong = []
@@ -130,7 +133,7 @@ def test_the_environment_is_read_in_config_alone(file: Path) -> None:
 
 
 def test_optional_packages_are_imported_where_they_are_needed() -> None:
-    """One file and inside a function each; Triton kernels are module-level, so their folder is free."""
+    """Allow one file per package, inside functions; `kernels/triton/` may import Triton at module level."""
     users: dict[str, set[str]] = {name: set() for name in OPTIONAL}
     at_top = []
     for path in FILES:
@@ -163,7 +166,7 @@ def test_a_function_has_at_most_60_lines_and_8_arguments(file: Path) -> None:
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
         count = len(names) + len(node.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
-        # A kernel's arguments are what a launch hands over: pointers and numbers, which no object can carry.
+        # Arguments of a Triton kernel are pointers and numbers, which cannot be grouped into an object.
         jitted = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
         if lines > 60 or (count > 8 and not jitted):
             wrong.append(f"{relative(file)}:{node.lineno} {node.name}: {lines} lines, {count} arguments")

@@ -1,4 +1,4 @@
-"""The set-up: scripts that parse, pins that cover the dependencies, and messages a stranger can act on."""
+"""The set-up: scripts parse, pins cover the dependencies, and error messages help a new user."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# triton comes with the CUDA build of torch, in the version which that build wants.
+# triton comes with the CUDA build of torch, in the version that the build requires.
 PINNED = [*PROJECT["dependencies"], *(r for extra in EXTRAS if extra != "gpu" for r in EXTRAS[extra])]
 SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run", ROOT / "benchmarks/peers/install"]
 
 
 def pins(name: str) -> dict[str, str]:
-    """Reads `package==version` lines."""
+    """Read the `package==version` lines of a file, by package."""
     lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
     return {canonicalize_name(package): version for package, version in (line.split("==") for line in lines)}
 

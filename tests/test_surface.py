@@ -1,4 +1,4 @@
-"""The public surface is pinned: a name more or less is a decision, not an accident."""
+"""The public API is pinned, so that adding or removing a name is always deliberate."""
 
 from __future__ import annotations
 

@@ -1,28 +1,29 @@
-"""The engine beside its peers, on the CPU: `scripts/bench peers [--only MODEL[/PRECISION]] [--quick]`.
+"""The engine and other engines on the CPU: `scripts/bench peers [--only MODEL[/PRECISION]] [--quick]`.
 
-**Rows.** A peer is another implementation at some precision (`rows.py`). Each row is a process of its own, in
-the peer's own environment (`benchmarks/peers/install`); a peer that is not installed is a row that says so.
-Whatever a row needs (a GGUF file, an OpenVINO model) is made here, once, from the same checkpoint.
+**Rows.** A peer is another implementation at some precision (`rows.py`). Each row runs in a process of its
+own, in the peer's own environment (`benchmarks/peers/install`); for a peer that is not installed, the row
+says so. Whatever a row needs (a GGUF file, an OpenVINO model) is made here, once, from the same checkpoint.
 
-**Turns.** All rows of one model and precision are loaded and warmed up. Then comes round 1 of every row,
-round 2 of every row, and so on, odd rounds backwards. Whoever does not measure is stopped (SIGSTOP): no
-thread pool spins beside the one that does, and every row keeps its own way to wait. Figures are medians of
-the rounds, with their range; ratios are taken within one file of results only.
+**Rounds.** All rows of one model and precision are loaded and warmed up. Round 1 then measures every row,
+round 2 measures every row, and so on, with the order reversed in odd rounds. Processes that are not being
+measured are stopped (SIGSTOP), so their thread pools do not spin during the measurement, and each keeps its
+own waiting strategy. Figures are medians over the rounds, with their range; ratios are only taken within one
+results file.
 
-**What is measured**, with the same random token ids for all:
+**Measurements**, with the same random token ids for all rows:
 
-    prefill_512   one call that answers the first new token of a prompt of 512: prompt tokens per second
-    decode_1      a greedy call for a prompt of 128 tokens: the tokens after the first new one, over the time
-                  from the first to the last, per second; nobody stops at an end-of-text token
-    decode_8      eight such prompts at once: tokens per second of all together
+    prefill_512   one call that returns the first new token for a prompt of 512: prompt tokens per second
+    decode_1      a greedy call for a prompt of 128 tokens: tokens per second after the first new token, over
+                  the time from the first to the last; no row stops at an end-of-text token
+    decode_8      eight such prompts as one batch: tokens per second of all together
     encode        a forward of 32 x 128 tokens (sequences per second) and of 1 x 16 (milliseconds)
     first_token   seconds from the call of decode_1 to its first token
-    peak_bytes    resident memory of the process at its highest, loading and libraries included
+    peak_bytes    peak resident memory of the process, including loading and libraries
     same_tokens   tokens of decode_1 before the first that differs from transformers eager's in this file
 
-**Shares.** Each round also asks what the machine can do at best (`roof.cpp`). A decode's share is bytes of
-the weights that a step reads, as the row stores them, and of the cache (two per value, four in float32), over
-the time of the step and the memory's read rate. A prefill's is floating point operations over its time
-and the rate of the units on registers: float32's for float32 rows, int8's where activations are quantized,
-else bfloat16's. Without a C++ compiler there are no shares.
+**Shares.** Each round also measures the machine's limits (`roof.cpp`). The share of a decode is the bytes
+that a step reads, of weights as the row stores them and of the cache (two bytes per value, four in float32),
+divided by the time of the step and the memory's read rate. The share of a prefill is its floating point
+operations divided by its time and the peak rate of the arithmetic units on registers: float32 for float32
+rows, int8 where activations are quantized, otherwise bfloat16. Without a C++ compiler there are no shares.
 """

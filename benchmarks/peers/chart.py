@@ -1,4 +1,4 @@
-"""Draws the results: `env/chart/bin/python -m benchmarks.peers.chart`, after `install chart`."""
+"""Draws the results as a chart: `env/chart/bin/python -m benchmarks.peers.chart`, after `install chart`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PANELS = (
 )
 _TITLES = {"decode_1": "decode, batch 1", "decode_8": "decode, batch 8", "prefill_512": "prefill, 512 tokens"}
 _PRECISIONS = {"bfloat16": "bf16", "int8": "int8", "int4": "int4"}
-_ROWS = {  # what a bar shows: the start of a row's name, the label, the colour
+_ROWS = {  # by kind, usually the start of a row's name: the label and the colour of a bar
     "slipstream": ("Slipstream", "#0b6e8a"),
     "also slipstream": ("Slipstream, with bf13 or int8 activations", "#6fb3c5"),
     "OpenVINO": ("OpenVINO", "#b8a9c9"),
@@ -33,17 +33,17 @@ _INK, _MUTED = "#222222", "#777777"
 
 
 def draw(path: Path) -> None:
-    """Write the chart."""
+    """Draw the chart and write it to `path`."""
     results = read()
     panels = [(model, tasks) for model, tasks in _PANELS if any(key[0] == model for key in results)]
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK})
     figure, axes = plt.subplots(len(panels), 3, figsize=(13, 4.9 * len(panels)), squeeze=False)
-    for line, (model, tasks) in zip(axes, panels, strict=True):
-        for axis, task in zip(line, tasks, strict=True):
+    for row_axes, (model, tasks) in zip(axes, panels, strict=True):
+        for axis, task in zip(row_axes, tasks, strict=True):
             found = {p: results[model, p] for p in _PRECISIONS if (model, p) in results}
             _panel(axis, found, task)
         title = next(result["model"] for key, result in results.items() if key[0] == model)
-        line[0].set_title(f"{title}   {_TITLES[tasks[0]]}", loc="left", fontweight="bold")
+        row_axes[0].set_title(f"{title}   {_TITLES[tasks[0]]}", loc="left", fontweight="bold")
     any_result = next(iter(results.values()))
     kinds = {_kind(row["row"]) for result in results.values() for row in result["rows"]}
     shown = [row for kind, row in _ROWS.items() if kind in kinds]
@@ -63,14 +63,14 @@ def draw(path: Path) -> None:
 
 
 def _kind(row: str) -> str | None:
-    """Which of `_ROWS` shows a row of a table."""
+    """Return the key of `_ROWS` under which a table's row is drawn; None if it is not."""
     if row in _UNSHOWN:
         return None
     return "also slipstream" if row in _ALSO else next((kind for kind in _ROWS if row.startswith(kind)), None)
 
 
 def _panel(axis: Any, found: dict[str, dict[str, Any]], task: str) -> None:
-    """One task of one model: a group of bars for each precision, from the top."""
+    """Draw one task of one model: a group of bars for each precision, from the top down."""
     place, ticks = 0.0, []
     longest = max((row.get(task, 0) for result in found.values() for row in result["rows"]), default=1)
     for precision, result in found.items():

@@ -1,4 +1,4 @@
-"""The conductor's side of the conversation: starts workers, and stops those that do not measure."""
+"""The conductor's side of the protocol: starts workers, and stops those that are not being measured."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)")
 
 
 class Failed(Exception):
-    """A worker ended or said nothing for too long; the message has its last words."""
+    """A worker ended or did not answer in time; the message has the last line of its log."""
 
 
 def environments() -> Path:
-    """Where the peers' environments and models are: `benchmarks/peers/env`, or what PEERS names."""
+    """Return the folder of the peers' environments and models: PEERS, or else `benchmarks/peers/env`."""
     return Path(os.environ.get("PEERS") or Path(__file__).parent / "env")
 
 
 def not_installed(row: Row) -> str:
-    """Why a row cannot be measured here; empty where it can."""
+    """Return why a row cannot be measured here; empty if it can."""
     if not row.environment or (environments() / row.environment / "bin" / "python").exists():
         return ""
     return f"not installed; run: benchmarks/peers/install {row.environment}"
 
 
 class Worker:
-    """A peer's process. It runs while it is asked something and is stopped otherwise, with all its threads.
+    """A peer's process, which runs while it handles a request and is stopped otherwise, with all its threads.
 
     Use it as a context manager: the process ends with the block.
     """
@@ -48,15 +48,15 @@ class Worker:
         """Start the process.
 
         Args:
-            row: What to start.
-            log: Gets what the process says beside its answers.
-            command: Instead of the row's worker.
+            row: The row whose worker is started.
+            log: The file that receives the process's output other than its answers.
+            command: The command to run instead of the row's worker.
         """
         self.row = row
         self._log = log
         python = environments() / row.environment / "bin" / "python" if row.environment else sys.executable
         log.parent.mkdir(parents=True, exist_ok=True)
-        # The source folder too: the engine's environment may know the package by this path alone.
+        # Keep the caller's PYTHONPATH for the engine: its environment may find the package through it only.
         path = os.pathsep.join(
             filter(None, (str(_ROOT), os.environ.get("PYTHONPATH") if not row.environment else ""))
         )
@@ -74,7 +74,7 @@ class Worker:
         self._stop()
 
     def __enter__(self) -> Worker:
-        """Itself."""
+        """Return the worker itself."""
         return self
 
     def __exit__(
@@ -88,10 +88,10 @@ class Worker:
                 pipe.close()
 
     def ask(self, do: str, **request: Any) -> Any:
-        """Let the process run until it has answered.
+        """Send a request, and let the process run until it has answered.
 
         Raises:
-            Failed: It ended instead, or took longer than a quarter of an hour.
+            Failed: The process ended, or took longer than a quarter of an hour.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         late = threading.Timer(_PATIENCE_S, self._signal, (signal.SIGKILL,))
@@ -111,7 +111,7 @@ class Worker:
         return json.loads(line)
 
     def _stop(self) -> None:
-        """Stop all threads, and wait until they are."""
+        """Stop all threads, and wait until they have stopped."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -127,9 +127,9 @@ class Worker:
 
 
 def last_words(log: str) -> str:
-    """What a process died of: the last line that names an exception, or else the last line.
+    """Return why a process died: the last line that names an exception, or else the last line.
 
-    Progress bars are drawn after the traceback when their threads end, and are no words.
+    The last line alone would not do: progress bars may be drawn after the traceback, when their threads end.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     named = [line for line in lines if _EXCEPTION.match(line)]

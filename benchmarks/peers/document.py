@@ -1,4 +1,4 @@
-"""Tables of the results, for the README (short) and beside the results (everything), made from their JSON."""
+"""Renders the JSON results as tables: short ones for the README, complete ones for pages in `results/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MACHINES = {
     "Intel Emerald Rapids: AMX (llama.cpp alone)": RESULTS.parent / "amx" / "peers",
 }
 FOLDERS = tuple(_MACHINES.values())
-"""The folders of all machines; `RESULTS` is the one whose figures the README has."""
+"""The folders of all machines; `RESULTS` is the one whose figures are in the README."""
 _ORDER = ("smollm2", "llama-1b", "gpt2", "moe", "minilm")
 _PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 _SHORT = {"smollm2": _PRECISIONS[1:], "llama-1b": _PRECISIONS[1:], "minilm": _PRECISIONS[:2]}
@@ -32,7 +32,7 @@ Result = dict[str, Any]
 
 
 def read(folder: Path = RESULTS) -> dict[tuple[str, str], Result]:
-    """The results by model and precision, in the order that people get to see."""
+    """Read the results by model and precision, in the order in which they are shown."""
     found = {}
     for model in _ORDER:
         for precision in _PRECISIONS:
@@ -43,7 +43,7 @@ def read(folder: Path = RESULTS) -> dict[tuple[str, str], Result]:
 
 
 def best_peer(result: Result, task: str) -> Result | None:
-    """The fastest row of another engine; transformers eager is the baseline and does not count."""
+    """Return the fastest row of another engine; transformers eager is the baseline and does not count."""
     others = [
         row
         for row in result["rows"]
@@ -53,7 +53,7 @@ def best_peer(result: Result, task: str) -> Result | None:
 
 
 def summary(results: dict[tuple[str, str], Result]) -> str:
-    """The README's tables: the engine's figure, and its ratio to the best peer and to transformers eager."""
+    """Render the README's tables: the engine's figures, and ratios to the best peer and to eager."""
     parts = []
     for models in (("smollm2", "llama-1b"), ("minilm",)):
         chosen = [
@@ -78,9 +78,9 @@ def summary(results: dict[tuple[str, str], Result]) -> str:
 
 
 def machines() -> str:
-    """The README's table of machines: the least and the most that the engine is faster than the best peer.
+    """Render the README's table of machines: the smallest and largest speedup over the best peer.
 
-    Over all weight formats; each is compared with the fastest other engine of its width in the same run.
+    The range is over all weight formats; each is compared with the fastest other engine in the same table.
     """
     columns = {
         "SmolLM2, 1 sequence": ("smollm2", "decode_1"),
@@ -109,7 +109,7 @@ def _range(folder: Path, model: str, task: str) -> str:
 
 
 def page(results: dict[tuple[str, str], Result]) -> str:
-    """Everything: all rows with ranges, shares, memory and versions."""
+    """Render the complete page: all rows with ranges, shares, memory and versions."""
     parts = ["# The engine beside its peers\n\nMade from the JSON beside it by `scripts/generate_docs`.\n"]
     for (name, precision), result in results.items():
         tasks = _tasks([result])
@@ -127,7 +127,7 @@ def _tasks(results: Sequence[Result]) -> list[str]:
 
 
 def _speed(task: str, row: Result) -> float:
-    """More is better."""
+    """Return a figure for which more is better."""
     return 1 / row[task] if task == "encode_1x16" else float(row[task])
 
 

@@ -1,6 +1,6 @@
-"""Writes a checkpoint as a GGUF file in BF16: llama.cpp's names and its order of rows, experts in one tensor.
+"""Writes a checkpoint as a BF16 GGUF file with llama.cpp's names and row order, and experts in one tensor.
 
-Source: llama.cpp's documentation of GGUF, and what the `gguf` package says of tensor names.
+Source: llama.cpp's documentation of GGUF, and the tensor names in the `gguf` package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
 
 def write_gguf(checkpoint: Path, path: Path) -> None:
-    """Write `path` out of a checkpoint folder with one safetensors file in bfloat16."""
+    """Write `path` from a checkpoint folder with one safetensors file in bfloat16."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
     partial = path.with_suffix(".partial")
@@ -75,11 +75,11 @@ def _write_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("none")  # tokens go in and come out as numbers
+    writer.add_tokenizer_model("none")  # inputs and outputs are token ids
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Matrix]]:
-    """Name and bits of each tensor, in the order of the names' numbers."""
+    """Yield the name and bits of each tensor, ordered by the numbers in the names."""
     data = np.memmap(path, np.uint8, "r")
     size = struct.unpack("<Q", data[:8].tobytes())[0]
     header = json.loads(data[8 : 8 + size].tobytes())
@@ -92,7 +92,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Matrix]]:
 
 
 def _laid_out(name: str, tensor: Matrix, config: dict[str, Any]) -> Matrix:
-    """Rows as llama.cpp wants them: gpt2's matrices transposed, q and k with rotary pairs side by side."""
+    """Lay out a tensor for llama.cpp: GPT-2's matrices transposed, rotary pairs of q and k adjacent."""
     if config["model_type"] == "gpt2":
         turned = re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name)
         return np.ascontiguousarray(tensor.T) if turned else tensor
@@ -105,7 +105,7 @@ def _laid_out(name: str, tensor: Matrix, config: dict[str, Any]) -> Matrix:
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: Matrix) -> None:
-    """Vectors and routers in F32, as llama.cpp wants them, matrices in BF16."""
+    """Add a tensor: vectors and routers in F32, as llama.cpp expects, matrices in BF16."""
     if tensor.ndim == 1 or "ffn_gate_inp" in name:
         writer.add_tensor(name, (tensor.astype(np.uint32) << 16).view(np.float32))
     else:

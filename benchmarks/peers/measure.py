@@ -1,4 +1,4 @@
-"""Measures one table: loads its rows, lets them take turns, and works out medians, ranges and shares."""
+"""Measures one table: loads its rows, alternates between them, and computes medians, ranges and shares."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Limits = dict[str, float | None]
 
 
 class Entry:
-    """A row while it is measured: its worker, what was answered, or why there is no answer."""
+    """A row while it is measured: its worker and its answers, or the reason why there are none."""
 
     def __init__(self, row: Row, *, leave_out: bool = False) -> None:
-        """Nothing runs yet."""
+        """Create the entry without starting its worker."""
         self.row = row
         self.error = "left out" if leave_out else not_installed(row)
         self.loaded: dict[str, Any] = {}
@@ -37,7 +37,7 @@ class Entry:
         self._worker: Worker | None = None
 
     def start(self, folder: Path, threads: int, stack: ExitStack) -> None:
-        """Make what the row needs in one process; load it in another, whose memory is then the row's."""
+        """Prepare the row's files in one process, and load in another, whose peak memory is the row's."""
         if self.error:
             return
         log = folder / "logs" / f"{self.row.name}.log"
@@ -52,7 +52,7 @@ class Entry:
             self.error = str(failed)
 
     def measure(self, task: Task, model: Model, vocabulary: int, *, keep: bool) -> None:
-        """Ask for one figure; a row that fails takes no further part."""
+        """Measure one figure; a row that fails is not measured again."""
         if self.error or self._worker is None:
             return
         given = {"vocabulary": vocabulary, "batch": task.batch, "tokens": task.tokens}
@@ -67,13 +67,13 @@ class Entry:
             self.error = str(failed)
 
     def finish(self) -> None:
-        """Ask for the memory."""
+        """Read the worker's peak memory."""
         if not self.error and self._worker is not None:
             self.peak_bytes = self._worker.ask("peak")["bytes"]
 
 
 def measure(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One file for each model and precision.
+    """Yield one results file for each model and precision.
 
     Raises:
         ValueError: A part of the request is unknown.
@@ -89,11 +89,11 @@ def measure_table(name: str, precision: str, request: Request) -> dict[str, Any]
     Args:
         name: A key of `MODELS`.
         precision: One of `PRECISIONS`.
-        request: Its turns of each row, the model's own number where that is 0; `quick` leaves out rows that
-            are compiled, and `without` those that begin so.
+        request: `rounds` is the number of rounds, or 0 for the model's default; `quick` leaves out rows that
+            are compiled, and `without` those whose names begin so.
 
     Returns:
-        `limits` (of the machine, by name), `rows`, and what they are about.
+        `limits` (of the machine, by name), `rows`, and a description of the measurement.
 
     Raises:
         Failed: The model or the meter could not be made.
@@ -111,7 +111,7 @@ def measure_table(name: str, precision: str, request: Request) -> dict[str, Any]
         for entry in entries:
             entry.start(folder, threads, stack)
         for turn in range((request.rounds or model.rounds) + 1):
-            # The first turn warms up, compiles and fills caches.
+            # The first round warms up, compiles and fills caches.
             if turn and meter:
                 limits.append(json.loads(_run([str(meter), str(threads)])))
             for task in TASKS[model.decodes]:
@@ -133,7 +133,7 @@ def measure_table(name: str, precision: str, request: Request) -> dict[str, Any]
 
 
 def _checkpoint(name: str, folder: Path) -> Path:
-    """Make the model in a process of its own, once."""
+    """Return the model's checkpoint folder, which a separate process makes the first time."""
     if not folder.exists():
         partial = folder.with_name("partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -143,7 +143,7 @@ def _checkpoint(name: str, folder: Path) -> Path:
 
 
 def build_meter() -> Path | None:
-    """Build `roof.cpp` for this machine; None without a compiler."""
+    """Build `roof.cpp` for this machine and return its path; None without a compiler."""
     compiler, source = shutil.which("c++"), Path(__file__).with_name("roof.cpp")
     if compiler is None:
         return None
@@ -163,7 +163,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _medians(limits: list[Limits]) -> Limits:
-    """Of each limit over the rounds; GB/s and TFLOP/s."""
+    """Return the median of each limit over the rounds, in GB/s or TFLOP/s."""
     values = {key: [each[key] for each in limits] for key in (limits[0] if limits else ())}
     return {
         key: None if None in numbers else round(statistics.median(n for n in numbers if n), 3)
@@ -172,7 +172,7 @@ def _medians(limits: list[Limits]) -> Limits:
 
 
 def _flat(entry: Entry, entries: list[Entry], model: Model, counted: Facts, limits: Limits) -> dict[str, Any]:
-    """One row of the results."""
+    """Return one row of the results as plain data."""
     row: dict[str, Any] = {"row": entry.row.name, **entry.loaded}
     if entry.error:
         return {**row, "error": entry.error}
@@ -192,7 +192,7 @@ def _flat(entry: Entry, entries: list[Entry], model: Model, counted: Facts, limi
 
 
 def _figure(task: Task, answer: dict[str, Any]) -> float:
-    """The number of a task, in its unit."""
+    """Return the figure of a task, in its unit."""
     if task.unit == "ms":
         return float(answer["seconds"] * 1e3)
     if task.unit == "sequences/s":
@@ -205,7 +205,7 @@ def _figure(task: Task, answer: dict[str, Any]) -> float:
 def _share(
     task: Task, figure: float, entry: Entry, model: Model, counted: Facts, limits: Limits
 ) -> float | None:
-    """Of what the machine can do: of its read rate where tokens are decoded, else of its units' rate."""
+    """Return the share of the machine's limit: its read rate for decoding, else its units' peak rate."""
     if task.decodes:
         read, weights = limits.get("read"), entry.loaded.get("weight_bytes")
         if not read or not weights:
@@ -225,7 +225,7 @@ def _share(
 
 
 def _same_tokens(entry: Entry, entries: list[Entry]) -> int | None:
-    """How many tokens come before this row's first difference from transformers eager; None without that."""
+    """Count the tokens before this row first differs from transformers eager; None without an eager row."""
     eager = next(
         (e for e in entries if e.row.options.get("how") == "eager" and e.answers.get("decode_1")), None
     )
@@ -236,5 +236,5 @@ def _same_tokens(entry: Entry, entries: list[Entry]) -> int | None:
 
 
 def _rounded(value: float) -> float:
-    """To four digits: what a measurement is good for."""
+    """Round to four significant digits, the precision of a measurement."""
     return float(f"{value:.4g}")

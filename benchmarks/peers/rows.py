@@ -1,4 +1,4 @@
-"""Which rows stand beside each other: one table per model and precision."""
+"""The rows that are compared with each other: one table per model and precision."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Row:
     """One implementation at one precision.
 
     Attributes:
-        name: For people.
+        name: The label in tables.
         worker: A module of `workers`.
-        environment: A folder that `benchmarks/peers/install` makes; empty for the engine's own.
-        precision: What the worker is asked for.
-        options: Of its `load`.
-        units: The rate that its prefill is compared with.
+        environment: A folder that `benchmarks/peers/install` makes; empty for the engine's own environment.
+        precision: The precision that the worker loads.
+        options: Keyword arguments for the worker's `load`.
+        units: The arithmetic units whose peak rate the prefill is compared with.
         for_models: "decoder", "encoder" or "all".
     """
 
@@ -38,14 +38,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Task:
-    """One figure.
+    """One figure that is measured for each row.
 
     Attributes:
         name: Its key in the results.
-        batch: Sequences.
-        tokens: Of each prompt.
-        decodes: Tokens follow the first one.
-        unit: Of the figure.
+        batch: Number of sequences.
+        tokens: Length of each prompt.
+        decodes: Whether tokens are generated after the first one.
+        unit: Unit of the figure.
     """
 
     name: str
@@ -63,7 +63,7 @@ TASKS = {
     ),
     False: (Task("encode_32x128", 32, 128, False, "sequences/s"), Task("encode_1x16", 1, 16, False, "ms")),
 }
-"""Of decoders (True) and encoders (False)."""
+"""The tasks of decoders (True) and encoders (False)."""
 
 
 def _engine(name: str, precision: str, **keywords: Any) -> Row:
@@ -118,22 +118,22 @@ _ROWS: dict[str, tuple[Row, ...]] = {
 
 
 def rows_of(model: str, precision: str, *, quick: bool = False) -> list[Row]:
-    """The rows of one table; the quick ones leave out what has to be compiled."""
+    """Return the rows of one table; `quick` leaves out those that have to be compiled."""
     kind = "decoder" if MODELS[model].decodes else "encoder"
     rows = [row for row in _ROWS[precision] if row.for_models in (kind, "all")]
     return [row for row in rows if not quick or row.options.get("how") != "compile"]
 
 
 def left_out(row: Row, without: Sequence[str]) -> bool:
-    """Whether a row's name begins as one of `without` does."""
+    """Return whether a row's name begins with one of `without`, ignoring case."""
     return any(row.name.lower().startswith(start.lower()) for start in without)
 
 
 def check_left_out(without: Sequence[str]) -> None:
-    """Refuse what begins no row's name.
+    """Refuse prefixes with which no row's name begins.
 
     Raises:
-        ValueError: It says what there is.
+        ValueError: A prefix matches nothing; the message lists the rows.
     """
     names = dict.fromkeys(row.name for rows in _ROWS.values() for row in rows)
     for start in without:
@@ -142,11 +142,11 @@ def check_left_out(without: Sequence[str]) -> None:
 
 
 def tables(only: Sequence[str], *, quick: bool) -> list[tuple[str, str]]:
-    """The (model, precision) pairs to measure.
+    """Return the (model, precision) pairs to measure.
 
     Args:
-        only: `MODEL` or `MODEL/PRECISION`, several; all models where it is empty.
-        quick: The smallest model alone.
+        only: Any number of `MODEL` or `MODEL/PRECISION`; all models if it is empty.
+        quick: Without `only`, measure the smallest model alone.
 
     Raises:
         ValueError: A name is unknown.

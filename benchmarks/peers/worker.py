@@ -1,6 +1,6 @@
-"""A worker's side of the conversation: a request is a line of JSON on stdin, its answer a line on stdout.
+"""A worker's side of the protocol: a request is a line of JSON on stdin, its answer a line on stdout.
 
-Runs in every peer's environment, so nothing but the standard library is imported here.
+This module runs in every peer's environment, so it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Peer", "Timed", "prompts", "repeat", "serve"]
 
 
 class Timed:
-    """One greedy call: when its tokens came, and which came in the first sequence."""
+    """One greedy call: the times of its steps, and the tokens of the first sequence."""
 
     def __init__(self) -> None:
         """Start the clock."""
@@ -31,15 +31,15 @@ class Timed:
         self.spared_bytes = 0
 
     def note(self, token: int) -> None:
-        """A step is done."""
+        """Record a step that has ended, with the first sequence's token."""
         self.times.append(time.perf_counter() - self.start)
         self.tokens.append(token)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was measured.
+        """Return the measurements as plain data.
 
-        `first`: seconds to the first token; `step`: seconds per token after it, or None; `spared_bytes`: of
-        the weights, what a step did not read.
+        `first`: seconds to the first token; `step`: seconds per token after it, or None; `spared_bytes`:
+        bytes of the weights that a step did not read.
         """
         steps = len(self.times) - 1
         step = (self.times[-1] - self.times[0]) / steps if steps else None
@@ -52,29 +52,29 @@ class Timed:
 
 
 class Peer(Protocol):
-    """What a peer can be asked; what it has no answer to it lacks the method for."""
+    """The requests that a peer can handle; a peer lacks the methods of those that it cannot."""
 
     def prepare(self, folder: str, precision: str) -> None:
-        """Make what `load` needs out of the checkpoint `folder/hf`, once."""
+        """Make what `load` needs from the checkpoint `folder/hf`, once."""
 
     def load(self, folder: str, precision: str, threads: int, **options: Any) -> dict[str, Any]:
-        """Get ready; answers `version` and `weight_bytes` (without tables that are only looked up)."""
+        """Load the model; return `version` and `weight_bytes` (without tables that are only looked up)."""
 
     def generate(self, ids: list[list[int]], new: int) -> Timed:
-        """Continue prompts of one length by `new` tokens each, greedily, whatever they are."""
+        """Continue prompts of equal length by `new` tokens each, greedily, without stopping at any token."""
 
     def encode(self, ids: list[list[int]]) -> Callable[[], Any]:
-        """Return a forward of these sequences, ready to be timed."""
+        """Return a function that runs a forward over these sequences, ready to be timed."""
 
 
 def prompts(vocabulary: int, batch: int, tokens: int) -> list[list[int]]:
-    """Token ids, the same in every process."""
+    """Return random token ids, the same in every process."""
     draw = random.Random(0)
     return [[draw.randrange(vocabulary) for _ in range(tokens)] for _ in range(batch)]
 
 
 def repeat(call: Callable[[], Any], seconds: float = 0.3) -> float:
-    """Median seconds of a call, repeated until `seconds` are over."""
+    """Return the median time of a call in seconds, repeated until `seconds` have passed."""
     times: list[float] = []
     while sum(times) < seconds:
         start = time.perf_counter()
@@ -84,11 +84,11 @@ def repeat(call: Callable[[], Any], seconds: float = 0.3) -> float:
 
 
 def serve(peer: Any) -> None:
-    """Answer requests until stdin ends. An error ends the process; the conductor reads its last words."""
-    # Libraries print: what they say goes to stderr, and stdout is the conversation's alone.
+    """Answer requests until stdin ends. An error ends the process; the conductor reads its log."""
+    # Libraries print to stdout: redirect that to stderr, so that only answers go to the original stdout.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # A stopped process does not see that its conductor is gone; the kernel ends it (PR_SET_PDEATHSIG is 1).
+    # A stopped process cannot notice that its conductor is gone; the kernel kills it (PR_SET_PDEATHSIG is 1).
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     for line in sys.stdin:
         request = json.loads(line)

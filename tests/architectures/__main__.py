@@ -1,4 +1,4 @@
-"""Prints what the engine makes of each type of model: `python -m tests.architectures [TYPE | KIND ...]`."""
+"""Prints how the engine runs each type of model: `python -m tests.architectures [TYPE | KIND ...]`."""
 
 from __future__ import annotations
 

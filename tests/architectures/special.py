@@ -1,8 +1,8 @@
-"""What single types need beyond the rules of `tiny.py`, and what cannot be built here, each with its reason.
+"""Exceptions of single types to the rules of `tiny.py`, and types that cannot be built here, with reasons.
 
-The keys of `SPECIAL` are types, or types with what they are asked to be; the fields are dotted names. A
-transformers that lacks a type leaves its row out. What stands under "" goes to the config's constructor,
-before anything is shrunk.
+The keys of `SPECIAL` are types, or `TYPE/KIND`; the fields are dotted names of config fields. Entries of
+types that the installed transformers lacks are not used. The values under "" are passed to the config's
+constructor, before anything is shrunk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 _HEAD = {"head_dim": 16}  # the default is None, which the attention cannot use
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-_TOKENIZER = {"num_filters": 2, "depths": [1] * 7}  # the width doubles at every step
+_TOKENIZER = {"num_filters": 2, "depths": [1] * 7}  # the width doubles at every stage
 _INDEXER = {  # None by default
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -22,12 +22,12 @@ _INDEXER = {  # None by default
     "indexer_compress_ratio": 2,
 }
 _GEMMA4 = {
-    "num_kv_shared_layers": 0,  # the shared layers are counted from the end of a stack that was cut
+    "num_kv_shared_layers": 0,  # shared layers are counted from the end of the stack, which was shortened
 }
 
 _WINDOWS = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
 
-_STAGES = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}  # a segmenter reads four of them
+_STAGES = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}  # a segmentation head reads four stages
 _NECK = {
     "num_hidden_layers": 4,
     "backbone_out_indices": [0, 1, 2, 3],
@@ -52,22 +52,22 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
     },  # empty by default
-    "dbrx": {  # its sections do not read what they write
+    "dbrx": {  # its nested configs cannot be loaded from what they save
         "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "blt": {"num_hidden_layers": 2},  # what its cache is made by, and its default lacks
+    "blt": {"num_hidden_layers": 2},  # its cache needs this field, which the default lacks
     "bamba": {"attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2},  # None by default
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "mobilebert": {"intra_bottleneck_size": 64},  # the width of the others
-    "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer attends
+    "mobilebert": {"intra_bottleneck_size": 64},  # as wide as the other layers
+    "recurrent_gemma": {"num_hidden_layers": 3},  # every third layer has attention
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # None by default
     "dots3_note": {
         "text_config.per_layer_config": {},
         "text_config.head_dim": 32,
-    },  # heads of their own, of both parts
+    },  # by default, sliding layers override the head sizes, which shrinking makes inconsistent
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 32},
     "encoder-decoder": {
         "": {
@@ -83,10 +83,10 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {f"text_config.{name}": value for name, value in _GEMMA4.items()},
     "gemma4_unified_text": _GEMMA4,
-    "hrm_text": {"num_hidden_layers": 16},  # two layers in each of two stacks, times its cycles
+    "hrm_text": {"num_hidden_layers": 16},  # two layers in each of two stacks, times the number of cycles
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": _HEAD,
-    "lfm2": {  # all attend by default, once it is shrunk
+    "lfm2": {  # once shrunk, all layers have attention by default
         "num_hidden_layers": 2,
         "layer_types": ["conv", "full_attention"],
     },
@@ -96,7 +96,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {**_HEAD, "num_key_value_heads": 2},  # None by default
     "qwen4_exp": {f"text_config.{name}": value for name, value in _INDEXER.items()},
     "qwen4_exp_text": _INDEXER,
-    "reformer": {  # its chunks and axial positions must divide the length
+    "reformer": {  # the length must be divisible by its chunks and axial positions
         "is_decoder": True,
         "axial_pos_embds_dim": [16, 48],
         "axial_pos_shape": [8, 8],
@@ -112,7 +112,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         for kind in ("acoustic", "semantic")
         for name, value in _TOKENIZER.items()
     },
-    "xlstm": {"qk_dim_factor": 1.0},  # its cache is made for keys as wide as values
+    "xlstm": {"qk_dim_factor": 1.0},  # its cache requires keys as wide as values
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 128,  # twice the hidden size
@@ -148,4 +148,4 @@ NOT_BUILT: Mapping[str, str] = {
 NOT_RUN: Mapping[str, str] = {
     "voxtral_realtime": "hears audio with every token",
 }
-"""Types whose model is built, but cannot be run on token ids."""
+"""Types whose model can be built, but not run on token ids."""

@@ -1,4 +1,4 @@
-"""Compares the engine with the model it was made of, for one type of model."""
+"""Compares the engine with the original model, for one type of model."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from tests.architectures.tiny import TEXT, Kind, tiny_model
 __all__ = ["TOLERANCE", "Result", "sweep"]
 
 TOLERANCE = 1e-4
-"""Bound on the error of float32 logits of size one; larger ones are compared by their size."""
+"""Bound on the error of float32 logits, relative to their root mean square if that is above one."""
 
 _BATCH, _LENGTH, _PADDING, _NEW = 2, 16, 5, 4
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one type.
+    """The result of one type.
 
     Attributes:
-        level: The report's level; "-" where nothing was compared.
-        error: Largest error of the logits on real positions, relative to their size where that is above one.
-        tokens: "equal" greedy tokens, or why none were generated.
-        speed: How many times as fast as the original a call is, of five turns each.
-        why: What keeps layers from level "block", what stays their own at it, or why nothing was compared.
-        fused: Layers that run as a block.
-        layers: All layers.
-        report: The engine's report, for a reader.
+        level: The report's level; "-" if nothing was compared.
+        error: Largest error of the logits at real positions, relative to their size if that is above one.
+        tokens: "equal" for equal greedy tokens, or why none were generated.
+        speed: Speed of a call relative to the original, by the fastest of five calls each.
+        why: Why layers are below level "block", which parts of blocks stay the original's, or why nothing was
+            compared.
+        fused: Number of layers that run as a block.
+        layers: Number of all layers.
+        report: The engine's report as text.
     """
 
     level: str
@@ -55,7 +56,7 @@ class Result:
 
 
 def sweep(model_type: str, kind: Kind) -> Result:
-    """Build a type tiny, run it with and without the engine, and compare.
+    """Build a tiny model of a type, run it with and without the engine, and compare.
 
     Raises:
         AssertionError: The engine's greedy tokens differ.
@@ -70,7 +71,7 @@ def sweep(model_type: str, kind: Kind) -> Result:
         inputs = _inputs(model, kind)
         expected = _answer(model, inputs)
     except MODEL_ERRORS as error:
-        # The original alone: its default config, shrunk, is not one that every type can be built from.
+        # Only the original has run: some types cannot be built from their default config once it is shrunk.
         package = re.search(r"requires the (\w+) library", str(error))
         if package is None and kind in TEXT and not kind == "sequence":
             raise
@@ -100,13 +101,13 @@ def _was_passed_over(module: Any) -> bool:
 
 
 def _answer(model: Any, inputs: dict[str, Tensor]) -> Any:
-    torch.manual_seed(1)  # some choose patches at random
+    torch.manual_seed(1)  # some models choose patches at random
     with torch.no_grad():
         return model(**copy.deepcopy(inputs))
 
 
 def _speed(original: Any, engine: Any, inputs: dict[str, Tensor]) -> float:
-    """By the least of five turns: the machine may be busy with other things."""
+    """Return the ratio of the fastest of five calls each: the machine may be busy with other work."""
     least = [math.inf, math.inf]
     for _ in range(5):
         for place, model in enumerate((original, engine)):
@@ -117,19 +118,19 @@ def _speed(original: Any, engine: Any, inputs: dict[str, Tensor]) -> float:
 
 
 def _inputs(model: Any, kind: Kind) -> dict[str, Tensor]:
-    """What a kind of model reads: tokens, pictures, sound, or two of these."""
+    """Return the inputs for a kind of model: tokens, images, audio, or two of these."""
     if kind in TEXT:
         return _tokens(model, kind)
     generator = torch.Generator().manual_seed(2)
     accepts = inspect.signature(model.forward).parameters
     if kind == "picture" and "input_ids" in accepts:
-        return _tokens(model, kind)  # a language model that may look; without a picture it reads
+        return _tokens(model, kind)  # a vision-language model, which also runs on tokens alone
     tower = next(
         (part for part in (model, *model.children()) if getattr(part, "config", None) is _tower(model)), model
     )
     patches = "spatial_shapes" in accepts or tower is model
     made = (sample_inputs(tower)[-1:] if patches else []) or [_seen_or_heard(model)]
-    # The engine checks itself on inputs of these shapes: the values are others.
+    # The engine's self-check uses inputs of these shapes, so use other values.
     inputs = {
         name: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
         for given in made
@@ -137,7 +138,7 @@ def _inputs(model: Any, kind: Kind) -> dict[str, Tensor]:
     }
     if kind == "two towers":
         ids = torch.randint(10, 60, (3, 7), generator=generator)
-        ids[:, -1] = 2  # where some towers end a text
+        ids[:, -1] = 2  # some towers find the end of a text by this token
         inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if kind == "speech" and "decoder_input_ids" in accepts:
         inputs["decoder_input_ids"] = torch.randint(10, 60, (_BATCH, 6), generator=generator)
@@ -145,7 +146,7 @@ def _inputs(model: Any, kind: Kind) -> dict[str, Tensor]:
 
 
 def _tokens(model: Any, kind: Kind) -> dict[str, Tensor]:
-    """A batch whose first row is padded: on the left where tokens are to follow, on the right otherwise."""
+    """Return a batch whose first row is padded: on the left for causal models, on the right otherwise."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(10, 60, (_BATCH, _LENGTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -153,7 +154,7 @@ def _tokens(model: Any, kind: Kind) -> dict[str, Tensor]:
     mask[0, padding] = 0
     ids[0, padding] = _pad_token(model)
     if kind == "sequence":
-        # Their answer is read where a text ends, which padding and an end token tell.
+        # Classifiers read the position where a text ends, which they find by padding or an end token.
         text = model.config.get_text_config()
         text.pad_token_id = model.config.pad_token_id = _pad_token(model)
         end = getattr(text, "eos_token_id", None)
@@ -168,12 +169,12 @@ def _tokens(model: Any, kind: Kind) -> dict[str, Tensor]:
 
 
 def _tower(model: Any) -> Any:
-    """The config of what looks or listens."""
+    """Return the config of the vision tower, or the model's own."""
     return getattr(model.config, "vision_config", None) or model.config
 
 
 def _seen_or_heard(model: Any) -> dict[str, Tensor]:
-    """Pictures, films or spectrograms, where `sample_inputs` makes none."""
+    """Return images, videos or spectrograms, for models for which `sample_inputs` makes no inputs."""
     accepts, config = inspect.signature(model.forward).parameters, _tower(model)
     side = getattr(config, "image_size", None) or getattr(config, "crop_size", 32)
     height, width = side if isinstance(side, list | tuple) else (side, side)
@@ -194,7 +195,7 @@ def _pad_token(model: Any) -> int:
 
 
 def _error(expected: Any, got: Any, inputs: dict[str, Tensor]) -> float:
-    """The largest error of the logits; without logits, of every tensor of the answer."""
+    """Return the largest error of the logits or, without logits, of all tensors of the output."""
     if getattr(expected, "logits", None) is None:
         pairs = list(zip(_tensors(expected), _tensors(got), strict=True))
         assert pairs, "the answer holds no tensors"
@@ -217,7 +218,7 @@ def _distance(expected: Tensor, got: Tensor) -> float:
 
 
 def _tensors(answer: Any) -> Iterator[Tensor]:
-    """Every tensor of numbers within a model's answer, in order."""
+    """Yield every floating-point tensor within a model's output, in order."""
     if isinstance(answer, Tensor):
         if answer.is_floating_point() and answer.numel():
             yield answer
@@ -230,7 +231,7 @@ def _tensors(answer: Any) -> Iterator[Tensor]:
 
 
 def _generate(original: Any, engine: Any, inputs: dict[str, Tensor]) -> str:
-    """Compare greedy tokens, where the model can generate at all."""
+    """Compare greedy tokens, if the model can generate."""
     if not getattr(original, "can_generate", lambda: False)():
         return "does not generate"
     inputs = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}

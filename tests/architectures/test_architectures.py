@@ -1,6 +1,6 @@
-"""Types of model in transformers, tiny: at any level the engine says what the model says.
+"""Tiny models of many types in transformers: at every level the engine's output equals the model's.
 
-These are some of each kind and of each way through the engine; `scripts/coverage` runs all of them.
+These cover each kind of model and each path through the engine; `scripts/coverage` runs all types.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TYPES = [(name, kind) for kind, names in CHOSEN.items() for name in names.split(
 RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks/results/coverage.json").read_text())
 LEVELS = {(row["type"], row["as"]): row["level"] for row in RECORDED["rows"]}
 ORDER = ("-", "none", "module", "block")
-"""A type that falls below its level in the committed results fails."""
+"""Levels in ascending order: a type below its level in the committed results fails."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_the_engine_says_what_the_model_says(
         "tokens": result.tokens,
     }
     record_property("architectures", row)
-    # Depths of GLPN are sigmoids times 10, so that float32 rounds them ten times as far: 1.4e-4 with AVX2.
+    # GLPN's depths are sigmoids times 10, so float32 rounding errors are ten times larger: 1.4e-4 with AVX2.
     assert result.error <= TOLERANCE * (2 if model_type == "glpn" else 1), result.report
     if newest:
         known = LEVELS.get((model_type, kind), result.level)

@@ -1,6 +1,6 @@
-"""Tiny random models of every type of language model that transformers has, made by shrinking its defaults.
+"""Tiny random models of every type of model that transformers has, made by shrinking the default configs.
 
-The rules are by field name, for all types at once; what a type needs beyond them stands in `special.py`.
+The rules are by field name, for all types at once; exceptions for single types are in `special.py`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _MAPPINGS: Mapping[Kind, tuple[str, str]] = {
     "ctc": ("CTC", "CTC"),
     "speech": ("SPEECH_SEQ_2_SEQ", "SpeechSeq2Seq"),
 }
-"""What a type is asked to be: its mapping in transformers, and the end of the class that builds it."""
+"""By kind: the mapping of its types in transformers, and the suffix of the auto class that builds them."""
 
 TEXT: frozenset[Kind] = frozenset({"causal", "masked", "seq2seq", "sequence"})
-"""Kinds that read nothing but tokens."""
+"""Kinds whose inputs are tokens only."""
 
 VOCABULARY = 128
 
-# The first pattern that matches a whole field name gives the largest value that the field may keep.
+# The first pattern that matches a whole field name gives the upper bound of the field.
 _BOUNDS: tuple[tuple[str, int], ...] = (
     (r"num_key_value_heads|num_kv_heads|kv_n_heads|swa_num_key_value_heads", 2),
     (r"index_n_heads|linear_num_key_heads|num_query_groups|n_mamba_heads", 2),
@@ -89,7 +89,7 @@ _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_sta
 
 
 def model_types() -> list[tuple[str, Kind]]:
-    """Every type of model that the installed transformers has, with what it is asked to be."""
+    """Return every type of model that the installed transformers has, with its kind."""
     return [
         (name, kind)
         for kind, (mapping, _) in _MAPPINGS.items()
@@ -99,18 +99,17 @@ def model_types() -> list[tuple[str, Kind]]:
 
 
 def tiny_model(model_type: str, kind: Kind) -> Any:
-    """A random model of a type, in float32 and eval mode."""
+    """Make a random model of a type, in float32 and eval mode."""
     config = tiny_config(model_type, kind)
     torch.manual_seed(0)
     mapping, suffix = _MAPPINGS[kind]
     named = getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")[model_type]
-    if isinstance(named, tuple | list):  # of several classes, checkpoints say which
+    if isinstance(named, tuple | list):  # several classes: checkpoints name theirs in `architectures`
         config.architectures = [named[0]]
     auto_class = getattr(transformers, f"AutoModelFor{suffix}" if suffix else "AutoModel")
     model: Any = auto_class.from_config(config, dtype=torch.float32)
-    for (
-        parameter
-    ) in model.parameters():  # some are left empty, and zeros and ones hide what is done with them
+    # Some are left uninitialised, and zeros and ones would hide errors.
+    for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dim():
             parameter.data = 0.3 * torch.randn_like(parameter) / max(1, parameter.shape[-1]) ** 0.25 + (
                 parameter.dim() == 1 and parameter.numel() > 1
@@ -120,12 +119,12 @@ def tiny_model(model_type: str, kind: Kind) -> Any:
         and hasattr(model, "generation_config")
         and model.generation_config.decoder_start_token_id is None
     ):
-        model.generation_config.decoder_start_token_id = 1  # checkpoints have one, and defaults lack it
+        model.generation_config.decoder_start_token_id = 1  # set in checkpoints, but not by default
     return model.eval()
 
 
 def tiny_config(model_type: str, kind: Kind) -> Any:
-    """A type's default config, shrunk."""
+    """Return a type's default config, shrunk."""
     config_class = CONFIG_MAPPING[model_type]
     special = {**SPECIAL.get(model_type, {}), **SPECIAL.get(f"{model_type}/{kind}", {})}
     fields = config_class(**special.pop("", {})).to_dict()
@@ -140,7 +139,7 @@ def tiny_config(model_type: str, kind: Kind) -> Any:
 
 
 def _shrink(fields: dict[str, Any]) -> None:
-    """Shrink a config's dictionary, and those inside of it, in place."""
+    """Shrink a config's dictionary and the nested ones, in place."""
     for name in ("transformers_version", "architectures", "id2label", "label2id", "dtype", *_STAGES):
         fields.pop(name, None)
     total = next((fields[name] for name in _COUNTS if isinstance(fields.get(name), int)), 0)
@@ -167,7 +166,7 @@ def _shrink(fields: dict[str, Any]) -> None:
 
 
 def _chosen_layers(fields: Mapping[str, Any], total: int) -> list[int]:
-    """Indices of as few layers as show every type of them, two to four."""
+    """Return the indices of the first layer of each type, at most four, or of two layers of one type."""
     lists = [v for v in fields.values() if isinstance(v, list) and total and len(v) == total]
     kinds = list(zip(*lists, strict=True)) if lists else []
     first = sorted({kind: index for index, kind in reversed(list(enumerate(map(str, kinds))))}.values())[:4]

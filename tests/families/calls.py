@@ -1,4 +1,4 @@
-"""Counts who runs a model's layers: fused blocks, or the original's code."""
+"""Counts how a model's layers run: as fused blocks, or by their original code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from tests.helpers.models import Ran, blocks_that_run
 
 
 class Calls:
-    """Counts runs of blocks and of the original's layers: more of these means that original code ran.
+    """Counts runs of blocks and of the original model's layers.
+
+    If the blocks of an engine ran less often than the original's layers, the engine ran original code.
 
     Attributes:
-        layers: Runs of the original's layers.
+        layers: Number of runs of the original's layers.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
@@ -26,7 +28,7 @@ class Calls:
 
     @property
     def blocks(self) -> int:
-        """Runs of blocks, those of whole steps in native calls among them."""
+        """Number of runs of blocks, including those of whole steps in native calls."""
         return len(self._ran.blocks) + self._in_steps
 
     def __enter__(self) -> Calls:

@@ -1,8 +1,8 @@
-"""Random models of random families, called in random ways: where is an answer not the original's?
+"""Fuzzer: calls random models of random families in random ways, and compares the results with the original.
 
-`python -m tests.families.fuzz --count 200 --seed 0 [NAME ...]` changes the numbers of tiny configs (widths,
-heads, windows, biases, activations, multipliers), and compares forwards, forwards upon a cache and
-generations with a copy of the original in float32. `--count 1 --seed N` and the same names repeat one.
+`python -m tests.families.fuzz --count 200 --seed 0 [NAME ...]` changes the values of tiny configs (widths,
+heads, windows, biases, activations, multipliers), and compares forwards, forwards with a cache and generation
+with a copy of the original in float32. `--count 1 --seed N` with the same names repeats one case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CHOICES: tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...] = (
 )
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size")
 _ANOTHER_MODEL = ("is_decoder", "is_encoder_decoder", "add_cross_attention", "is_causal", "return_dict")
-"""Switches that no call of `calls_of` goes with."""
+"""Switches that make the model incompatible with the calls of `calls_of`."""
 _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},
@@ -65,7 +65,7 @@ _ROPES: tuple[dict[str, Any], ...] = (
 
 
 def mutate(options: dict[str, Any], config: Any, draw: random.Random) -> dict[str, Any]:
-    """Other numbers for a few of a config's entries; some of them no model can be made of."""
+    """Return a config's options with a few values changed, from which a model cannot always be built."""
     changed, known = dict(options), config.to_dict()
 
     def put(name: str, values: tuple[Any, ...], share: float = 0.3) -> None:
@@ -84,7 +84,7 @@ def mutate(options: dict[str, Any], config: Any, draw: random.Random) -> dict[st
                 fits = [count for count in range(1, heads + 1) if heads % count == 0]
                 changed["num_key_value_heads"] = draw.choice(fits)
         break
-    # torch's grouped matmul, which the originals use, takes rows of whole 16 bytes.
+    # torch's grouped matmul, which the originals use, requires rows of a multiple of 16 bytes.
     sparse = any("expert" in name for name in known)
     for name in _WIDTHS:
         put(name, (8, 24, 40, 64) if sparse else (1, 7, 20, 33, 64, 100))
@@ -99,7 +99,7 @@ def mutate(options: dict[str, Any], config: Any, draw: random.Random) -> dict[st
 
 
 def calls_of(config: Any, draw: random.Random, vocabulary: int) -> list[tuple[str, Any]]:
-    """Named ways to call a model, each a function of the model that returns tensors."""
+    """Return named ways to call a model, each a function that takes the model and returns tensors."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     rows, length = draw.choice([(1, 1), (1, 7), (2, 9), (3, 12), (4, 30), (2, 50)])
     ids = torch.randint(3, vocabulary, (rows, length), generator=generator)
@@ -122,7 +122,7 @@ def calls_of(config: Any, draw: random.Random, vocabulary: int) -> list[tuple[st
         states = model.get_input_embeddings()(ids)
         return [model(inputs_embeds=states, attention_mask=left)[0][left.bool()]]
 
-    found: list[tuple[str, Any]] = [
+    named_calls: list[tuple[str, Any]] = [
         ("plain", forward(plain)), ("left", forward(left)), ("right", forward(right)),
         ("states", forward(left, output_hidden_states=True)),
         ("no mask", lambda model: [model(ids)[0]]),
@@ -159,7 +159,7 @@ def calls_of(config: Any, draw: random.Random, vocabulary: int) -> list[tuple[st
         "output_scores": True,
     }
     ends = list(range(3, vocabulary, 3))
-    found += [
+    named_calls += [
         ("chunks", chunks),
         ("greedy", generating(do_sample=False)),
         ("penalised", generating(do_sample=False, repetition_penalty=1.4, no_repeat_ngram_size=2)),
@@ -168,11 +168,11 @@ def calls_of(config: Any, draw: random.Random, vocabulary: int) -> list[tuple[st
         ("static", generating(do_sample=False, cache_implementation="static")),
         ("uncached", generating(do_sample=False, use_cache=False)),
     ]  # fmt: skip
-    return found
+    return named_calls
 
 
 def answers(model: Any, run: Any) -> Any:
-    """What a call answers, or the error that it raises."""
+    """Return the result of a call, or the exception that it raises."""
     try:
         with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -182,7 +182,7 @@ def answers(model: Any, run: Any) -> Any:
 
 
 def compare(expected: Any, got: Any) -> str:
-    """Empty where two answers agree, else how they differ."""
+    """Describe how two results differ; empty if they agree, or if the original raised an exception."""
     if isinstance(expected, Exception):
         return ""
     if isinstance(got, Exception):
@@ -201,30 +201,32 @@ def compare(expected: Any, got: Any) -> str:
 
 
 def _tied(expected: Any, got: Any) -> bool:
-    """Whether beams of other tokens have the same scores, but for what float32 rounds.
+    """Return whether beams with different tokens have the same scores up to float32 rounding.
 
-    A peaked model repeats two tokens for ever, and all places of going over from one to the other are alike.
+    A peaked model repeats one of two tokens forever, and the switch from one to the other scores the same
+    at every position.
     """
     return len(got) == 2 and torch.allclose(expected[1], got[1], rtol=1e-6, atol=1e-6)
 
 
 def _rounds_no_more(original: nn.Module, run: Any, expected: Any, got: Any) -> bool:
-    """Whether answers are as near to the original's in float64 as its own in float32 are.
+    """Return whether the engine's error relative to the original in float64 is close to float32's own.
 
-    A model that runs its layers again and again enlarges what was rounded, with squared activations most.
+    The bound is 1.5 times the original's error in float32. Models that run their layers repeatedly amplify
+    rounding errors, most of all with squared activations.
     """
     exact = answers(_in_float64(original), run)
     if isinstance(exact, Exception):
         return False
     ours, theirs = (
-        max(float((one - truth).abs().max()) for one, truth in zip(part, exact, strict=True))
+        max(float((answer - truth).abs().max()) for answer, truth in zip(part, exact, strict=True))
         for part in (got, expected)
     )
     return ours <= 1.5 * theirs
 
 
 def _in_float64(original: nn.Module) -> nn.Module:
-    """A copy; its experts run one by one, for torch's grouped matmul takes no float64."""
+    """Return a float64 copy whose experts run one by one, because torch's grouped matmul lacks float64."""
     wide = copy.deepcopy(original).double()
     for module in wide.modules():
         if hasattr(module, "config"):
@@ -233,7 +235,7 @@ def _in_float64(original: nn.Module) -> nn.Module:
 
 
 def one(variant: tuple[Family, Tiny], seed: int) -> tuple[str, list[str]]:
-    """Make, inject and call a mutated model; the level (or why there is no model), and what was wrong."""
+    """Make, inject and call a mutated model; return its level (or why there is none) and the problems."""
     draw = random.Random(seed)
     _, tiny = variant
     try:

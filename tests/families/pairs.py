@@ -1,4 +1,4 @@
-"""An encoder with its decoder, tiny: logits, cached steps, every way of generating, beside the original."""
+"""Compares tiny encoder-decoders with their originals: logits, cached steps, every way of generating."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 
 
 def measure_pair(original: nn.Module) -> dict[str, Any]:
-    """Compare an injected pair with a copy of the original in float32; the fields of a `Row` but its names.
+    """Compare an injected encoder-decoder with a copy of the original in float32.
 
-    Errors of logits are relative to their size where that is above one.
+    Errors of logits are relative to their root mean square if that is above one.
+
+    Returns:
+        The fields of a `Row`, except `family` and `variant`.
     """
     engine = slipstream.init_inference(
         copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
@@ -67,7 +70,7 @@ def measure_pair(original: nn.Module) -> dict[str, Any]:
 
 
 def _entries(original: Any) -> dict[str, dict[str, Tensor]]:
-    """What the encoder is given: one row, and batches padded on either side (sound on the right only)."""
+    """Return the encoder's inputs: one row, and batches padded on either side (audio on the right only)."""
     generator = torch.Generator().manual_seed(7)
     if original.main_input_name != "input_ids":
         return _sounds(original, generator)
@@ -83,7 +86,7 @@ def _entries(original: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def _sounds(original: Any, generator: torch.Generator) -> dict[str, dict[str, Tensor]]:
-    """Three sounds as the family's sample is, with the padding that the model knows."""
+    """Return three audio inputs shaped as the model's sample inputs, with their padding."""
     samples = sample_inputs(original.get_encoder())
     padded = samples[-1]
     drawn = {name: torch.randn(3, *t.shape[1:], generator=generator) for name, t in padded.items()}
@@ -95,7 +98,7 @@ def _sounds(original: Any, generator: torch.Generator) -> dict[str, dict[str, Te
 
 
 def _answer() -> tuple[Tensor, Tensor]:
-    """Tokens of the decoder, and a mask that pads their first row on the left."""
+    """Return decoder tokens, and a mask that pads their first row on the left."""
     ids = torch.randint(3, 120, (3, ANSWER), generator=torch.Generator().manual_seed(8))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -118,7 +121,7 @@ def _states(expected: Any, got: Any, mask: Tensor) -> float:
     for name in ("encoder_hidden_states", "decoder_hidden_states"):
         assert len(expected[name]) > 1
         for pair in zip(expected[name], got[name], strict=True):
-            # PEGASUS-X ends with two tensors.
+            # The last hidden state of PEGASUS-X is a pair of tensors.
             parts = zip(*(each if isinstance(each, tuple) else (each,) for each in pair), strict=True)
             for one, other in parts:
                 worst = max(worst, _error(one, other, mask if name.startswith("decoder") else None))
@@ -126,10 +129,10 @@ def _states(expected: Any, got: Any, mask: Tensor) -> float:
 
 
 def _cached(original: Any, engine: Any, padded: Mapping[str, Tensor], answer: Tensor) -> float:
-    """Two more tokens, and then one more, upon the caches of those before."""
+    """Return the largest error of two more tokens and then one more, each after the cache of those before."""
     worst, caches = 0.0, [None, None]
     for start, stop in ((0, ANSWER - 3), (ANSWER - 3, ANSWER - 1), (ANSWER - 1, ANSWER)):
-        given = {**padded, "decoder_input_ids": answer[:, start:stop]}  # with a cache, as they do by default
+        given = {**padded, "decoder_input_ids": answer[:, start:stop]}  # uses a cache by default
         outputs = [
             model(**given, past_key_values=cache)
             for model, cache in zip((original, engine), caches, strict=True)
@@ -144,9 +147,9 @@ def _cached(original: Any, engine: Any, padded: Mapping[str, Tensor], answer: Te
 
 
 def _same(original: Any, engine: Any, padded: Mapping[str, Tensor], options: Mapping[str, Any]) -> bool:
-    """Whether both write the same tokens."""
-    written = []
+    """Return whether both models generate the same tokens."""
+    outputs = []
     for model in (original, engine):
         torch.manual_seed(3)
-        written.append(model.generate(**padded, max_new_tokens=NEW_TOKENS, **options))
-    return written[0].shape == written[1].shape and torch.equal(*written)
+        outputs.append(model.generate(**padded, max_new_tokens=NEW_TOKENS, **options))
+    return outputs[0].shape == outputs[1].shape and torch.equal(*outputs)

@@ -1,4 +1,4 @@
-"""One family, one tiny model, every promise: what the sweep measures, as a test and as a table."""
+"""The family sweep: measures everything that is promised, for one tiny model of one family at a time."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ VARIANTS = [
     for tiny in family.tiny
     if hasattr(transformers, tiny.model) and hasattr(transformers, tiny.config)
 ]
-"""Every tiny model of every registered family that the installed transformers has; the newest has all."""
+"""All tiny models of registered families that the installed transformers has; the newest has all of them."""
 
 PICTURED = frozenset({"idefics"})
-"""Families whose models answer nothing without a picture: `test_towers` shows them one, under their names."""
+"""Families whose models need an image: `test_towers` covers them, by tests named after them."""
 
 LENGTH, NEW_TOKENS = 12, 8
 _SILENT = "MllamaVisionModel"
-"""Answers with its layers' states as a part of its last ones."""
+"""A model that returns its layers' hidden states as a part of its last ones."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured; errors are the largest differences of logits (or states) on real positions.
+    """The measurements; errors are the largest differences of logits (or states) at real positions.
 
-    Those of `joined` are of forwards whose layers may run in one call, relative to the largest logit: its
-    sums have another order than torch's, and are as far from float64's as those.
+    `joined` is the error of forwards whose layers may run in one call, relative to the largest logit: such a
+    call sums in another order than torch, with errors relative to float64 as large as torch's.
     """
 
     family: str
@@ -72,7 +72,7 @@ def label(variant: tuple[Family, Tiny]) -> str:
 
 
 def peaked_model(tiny: Tiny, seed: int = 0) -> nn.Module:
-    """A tiny random model whose weights are large enough for its choices to be clear."""
+    """Make a tiny random model whose weights are large enough for peaked logits."""
     torch.manual_seed(seed)
     config = getattr(transformers, tiny.config)(**tiny.options)
     model: nn.Module = getattr(transformers, tiny.model)(config).eval()
@@ -92,7 +92,7 @@ def peaked_model(tiny: Tiny, seed: int = 0) -> nn.Module:
 
 
 def batch(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, and masks that pad their rows on the left and on the right."""
+    """Return token ids, and masks that pad their rows on the left and on the right."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(3, vocabulary, (3, LENGTH), generator=generator)
     left = torch.ones_like(ids)
@@ -140,7 +140,7 @@ def measure(family: Family, tiny: Tiny) -> Row:
 
 
 def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.Module) -> Row:
-    """The same for a model of pictures or of sound: each kind of input that its config names, and one row."""
+    """Compare a vision or audio model with its original: each kind of input in its config, and one row."""
     samples = sample_inputs(original)
     assert samples, f"no input is made for {type(original).__name__}"
     generator = torch.Generator().manual_seed(7)
@@ -154,7 +154,7 @@ def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.
             }
             first = {name: t[:1] for name, t in drawn.items()}
             for given in (drawn, first):
-                torch.manual_seed(1)  # some shuffle their patches
+                torch.manual_seed(1)  # some models shuffle their patches
                 expected = original(**given, output_hidden_states=True)
                 torch.manual_seed(1)
                 got = engine(**given, output_hidden_states=True)
@@ -179,7 +179,7 @@ def _measure_senses(family: Family, tiny: Tiny, original: nn.Module, engine: nn.
 
 
 def _answer(output: Any) -> Tensor:
-    """Logits, or the last states of a model without a head."""
+    """Return the logits, or the last hidden states of a model without a head."""
     answer: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
     return answer
 
@@ -194,9 +194,9 @@ def _error(expected: Tensor, got: Tensor, mask: Tensor) -> float:
 
 
 def _joined(original: nn.Module, engine: Any, ids: Tensor, masks: tuple[Tensor, ...]) -> tuple[float, str]:
-    """Largest relative error of forwards that ask for nothing else, and blocks in each native call.
+    """Return the largest relative error of plain forwards, and the number of blocks in each native call.
 
-    The last mask pads on the right, which no layer has to see.
+    The calls are those for the last mask, which pads on the right, so that no layer has to see it.
     """
     more = {"use_cache": False} if hasattr(original.config, "use_cache") else {}
     errors, counts = [], []
@@ -213,7 +213,7 @@ def _joined(original: nn.Module, engine: Any, ids: Tensor, masks: tuple[Tensor, 
 
 
 def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: Tensor) -> float:
-    """Error of two more tokens upon the cache of the others, or of the others where the model keeps none."""
+    """Return the error of two more tokens after a cached prefix, or of the prefix if there is no cache."""
     if not getattr(original, "can_generate", lambda: False)():
         return 0.0
     models = (original, engine)
@@ -230,11 +230,12 @@ def _second_forward(original: nn.Module, engine: nn.Module, ids: Tensor, mask: T
 
 
 def _in_room(original: nn.Module, engine: nn.Module, ids: Tensor) -> float:
-    """The same of a first forward and two tokens more in a static cache, most of which is empty.
+    """Return the error of a first forward and two more tokens in a static cache, most of which is empty.
 
-    Nothing is padded and no mask given: then only the model knows which of the cache's places count.
+    There is no padding and no mask, so only the model knows which positions of the cache are valid.
     """
-    # Falcon's slopes do not fit such a cache, and BLOOM's neither, though the older transformers says so.
+    # ALiBi slopes do not fit such a cache, neither Falcon's nor BLOOM's, although an older transformers
+    # claims that BLOOM's do.
     has_slopes = getattr(original.config, "alibi", False) or original.config.model_type == "bloom"
     if not getattr(original, "_can_compile_fullgraph", False) or has_slopes:
         return 0.0
@@ -251,15 +252,15 @@ def _in_room(original: nn.Module, engine: nn.Module, ids: Tensor) -> float:
             for model, cache in zip((original, engine), caches, strict=True)
         )
         errors.append(_largest(expected, got))
-    # Peaked logits reach 18, where float32's own answer is up to 1.9e-4 off that of float64 (the engine's,
-    # with its other order of sums, up to 1e-4): a third of the difference counts.
+    # Peaked logits reach 18, where the original's float32 differs from float64 by up to 1.9e-4 (the engine's,
+    # with its other order of sums, by up to 1e-4): a third of the difference counts.
     return max(errors) / 3
 
 
 def _greedy(
     original: nn.Module, engine: slipstream.InferenceEngine, ids: Tensor, mask: Tensor
 ) -> tuple[str, str]:
-    """Whether greedy tokens and beams of a padded batch are identical, the caches alike; which road it is."""
+    """Compare greedy tokens, beams and cache shapes of a padded batch; return the result and the road."""
     if not getattr(original, "can_generate", lambda: False)():
         return "-", "-"
     options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -276,13 +277,13 @@ def _greedy(
 
 
 def _shapes(cache: Any) -> list[tuple[int, ...] | None]:
-    """Of the keys that each layer of a cache holds, if any."""
+    """Return the shape of the keys in each layer of a cache; None for a layer without keys."""
     keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
     return [None if key is None else tuple(key.shape) for key in keys]
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """Columns side by side, titles first."""
+    """Format rows as aligned columns, titles first."""
     lines = [Row.titles(), *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Layers whose branches follow each other in a way of their family's: what is asked of single calls."""
+"""Layers whose family defines the order of their branches (`courses`): properties of single calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.models import blocks_that_run
 
 TOLERANCE = 1e-4
-"""The promise for float32."""
+"""The promised bound for float32."""
 
 
 def _both(name: str) -> tuple[Any, Any]:
@@ -33,15 +33,15 @@ def _ids(rows: int, length: int) -> torch.Tensor:
 def test_each_row_has_the_adapter_of_its_language() -> None:
     original, engine = _both("xmod")
     ids = _ids(3, 7)
-    said = []
+    outs = []
     with torch.no_grad():
         for languages in ([0, 1, 0], [1, 1, 1]):
             told = torch.tensor(languages)
             with blocks_that_run() as ran:
-                said.append(engine(ids, lang_ids=told).logits)
+                outs.append(engine(ids, lang_ids=told).logits)
             assert len(ran.blocks) == original.config.num_hidden_layers
-            torch.testing.assert_close(said[-1], original(ids, lang_ids=told).logits, atol=1e-4, rtol=1e-4)
-    assert float((said[0][0] - said[1][0]).abs().max()) > 0.1 and torch.equal(said[0][1], said[1][1])
+            torch.testing.assert_close(outs[-1], original(ids, lang_ids=told).logits, atol=1e-4, rtol=1e-4)
+    assert float((outs[0][0] - outs[1][0]).abs().max()) > 0.1 and torch.equal(outs[0][1], outs[1][1])
 
 
 @pytest.mark.parametrize("name", ["doge", "doge few are heard, window, biases"])
@@ -65,16 +65,16 @@ def test_the_mask_that_values_make_counts_those_of_the_cache(name: str, padded: 
 
 def test_experts_that_answer_what_they_are_asked_are_weighed_as_the_others() -> None:
     original, engine = _both("longcat_flash")
-    ids, said = _ids(2, 9), []
-    for favour in (9.0, -9.0):  # none of them is asked; nobody else is
+    ids, outs = _ids(2, 9), []
+    for favour in (9.0, -9.0):  # identity experts are never chosen, then always
         for model in (original, engine.module):
             for layer in model.model.layers:
                 bias = layer.mlp.router.e_score_correction_bias
                 bias.zero_()[: original.config.n_routed_experts] = favour
         with torch.no_grad():
-            said.append(engine(ids).logits)
-            assert float((original(ids).logits - said[-1]).abs().max()) <= TOLERANCE
-    assert float((said[0] - said[1]).abs().max()) > 0.1
+            outs.append(engine(ids).logits)
+            assert float((original(ids).logits - outs[-1]).abs().max()) <= TOLERANCE
+    assert float((outs[0] - outs[1]).abs().max()) > 0.1
 
 
 def test_kernels_are_handed_as_many_experts_by_both_matrices(monkeypatch: pytest.MonkeyPatch) -> None:

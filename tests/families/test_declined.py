@@ -1,4 +1,4 @@
-"""What a family's block would not do as transformers does it is left to the original layer, with a reason."""
+"""Configurations that a family's block cannot reproduce are left to the original layer, with a reason."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _too_many_rotated(config: Config, index: int) -> BlockSpec:
 
 @pytest.fixture
 def misfit() -> tuple[Any, dict[type, Family]]:
-    """A model, and a policy for it whose block cannot even be run."""
+    """Return a model, and a policy whose block for it cannot run at all."""
     model = make("llama")
     return model, {type(model.model.layers[0]): replace(FAMILIES["llama"], spec=_too_many_rotated)}
 
@@ -101,7 +101,7 @@ def test_checks_leave_a_dynamic_rotary_module_as_it_was(prepare: Any) -> None:
     original = make("llama", rope_parameters=angles, max_position_embeddings=4)
     twin = copy.deepcopy(original)
     prepare(twin)
-    ids, _ = left_padded(length=6)  # longer than the config says, shorter than what the checks run
+    ids, _ = left_padded(length=6)  # longer than the config's maximum, shorter than the checks' inputs
     with torch.no_grad():
         expected = original(ids).logits
         close(expected, twin(ids).logits)
@@ -126,7 +126,7 @@ def test_layers_that_are_handed_what_no_block_reads_keep_their_code_and_say_so()
     for options in ({}, {"num_beams": 3}):
         expected = original.generate(ids, max_new_tokens=8, do_sample=False, **options)
         assert torch.equal(expected, engine.generate(ids, max_new_tokens=8, do_sample=False, **options))
-    # Prompts come to each of its layers as keys and values from outside, in every call.
+    # In every call, each decoder layer receives prompts as keys and values from outside.
     reasons = {layer.reason for layer in engine.report().layers if "decoder" in layer.name}
     assert reasons == {"in every call, the model asks of it what a block does not do"}
 

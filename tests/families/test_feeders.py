@@ -1,4 +1,4 @@
-"""Experts of limited capacity: what stands in the feed-forward's place and stays a part of its layer."""
+"""Experts of limited capacity (`feeders`), which replace the feed-forward and stay a part of their layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.models import close, inject
 
 KINDS = ("switch_transformers", "nllb-moe")
 LIMITS = KINDS if transformers.__version__ >= "5.23" else ("nllb-moe",)
-"""Those that leave tokens out, and say what their routers said: older releases of the first do neither."""
+"""Families that drop tokens and return router logits; older releases of the first do neither."""
 
 
 def _limited(family: str) -> Any:

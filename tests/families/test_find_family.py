@@ -1,4 +1,4 @@
-"""A layer's family is found by its class's name, and by its module's too where the name is common."""
+"""A layer's family is found by its class name, and also by its module if the name is common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints carry fields that their class does not read: the answers are the original's all the same."""
+"""Config fields that a model's class does not read have no effect on the engine's results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FOREIGN: dict[str, Any] = {
     "scale_embedding": True,
     "is_decoder": True,
 }
-"""Names that other families give to what they do, with values that would show."""
+"""Config fields of other families, with values that would change the results if they were read."""
 
 
 _HALF_READ = {
@@ -63,12 +63,12 @@ _HALF_READ = {
     "swinv2": ("head_dim",),
     "tipsv2_vision_model": ("head_dim",),
 }
-"""Fields that a part of the original reads and another does not, so that it cannot run with them itself; or
-that one version of transformers reads and another does not."""
+"""Fields that only a part of the original reads, so that it cannot run with them itself, or that only some
+versions of transformers read."""
 
 
 def _with_foreign_fields(family: Family) -> Tiny:
-    """The family's first tiny model, with every field of the table that its config does not declare."""
+    """Return the family's first tiny model with every field of `FOREIGN` that its config does not have."""
     tiny = family.tiny[0]
     config_class = getattr(transformers, tiny.config)
     own = {*config_class(**tiny.options).to_dict(), *config_class.attribute_map, *dir(config_class)}

@@ -1,4 +1,4 @@
-"""A few of the fuzzer's models, as a test; `python -m tests.families.fuzz` runs any number."""
+"""A few cases of the fuzzer as tests; `python -m tests.families.fuzz` runs any number of them."""
 
 from __future__ import annotations
 

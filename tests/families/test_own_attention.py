@@ -1,4 +1,4 @@
-"""Layers that attend in windows, blocks or grids: pictures and texts of awkward sizes."""
+"""Layers that attend in windows, blocks or grids, on images and texts of awkward sizes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.families.calls import Calls
 from tests.families.sweep import peaked_model
 
 TOLERANCE = 1e-4
-"""The promise for float32, relative to the largest value."""
+"""The promised bound for float32, relative to the largest value if that is above one."""
 
 
 def _pair(tiny: Tiny) -> tuple[Any, Any, list[Any]]:
-    """The original, the engine, and the engine's layers as the original has them."""
+    """Return the original, the engine, and the original's layers that the engine fuses."""
     original = peaked_model(tiny)
     engine = slipstream.init_inference(
         copy.deepcopy(original), dtype=torch.float32, replace_with_kernel_inject=True
@@ -94,7 +94,7 @@ def test_texts_that_blocks_do_not_divide_are_read_alike(tiny: Tiny, length: int)
             expected = original(input_ids=ids, decoder_input_ids=answer, **given)
             got = engine(input_ids=ids, decoder_input_ids=answer, **given)
         _agree(expected.logits, got.logits)
-        # What stands in padded places is read by nobody.
+        # Values at padded positions are never read.
         real = given.get("attention_mask", torch.ones_like(ids)).bool()
         _agree(expected.encoder_last_hidden_state[real], got.encoder_last_hidden_state[real])
 
@@ -122,7 +122,7 @@ def test_state_dicts_and_quantized_matrices_go_with_it() -> None:
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, got = original(pixels).logits, engine(pixels).logits
-    # int8 steps of a 127th of a group's largest weight, through four layers.
+    # int8 rounds in steps of 1/127 of a group's largest weight, through four layers.
     assert float((expected - got).abs().max()) < 0.05 * float(expected.abs().max())
 
 

@@ -1,4 +1,4 @@
-"""Models that put pictures or codes in the places of tokens, or choose matrices by the place."""
+"""Models that replace placeholder tokens by images or codes, or choose matrices by position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.pictures import PICTURE, TEXT, grown
 
 LANGUAGE: dict[str, Any] = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6}
 PLACES = 16
-"""Tokens of a picture: four by four patches."""
+"""Number of tokens of an image: four by four patches."""
 
 
 def injected(model: Any) -> Any:
@@ -107,5 +107,5 @@ def test_layers_with_a_matrix_for_each_codebook_run_their_own_code() -> None:
         "return_audio_codes": True,
         "return_audio_waveforms": False,
     }
-    said, again = (model.generate(**given, **options) for model in (original, engine))
-    assert torch.equal(said.sequences, again.sequences) and torch.equal(said.audio_codes, again.audio_codes)
+    theirs, ours = (model.generate(**given, **options) for model in (original, engine))
+    assert torch.equal(theirs.sequences, ours.sequences) and torch.equal(theirs.audio_codes, ours.audio_codes)

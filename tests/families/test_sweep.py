@@ -1,4 +1,4 @@
-"""Every variant of every registered family gives the original's answers in float32."""
+"""Every variant of every registered family reproduces the original's outputs in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.families import test_towers
 from tests.families.sweep import PICTURED, VARIANTS, Row, label, measure
 
 TOLERANCE = 1e-4
-"""The promise for logits in float32; hidden states are held to it relative to their largest value."""
+"""The promised bound for float32 logits; for hidden states it is relative to their largest value."""
 
 APART = frozenset(
     {
@@ -38,9 +38,9 @@ APART = frozenset(
         "tipsv2_vision_model",
     }
 )
-"""Layers that do not run together without a cache: they are handed biases or masks that weigh keys, scale
-their branches by channels, or keep angles or windows of their own. All others that the library accepts do,
-right-padded rows in one native call."""
+"""Families whose layers do not run together in a forward without a cache: they receive biases or masks that
+weight keys, scale their branches by channels, or have their own rotary angles or windows. The layers of all
+other families that the library accepts do, with right-padded rows in one native call."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
@@ -61,7 +61,7 @@ def test_family_answers_like_the_original(
     assert max(errors.values()) <= TOLERANCE, errors
     assert row.greedy in ("identical", "-")
     if refuse("avx2") is None and not _is_pair(variant[1]):
-        # Gemma and AIMv2 hand causal masks to layers that are not causal: they are no padding.
+        # Gemma and AIMv2 pass causal masks to non-causal layers; such a mask is more than padding.
         apart = variant[0].name in APART or label(variant).startswith(
             ("falcon rw", "gemma bidirectional", "gemma2 bidirectional", "aimv2 text")
         )
@@ -85,6 +85,6 @@ def _registered() -> list[str]:
 
 
 def _is_pair(tiny: Tiny) -> bool:
-    """Whether there is a decoder whose layers look at an encoder's states, which none does together."""
+    """Return whether a decoder cross-attends to an encoder's states; such layers never run together."""
     config = getattr(transformers, tiny.config)(**tiny.options)
     return bool(getattr(config, "is_encoder_decoder", False))

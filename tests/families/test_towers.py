@@ -1,4 +1,4 @@
-"""Models of two towers, or with a language model inside: every tower is fused, and pictures keep a say."""
+"""Models of two towers, or with a language model inside: all towers are fused, images affect outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers.pictures import (
 )
 
 TOLERANCE = 1e-4
-"""The promise for float32."""
+"""The promised bound for float32, relative to the largest value if that is above one."""
 
 _TWO: list[tuple[str, dict[str, Any]]] = [
     ("CLIP", {}),

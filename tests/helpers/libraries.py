@@ -1,4 +1,4 @@
-"""The native library as one instruction set has it."""
+"""The native library of a given instruction set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["library"]
 
 
 def library(isa: str) -> Library:
-    """The library of an instruction set; the test is skipped where the machine has it not."""
+    """Return the library of an instruction set; skip the test if the machine does not support it."""
     found = load(isa)
     if found is None:
         pytest.skip(f"this machine has no {isa}")

@@ -1,4 +1,4 @@
-"""Tiny random models with clear preferences, their engines, and counters of the roads that a call took."""
+"""Tiny random models with peaked logits, their engines, and counters of the roads that a call takes."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_COMMON, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 128},
     ),
 }
-"""Model class, config class and options by a short name."""
+"""Model class, config class and options, by short name."""
 
 
 def make(
     kind: str, model_class: str | None = None, *, seed: int = 0, gain: float = 2.0, **options: Any
 ) -> Any:
-    """A random model whose matrices have `gain` times the variance-preserving size, in eval mode."""
+    """Make a random model in eval mode; its matrices have `gain` times the variance-preserving size."""
     name, config, defaults = KINDS[kind]
     torch.manual_seed(seed)
     model = getattr(transformers, model_class or name)(
@@ -111,14 +111,14 @@ def make(
 
 
 def inject(model: nn.Module, **settings: Any) -> slipstream.InferenceEngine:
-    """An engine of a copy of the model, in float32 and with fused layers unless `settings` say otherwise."""
+    """Build an engine from a copy of the model, in float32 with fused layers unless `settings` differ."""
     settings = {"dtype": torch.float32, "replace_with_kernel_inject": True, **settings}
     return slipstream.init_inference(copy.deepcopy(model), **settings)
 
 
 @dataclass
 class Pair:
-    """A model as transformers has it, and an engine of its copy."""
+    """An unmodified transformers model, and an engine built from a copy of it."""
 
     original: Any
     engine: Any
@@ -127,7 +127,7 @@ class Pair:
 def pair(
     kind: str, model_class: str | None = None, *, settings: dict[str, Any] | None = None, **options: Any
 ) -> Pair:
-    """An original and its engine, with every layer fused."""
+    """Make an original and its engine, in which every layer is fused."""
     original = make(kind, model_class, **options)
     engine = inject(original, **(settings or {}))
     assert engine.report().level == "block", str(engine.report())
@@ -135,12 +135,12 @@ def pair(
 
 
 def prompt(rows: int = 3, length: int = 9, *, seed: int = 7, vocabulary: int = VOCABULARY) -> Tensor:
-    """Random ids that are no special tokens."""
+    """Return random token ids without special tokens."""
     return torch.randint(5, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def left_padded(rows: int = 3, length: int = 9) -> tuple[Tensor, Tensor]:
-    """A batch whose rows are padded on the left by 0, 2, 4 ... tokens, and its mask."""
+    """Return a batch whose rows are padded on the left by 0, 2, 4 ... tokens, and its mask."""
     ids, mask = prompt(rows, length), torch.ones(rows, length, dtype=torch.long)
     for row in range(rows):
         mask[row, : 2 * row] = 0
@@ -149,11 +149,11 @@ def left_padded(rows: int = 3, length: int = 9) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Roads:
-    """How often each road ran the model.
+    """How often the model ran on each road.
 
     Attributes:
-        runner: Steps of the engine road.
-        module: Forwards of the compatible road.
+        runner: Number of steps on the engine road.
+        module: Number of forwards on the compatible road.
     """
 
     runner: int = 0
@@ -168,7 +168,7 @@ class Roads:
 
 @contextmanager
 def roads(engine: Any) -> Iterator[Roads]:
-    """Count the roads that an engine takes within the context."""
+    """Count how often an engine takes each road within the context."""
     counts = Roads()
     logits, best = Session.logits, Session.best
 
@@ -185,7 +185,7 @@ def roads(engine: Any) -> Iterator[Roads]:
         def run(self: Session, *args: Any) -> Tensor:
             before = counts.runner
             tokens = chosen(self, *args)
-            if counts.runner == before:  # else it has asked for logits
+            if counts.runner == before:  # otherwise it called `logits`, which counted the steps
                 counts.runner += tokens.shape[1] * (self._runner is engine._built.runner)
             return tokens
 
@@ -194,7 +194,8 @@ def roads(engine: Any) -> Iterator[Roads]:
     model_class = type(engine.module)
     forward = model_class.forward
 
-    @functools.wraps(forward)  # transformers reads the signature; and a hook would be taken for a user's
+    # A patch and not a hook, which would count as a user's; transformers reads the signature.
+    @functools.wraps(forward)
     def counted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         counts.module += self is engine.module
         return forward(self, *args, **kwargs)
@@ -210,11 +211,11 @@ def roads(engine: Any) -> Iterator[Roads]:
 
 @dataclass
 class Ran:
-    """The blocks that ran in forwards, in order, and how often several of them ran in one native call.
+    """The blocks that ran in forwards, in order, and the native calls that ran several of them.
 
     Attributes:
-        blocks: One by one or together.
-        calls: Blocks in each native call.
+        blocks: All blocks, whether they ran one by one or together.
+        calls: Number of blocks in each native call.
     """
 
     blocks: list[Block]
@@ -254,7 +255,7 @@ def blocks_that_run() -> Iterator[Ran]:
 
 
 def close(expected: Any, got: Any, *, atol: float = 1e-4, mask: Tensor | None = None) -> None:
-    """Two nests of outputs have one structure and agree, on the positions of `mask` where they have them."""
+    """Assert that two nested outputs have equal structure and close values, at the positions of `mask`."""
     assert type(expected) is type(got), f"{type(got).__name__} in place of {type(expected).__name__}"
     if isinstance(expected, Tensor):
         assert expected.shape == got.shape and expected.dtype == got.dtype

@@ -1,4 +1,4 @@
-"""Tiny models that look at pictures, and what they are asked."""
+"""Tiny vision-language models, and inputs for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICTURE: dict[str, Any] = {
 
 
 def grown(config: Any, model: str) -> Any:
-    """A random model whose weights are large enough for errors to show."""
+    """Make a random model whose weights are large enough for errors to be visible."""
     torch.manual_seed(0)
     made = getattr(transformers, model)(config).eval()
     with torch.no_grad():
@@ -41,7 +41,7 @@ def grown(config: Any, model: str) -> Any:
 
 
 def idefics(**more: Any) -> Any:
-    """A language model that looks at pictures between its layers."""
+    """Make a language model that cross-attends to images between its layers."""
     config = transformers.IdeficsConfig(
         **TEXT,
         additional_vocab_size=0,
@@ -54,7 +54,7 @@ def idefics(**more: Any) -> Any:
 
 
 def idefics_asked() -> dict[str, Tensor]:
-    """Two padded rows with two pictures each, of which not every token sees both."""
+    """Return inputs of two rows, one padded, with two images each, not all visible to every token."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, 100, (2, 9), generator=generator)
     mask = torch.ones_like(ids)
@@ -71,7 +71,7 @@ def idefics_asked() -> dict[str, Tensor]:
 
 LANGUAGE: dict[str, Any] = {**TEXT, "num_key_value_heads": 2, "head_dim": 16}
 _PATCHED = 16
-"""Tokens of a picture: four by four patches."""
+"""Number of tokens of an image: four by four patches."""
 
 
 def _llava() -> Any:
@@ -127,12 +127,12 @@ SPEAKING = {
 
 
 def speaking(prefix: str) -> Any:
-    """One of them."""
+    """Make a model of `SPEAKING`."""
     return grown(SPEAKING[prefix](), f"{prefix}ForConditionalGeneration")
 
 
 def speaking_asked(prefix: str) -> dict[str, Tensor]:
-    """One padded question with a picture, beside a longer one."""
+    """Return inputs of two prompts with an image each, the first of them padded."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 90, (2, _PATCHED + 8), generator=generator)
     ids[:, 4 : 4 + _PATCHED] = 100
@@ -176,7 +176,7 @@ _QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 
 
 def qwen(prefix: str) -> Any:
-    """A model whose positions have three dims: time, height and width."""
+    """Make a model whose positions have three dims: time, height and width."""
     vision = {**QWEN[prefix], "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
     tokens = {"image_token_id": 100, "vision_start_token_id": 101, "vision_end_token_id": 102}
     config = getattr(transformers, f"{prefix}Config")(
@@ -189,7 +189,7 @@ def qwen(prefix: str) -> Any:
 
 
 def qwen_asked(rows: int = 1) -> dict[str, Tensor]:
-    """Questions with a picture each, all but the first of them padded."""
+    """Return inputs of prompts with an image each, all but the first of them padded."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 90, (rows, 14), generator=generator)
     mask = torch.ones_like(ids)

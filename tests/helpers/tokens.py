@@ -12,7 +12,7 @@ LETTERS = ["Ġ", *(chr(code) for code in range(33, 127))]
 
 
 def letter_tokenizer(*, frame: bool = False) -> PreTrainedTokenizerFast:
-    """One token per printable character; with `frame`, `<s>` and `</s>` stand around every text."""
+    """Make a tokenizer of printable characters; with `frame`, it puts `<s>` and `</s>` around every text."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *LETTERS])}
     assert len(vocabulary) == VOCABULARY
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))

@@ -1,4 +1,4 @@
-"""llama.cpp, through the C interface that llama-cpp-python carries: one context per batch, greedy."""
+"""llama.cpp, through the C interface that llama-cpp-python includes: one context per batch size, greedy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.peers.worker import Timed, serve
 
 _TYPES = {"bfloat16": None, "int8": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": lib.LLAMA_FTYPE_MOSTLY_Q4_0}
 _CELLS = {1: 768, 8: 8 * 256}
-"""Tokens that the cache has room for, by batch: prompts of 512 alone, of 128 in batches."""
+"""Cache capacity in tokens, by batch size: prompts of 512 run alone, prompts of 128 in batches."""
 
 
 class LlamaCpp:
-    """A GGUF file, in BF16 or quantized by llama.cpp itself with its own choices."""
+    """A GGUF file, in BF16 or quantized by llama.cpp with its own defaults."""
 
     def prepare(self, folder: str, precision: str) -> None:
         """See `Peer`."""
@@ -64,7 +64,7 @@ class LlamaCpp:
         return timed
 
     def _run(self, context: Any, batch: Any, entries: list[tuple[int, int, int]]) -> list[int]:
-        """Run (sequence, position, token) and return the best next token of each sequence."""
+        """Run entries of (sequence, position, token), and return each sequence's most likely next token."""
         last = [
             i for i, entry in enumerate(entries) if i + 1 == len(entries) or entries[i + 1][0] != entry[0]
         ]

@@ -17,7 +17,7 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 class OpenVino:
-    """A converted model; weights stay in bfloat16, or are compressed by nncf with its own choices."""
+    """A converted model; weights stay in bfloat16, or are compressed by nncf with its own defaults."""
 
     def prepare(self, folder: str, precision: str) -> None:
         """See `Peer`."""
@@ -86,12 +86,12 @@ class OpenVino:
 
     @staticmethod
     def _folder(folder: str, precision: str) -> Path:
-        # One model for both: the precision of the arithmetic is chosen when it is compiled.
+        # Both unquantized precisions share one model: the arithmetic precision is chosen on compilation.
         return Path(folder) / f"openvino-{'plain' if precision in ('float32', 'bfloat16') else precision}"
 
 
 def _group(config: dict[str, Any]) -> int:
-    """Inputs per scale: nncf's 128 where that divides the rows of every matrix, else less."""
+    """Return the group size: nncf's 128 if that divides the row length of every matrix, else 64 or 32."""
     widths = [
         config.get("hidden_size") or config["n_embd"],
         config.get("intermediate_size") or 4 * config["n_embd"],
@@ -100,7 +100,7 @@ def _group(config: dict[str, Any]) -> int:
 
 
 def _answer_last_token_only(model: ov.Model) -> None:
-    """Cut the vocabulary projection to the last token, as OpenVINO's own pipelines do before they compile."""
+    """Limit the vocabulary projection to the last token, as OpenVINO's own pipelines do before compiling."""
     node = model.output(0).get_node().input_value(0).get_node()
     while node.get_type_name() != "MatMul":
         node = node.input_value(0).get_node()
@@ -111,7 +111,7 @@ def _answer_last_token_only(model: ov.Model) -> None:
 
 
 def _read_bytes(model: ov.Model) -> int:
-    """Of all weights, without those that a Gather looks up and nothing multiplies."""
+    """Return the bytes of all weights, without those that are only looked up by a Gather."""
     size = 0
     for node in model.get_ops():
         if (

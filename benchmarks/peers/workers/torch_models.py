@@ -1,7 +1,7 @@
-"""transformers' own code, as it is or compiled, and the engine: all in the engine's environment.
+"""transformers' own code, eager or compiled, and the engine, all in the engine's environment.
 
 `how` is "eager", "compile" (a static cache and torch.compile, as transformers sets them up) or "engine", with
-the keywords of `slipstream.init_inference` in `keywords`.
+the keyword arguments of `slipstream.init_inference` in `keywords`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from benchmarks.peers.worker import Timed, serve
 
 _LONGEST = 192
-"""Tokens that the static cache is made for: one size for all calls, or each would be compiled anew."""
+"""Size of the static cache in tokens: one size for all calls, because each size is compiled separately."""
 
 
 class _Streamer:
-    """Notes the steps of a `generate`; the first thing that it gets is the prompt."""
+    """Records the steps of a `generate`; the first value that it receives is the prompt."""
 
     def __init__(self) -> None:
         self.timed = Timed()
@@ -34,11 +34,11 @@ class _Streamer:
         self.started = True
 
     def end(self) -> None:
-        """Nothing is left to note."""
+        """Do nothing: every step has been recorded."""
 
 
 class TorchModel:
-    """A transformers model, or an engine around it."""
+    """A transformers model, or an engine built from it."""
 
     def load(
         self, folder: str, precision: str, threads: int, *, how: str, keywords: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class TorchModel:
         """See `Peer`."""
         tokens = torch.tensor(ids)
         streamer = _Streamer()
-        # A copy: transformers writes into the options that it was handed.
+        # A copy, because transformers modifies the options that it receives.
         options = copy.copy(self.options)
         mask = torch.ones_like(tokens)
         with torch.inference_mode():
@@ -89,7 +89,7 @@ class TorchModel:
         return forward
 
     def _spared_bytes(self, batch: int) -> int:
-        """What a step of an engine has not read of the vocabulary projection."""
+        """Return the bytes of the vocabulary projection that a step of an engine has skipped."""
         runner = getattr(getattr(self.model, "_built", None), "runner", None)
         screens = getattr(getattr(runner, "whole", None), "screens", None)
         if screens is None or batch > 1:
@@ -117,7 +117,7 @@ class TorchModel:
 
 
 def _read_bytes(model: nn.Module) -> int:
-    """Of what a step reads whole: everything but the tables that are only looked up."""
+    """Return the bytes of weights that a step reads entirely: all but tables that are only looked up."""
     multiplied = {
         p.data_ptr() for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(False)
     }
