@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 
-from tests.helpers.models import Pair, inject, pair, prompt, roads
+import slipstream
+from tests.helpers.models import Pair, close, inject, pair, prompt, roads
 
 DRAWN = {"do_sample": True, "repetition_penalty": 1.3}
 
@@ -146,3 +148,38 @@ def test_a_number_of_tokens_with_a_fraction_is_taken_as_transformers_takes_it(
     whole = all(number.is_integer() for number in limit.values())
     got = agree(llama, "engine" if whole else "compatible", input_ids=prompt(2), pad_token_id=0, **limit)
     assert got.shape[1] == 12
+
+
+class _Summing(nn.Module):
+    """Keeps its state in a container of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+
+    def forward(self, ids: Tensor, state: Any) -> Tensor:
+        hidden = self.table(ids).sum(1)
+        entries = state[0] if isinstance(state, tuple) else state
+        if isinstance(entries, dict):
+            hidden = entries["sum"] = hidden + entries.get("sum", 0)
+        else:
+            entries.append(hidden)
+            hidden = torch.stack(list(entries)).sum(0)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("make", [dict, list, lambda: ([],)], ids=["dictionary", "list", "list in a tuple"])
+def test_a_container_that_a_model_writes_into_is_the_callers(make: Callable[[], Any]) -> None:
+    model = _Summing().eval()
+    engine = slipstream.init_inference(copy.deepcopy(model), dtype=torch.float32)
+    ids, own, other = torch.arange(12).reshape(2, 6), make(), make()
+    with torch.no_grad():
+        for part in ids.split(2, dim=1):
+            close(model(part, own), engine(part, other))
+    assert len(other) == len(own) and len(other) > 0
+
+
+def test_a_shallow_copy_runs_the_same_model(llama: Pair) -> None:
+    twin = copy.copy(llama.engine)
+    assert twin.module is llama.engine.module and type(twin) is type(llama.engine)
+    close(llama.engine(prompt()).logits, twin(prompt()).logits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.bert.modeling_bert import BertEmbeddings
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 import slipstream
 from slipstream.model.frame.authors import own_code
@@ -58,6 +60,51 @@ CLASSES: dict[str, tuple[str, type[nn.Module]]] = {
     "the embedding": ("model.embed_tokens", Table),
     "the last norm": ("model.norm", Norm),
 }
+
+
+class LongScaling(LlamaAttention):
+    """Scales attention by the logarithm of the length, beyond what it was trained on."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        length, scaling = hidden_states.shape[1], self.scaling
+        if length > 128:
+            self.scaling = 1.5 * scaling * math.log(length, 128)
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            self.scaling = scaling
+
+
+@pytest.mark.parametrize("check", ["error", "fallback"])
+def test_layers_of_custom_code_are_checked_on_a_long_prompt(check: str) -> None:
+    model = make("llama", max_position_embeddings=256)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LongScaling
+    if check == "error":
+        with pytest.raises(slipstream.InjectionError, match="is off by"):
+            inject(model, injection_check=check)
+        return
+    original, engine = copy.deepcopy(model), inject(model, injection_check=check)
+    ids = prompt(length=200)
+    close(original(ids).logits, engine(ids).logits)
+
+
+def test_a_long_prompt_is_run_for_custom_code_alone() -> None:
+    lengths = {}
+    for name in ("known", "custom"):
+        model, seen = make("llama", max_position_embeddings=256), list[int]()
+        if name == "custom":
+            model.model.layers[1].mlp.__class__ = type(
+                "Own", (LlamaMLP,), {"forward": lambda s, x: LlamaMLP.forward(s, x)}
+            )
+        handle = model.model.register_forward_pre_hook(
+            lambda module, args, kwargs, seen=seen: seen.append(kwargs["input_ids"].shape[1]),
+            with_kwargs=True,
+        )
+        inject(model)
+        handle.remove()
+        lengths[name] = max(seen)
+    assert lengths["known"] < 16 < lengths["custom"]
 
 
 def ids_of() -> Tensor:

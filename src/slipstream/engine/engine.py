@@ -48,7 +48,7 @@ from slipstream.model.frame.text_encoder import answers_at_once, at_once
 from slipstream.model.fused.no_compile import as_it_is
 from slipstream.model.fused.state import is_injected
 from slipstream.model.report import Report
-from slipstream.model.values import wants_operations
+from slipstream.model.values import moved_to, wants_operations
 from slipstream.model.weights.adapters import Adapters
 from slipstream.model.weights.memory import held_memory
 from slipstream.parallel import Axis
@@ -137,6 +137,12 @@ class InferenceEngine(Weights):
     def _get_name(self) -> str:
         """Return the name that `print` shows; `type(self).__name__` is the model's class name."""
         return InferenceEngine.__name__
+
+    def __copy__(self) -> InferenceEngine:
+        """Return another engine on the same model."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InferenceEngine:
         """Return an independent engine with its own copy of the weights."""
@@ -242,7 +248,7 @@ class InferenceEngine(Weights):
 
     def _here(self, value: Any) -> Any:
         """Return nested tuples, lists and dictionaries with their tensors moved to the engine's device."""
-        return _moved(value, self._place())
+        return moved_to(value, self._place())
 
     def _place(self) -> torch.device:
         """Return the model's current device: it may have been kept on the host, or moved by the caller."""
@@ -357,17 +363,6 @@ def _without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _moved(value: Any, place: torch.device) -> Any:
-    """Return nested tuples, lists and dictionaries with their tensors moved to a device."""
-    if isinstance(value, Tensor):
-        return value.to(place)
-    if type(value) in (tuple, list):
-        return type(value)(_moved(v, place) for v in value)
-    if type(value) is dict:
-        return {key: _moved(v, place) for key, v in value.items()}
-    return value
 
 
 @functools.cache

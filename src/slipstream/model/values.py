@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from slipstream.devices.record import Recorder
 
-__all__ = ["is_plain", "tensors_in", "unseen", "wants_derivatives", "wants_operations"]
+__all__ = ["is_plain", "moved_to", "tensors_in", "unseen", "wants_derivatives", "wants_operations"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -74,3 +75,20 @@ def is_plain(module: nn.Module, x: Any) -> bool:
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         return False
     return not torch.is_autocast_enabled(x.device.type)
+
+
+def moved_to(value: Any, place: torch.device) -> Any:
+    """Return nested tuples, lists and dictionaries with their tensors moved to a device.
+
+    Containers in which nothing has to move are returned themselves: a model may write into the caller's.
+    """
+    if isinstance(value, Tensor):
+        return value.to(place)
+    kind = type(value)
+    if kind in (tuple, list):
+        moved = [moved_to(v, place) for v in value]
+        return value if all(map(operator.is_, moved, value)) else kind(moved)
+    if kind is dict:
+        changed = {key: moved_to(v, place) for key, v in value.items()}
+        return value if all(map(operator.is_, changed.values(), value.values())) else changed
+    return value

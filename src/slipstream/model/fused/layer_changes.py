@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import inspect
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -45,7 +47,10 @@ _IDLE = frozenset(
         "vocab_size",
     }
 )
-"""Numeric attributes that do not affect a forward, or whose change is detected in another way."""
+"""Attributes that do not affect a forward, or whose change is detected in another way."""
+
+_PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType)
+_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 _OWN = operator.attrgetter("__dict__")
 _PARAMETERS = operator.attrgetter("_parameters")
@@ -76,12 +81,12 @@ class PartState:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numeric attributes that modules compute with, such as a scale, a number of experts or a norm's epsilon.
+    """Attributes that modules compute with, such as a scale, a norm's epsilon, a mode or a function.
 
     Attributes:
         modules: The module of each attribute.
         names: Name of each attribute.
-        values: Value of each attribute.
+        values: Value of each attribute; containers are copies.
     """
 
     modules: tuple[nn.Module, ...] = ()
@@ -171,14 +176,27 @@ def absent_of(modules: Iterable[nn.Module]) -> Absent:
 
 
 def numbers_of(modules: Iterable[nn.Module]) -> Numbers:
-    """Record the current numeric attributes of modules."""
+    """Record the attributes of modules that are numbers, strings, functions, or containers of those."""
     found = list[tuple[nn.Module, str, Any]]()
     for module in modules:
         kind: Any = type(module)
         idle, kinds = _IDLE | _written(kind), _kinds(module)
-        numbers = ((name, value) for name, value in vars(module).items() if type(value) in kinds)
-        found += [(module, name, value) for name, value in numbers if name not in idle and "drop" not in name]
+        for name, value in vars(module).items():
+            if name in idle or "drop" in name:
+                continue
+            if type(value) in kinds:
+                found.append((module, name, value))
+            elif bool in kinds and _is_plain_container(name, value):
+                found.append((module, name, copy.copy(value)))  # it may be changed in place
     return Numbers(*zip(*found, strict=True)) if found else Numbers()
+
+
+def _is_plain_container(name: str, value: Any) -> bool:
+    """Whether an attribute is a list, a dictionary or the like of numbers, strings and functions alone."""
+    if type(value) not in (dict, list, set, tuple) or name in _TORCHS_OWN:
+        return False
+    items = value.values() if type(value) is dict else value
+    return all(type(item) in _PLAIN for item in items)
 
 
 @functools.cache
@@ -194,7 +212,7 @@ def _written(kind: type[nn.Module]) -> frozenset[str]:
 def _kinds(module: nn.Module) -> tuple[type, ...]:
     """Return the types of attributes to track: in torch's modules only floats, in dropout modules none."""
     if not type(module).__module__.startswith("torch.nn."):
-        return (bool, int, float)
+        return _PLAIN
     return () if isinstance(module, nn.modules.dropout._DropoutNd) else (float,)
 
 

@@ -172,7 +172,7 @@ def _begin(
 
 
 def _compiled_caller() -> FrameType | None:
-    """The frame that called `_enter` from compiled code: the first outside of the compiler and this folder."""
+    """Return the frame that called `_enter` from compiled code: the first outside torch and this folder."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "slipstream.model.fused")):

@@ -26,6 +26,7 @@ from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
 from slipstream.model.fused.layer_changes import Parts, is_intact, parts_of
 from slipstream.model.selfcheck.proof import Heard, Proven, disagreement, is_as_near
+from slipstream.model.selfcheck.untouched import forward_and_writes
 from slipstream.model.subclass import trial_copy
 from slipstream.model.weights.packed import is_packed
 from slipstream.ops import Ops
@@ -202,13 +203,15 @@ def prove_gated(
     exact = module if like.dtype == torch.float32 else trial_copy(module).float()
     rows, orders = _rows_for(exact, like), list(_orders(_linears(module) or {}))
     rows = rows.view(*(1,) * (1 if heard is None else heard[0].dim() - 2), *rows.shape)
-    answer = exact.forward(rows)
+    answer, written = forward_and_writes(exact, rows)
     if not isinstance(answer, Tensor):
         return ""
+    if written:
+        return f"its forward sets {written[0]}, which the op would not"
     if not float(answer.std()) > 1e-6:
         return "its weights are such that its formula does not show"
     formula = _formula_of(exact, rows, answer, orders)
-    if formula is None:
+    if formula is None or not _is_of_any_size(exact, formula, rows):
         return "no gated feed-forward answers as it does"
     own = module
     if like.dtype != settings.dtype or like.device != settings.device:
@@ -263,6 +266,19 @@ def _formula_of(
             ):
                 return formula
     return None
+
+
+def _is_of_any_size(exact: nn.Module, formula: _Formula, rows: Tensor) -> bool:
+    """Whether a formula also holds for large rows: a module may clamp the activation's input or output."""
+    for factor in (30, 1000):
+        expected, got = (
+            exact.forward(factor * rows),
+            formula.of(formula.linears(exact), factor * rows, _plain),
+        )
+        allowed = 1e-4 * float(expected.square().mean().sqrt())
+        if not torch.allclose(got, expected, rtol=1e-4, atol=allowed, equal_nan=True):
+            return False
+    return True
 
 
 def _plain(linear: nn.Module, x: Tensor) -> Tensor:

@@ -22,14 +22,16 @@ from torch import Tensor, nn
 
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
+from slipstream.model.fused.layer_changes import Numbers, numbers_of
 from slipstream.model.selfcheck.proof import Heard, Proven, disagreement, is_as_near
+from slipstream.model.selfcheck.untouched import forward_and_writes
 from slipstream.model.subclass import trial_copy
 from slipstream.ops import norm
 from slipstream.ops.activation import ACTIVATIONS
 from slipstream.ops.bind import Bound
 from slipstream.spec import Norm
 
-__all__ = ["is_native_norm", "may_be_norm", "prove_norm"]
+__all__ = ["Normed", "is_native_norm", "may_be_norm", "prove_norm"]
 
 _NATIVE = (nn.LayerNorm.forward, nn.RMSNorm.forward)
 _SCALES = (1e-3, 1.0, 30.0)
@@ -60,13 +62,26 @@ class _Formula:
 
 
 @dataclass(frozen=True)
-class _Normed:
+class Normed:
     """Runs a swapped norm on the module's current parameters."""
 
     run: Callable[..., Tensor]
     formula: _Formula
+    forward: Callable[..., Tensor]
+    numbers: Numbers = Numbers()
 
     def __call__(self, module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return the module's output; `gate` has the shape of `x`, `(..., C)`."""
+        if not self.numbers.hold():
+            return self.forward(module, x) if gate is None else self.forward(module, x, gate)
+        return self.answer(module, x, gate)
+
+    def settled(self, module: nn.Module) -> Normed:
+        """Return the same for a module as it is now: its own code runs once an attribute has changed."""
+        return replace(self, numbers=numbers_of([module]))
+
+    def answer(self, module: nn.Module, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return the norm of `x` `(..., C)` with the module's parameters as they are now."""
         formula, own = self.formula, module._parameters  # attribute access would cost a tenth of the norm
         weight = None if formula.weight is None else own[formula.weight]
         bias = None if formula.bias is None else own[formula.bias]
@@ -127,11 +142,13 @@ def prove_norm(
     given: list[Tensor] = [rows.to(next(exact.parameters()).device)]
     if (_tensors_taken(module) or (1, 1))[0] == 2 or (heard is not None and len(heard) == 2):
         given.append(2 * _random(rows.shape, generator).to(given[0]))
-    answer = exact.forward(*given)  # not `exact(...)`, which would run the module's hooks
+    answer, written = forward_and_writes(exact, *given)
+    if written:
+        return f"its forward sets {written[0]}, which the op would not"
     formula = _formula_of(exact, given, answer)
     if formula is None:
         return "no formula of a norm answers as it does"
-    run, wide = _Normed(bound.run, formula), copy.deepcopy(exact)
+    run, wide = Normed(bound.run, formula, type(module).forward), copy.deepcopy(exact)
     convert(exact, settings.dtype, keep=settings.keep, prefix=name)
     exact.to(settings.device)
     calls = [tuple(given)] if heard is None else [tuple(given), heard]
@@ -149,7 +166,7 @@ def _random(shape: Any, generator: torch.Generator) -> Tensor:
 
 
 def _error(
-    own: nn.Module, wide: nn.Module, run: _Normed, call: tuple[Any, ...], settings: Settings
+    own: nn.Module, wide: nn.Module, run: Normed, call: tuple[Any, ...], settings: Settings
 ) -> float | None:
     """The op's error for one call in the engine's dtype; None where rounding does not explain it."""
     args = [t.to(settings.device, settings.dtype) for t in call if isinstance(t, Tensor)]
@@ -169,10 +186,21 @@ def _error(
 def _formula_of(exact: nn.Module, given: list[Tensor], answer: Tensor) -> _Formula | None:
     """The formula whose output equals that of a module in float32, or None."""
     for formula in _formulas(exact, given):
-        got = _Normed(norm.norm, formula)(exact, *given)
-        if disagreement(answer, got) is not None:
-            return formula
+        run = Normed(norm.norm, formula, type(exact).forward)
+        if disagreement(answer, run(exact, *given)) is not None:
+            return formula if _is_of_any_size(exact, run, given) else None
     return None
+
+
+def _is_of_any_size(exact: nn.Module, run: Normed, given: list[Tensor]) -> bool:
+    """Whether a formula also holds for large rows, and for one massive value in each: a module may clamp."""
+    x, *gate = given
+    massive = x.clone()
+    massive[..., 0] = 1e3
+    return all(
+        disagreement(exact.forward(rows, *gate), run(exact, rows, *gate)) is not None
+        for rows in (1e3 * x, massive)
+    )
 
 
 def _formulas(exact: nn.Module, given: list[Tensor]) -> Iterator[_Formula]:

@@ -33,7 +33,7 @@ from slipstream.model.layers import Found
 from slipstream.model.parts.attention_calls import Attends, is_attending, let_attend
 from slipstream.model.parts.find_attention import calls_of, find_attention
 from slipstream.model.parts.gated_feed_forwards import Gated, may_be_gated, prove_gated
-from slipstream.model.parts.norms import is_native_norm, may_be_norm, prove_norm
+from slipstream.model.parts.norms import Normed, is_native_norm, may_be_norm, prove_norm
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.model.selfcheck.proof import Heard, Proven, disagreement
 from slipstream.model.selfcheck.recorded_calls import heard_by
@@ -184,13 +184,14 @@ def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
                     let_attend(module, replace(proven.run, proved=set(proven.run.proved)))
             elif not is_swapped(module) and not is_packed(module):
                 run = proven.run
-                swap(module, run.settled(module) if isinstance(run, Gated) else run, takes=proven.takes)
+                run = run.settled(module) if isinstance(run, Gated | Normed) else run
+                swap(module, run, takes=proven.takes)
 
 
 def swap(module: nn.Module, run: Callable[..., Tensor], *, takes: int = 1) -> None:
     """Replace a module's forward by `run`, for calls with exactly `takes` tensors."""
     module.__dict__[_STATE] = run
-    module.__class__ = _swapped_class(type(module), takes)  # type: ignore[arg-type]
+    module.__class__ = _swapped_class(type(module), type(module).forward, takes)
 
 
 def is_swapped(module: nn.Module) -> bool:
@@ -199,11 +200,18 @@ def is_swapped(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _swapped_class(original: type[nn.Module], takes: int) -> type[nn.Module]:
-    """Make a subclass of a module's class whose forward runs the op; it keeps the original's name."""
+def _swapped_class(original: Any, known: Callable[..., Any], takes: int) -> Any:
+    """Make a subclass of a module's class whose forward runs the op; it keeps the original's name.
+
+    Args:
+        original: The class.
+        known: Its forward; once another one has taken its place, that runs.
+        takes: Number of tensors in the calls that run the op.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.training or kwargs or len(args) != takes or not all(is_plain(self, x) for x in args):
+        own = self.training or kwargs or len(args) != takes or original.forward is not known
+        if own or not all(is_plain(self, x) for x in args):
             return original.forward(self, *args, **kwargs)
         return self.__dict__[_STATE](self, *args)
 

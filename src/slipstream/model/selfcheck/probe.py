@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.model.frame.authors import own_code
 from slipstream.model.layers import Found
 from slipstream.model.selfcheck.inputs import beside_tokens, sample_inputs, vocabulary
 
@@ -23,6 +24,14 @@ BATCH, LENGTH, PADDING = 2, 8, 3
 """Rows and tokens of a prompt, and the number of padding tokens at the left of its first row."""
 
 _UNPADDED, _STATES = 6, 5
+
+_LONG = 1024
+"""Tokens of the prompt for layers with custom code, which may compute something else for longer prompts."""
+
+_OF_ANY_LENGTH = {
+    *("input_ids", "attention_mask", "past_key_values"),
+    *("encoder_hidden_states", "encoder_attention_mask"),
+}
 
 _LISTENS = re.compile("cross_?att|encdec|encoder_(decoder_)?att", re.IGNORECASE)
 
@@ -37,15 +46,39 @@ def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
 
     Returns:
         A padded prompt; one more token, if the model has a cache; a prompt without padding, for which
-        transformers often makes no mask at all; then the padded prompt with each input of `beside_tokens`.
-        For a model that takes no tokens, the inputs of `sample_inputs`.
+        transformers often makes no mask at all; then the padded prompt with each input of `beside_tokens`;
+        and a long prompt, if a layer has custom code. For a model that takes no tokens, the inputs of
+        `sample_inputs`.
     """
     tokens = vocabulary(root)
     if tokens is None:
         return [dict(inputs) for inputs in sample_inputs(root)]
     runs = _runs_on_tokens(root, layers, tokens)
     prompt = {name: value for name, value in runs[0].items() if name != "past_key_values"}
-    return [*runs, *({**prompt, **extra} for extra in beside_tokens(root, prompt["attention_mask"]))]
+    beside = [{**prompt, **extra} for extra in beside_tokens(root, prompt["attention_mask"])]
+    return [*runs, *beside, *_long_run(root, layers, runs[-1], tokens)]
+
+
+def _long_run(
+    root: nn.Module, layers: Sequence[Found], run: Mapping[str, Any], tokens: int
+) -> list[dict[str, Any]]:
+    """Return a run like `run`, which has no padding, on as many tokens as the model takes, up to `_LONG`.
+
+    Returns:
+        Empty if all layers are known code, or if other inputs depend on the number of tokens.
+    """
+    most = getattr(getattr(root, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int) or most <= 2 * PADDING or not run.keys() <= _OF_ANY_LENGTH:
+        return []
+    if all(own_code(found.layer, ()) is None for found in layers):
+        return []
+    length = min(_LONG, most - PADDING)  # RoBERTa's positions start behind that of padding
+    generator, short = torch.Generator().manual_seed(1), run["input_ids"]
+    ids = torch.randint(0, tokens, (len(short), length), generator=generator).to(short.device)
+    long = {**run, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if run.get("past_key_values") is not None:
+        long["past_key_values"] = _cache(root, crosses="encoder_hidden_states" in run)
+    return [long]
 
 
 def _runs_on_tokens(root: nn.Module, layers: Sequence[Found], tokens: int) -> list[dict[str, Any]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["left_as_it_was"]
+__all__ = ["forward_and_writes", "left_as_it_was"]
 
 
 @contextmanager
@@ -39,6 +40,24 @@ def left_as_it_was(root: nn.Module) -> Iterator[None]:
         for now, then in hooks:
             now.clear()
             now.update(then)
+
+
+def forward_and_writes(module: nn.Module, *args: Tensor) -> tuple[Any, list[str]]:
+    """Run a module's forward, without hooks, and undo what it changes.
+
+    Returns:
+        The output, and the names of the attributes that the forward set in the module or those inside it.
+    """
+    before = [(path, part, dict(vars(part))) for path, part in module.named_modules()]
+    with left_as_it_was(module):
+        output = module.forward(*args)
+        written = [
+            f"{path}.{name}" if path else name
+            for path, part, own in before
+            for name, value in vars(part).items()
+            if name not in own or own[name] is not value
+        ]
+    return output, written
 
 
 def _versions(root: nn.Module) -> list[tuple[int, int]]:

@@ -5,7 +5,8 @@ that unpack. The forward of a linear runs the bound op on the planes; that of an
 that it looks up. The parameter itself stays registered under its name, without values, so that names and
 shapes hold; a state dict contains the unpacked matrices.
 
-Reading `module.weight` returns a new dense tensor, which refuses writes, since they would not reach the planes.
+Reading `module.weight` returns a new dense tensor, which refuses writes (`unpacked.py`): they would not reach
+the planes.
 
 Shapes: I input width, O output width, C hidden.
 """
@@ -26,6 +27,7 @@ from slipstream.model.fused.links import PACKED
 from slipstream.model.fused.no_compile import as_it_is, prepare
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.model.subclass import deep_twin, namesake
+from slipstream.model.weights.unpacked import Unpacked, UnpackedParameter, resize_refusal
 from slipstream.ops.linear import Weight, among_all
 
 __all__ = [
@@ -290,66 +292,11 @@ def _dense(module: nn.Module, name: str) -> Tensor:
     return dense.mT if name in state.transposed else dense
 
 
-class _Unpacked(Tensor):
-    """The unpacked values of a packed matrix, which refuse in-place writes."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse functions that write into the tensor; run all others on plain tensors."""
-        name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and name != "requires_grad_" and args and isinstance(args[0], _Unpacked):
-            raise _refusal()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @property
-    def data(self) -> Tensor:
-        """The tensor itself, so that writes through `data` are refused as well."""
-        return self
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise _refusal()
-
-
-class _UnpackedParameter(_Unpacked, nn.Parameter):
-    """The same for an embedding: a parameter, since transformers ties other modules to it.
-
-    Resizing an embedding sets its `data`.
-    """
-
-    @property
-    def data(self) -> Tensor:
-        """The same tensor, which refuses writes as well."""
-        return self
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise _refusal() if value.shape == self.shape else _resize_refusal(len(self), len(value))
-
-
-def _refusal() -> UnsupportedError:
-    return UnsupportedError(
-        "these are values of packed weights, unpacked to be read: writing to them changes nothing; change "
-        "weights by engine.refresh_weights, or before init_inference"
-    )
-
-
-def _resize_refusal(rows: int, wanted: int) -> UnsupportedError:
-    return UnsupportedError(
-        f"an embedding that holds {rows} packed rows cannot have {wanted}; resize the model before "
-        "init_inference, or leave quant.embedding out"
-    )
-
-
 def _dense_to_read(module: nn.Module, name: str) -> Tensor:
     """Getter of a packed attribute: return the dense values as a tensor that refuses writes."""
     dense = _dense(module, name)
     own = isinstance(dense, nn.Parameter) or vars(module).get(_OPEN) is not None
-    return dense if own or torch.compiler.is_compiling() else dense.as_subclass(_Unpacked)
+    return dense if own or torch.compiler.is_compiling() else dense.as_subclass(Unpacked)
 
 
 def _dense_parameter(module: nn.Module, name: str) -> Tensor:
@@ -357,7 +304,7 @@ def _dense_parameter(module: nn.Module, name: str) -> Tensor:
     dense = _dense(module, name)
     if isinstance(dense, nn.Parameter):
         return dense
-    kind = nn.Parameter if torch.compiler.is_compiling() else _UnpackedParameter
+    kind = nn.Parameter if torch.compiler.is_compiling() else UnpackedParameter
     return kind(dense, requires_grad=False)
 
 
@@ -368,7 +315,7 @@ def _refuse_resize(module: nn.Module, rows: int) -> None:
         UnsupportedError: The number differs from that of the packed rows.
     """
     if _held(module, "weight") is None and rows != vars(module)["num_embeddings"]:
-        raise _resize_refusal(vars(module)["num_embeddings"], rows)
+        raise resize_refusal(vars(module)["num_embeddings"], rows)
     vars(module)["num_embeddings"] = rows
 
 

@@ -1,0 +1,69 @@
+"""Dense copies of packed weights, which refuse writes: they would not reach the planes that the ops read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import UnsupportedError
+
+__all__ = ["Unpacked", "UnpackedParameter", "resize_refusal"]
+
+
+class Unpacked(Tensor):
+    """The unpacked values of a packed matrix, which refuse in-place writes."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse functions that write into the tensor; run all others on plain tensors."""
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and name != "requires_grad_" and args and isinstance(args[0], Unpacked):
+            raise _refusal()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor itself, so that writes through `data` are refused as well."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise _refusal()
+
+
+class UnpackedParameter(Unpacked, nn.Parameter):
+    """The same for an embedding: a parameter, since transformers ties other modules to it.
+
+    Resizing an embedding sets its `data`.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """The same tensor, which refuses writes as well."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise _refusal() if value.shape == self.shape else resize_refusal(len(self), len(value))
+
+
+def _refusal() -> UnsupportedError:
+    return UnsupportedError(
+        "these are values of packed weights, unpacked to be read: writing to them changes nothing; change "
+        "weights by engine.refresh_weights, or before init_inference"
+    )
+
+
+def resize_refusal(rows: int, wanted: int) -> UnsupportedError:
+    """Return the error for an embedding of `rows` packed rows that is resized to `wanted`."""
+    return UnsupportedError(
+        f"an embedding that holds {rows} packed rows cannot have {wanted}; resize the model before "
+        "init_inference, or leave quant.embedding out"
+    )
