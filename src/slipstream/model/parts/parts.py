@@ -191,7 +191,8 @@ def fuse_parts(layers: Sequence[Found], parts: Mapping[str, Part]) -> None:
 def swap(module: nn.Module, run: Callable[..., Tensor], *, takes: int = 1) -> None:
     """Replace a module's forward by `run`, for calls with exactly `takes` tensors."""
     module.__dict__[_STATE] = run
-    module.__class__ = _swapped_class(type(module), type(module).forward, takes)
+    kind: Any = type(module)
+    module.__class__ = _swapped_class(kind, kind.forward, takes)
 
 
 def is_swapped(module: nn.Module) -> bool:
