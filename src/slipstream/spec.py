@@ -249,7 +249,7 @@ class FrameSpec:
         pos_offset: Added to a position before the lookup.
         pos_padding: Tokens with this id look up the row of that index, whatever their position (M2M100).
         pos_after_norm: Position embeddings are added after `embed_norm`, not before it.
-        hears_padding: The decoder cross-attends to all encoder states and ignores the mask (Whisper).
+        attends_padding: The decoder cross-attends to all encoder states and ignores the mask (Whisper).
         project_in: Linear from the embedding's width to the hidden one.
         project_out: Linear from the hidden width to the head's.
         rotary: The rotary module.
@@ -273,7 +273,7 @@ class FrameSpec:
     pos_offset: int = 0
     pos_padding: int | None = None
     pos_after_norm: bool = False
-    hears_padding: bool = False
+    attends_padding: bool = False
     project_in: str | None = None
     project_out: str | None = None
     rotary: str | None = None

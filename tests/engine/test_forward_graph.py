@@ -65,7 +65,7 @@ def test_hooks_hear_what_they_would_hear(bert: Pair) -> None:
     handle = bert.engine.module.get_submodule("cls").register_forward_hook(lambda *_: heard.append(1))
     bert.engine(ids)
     assert heard == [1]
-    assert "listens to the model by hooks" in str(bert.engine.report())
+    assert "hooks are registered on the model" in str(bert.engine.report())
     handle.remove()
 
 

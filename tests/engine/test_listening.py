@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from slipstream.engine.generation.encoder_decoder import Listening
+from slipstream.engine.generation.encoder_decoder import CrossAttendingStack
 from slipstream.families import FAMILIES
 from slipstream.kernels.cpu.model import NativeSession
 from slipstream.ops.step import Step
@@ -52,9 +52,9 @@ def pair(family: str) -> Pair:
 def steps() -> Iterator[list[int]]:
     """Counts the steps of the road within the context: their packed tokens, or of whole ones their rows."""
     taken: list[int] = []
-    run, tokens, logits = Listening.__call__, NativeSession._tokens, NativeSession.logits
+    run, tokens, logits = CrossAttendingStack.__call__, NativeSession._tokens, NativeSession.logits
 
-    def counted(self: Listening, blocks: Any, x: Tensor, *rest: Any) -> Tensor:
+    def counted(self: CrossAttendingStack, blocks: Any, x: Tensor, *rest: Any) -> Tensor:
         taken.append(x.shape[0])
         return run(self, blocks, x, *rest)
 
@@ -71,7 +71,7 @@ def steps() -> Iterator[list[int]]:
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Listening, "__call__", counted)
+        patch.setattr(CrossAttendingStack, "__call__", counted)
         patch.setattr(NativeSession, "_tokens", chosen)
         patch.setattr(NativeSession, "logits", scored)
         yield taken

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.generation.batch import Batch
-from slipstream.engine.generation.encoder_decoder import listen
+from slipstream.engine.generation.encoder_decoder import with_encoder
 from slipstream.engine.generation.runner import Runner
 from slipstream.errors import DeviceError
 from slipstream.families import FAMILIES
 from slipstream.kernels.cpu import library as native
-from slipstream.kernels.cpu.encoder_decoder import NativeListener, bind_listener
+from slipstream.kernels.cpu.encoder_decoder import NativeEncoderDecoder, bind_encoder_decoder
 from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.model.frame.frame import run_stack
-from slipstream.ops.encoder_states import Heard
+from slipstream.ops.encoder_states import EncoderStates
 from tests.families.sweep import peaked_model
 from tests.helpers.models import inject
 
@@ -65,11 +65,11 @@ def test_steps_are_what_their_parts_are_one_by_one(kind: str, isa: str, dtype: t
     original = peaked_model(FAMILIES[kind].tiny[0])
     engine, exact = inject(original, dtype=dtype), inject(original)
     runner = copy.copy(engine._built.runner)
-    assert isinstance(runner.whole, NativeListener)
+    assert isinstance(runner.whole, NativeEncoderDecoder)
     stack = type(runner.whole.stack)(runner.blocks, library, run_stack)
     runner.whole = replace(runner.whole, stack=stack)
     encoded, mask = said(engine)
-    heard = listen(runner, encoded, mask, LONGEST)
+    heard = with_encoder(runner, encoded, mask, LONGEST)
     assert heard.whole is not None
     parts = copy.copy(heard)
     parts.whole = None
@@ -78,7 +78,7 @@ def test_steps_are_what_their_parts_are_one_by_one(kind: str, isa: str, dtype: t
         expected = torch.stack(logits(parts))
         assert float((expected - whole).abs().max() / expected.abs().max()) <= TOLERANCE
         return
-    alone = listen(exact._built.runner, *said(exact), LONGEST)
+    alone = with_encoder(exact._built.runner, *said(exact), LONGEST)
     alone.whole = None
     truth = torch.stack(logits(alone))
     ours, theirs = (float((truth - some).square().sum()) for some in (whole, torch.stack(logits(parts))))
@@ -91,7 +91,7 @@ def test_what_hides_states_in_between_runs_by_parts() -> None:
     for hidden, is_whole in (((0, 3), False), ((2, 0), False), ((1, 10), True)):
         gaps = mask.clone()
         gaps[hidden] = 0
-        assert (listen(engine._built.runner, encoded, gaps, LONGEST).whole is not None) == is_whole
+        assert (with_encoder(engine._built.runner, encoded, gaps, LONGEST).whole is not None) == is_whole
 
 
 @pytest.mark.parametrize("what", ["states that are not there", "no states", "a table that is too short"])
@@ -99,11 +99,11 @@ def test_what_cannot_be_heard_is_refused(what: str) -> None:
     engine = inject(peaked_model(FAMILIES["t5"].tiny[0]))
     encoded, mask = said(engine)
     runner = engine._built.runner
-    heard = listen(runner, encoded, mask, LONGEST if what != "a table that is too short" else 2)
-    told: Heard = heard.whole.stack._heard
+    heard = with_encoder(runner, encoded, mask, LONGEST if what != "a table that is too short" else 2)
+    told: EncoderStates = heard.whole.stack._states
     if "states" in what:
         seen = torch.tensor([6, 12 if "not" in what else 0, 11], dtype=torch.int32)
-        heard.whole = runner.whole.hear(replace(told, seen=seen))
+        heard.whole = runner.whole.with_encoder_states(replace(told, seen=seen))
     with pytest.raises(DeviceError):
         logits(heard)
 
@@ -112,10 +112,10 @@ def test_a_copied_listener_has_its_own_layers() -> None:
     engine = inject(peaked_model(FAMILIES["bart"].tiny[0]))
     other = copy.deepcopy(engine)
     whole = other._built.runner.whole
-    assert isinstance(whole, NativeListener)
+    assert isinstance(whole, NativeEncoderDecoder)
     assert all(a is b for a, b in zip(whole.stack.blocks, other._built.runner.blocks, strict=True))
     assert whole.begin([], 4) is None
-    assert bind_listener(engine._built.runner.frame, [], run_stack) is None
+    assert bind_encoder_decoder(engine._built.runner.frame, [], run_stack) is None
 
 
 @pytest.mark.parametrize(("kind", "is_whole"), [("bart", True), ("t5", True), ("nllb-moe", False)])

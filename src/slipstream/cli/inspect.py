@@ -11,7 +11,7 @@ import typer
 import slipstream
 from slipstream import WeightError
 from slipstream.cli.options import Precision, Verbose
-from slipstream.cli.terminal import busy, hushed, set_up
+from slipstream.cli.terminal import busy, quietly, set_up
 from slipstream.engine.open import open_model, resolve_place
 from slipstream.errors import one_line
 
@@ -36,7 +36,7 @@ def inspect(
     is not changed.
     """
     set_up(verbose)
-    with busy("finding the model; a GGUF file is converted once"), hushed(verbose):
+    with busy("finding the model; a GGUF file is converted once"), quietly(verbose):
         folder = resolve_place(model)
     with busy("loading the model"):
         loaded = open_model(folder, dtype.dtype if dtype else _own_dtype(folder))

@@ -12,7 +12,7 @@ import typer
 
 import slipstream
 from slipstream.cli.options import Precision, Verbose
-from slipstream.cli.terminal import busy, hushed, note, set_up
+from slipstream.cli.terminal import busy, note, quietly, set_up
 from slipstream.engine.new_folder import free_place
 from slipstream.engine.open import gguf_file, resolve_place
 from slipstream.engine.save import save_packed
@@ -107,11 +107,11 @@ def quantize(
     set_up(verbose)
     destination = free_place(destination)
     file = gguf_file(source)
-    with busy("finding the model"), hushed(verbose):
+    with busy("finding the model"), quietly(verbose):
         place = resolve_place(source) if file is None else str(file)
     with busy("packing"), TemporaryDirectory() as made:
         own = Path(place) if Path(place).is_dir() else None
-        with hushed(verbose or file is None):
+        with quietly(verbose or file is None):
             engine = slipstream.init_inference(
                 place, dtype=packing.dtype.dtype, quant=packing.section(), replace_with_kernel_inject=True
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 import slipstream
 from slipstream import ConfigError, InferenceEngine, TokenLimitError, UnsupportedError, WeightError
 from slipstream.cli.options import Loading, Sampling
-from slipstream.cli.terminal import busy, hushed, set_up
+from slipstream.cli.terminal import busy, quietly, set_up
 from slipstream.engine.open import open_model, resolve_place
 from slipstream.errors import one_line
 from slipstream.weights.packed_folder import is_packed_folder
@@ -109,11 +109,11 @@ class Session:
 def _streamer(tokenizer: Any, show: Callable[[str], None]) -> Any:
     from transformers import TextStreamer
 
-    class Shower(TextStreamer):  # type: ignore[misc, unused-ignore]
+    class Printer(TextStreamer):  # type: ignore[misc, unused-ignore]
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             show(text)
 
-    return Shower(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def open_session(loading: Loading) -> Session:
@@ -133,7 +133,7 @@ def open_engine(loading: Loading) -> tuple[InferenceEngine, str]:
         SlipstreamError: Any subclass.
     """
     set_up(loading.verbose)
-    with busy("finding the model; a GGUF file is converted once"), hushed(loading.verbose):
+    with busy("finding the model; a GGUF file is converted once"), quietly(loading.verbose):
         folder = resolve_place(loading.model)
     if is_packed_folder(Path(folder)):
         return _open_packed(folder, loading), folder

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from slipstream import ConfigError, SlipstreamError
 
-__all__ = ["answer_for_errors", "as_text", "busy", "hushed", "note", "set_up", "stderr", "stdout"]
+__all__ = ["answer_for_errors", "as_text", "busy", "quietly", "note", "set_up", "stderr", "stdout"]
 
 
 def stdout() -> Console:
@@ -55,12 +55,12 @@ def as_text(what: str, given: str | bytes) -> str:
 
 def busy(what: str) -> AbstractContextManager[Any]:
     """Show a spinner while something long runs; nothing if stderr is not a terminal."""
-    # `file` is passed explicitly: otherwise the console would follow `sys.stderr` when `hushed` redirects it.
+    # `file` is passed explicitly: otherwise the console follows `sys.stderr` when `quietly` redirects it.
     console = Console(file=sys.stderr)
     return console.status(what) if console.is_terminal else nullcontext()
 
 
-def hushed(verbose: bool) -> AbstractContextManager[Any]:
+def quietly(verbose: bool) -> AbstractContextManager[Any]:
     """Discard what libraries write to stderr: transformers' progress bar for GGUF files has no switch."""
     return nullcontext() if verbose else redirect_stderr(io.StringIO())
 

@@ -36,7 +36,14 @@ from slipstream.engine.streaming import check_streamed, open_streamer, stack_on_
 from slipstream.engine.summary import left_plain, nothing_packed, nothing_replaced, summary
 from slipstream.errors import UnsupportedError
 from slipstream.formats import FORMATS
-from slipstream.kernels import bind_encoder, bind_listener, bind_model, bind_stack, kernels_for, torch_alone
+from slipstream.kernels import (
+    bind_encoder,
+    bind_encoder_decoder,
+    bind_model,
+    bind_stack,
+    kernels_for,
+    torch_alone,
+)
 from slipstream.model.block.block import Block
 from slipstream.model.convert import convert
 from slipstream.model.diffusion.attention import AttendPlan, plan_attention, swap_attention, with_attention
@@ -309,7 +316,7 @@ def _runner(
         stack = _stack(list(own.values()), device, mesh)
     whole: Whole | None = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
     if whole is None and mesh.is_alone and may_be_whole(frame, own.values()):
-        whole = bind_listener(device, frame, list(own.values()), run_stack)
+        whole = bind_encoder_decoder(device, frame, list(own.values()), run_stack)
     runner = Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
     runner.takes_over = part
     return runner, stack

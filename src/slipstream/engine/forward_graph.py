@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from slipstream.devices import Device
 from slipstream.errors import DeviceError
-from slipstream.model.fused.layer_changes import is_hooked, listens_everywhere
+from slipstream.model.fused.layer_changes import has_global_hooks, is_hooked
 
 __all__ = ["ForwardGraphs"]
 
@@ -69,7 +69,7 @@ class ForwardGraphs:
             The model's output, in memory that no later call writes to.
         """
         leaves, shape = tree_flatten((args, kwargs))
-        if self._device.no_graph() or not self._is_plain(leaves) or self._is_listened_to():
+        if self._device.no_graph() or not self._is_plain(leaves) or self._is_hooked():
             return self._model(*args, **kwargs)
         self._forget_what_moved()
         key = (str(shape), *(_key(leaf) for leaf in leaves))
@@ -97,10 +97,10 @@ class ForwardGraphs:
             self.reason = f"an input is a {type(odd).__name__}"
         return odd is None
 
-    def _is_listened_to(self) -> bool:
-        hooked = listens_everywhere() or any(map(is_hooked, self._model.modules()))
+    def _is_hooked(self) -> bool:
+        hooked = has_global_hooks() or any(map(is_hooked, self._model.modules()))
         if hooked:
-            self.reason = "somebody listens to the model by hooks, which a replay would not run"
+            self.reason = "hooks are registered on the model, which a replay would not run"
         return hooked
 
     def _forget_what_moved(self) -> None:

@@ -17,8 +17,8 @@ _LIMITED = "experts of limited capacity"
 
 
 def _measure(layer: Any, config: Config) -> BlockSpec:
-    listens = hasattr(layer, "cross_attention")
-    spec = bart_decoder(config, "pre") if listens else bart_encoder(config, "pre")
+    cross_attends = hasattr(layer, "cross_attention")
+    spec = bart_decoder(config, "pre") if cross_attends else bart_encoder(config, "pre")
     return replace(spec, clamp="end", feeder=_LIMITED if layer.is_sparse else None)
 
 

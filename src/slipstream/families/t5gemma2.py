@@ -40,12 +40,14 @@ def _layer(config: Config, index: int, **changes: Any) -> BlockSpec:
 
 def _run(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
     mask: Any = given["merged_attention_mask"]
-    attended = heads.attend(heads.norm(Role.ATTN_NORM, x), mask=mask, beyond=_listen(heads, layer, given))
+    attended = heads.attend(
+        heads.norm(Role.ATTN_NORM, x), mask=mask, beyond=_read_encoder(heads, layer, given)
+    )
     x = x + heads.norm(Role.ATTN_POST_NORM, attended)
     return x + heads.norm(Role.MLP_POST_NORM, heads.feed(heads.norm(Role.MLP_NORM, x)))
 
 
-def _listen(heads: Branches, layer: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _read_encoder(heads: Branches, layer: Any, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return keys and values of the encoder's states, from the cache if it has them."""
     spec, index = heads.spec, layer.layer_idx
     states, caches = given["encoder_hidden_states"], given.get("past_key_values")

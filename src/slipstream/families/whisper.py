@@ -31,7 +31,7 @@ def _frame(config: Config) -> FrameSpec | None:
         head="proj_out",
         norm=Norm("layer", 1e-5),
         final_norm="model.decoder.layer_norm",
-        hears_padding=True,
+        attends_padding=True,
     )
 
 
@@ -55,7 +55,7 @@ _NAMED = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "
 _HEARD = {"num_mel_bins": 8, "max_source_positions": 20}
 
 
-def _ear(name: str, layer: str, tiny: Tiny) -> Family:
+def _speech_family(name: str, layer: str, tiny: Tiny) -> Family:
     return Family(name=name, layers=(layer,), spec=_encoder, recipes=BART_RECIPES, tiny=(tiny,))
 
 
@@ -91,22 +91,22 @@ FAMILIES = (
             ),
         ),
     ),
-    _ear(
+    _speech_family(
         "qwen2_audio_encoder",
         "Qwen2AudioEncoderLayer",
         Tiny("Qwen2AudioEncoder", "Qwen2AudioEncoderConfig", _EAR),
     ),
-    _ear(
+    _speech_family(
         "voxtral_encoder",
         "VoxtralEncoderLayer",
         Tiny("VoxtralEncoder", "VoxtralEncoderConfig", _NAMED | _HEARD),
     ),
-    _ear(
+    _speech_family(
         "moss_transcribe_diarize_audio",
         "MossTranscribeDiarizeAudioLayer",
         Tiny("MossTranscribeDiarizeAudioModel", "MossTranscribeDiarizeAudioConfig", _EAR),
     ),
-    _ear(
+    _speech_family(
         "audioflamingo3_encoder",
         "AudioFlamingo3EncoderLayer",
         Tiny("AudioFlamingo3Encoder", "AudioFlamingo3EncoderConfig", _NAMED | _HEARD),

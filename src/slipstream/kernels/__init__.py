@@ -8,8 +8,8 @@ from typing import Any
 
 from slipstream.devices import Device
 from slipstream.kernels import cpu
-from slipstream.kernels.cpu.encoder_decoder import NativeListener
-from slipstream.kernels.cpu.encoder_decoder import bind_listener as bind_cpu_listener
+from slipstream.kernels.cpu.encoder_decoder import NativeEncoderDecoder
+from slipstream.kernels.cpu.encoder_decoder import bind_encoder_decoder as bind_cpu_encoder_decoder
 from slipstream.kernels.cpu.library import torch_alone
 from slipstream.kernels.cpu.memory import PASSES
 from slipstream.kernels.cpu.model import bind_model
@@ -22,7 +22,7 @@ from slipstream.ops.bind import Bound, Kernel
 __all__ = [
     "PASSES",
     "bind_encoder",
-    "bind_listener",
+    "bind_encoder_decoder",
     "bind_model",
     "bind_pack",
     "bind_pack_into",
@@ -75,6 +75,8 @@ def bind_encoder(device: Device, blocks: Sequence[Any], otherwise: Any, stack: B
     return stack.run if isinstance(stack.run, NativeStack) else bind_cpu_encoder(blocks, otherwise)
 
 
-def bind_listener(device: Device, frame: Any, blocks: Sequence[Any], otherwise: Any) -> NativeListener | None:
+def bind_encoder_decoder(
+    device: Device, frame: Any, blocks: Sequence[Any], otherwise: Any
+) -> NativeEncoderDecoder | None:
     """Return the runner of whole steps of an encoder-decoder's decoder; None if its parts run one by one."""
-    return bind_cpu_listener(frame, blocks, otherwise) if device.name == "cpu" else None
+    return bind_cpu_encoder_decoder(frame, blocks, otherwise) if device.name == "cpu" else None

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Heard"]
+__all__ = ["EncoderStates"]
 
 
 @dataclass(frozen=True)
-class Heard:
+class EncoderStates:
     """The cross-attention inputs of a decoder, with one item per layer in each sequence.
 
     Shapes: B batch, M encoder states, K kv heads, H heads, D head dim, L positions that a generation may

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.engine.generation.decode import Decode
 from slipstream.engine.generation.fork import followed, forked
 from slipstream.engine.generation.multimodal import Begun, last_tokens
-from slipstream.engine.generation.runner import Runner, Tell, make_step
+from slipstream.engine.generation.runner import OnTokens, Runner, make_step
 from slipstream.engine.generation.schedule import Chunk, Schedule
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache, slots_of
 from slipstream.ops.draw import Warp
@@ -92,14 +92,14 @@ class Batch:
         """Run until every running row has logits; return `(B, V)` float32, zeros for finished rows."""
         return self._run(lambda step, *_: self._session.logits(step))
 
-    def best(self, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
+    def best(self, steps: int = 1, ends: Sequence[int] = (), on_tokens: OnTokens | None = None) -> Tensor:
         """Run until every running row has its best next tokens.
 
         Args:
             steps: Maximum number of steps; above 1 only if no row is finished, or finished rows were dropped.
             ends: End tokens: no step follows one in which any row's best token is one of these.
-            tell: Called with the tokens `(B,)` of each step but the last as soon as they are known; zeros for
-                finished rows.
+            on_tokens: Called with the tokens `(B,)` of each step but the last as soon as they are known, with
+                zeros for finished rows.
 
         Returns:
             `(B, number of steps run)` int64, at least one step; zeros for finished rows.
@@ -107,7 +107,9 @@ class Batch:
         most = self._most(steps)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
-            return self._session.best(step, most if decodes else 1, ends, self._teller(tell, rows))
+            return self._session.best(
+                step, most if decodes else 1, ends, self._for_running_rows(on_tokens, rows)
+            )
 
         return self._run(run)
 
@@ -116,22 +118,24 @@ class Batch:
         """Whether `drawn` samples faster than transformers' own warpers would."""
         return self._session.draws
 
-    def drawn(self, warp: Warp, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
+    def drawn(
+        self, warp: Warp, steps: int = 1, ends: Sequence[int] = (), on_tokens: OnTokens | None = None
+    ) -> Tensor:
         """Run like `best`, but sample with torch's default generator, as `torch.multinomial` does.
 
         Args:
             warp: Temperature, top-k, top-p and min-p.
             steps: As for `best`.
             ends: As for `best`.
-            tell: As for `best`.
+            on_tokens: As for `best`.
         """
         device, vocabulary = self._tokens.device, self._runner.vocabulary
         most = self._most(steps)
         numbers, noise = warp.numbers(vocabulary, device), Noise(self._tokens.shape[0], vocabulary, device)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
-            count, teller = most if decodes else 1, self._teller(tell, rows)
-            return self._session.drawn(step, numbers, noise.of(rows), count, ends, teller)
+            count, for_running_rows = most if decodes else 1, self._for_running_rows(on_tokens, rows)
+            return self._session.drawn(step, numbers, noise.of(rows), count, ends, for_running_rows)
 
         return self._run(run)
 
@@ -150,7 +154,7 @@ class Batch:
         warp: Warp | None,
         steps: int = 1,
         ends: Sequence[int] = (),
-        tell: Tell | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Tensor:
         """Run with a repetition penalty on the scores, sampling as `drawn` or choosing as `best`.
 
@@ -159,7 +163,7 @@ class Batch:
             warp: Applied to the penalised scores before sampling; None to choose the best tokens.
             steps: As for `best`.
             ends: As for `best`.
-            tell: As for `best`.
+            on_tokens: As for `best`.
         """
         device, vocabulary = self._tokens.device, self._runner.vocabulary
         most = self._most(steps)
@@ -167,9 +171,11 @@ class Batch:
         noise = None if warp is None else Noise(self._tokens.shape[0], vocabulary, device)
 
         def run(step: Step, rows: list[int], decodes: bool) -> Tensor:
-            count, teller = most if decodes else 1, self._teller(tell, rows)
+            count, for_running_rows = most if decodes else 1, self._for_running_rows(on_tokens, rows)
             own = None if noise is None else noise.of(rows)
-            return self._session.penalised(step, penalty.of(rows), numbers, own, count, ends, teller)
+            return self._session.penalised(
+                step, penalty.of(rows), numbers, own, count, ends, for_running_rows
+            )
 
         return self._run(run)
 
@@ -213,9 +219,9 @@ class Batch:
         self._session.suppress(tokens)
         return min(most, end - self._length)
 
-    def _teller(self, tell: Tell | None, rows: Sequence[int]) -> Tell | None:
-        """Wrap `tell`, which takes tokens of the whole batch, for a step that has only some rows."""
-        return None if tell is None else lambda tokens: tell(self._of_all(rows, tokens))
+    def _for_running_rows(self, on_tokens: OnTokens | None, rows: Sequence[int]) -> OnTokens | None:
+        """Wrap `on_tokens`, which takes tokens of the whole batch, for a step that has only some rows."""
+        return None if on_tokens is None else lambda tokens: on_tokens(self._of_all(rows, tokens))
 
     def _run(self, run: Callable[[Step, list[int], bool], Tensor]) -> Tensor:
         if self._session.has_run:

@@ -19,21 +19,21 @@ from slipstream.model.block.cross import Relative, add_bias, own_heads, relative
 from slipstream.model.frame.frame import Frame
 from slipstream.model.fused.inject import own_feed
 from slipstream.model.fused.state import injected_state
-from slipstream.ops.encoder_states import Heard
+from slipstream.ops.encoder_states import EncoderStates
 from slipstream.ops.kv_cache import CachePart, read_cache, write_cache
 from slipstream.ops.step import Step
 from slipstream.spec import Role, Rope
 
-__all__ = ["Hears", "Listening", "listen", "listens", "may_be_whole"]
+__all__ = ["TakesEncoderStates", "CrossAttendingStack", "with_encoder", "cross_attends", "may_be_whole"]
 
 
-def listens(runner: Runner) -> bool:
+def cross_attends(runner: Runner) -> bool:
     """Whether a runner's layers cross-attend to an encoder's states."""
     return any(block.spec.cross is not None for block in runner.blocks)
 
 
 @runtime_checkable
-class Hears(Protocol):
+class TakesEncoderStates(Protocol):
     """Runs whole steps of a decoder once it has been given the encoder's keys and values.
 
     Attributes:
@@ -42,7 +42,7 @@ class Hears(Protocol):
 
     @property
     def name(self) -> str: ...  # noqa: D102
-    def hear(self, heard: Heard) -> Whole | None: ...  # noqa: D102
+    def with_encoder_states(self, encoder_states: EncoderStates) -> Whole | None: ...  # noqa: D102
 
 
 def may_be_whole(frame: Frame, blocks: Iterable[Block]) -> bool:
@@ -51,11 +51,11 @@ def may_be_whole(frame: Frame, blocks: Iterable[Block]) -> bool:
     return not own_feeds and any(block.spec.cross is not None for block in blocks)
 
 
-def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> Runner:
+def with_encoder(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> Runner:
     """Return a copy of a runner for one generation, which cross-attends to the given encoder output.
 
     Args:
-        runner: A runner for which `listens` is true; not changed.
+        runner: A runner for which `cross_attends` is true; not changed.
         encoded: The encoder's output: `last_hidden_state` `(B, M, C)`, and possibly its own
             `attention_mask`, which takes precedence over `mask`.
         mask: `(B, M)`, zero where the encoder's input was padding; None for no padding.
@@ -64,7 +64,7 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> R
     states: Tensor = encoded.last_hidden_state
     own = getattr(encoded, "attention_mask", None)
     seen = mask if own is None else own
-    seen = None if runner.frame.spec.hears_padding else seen
+    seen = None if runner.frame.spec.attends_padding else seen
     batch, length, _ = states.shape
     memory = {}
     for block in runner.blocks:
@@ -80,14 +80,18 @@ def listen(runner: Runner, encoded: Any, mask: Tensor | None, longest: int) -> R
     }
     copied = copy.copy(runner)
     visible = None if seen is None or bool((seen != 0).all()) else (seen != 0)[:, None, None]
-    copied.stack = listening = Listening(memory, visible, relatives, tuple(runner.blocks), feeds)
-    cross = listening.heard(longest) if isinstance(runner.whole, Hears) else None
-    copied.whole = runner.whole.hear(cross) if isinstance(runner.whole, Hears) and cross is not None else None
+    copied.stack = stack = CrossAttendingStack(memory, visible, relatives, tuple(runner.blocks), feeds)
+    cross = stack.encoder_states(longest) if isinstance(runner.whole, TakesEncoderStates) else None
+    copied.whole = (
+        runner.whole.with_encoder_states(cross)
+        if isinstance(runner.whole, TakesEncoderStates) and cross is not None
+        else None
+    )
     return copied
 
 
 @dataclass(frozen=True)
-class Listening:
+class CrossAttendingStack:
     """Runs cross-attending layers over packed tokens; all rows have the same length and no padding.
 
     Attributes:
@@ -104,8 +108,8 @@ class Listening:
     blocks: tuple[Block, ...]
     feeds: Mapping[int, Mix | None]
 
-    def heard(self, longest: int) -> Heard | None:
-        """Return the encoder's part of whole-step calls; None if `Heard` cannot express mask or bias.
+    def encoder_states(self, longest: int) -> EncoderStates | None:
+        """Return the encoder's part of whole-step calls; None if `EncoderStates` cannot express mask or bias.
 
         Args:
             longest: Maximum length of a sequence in this generation.
@@ -121,7 +125,7 @@ class Listening:
         pairs = [self.memory[id(block)] for block in self.blocks]
         tables: dict[int, Tensor] = {}
         relatives = [self._by_distance(block, longest, tables) for block in self.blocks]
-        return Heard([k for k, _ in pairs], [v for _, v in pairs], seen, relatives)
+        return EncoderStates([k for k, _ in pairs], [v for _, v in pairs], seen, relatives)
 
     def _by_distance(self, block: Block, longest: int, tables: dict[int, Tensor]) -> Tensor | None:
         """Return a layer's bias on scores, `(H, longest)`, by how many tokens a key is before its query."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.generation.batch import Batch
 from slipstream.engine.generation.beams import BEAMS, Searched
-from slipstream.engine.generation.encoder_decoder import listen, listens
+from slipstream.engine.generation.encoder_decoder import cross_attends, with_encoder
 from slipstream.engine.generation.multimodal import Begun, begin
 from slipstream.engine.generation.processors import parted, penalty_of, suppressions_of
 from slipstream.engine.generation.refusals import MODES
@@ -61,7 +61,7 @@ class Loop:
             generation_config: Any,
             **model_kwargs: Any,
         ) -> Any:
-            leaves = listens(self.runner) and self._leaves(generation_config, input_ids, model_kwargs)
+            leaves = cross_attends(self.runner) and self._leaves(generation_config, input_ids, model_kwargs)
             loop = self
             if self.runner.takes_over:
                 begun = begin(model, self.runner, input_ids, model_kwargs)
@@ -98,7 +98,7 @@ class Loop:
         Returns:
             `(B, L)` int64, or transformers' `GenerateDecoderOnlyOutput`.
         """
-        config, cross = generation_config, listens(self.runner)
+        config, cross = generation_config, cross_attends(self.runner)
         most = longest(stopping_criteria)
         batch, runner = self._admit(input_ids, int(config.max_length) if most is None else most, model_kwargs)
         has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -149,7 +149,7 @@ class Loop:
         Returns:
             `(B, L)` int64, or transformers' `GenerateBeamDecoderOnlyOutput`.
         """
-        beams = 1 if listens(self.runner) else int(generation_config.num_beams)
+        beams = 1 if cross_attends(self.runner) else int(generation_config.num_beams)
         inputs = {**model_kwargs}
         if beams > 1 and inputs.get("attention_mask") is not None:
             inputs["attention_mask"] = inputs["attention_mask"][::beams]
@@ -194,31 +194,31 @@ class Loop:
 
         None where the tokens have to be chosen outside, from the logits of each step.
         """
-        tell = None if stream is None else stream.put
+        on_tokens = None if stream is None else stream.put
         first, warp = parted(processors) if config.do_sample else (processors, None)
         others = batch.suppress(first, *suppressions_of(first, self.runner.vocabulary))
         if warp is None and not others:
-            return lambda steps: batch.best(steps, ends, tell)
+            return lambda steps: batch.best(steps, ends, on_tokens)
         # Ranks have to agree on tokens, but each would draw from its own generator.
         if self.ranks.size > 1 or not batch.draws:
             return None
         if (factor := penalty_of(others)) is not None:
             penalty = batch.penalise(factor)
-            return lambda steps: batch.penalised(penalty, warp, steps, ends, tell)
+            return lambda steps: batch.penalised(penalty, warp, steps, ends, on_tokens)
         if warp is None:
             return None
         if others:
             return lambda _: batch.processed(type(processors)(first), warp)
-        return lambda steps: batch.drawn(warp, steps, ends, tell)
+        return lambda steps: batch.drawn(warp, steps, ends, on_tokens)
 
     def _admit(
         self, ids: Tensor, most: int, inputs: Mapping[str, Any], forks: int = 1
     ) -> tuple[Batch, Runner]:
         """Return the batch and its runner; rows have at most `most` tokens, `forks` as of `Batch`."""
         runner, mask, budget = self.runner, inputs.get("attention_mask"), TOKEN_BUDGET
-        if listens(runner):
+        if cross_attends(runner):
             # The mask is the encoder's. The decoder's rows have equal lengths, and all run in each step.
-            runner = listen(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
+            runner = with_encoder(runner, inputs["encoder_outputs"], mask, max(most, ids.shape[1] + 1))
             mask, budget = None, ids.numel()
         batch = Batch(runner, ids, mask, max_length=most, token_budget=budget, forks=forks)
         if self.begun is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.devices import Device
 from slipstream.engine.generation.prompt_graph import CapturedPrompt, rows_of, static_prompt
-from slipstream.engine.generation.runner import Runner, Tell
+from slipstream.engine.generation.runner import OnTokens, Runner
 from slipstream.engine.generation.static_angles import StaticAngles
 from slipstream.engine.generation.static_step import MOST_AHEAD, blocks_of, least_blocks, static_step
 from slipstream.errors import DeviceError
@@ -302,19 +302,21 @@ class _Session:
             self._graphs.forget_what_moved()
             self._has_looked = True
 
-    def best(self, step: Step, steps: int, ends: Sequence[int], tell: Tell | None = None) -> Tensor | None:
+    def best(
+        self, step: Step, steps: int, ends: Sequence[int], on_tokens: OnTokens | None = None
+    ) -> Tensor | None:
         """Return the best tokens of a decode step and of some that follow it, `(N, steps)` int64.
 
         Args:
             step: One token of every sequence; the cache blocks have room for all steps.
             steps: Maximum number of steps.
             ends: End tokens: the result ends with the first step in which a row's best token is one of them.
-            tell: If given, only one step is run, because each step's tokens are awaited.
+            on_tokens: If given, only one step is run, because each step's tokens are awaited.
         """
         captured = self._load(step)
         if captured is None:
             return None
-        count = min(steps, MOST_AHEAD) if tell is None else 1
+        count = min(steps, MOST_AHEAD) if on_tokens is None else 1
         for _ in range(count):
             captured.replay()
         return _until(ends, captured.following.tokens[: step.token_ids.shape[0], :count].clone())
@@ -326,7 +328,7 @@ class _Session:
         noise: RowNoise,
         steps: int,
         ends: Sequence[int],
-        tell: Tell | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Tensor | None:
         """Return tokens sampled in a decode step and in some that follow it, `(N, steps)` int64.
 
@@ -336,13 +338,13 @@ class _Session:
             noise: For the step's rows.
             steps: Maximum number of steps.
             ends: As for `best`; torch's generator is reset to its state after the last step in the result.
-            tell: As for `best`.
+            on_tokens: As for `best`.
         """
         captured, device = self._load(step, draws=True), self._graphs.device
         if captured is None or captured.noise is None:
             return None
         captured.numbers.copy_(numbers)
-        rows, count = step.token_ids.shape[0], min(steps, MOST_AHEAD) if tell is None else 1
+        rows, count = step.token_ids.shape[0], min(steps, MOST_AHEAD) if on_tokens is None else 1
         states: list[Tensor] = []
         for _ in range(count):
             states += [device.random_state()] if ends else []

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.config import InferenceConfig
 from slipstream.devices import Device
-from slipstream.engine.generation.encoder_decoder import Hears, listens
+from slipstream.engine.generation.encoder_decoder import TakesEncoderStates, cross_attends
 from slipstream.engine.generation.graph import LADDER, Graphs
 from slipstream.engine.generation.prompt_graph import MOST_TOKENS
 from slipstream.engine.generation.runner import Runner
@@ -64,8 +64,8 @@ def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> 
         return "forwards without a cache are captured as graphs, one for each shape of the inputs"
     if runner is not None and runner.takes_over:
         reason = "the model's own forward runs the prompt, and positions may go on from another number"
-    if runner is not None and listens(runner):
-        reason = "the decoder listens to an encoder, whose states lie elsewhere in every generation"
+    if runner is not None and cross_attends(runner):
+        reason = "the decoder attends to an encoder, whose states have another address in every generation"
     if runner is not None and not reason:
         runner.whole = graphs = Graphs(runner, device, tokens=tokens)
         runner.new_cache = graphs.new_cache
@@ -84,6 +84,6 @@ def together(
 ) -> dict[str, str]:
     """Map each layer's name to what runs it in one call with others: in generation, or without a cache."""
     names = {} if runner is None else dict.fromkeys(runner.names if runner.takes_over else blocks, stack.name)
-    if runner is not None and isinstance(runner.whole, Hears):
+    if runner is not None and isinstance(runner.whole, TakesEncoderStates):
         names |= dict.fromkeys(runner.names, runner.whole.name)
     return names | {name: encoder.name for name, one in blocks.items() if encoder and encoder.has(one)}

@@ -16,7 +16,7 @@ from slipstream.engine.frames import text_config
 from slipstream.engine.generation.beams import BEAMS, samples, searches
 from slipstream.engine.generation.request import Request, cache_matters
 from slipstream.engine.generation.runner import Runner
-from slipstream.model.fused.layer_changes import is_hooked, listens_everywhere, modules_of
+from slipstream.model.fused.layer_changes import has_global_hooks, is_hooked, modules_of
 from slipstream.model.fused.state import injected_state, is_injected, is_untouched
 from slipstream.model.fused.watch import attends_otherwise
 from slipstream.model.values import wants_operations
@@ -170,8 +170,8 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
         return "somebody traces, counts or transforms torch's operations"
     # Modules within the layers are checked below, by `is_untouched`.
     around = modules_of(model, runner.frame.layers)
-    if listens_everywhere() or any(map(is_hooked, around)):
-        return "someone listens to the model's parts by hooks"
+    if has_global_hooks() or any(map(is_hooked, around)):
+        return "hooks are registered on the model's parts"
     if any(map(attends_otherwise, around)):
         return "another attention function was set, or the config was changed"
     changed = runner.frame.replaced(model)

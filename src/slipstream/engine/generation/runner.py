@@ -22,7 +22,7 @@ from slipstream.ops.penalty import RowPenalty
 from slipstream.ops.step import Step
 from slipstream.spec import Rope
 
-__all__ = ["Runner", "Session", "Stack", "Tell", "make_step"]
+__all__ = ["Runner", "Session", "Stack", "OnTokens", "make_step"]
 
 Stack = Callable[
     [Sequence[Block], Tensor, Step, Sequence[tuple[CachePart, CachePart]], dict[Rope, RopeTable]], Tensor
@@ -34,7 +34,7 @@ Angles = Callable[[Tensor, Sequence[Rope | None]], dict[Rope, RopeTable]]
 """The signature of `Frame.angles`."""
 
 
-Tell = Callable[[Tensor], None]
+OnTokens = Callable[[Tensor], None]
 """Receives the tokens `(R,)` of a step while later steps run."""
 
 
@@ -43,7 +43,7 @@ class WholeSession(Protocol):
 
     def logits(self, step: Step) -> Tensor | None: ...  # noqa: D102
     def best(  # noqa: D102
-        self, step: Step, steps: int, ends: Sequence[int], tell: Tell | None
+        self, step: Step, steps: int, ends: Sequence[int], on_tokens: OnTokens | None
     ) -> Tensor | None: ...
 
 
@@ -58,7 +58,7 @@ class Draws(Protocol):
         noise: RowNoise,
         steps: int,
         ends: Sequence[int],
-        tell: Tell | None,
+        on_tokens: OnTokens | None,
     ) -> Tensor | None: ...
 
 
@@ -74,7 +74,7 @@ class Penalises(Protocol):
         noise: RowNoise | None,
         steps: int,
         ends: Sequence[int],
-        tell: Tell | None,
+        on_tokens: OnTokens | None,
     ) -> Tensor | None: ...
 
 
@@ -224,7 +224,9 @@ class Session:
         if isinstance(self._whole, Suppresses):
             self._whole.suppress(tokens)
 
-    def best(self, step: Step, steps: int = 1, ends: Sequence[int] = (), tell: Tell | None = None) -> Tensor:
+    def best(
+        self, step: Step, steps: int = 1, ends: Sequence[int] = (), on_tokens: OnTokens | None = None
+    ) -> Tensor:
         """Run one step, and as many following steps as the same call can run, choosing the best tokens.
 
         Args:
@@ -232,14 +234,14 @@ class Session:
                 blocks have room for the tokens of all steps.
             steps: Maximum number of steps.
             ends: End tokens: no step follows one in which any row's best token is one of these.
-            tell: Called with the tokens `(R,)` of each step but the last as soon as they are known; where
+            on_tokens: Called with the tokens `(R,)` of each step but the last as soon as they are known; if
                 that is not possible, only one step is run.
 
         Returns:
             The best tokens of each row, `(R, number of steps run)` int64, at least one step.
         """
         whole = self._chooses()
-        tokens = None if whole is None else whole.best(step, steps, ends, tell)
+        tokens = None if whole is None else whole.best(step, steps, ends, on_tokens)
         if tokens is None:
             tokens = self._runner.frame.ops.sample.run(self._scores(step), greedy=True)[:, None]
         return tokens
@@ -256,7 +258,7 @@ class Session:
         noise: RowNoise,
         steps: int = 1,
         ends: Sequence[int] = (),
-        tell: Tell | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Tensor:
         """Run steps like `best`, but sample the tokens.
 
@@ -266,13 +268,15 @@ class Session:
             noise: For the step's rows.
             steps: Maximum number of steps.
             ends: As for `best`.
-            tell: As for `best`.
+            on_tokens: As for `best`.
 
         Raises:
             RequestError: The logits of a row are NaN or infinite.
         """
         whole = self._chooses()
-        tokens = whole.drawn(step, numbers, noise, steps, ends, tell) if isinstance(whole, Draws) else None
+        tokens = (
+            whole.drawn(step, numbers, noise, steps, ends, on_tokens) if isinstance(whole, Draws) else None
+        )
         if tokens is None:
             drawn: Tensor = self._runner.frame.ops.draw.run(self._scores(step), noise(), numbers)
             tokens = drawn[:, None]
@@ -286,7 +290,7 @@ class Session:
         noise: RowNoise | None,
         steps: int = 1,
         ends: Sequence[int] = (),
-        tell: Tell | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Tensor:
         """Run steps with a repetition penalty on the scores, sampling tokens or choosing the best.
 
@@ -297,14 +301,14 @@ class Session:
             noise: As for `drawn`; None to choose the best tokens.
             steps: As for `best`.
             ends: As for `best`.
-            tell: As for `best`.
+            on_tokens: As for `best`.
 
         Raises:
             RequestError: As for `drawn`.
         """
         whole, ops, tokens = self._chooses(), self._runner.frame.ops, None
         if isinstance(whole, Penalises):
-            tokens = whole.penalised(step, penalty, numbers, noise, steps, ends, tell)
+            tokens = whole.penalised(step, penalty, numbers, noise, steps, ends, on_tokens)
         if tokens is None:
             scores = penalty(self._scores(step))
             chosen: Tensor = (

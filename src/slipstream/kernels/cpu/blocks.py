@@ -54,19 +54,19 @@ _UNKNOWN = (
 """Fields of a spec that the library supports only at their default."""
 
 
-def refuse_block(block: BlockLike, *, hears: bool = False) -> str | None:
+def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None:
     """Return why the library cannot run a block, or None if it can.
 
     Args:
         block: The block.
-        hears: Whether the block is given an encoder's keys and values, and its bias by relative position,
-            before it runs.
+        cross_attends: Whether the block is given an encoder's keys and values, and its bias by relative
+            position, before it runs.
     """
     spec = block.spec
     for field in fields(spec):
         if field.name in _UNKNOWN and getattr(spec, field.name) != field.default:
             return f"{field.name}={getattr(spec, field.name)!r} is not in it"
-    if not hears and (spec.cross is not None or spec.relative is not None):
+    if not cross_attends and (spec.cross is not None or spec.relative is not None):
         return "attention across, and biases by relative position, are not in it"
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
         return f"the activation {spec.activation!r} is not in it"

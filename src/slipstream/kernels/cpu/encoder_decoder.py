@@ -20,12 +20,14 @@ from slipstream.kernels.cpu.library import ISAS, load, refuse
 from slipstream.kernels.cpu.model import FrameLike, NativeModel
 from slipstream.kernels.cpu.stack import Caches, NativeStack, Run
 from slipstream.kernels.requirements import BlockLike
-from slipstream.ops.encoder_states import Heard
+from slipstream.ops.encoder_states import EncoderStates
 
-__all__ = ["NativeListener", "bind_listener"]
+__all__ = ["NativeEncoderDecoder", "bind_encoder_decoder"]
 
 
-def bind_listener(frame: FrameLike, blocks: Sequence[BlockLike], otherwise: Run) -> NativeListener | None:
+def bind_encoder_decoder(
+    frame: FrameLike, blocks: Sequence[BlockLike], otherwise: Run
+) -> NativeEncoderDecoder | None:
     """Return the runner of whole steps of a decoder with cross-attention; None if its parts run one by one.
 
     Args:
@@ -35,13 +37,13 @@ def bind_listener(frame: FrameLike, blocks: Sequence[BlockLike], otherwise: Run)
     """
     isa = next((isa for isa in ISAS if refuse(isa) is None), None)
     library = None if isa is None else load(isa)
-    if library is None or not blocks or any(refuse_block(block, hears=True) for block in blocks):
+    if library is None or not blocks or any(refuse_block(block, cross_attends=True) for block in blocks):
         return None
-    return NativeListener(frame, _Stack(blocks, library, otherwise))
+    return NativeEncoderDecoder(frame, _Stack(blocks, library, otherwise))
 
 
 @dataclass(frozen=True)
-class NativeListener:
+class NativeEncoderDecoder:
     """Starts generations whose steps are native calls, given an encoder's keys and values.
 
     Attributes:
@@ -60,61 +62,61 @@ class NativeListener:
         return self.stack.name
 
     def begin(self, caches: Caches, longest: int) -> None:
-        """Return None: a generation can only begin on the result of `hear`."""
+        """Return None: a generation can only begin on the result of `with_encoder_states`."""
 
-    def hear(self, heard: Heard) -> NativeModel | None:
+    def with_encoder_states(self, states: EncoderStates) -> NativeModel | None:
         """Return the runner of one generation's steps over encoder states; None if the library has none."""
-        if heard.keys[0].dtype not in DTYPES or heard.keys[0].device.type != "cpu":
+        if states.keys[0].dtype not in DTYPES or states.keys[0].device.type != "cpu":
             return None
-        return NativeModel(self.frame, self.stack.hear(heard), angles=self.angles)
+        return NativeModel(self.frame, self.stack.with_encoder_states(states), angles=self.angles)
 
 
 class _Stack(NativeStack):
     """Layers with cross-attention; they can run only once they have an encoder's keys and values."""
 
-    _heard: Heard | None = None
+    _states: EncoderStates | None = None
     _base: Prepared | None = None
-    _told: Prepared | None = None
+    _with_states: Prepared | None = None
 
     @staticmethod
     def refuses(block: BlockLike) -> str | None:
         """Return why the library cannot run a block that is given encoder states, or None if it can."""
-        return refuse_block(block, hears=True)
+        return refuse_block(block, cross_attends=True)
 
-    def hear(self, heard: Heard) -> _Stack:
+    def with_encoder_states(self, states: EncoderStates) -> _Stack:
         """Return a stack of the same layers with an encoder's keys and values, which its copies lose."""
         stack = copy.copy(self)
-        stack._heard, stack._told = heard, None
+        stack._states, stack._with_states = states, None
         return stack
 
     def ready(self) -> Prepared | None:
         """Return the structs like the base class, with pointers to the encoder's keys and values."""
         base = super().ready()
-        if base is None or self._heard is None:
+        if base is None or self._states is None:
             return base
-        if self._told is None or self._base is not base:
-            self._base, self._told = base, _told(base, self.blocks, self._heard)
-        return self._told
+        if self._with_states is None or self._base is not base:
+            self._base, self._with_states = base, _with_states(base, self.blocks, self._states)
+        return self._with_states
 
 
-def _told(base: Prepared, blocks: Sequence[BlockLike], heard: Heard) -> Prepared:
+def _with_states(base: Prepared, blocks: Sequence[BlockLike], states: EncoderStates) -> Prepared:
     """Return copies of the blocks' structs that point to the encoder's keys and values."""
     memory: list[Any] = []
     structs = type(base.blocks).from_buffer_copy(base.blocks)
-    pairs = zip(structs, blocks, heard.keys, heard.values, heard.relatives, strict=True)
+    pairs = zip(structs, blocks, states.keys, states.values, states.relatives, strict=True)
     for struct, block, keys, values, relative in pairs:
         across = across_of(block, memory)
-        across.k, across.v, across.seen = keys.data_ptr(), values.data_ptr(), address(heard.seen)
+        across.k, across.v, across.seen = keys.data_ptr(), values.data_ptr(), address(states.seen)
         across.states, across.dtype = keys.shape[2], DTYPES[keys.dtype]
         memory.append(across)
         struct.across = ctypes.pointer(across)
         if relative is not None:
             struct.mask.relative, struct.mask.reach = relative.data_ptr(), relative.shape[1]
-    held = [t for t in (*heard.keys, *heard.values, *heard.relatives, heard.seen) if t is not None]
+    held = [t for t in (*states.keys, *states.values, *states.relatives, states.seen) if t is not None]
     return replace(
         base,
         blocks=structs,
         tensors=(*base.tensors, *held),
         addresses=(*base.addresses, *map(Tensor.data_ptr, held)),
-        memory=(*base.memory, memory, base.blocks, heard),
+        memory=(*base.memory, memory, base.blocks, states),
     )

@@ -24,7 +24,7 @@ from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
-from slipstream.kernels.cpu.progress import telling
+from slipstream.kernels.cpu.progress import reporting
 from slipstream.kernels.cpu.screen import Screens
 from slipstream.kernels.cpu.sketch import SketchFormat
 from slipstream.kernels.cpu.stack import Caches, NativeStack, serves_caches
@@ -224,7 +224,7 @@ class NativeSession:
         step: Step,
         steps: int = 1,
         ends: Sequence[int] = (),
-        tell: Callable[[Tensor], None] | None = None,
+        on_tokens: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """Run one greedy step and, if it has one token per sequence, the steps that follow it.
 
@@ -232,17 +232,17 @@ class NativeSession:
             step: Not modified; its block table must have room for the tokens that follow.
             steps: Maximum number of steps.
             ends: Stop tokens: no further step is run once one of them is the best token of any sequence.
-            tell: Called with the tokens `(R,)` of each step but the last as soon as they are known. Where
-                blocks hold their matrices on lease, only one step is run: `tell` may start another
+            on_tokens: Called with the tokens `(R,)` of each step but the last as soon as they are known. If
+                blocks hold their matrices on lease, only one step is run: `on_tokens` may start another
                 generation, which would wait for a matrix that the running call has leased.
 
         Returns:
             The first token of the highest logit per row, `(R, steps run)` int64; or None as in `logits`.
 
         Raises:
-            DeviceError: As `logits`. What `tell` raises is raised, too, once the steps have ended.
+            DeviceError: As `logits`. What `on_tokens` raises is raised, too, once the steps have ended.
         """
-        return self._tokens(step, steps, ends, tell, None)
+        return self._tokens(step, steps, ends, on_tokens, None)
 
     def drawn(
         self,
@@ -251,7 +251,7 @@ class NativeSession:
         noise: RowNoise,
         steps: int = 1,
         ends: Sequence[int] = (),
-        tell: Callable[[Tensor], None] | None = None,
+        on_tokens: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """Run one step and those that follow it like `best`, but sample the tokens.
 
@@ -261,13 +261,13 @@ class NativeSession:
             noise: For the step's rows; torch's generator ends up as if only the steps run had drawn.
             steps: Maximum number of steps.
             ends: As in `best`.
-            tell: As in `best`.
+            on_tokens: As in `best`.
 
         Raises:
             DeviceError: As `best`.
             RequestError: The logits of a row are NaN or infinite.
         """
-        return self._tokens(step, steps, ends, tell, lambda most: Drawing(numbers, noise, most))
+        return self._tokens(step, steps, ends, on_tokens, lambda most: Drawing(numbers, noise, most))
 
     def penalised(
         self,
@@ -277,7 +277,7 @@ class NativeSession:
         noise: RowNoise | None,
         steps: int = 1,
         ends: Sequence[int] = (),
-        tell: Callable[[Tensor], None] | None = None,
+        on_tokens: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """Run steps like `drawn`, or like `best` without noise, with a repetition penalty on the scores.
 
@@ -288,24 +288,24 @@ class NativeSession:
             noise: As in `drawn`; None to take the best tokens.
             steps: Maximum number of steps.
             ends: As in `best`.
-            tell: As in `best`.
+            on_tokens: As in `best`.
 
         Raises:
             DeviceError: As `best`.
             RequestError: As `drawn`.
         """
-        return self._tokens(step, steps, ends, tell, lambda most: Drawing(numbers, noise, most, penalty))
+        return self._tokens(step, steps, ends, on_tokens, lambda most: Drawing(numbers, noise, most, penalty))
 
     def _tokens(
         self,
         step: Step,
         steps: int,
         ends: Sequence[int],
-        tell: Callable[[Tensor], None] | None,
+        on_tokens: Callable[[Tensor], None] | None,
         draws: Callable[[int], Drawing] | None,
     ) -> Tensor | None:
         """Run up to `steps` steps; take the best tokens, or sample with the `Drawing` that `draws` makes."""
-        if tell is not None and self._turns is not None:
+        if on_tokens is not None and self._turns is not None:
             steps = 1
         if not self._takes(step, steps - 1):
             return None
@@ -324,7 +324,7 @@ class NativeSession:
         start = time.perf_counter()
         rest_torch()
         try:
-            with nullcontext() if tell is None or steps == 1 else telling(call, out, tell):
+            with nullcontext() if on_tokens is None or steps == 1 else reporting(call, out, on_tokens):
                 self._run()
         finally:
             call.screen, call.entered, call.looked = None, None, None

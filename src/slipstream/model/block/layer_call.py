@@ -24,7 +24,7 @@ __all__ = ["LayerCall", "LayerSignature"]
 _MASKS = ("attention_mask", "attn_mask", "mask")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _BIASES = ("alibi", "position_bias")
-_SILENT = frozenset(
+_IGNORABLE = frozenset(
     {
         "use_cache",
         "position_ids",
@@ -91,13 +91,13 @@ class LayerCall:
 class LayerSignature:
     """The call signature of one layer class; created once per class."""
 
-    def __init__(self, layer_class: type, silent: frozenset[str] = frozenset()) -> None:
-        """Read the signature of the class's own forward; blocks may ignore the `silent` arguments."""
+    def __init__(self, layer_class: type, ignorable: frozenset[str] = frozenset()) -> None:
+        """Read the signature of the class's own forward; blocks may ignore the `ignorable` arguments."""
         parameters = list(inspect.signature(inspect.unwrap(layer_class.forward)).parameters.values())[1:]  # type: ignore[attr-defined]
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._order = [p.name for p in parameters if p.kind in positional]
         self.hidden = self._order[0] if self._order else ""
-        self._silent = _SILENT | silent | _PASSED_ON.difference(self._order)
+        self._ignorable = _IGNORABLE | ignorable | _PASSED_ON.difference(self._order)
 
     def name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name; `args` comes without `self`."""
@@ -121,7 +121,7 @@ class LayerSignature:
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or len(args) > len(self._order):
             return None
         if spec.mixer is not None or spec.branches in ("feed_forward", "neither"):
-            known = self._silent.union(_MASKS, _CACHES)
+            known = self._ignorable.union(_MASKS, _CACHES)
             unknown = any(_asks(value) for name, value in given.items() if name not in known)
             return None if unknown else LayerCall(hidden, None, None, None, None, None, given=given)
         shared = given.pop("shared_kv_states", None)
@@ -144,10 +144,10 @@ class LayerSignature:
         positions = given.get("position_ids")
         if given.pop("is_causal", None) not in (None, spec.causal):
             return None
-        if any(_asks(value) for name, value in given.items() if name not in self._silent):
+        if any(_asks(value) for name, value in given.items() if name not in self._ignorable):
             return None
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
-            if spec.course is None or "attention_mask" not in self._silent:
+            if spec.course is None or "attention_mask" not in self._ignorable:
                 return None
             mask = None  # the course reads masks of this form itself
         if bias is not None:
@@ -172,7 +172,7 @@ class LayerSignature:
         if not isinstance(hidden, Tensor) or hidden.dim() != (2 if packed else 3):
             return None
         if len(args) > len(self._order) or any(
-            _asks(value) for name, value in given.items() if name not in self._silent
+            _asks(value) for name, value in given.items() if name not in self._ignorable
         ):
             return None
         table = (rope[0], rope[1]) if isinstance(rope, _TABLE_TYPES) and len(rope) == 2 else None

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from slipstream.model.fused.layer_changes import (
     absent_of,
-    is_heard,
-    listens_everywhere,
+    has_global_hooks,
+    has_hooks,
     modules_of,
     numbers_of,
 )
 from slipstream.model.fused.links import Link
 from slipstream.model.fused.state import Injected, injected_state
 
-__all__ = ["Still"]
+__all__ = ["Snapshot"]
 
 
-class Still:
+class Snapshot:
     """A snapshot of a model, and the check that the model still matches it.
 
     The check runs in every call, over a hundred modules: it compares their attributes in C, all of one kind
@@ -60,8 +60,8 @@ class Still:
             and all(map(operator.is_, map(type, self._modules), self._types))
             and all(kind.forward is forward for kind, forward in self._code.items())
             and (list(_BEFORE(own[0])), list(_AFTER(own[0]))) == self._hooks
-            and not ((_any(_BEFORE, own) or _any(_AFTER, own)) and any(map(is_heard, self._modules[1:])))
-            and not listens_everywhere()
+            and not ((_any(_BEFORE, own) or _any(_AFTER, own)) and any(map(has_hooks, self._modules[1:])))
+            and not has_global_hooks()
             and self._numbers.hold()
             and self._absent.hold()
             and self._has_buffers()

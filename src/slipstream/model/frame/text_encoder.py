@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from slipstream.errors import DeviceError, SlipstreamError
 from slipstream.families.family import Family
 from slipstream.model.frame.authors import is_ours, own_code
-from slipstream.model.frame.model_changes import Still
+from slipstream.model.frame.model_changes import Snapshot
 from slipstream.model.frame.text_tables import TextParts
 from slipstream.model.fused.chain import Encoder
 from slipstream.model.fused.defer import current, is_plain_run
@@ -72,7 +72,7 @@ class _Whole:
         layers: The layers in order.
         encoder: Runs the layers.
         text: Runs the layers together with the parts.
-        still: Checks that the model is unchanged.
+        snapshot: Checks that the model is unchanged.
         kind: Class of the model's output.
     """
 
@@ -81,7 +81,7 @@ class _Whole:
     layers: tuple[nn.Module, ...]
     encoder: Encoder
     text: TextParts
-    still: Still
+    snapshot: Snapshot
     kind: Callable[..., Any] = dict
 
 
@@ -104,12 +104,12 @@ def answer_at_once(model: nn.Module, layers: Sequence[Found], encoder: Encoder |
         if encoder is None or spec is None:
             continue
         own_layers = tuple(f.layer for f in own)
-        parts, still = _parts(base, spec), Still(base, own_layers)
+        parts, snapshot = _parts(base, spec), Snapshot(base, own_layers)
         text = TextParts(parts, encoder)
-        whole = _Whole(spec, parts, own_layers, encoder, text, still) if _look_up(parts) else None
+        whole = _Whole(spec, parts, own_layers, encoder, text, snapshot) if _look_up(parts) else None
         if whole is not None and _prove(base, whole):
             base.__class__ = _quick_class(type(base))  # type: ignore[arg-type]
-            whole.still = Still(base, own_layers)
+            whole.snapshot = Snapshot(base, own_layers)
             base.__dict__[_STATE] = whole
             changed.append(root)
     return changed
@@ -178,7 +178,7 @@ def answers_at_once(model: nn.Module) -> bool:
 def at_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
     """Run an encoder in one call; return None where its original code has to run."""
     whole: _Whole | None = model.__dict__.get(_STATE)
-    if whole is None or torch.compiler.is_compiling() or not whole.still.holds():
+    if whole is None or torch.compiler.is_compiling() or not whole.snapshot.holds():
         return None
     try:
         return _answer(model, whole, args, kwargs)
@@ -254,7 +254,7 @@ def _run(
     blocks = [injected_state(layer).block for layer in whole.layers]
     rows = pack(real, batch, length, specs=(block.spec for block in blocks), drops=drops)
     tokens = _tokens(whole, ids, types, rows)
-    result = None if tokens is None else run(blocks, tokens, whole.still.links())
+    result = None if tokens is None else run(blocks, tokens, whole.snapshot.links())
     if result is None:
         return None
     states, pooled = result

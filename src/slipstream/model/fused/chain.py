@@ -74,7 +74,7 @@ class Chain:
         tables: The model's cosines and sines by rope, `(B | 1, S, R)`.
         versions: Tensors that the model passed, with versions; they must not change before the layers run.
         blank: NaN in the shape of the states.
-        told: The other arguments of the layer that joined last (`same_arguments.py`).
+        arguments: The other arguments of the layer that joined last (`same_arguments.py`).
     """
 
     encoder: Encoder
@@ -87,7 +87,7 @@ class Chain:
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     blank: Tensor | None = None
-    told: Any = None
+    arguments: Any = None
 
     def accept(self, block: Block, call: LayerCall, index: int) -> bool:
         """Append a layer with its index in the cache; return False if it cannot run with the others."""

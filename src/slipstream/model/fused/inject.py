@@ -27,11 +27,11 @@ from slipstream.model.block.own_attention import run_own
 from slipstream.model.block.positions import own_angles, rope_table
 from slipstream.model.block.run import run_block
 from slipstream.model.fused.defer import defer
-from slipstream.model.fused.layer_changes import is_heard, parts_of
+from slipstream.model.fused.layer_changes import has_hooks, parts_of
 from slipstream.model.fused.links import link, refuse_alone, relink
 from slipstream.model.fused.no_compile import layer_as_it_is, prepare
 from slipstream.model.fused.original import fill_state_dict, original_forward, refuse_load
-from slipstream.model.fused.same_arguments import follow, tell
+from slipstream.model.fused.same_arguments import follow, record
 from slipstream.model.fused.state import STATE, Injected, injected_state, is_untouched
 from slipstream.model.fused.watch import wants_original
 from slipstream.model.subclass import deep_twin, namesake
@@ -61,9 +61,9 @@ def inject_layer(layer: nn.Module, state: Injected) -> None:
 
 
 @functools.cache
-def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[nn.Module]:
+def _injected_class(original: type[nn.Module], ignorable: frozenset[str]) -> type[nn.Module]:
     """Create a subclass of a layer class, with the same name, whose forward runs the block."""
-    signature = LayerSignature(original, silent)
+    signature = LayerSignature(original, ignorable)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -74,7 +74,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
         if not own and is_untouched(self):
             if state.attention is not None:
                 return _run_own(self, state, state.attention, signature, args, kwargs)
-            if state.is_plain and not is_heard(self):
+            if state.is_plain and not has_hooks(self):
                 deferred = follow(state.block, (type(self), state.bool_masks), state.index, args, kwargs)
                 if deferred is not None:
                     return state.returns(deferred)
@@ -94,7 +94,7 @@ def _injected_class(original: type[nn.Module], silent: frozenset[str]) -> type[n
             return _run_course(self, state, state.course, call, signature, args, kwargs)
         out = _run(self, state, call, table)
         if state.is_plain:
-            tell(state.block, (type(self), state.bool_masks), args, kwargs, out[0], offset=call.offset)
+            record(state.block, (type(self), state.bool_masks), args, kwargs, out[0], offset=call.offset)
         return state.returns(*out)
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -158,7 +158,7 @@ def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | Non
     relative = relative_of(layer, state.relative)
     if state.feeder is not None:
         return run_block(state.block, call, state.index, table, relative, feed=own_feed(layer, call.given))
-    if table is None and relative is None and state.rotary is None and not is_heard(layer):
+    if table is None and relative is None and state.rotary is None and not has_hooks(layer):
         deferred = defer(state.block, call, state.index)
         if deferred is not None:
             return (deferred,)

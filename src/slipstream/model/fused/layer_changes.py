@@ -23,10 +23,10 @@ __all__ = [
     "PartState",
     "Parts",
     "absent_of",
-    "is_heard",
+    "has_hooks",
     "is_hooked",
     "is_intact",
-    "listens_everywhere",
+    "has_global_hooks",
     "modules_of",
     "numbers_of",
     "parts_of",
@@ -223,7 +223,7 @@ def is_intact(module: nn.Module, parts: Parts) -> bool:
         module: The module. Hooks on the module itself are ignored, because its caller runs them.
         parts: Earlier result of `parts_of`.
     """
-    if _children(module) != parts.children or listens_everywhere():
+    if _children(module) != parts.children or has_global_hooks():
         return False
     if not parts.numbers.hold() or not parts.absent.hold():
         return False
@@ -271,13 +271,13 @@ def unhooked(modules: Iterable[nn.Module]) -> Iterator[None]:
             table.update(hooks)
 
 
-def is_heard(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether a module has a forward hook that is not transformers', whose hooks `watch` handles."""
     tables = (module._forward_hooks, module._forward_pre_hooks)
     return any(_package(hook) != "transformers" for table in tables if table for hook in table.values())
 
 
-def listens_everywhere() -> bool:
+def has_global_hooks() -> bool:
     """Whether there is a global forward hook that is neither Slipstream's nor transformers'."""
     hooks, pre_hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     return bool(hooks or pre_hooks) and _foreign(hooks, pre_hooks)

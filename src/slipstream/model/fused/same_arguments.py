@@ -16,11 +16,11 @@ from torch import Tensor
 from slipstream.model.block.block import Block
 from slipstream.model.fused.defer import Pending, current, join
 
-__all__ = ["follow", "tell"]
+__all__ = ["follow", "record"]
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Arguments:
     """A layer's arguments besides its hidden states.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Told:
     offset: int
 
 
-def tell(
+def record(
     block: Block, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor, *, offset: int
 ) -> None:
     """Record a layer's arguments in its chain, if its output is deferred.
@@ -55,7 +55,7 @@ def tell(
     """
     if args and type(out) is Pending:
         kind = out.chain.encoder.kind(block)
-        out.chain.told = _Told(kind, layer, args[1:], tuple(kwargs), tuple(kwargs.values()), offset)
+        out.chain.arguments = _Arguments(kind, layer, args[1:], tuple(kwargs), tuple(kwargs.values()), offset)
 
 
 def follow(
@@ -72,18 +72,18 @@ def follow(
     if scope is None or not args or type(args[0]) is not Pending:
         return None
     chain = args[0].chain
-    told: _Told | None = chain.told
+    arguments: _Arguments | None = chain.arguments
     if (
-        told is None
+        arguments is None
         or args[0].count != len(chain.steps)
         or (chain.encoder, chain.drops) != (scope.encoder, scope.drops)
-        or layer != told.layer
-        or chain.encoder.kind(block) != told.kind
-        or len(args) != 1 + len(told.args)
-        or tuple(kwargs) != told.names
-        or not all(map(operator.is_, args[1:], told.args))
-        or not all(map(operator.is_, kwargs.values(), told.values))
-        or not chain.again(block, index + told.offset)
+        or layer != arguments.layer
+        or chain.encoder.kind(block) != arguments.kind
+        or len(args) != 1 + len(arguments.args)
+        or tuple(kwargs) != arguments.names
+        or not all(map(operator.is_, args[1:], arguments.args))
+        or not all(map(operator.is_, kwargs.values(), arguments.values))
+        or not chain.again(block, index + arguments.offset)
     ):
         return None
     return join(scope, chain, block)

@@ -70,12 +70,12 @@ class _Watched:
     Attributes:
         attention: Name of the attention function of its layers.
         settings: Values of `_SETTINGS` in its config.
-        heard: It is part of an encoder-decoder model, whose decoder cross-attends to the encoder's states.
+        in_encoder_decoder: It is part of an encoder-decoder model, whose decoder attends to its states.
     """
 
     attention: Any
     settings: tuple[Any, ...]
-    heard: bool
+    in_encoder_decoder: bool
 
 
 def attends_otherwise(module: nn.Module) -> bool:
@@ -143,7 +143,7 @@ def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> M
 def reads_padding(module: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether the output at padded positions is used: by a loss, as audio frames, or by a decoder."""
     known: _Watched | None = module.__dict__.get(_STATE)
-    if known is not None and known.heard:
+    if known is not None and known.in_encoder_decoder:
         return True
     targets = (value for name, value in given.items() if name in _TARGETS or name.endswith("labels"))
     return any(v is not None for v in targets) or getattr(module, "main_input_name", "") != "input_ids"
@@ -202,15 +202,15 @@ def watch(model: nn.Module | None, encoder: Encoder | None = None) -> None:
     paired = {id(part) for module in modules if _has_both(module) for part in module.modules()}
     for module in modules:
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            module.__dict__[_STATE] = _watched(module, heard=id(module) in paired)
+            module.__dict__[_STATE] = _watched(module, in_encoder_decoder=id(module) in paired)
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 
 
-def _watched(module: nn.Module, *, heard: bool) -> _Watched:
+def _watched(module: nn.Module, *, in_encoder_decoder: bool) -> _Watched:
     values = _values(module)
     settings = copy.deepcopy(tuple(map(values.get, _SETTINGS)))  # lists are changed in place
-    return _Watched(values.get(_ATTENTION), settings, heard)
+    return _Watched(values.get(_ATTENTION), settings, in_encoder_decoder)
 
 
 def _has_both(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ _NAMED = ("attention", "attn")
 
 
 @dataclass
-class _Heard:
+class _Trace:
     """Observations from a layer's run.
 
     Attributes:
@@ -68,31 +68,31 @@ class _Heard:
     missed: bool = False
 
 
-class _Listening(Attending):
+class _Tracing(Attending):
     """Mode that records where attention happens."""
 
-    def __init__(self, attends: Attends, heard: _Heard) -> None:
+    def __init__(self, attends: Attends, trace: _Trace) -> None:
         super().__init__(attends)
-        self._heard = heard
+        self._trace = trace
         self._made: dict[int, tuple[Pending, tuple[str, ...]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, Scores):
-            self._made.setdefault(id(out.pending.q), (out.pending, tuple(self._heard.stack)))
+            self._made.setdefault(id(out.pending.q), (out.pending, tuple(self._trace.stack)))
         elif func in (F.softmax, torch.softmax, Tensor.softmax, F.scaled_dot_product_attention):
-            self._heard.missed = True
+            self._trace.missed = True
         if func is F.multi_head_attention_forward:
-            self._heard.missed = True
+            self._trace.missed = True
         return out
 
     def noted(self, pending: Pending | None) -> None:
         super().noted(pending)
-        stack = tuple(self._heard.stack)
+        stack = tuple(self._trace.stack)
         if pending is not None:
             _, made = self._made.get(id(pending.q), (None, stack))
             stack = tuple(a for a, b in zip(stack, made, strict=False) if a == b)
-        self._heard.served.append(stack)
+        self._trace.served.append(stack)
 
 
 def calls_of(model: nn.Module, layers: Sequence[Found], settings: Settings) -> dict[str, list[RecordedCall]]:
@@ -150,9 +150,9 @@ def find_attention(
         return {}, {} if hint is None else {hint: str(failure)}
     convert(twin, settings.dtype, keep=settings.keep, prefix=found.name)
     like = torch.empty(0, dtype=settings.dtype, device="cpu")
-    seen = _Heard()
+    seen = _Trace()
     try:
-        _listen(twin, calls, bound, like, seen)
+        _trace_calls(twin, calls, bound, like, seen)
     except MODEL_ERRORS as error:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return {}, {} if hint is None else {hint: why}
@@ -195,30 +195,30 @@ def _place(stack: tuple[str, ...], leaks: set[str]) -> str | None:
     return next((path for path in reversed(stack) if path not in leaks), None)
 
 
-def _listen(
-    layer: nn.Module, calls: Sequence[RecordedCall], bound: Bound, like: Tensor, heard: _Heard
+def _trace_calls(
+    layer: nn.Module, calls: Sequence[RecordedCall], bound: Bound, like: Tensor, trace: _Trace
 ) -> None:
     """Run a layer's own code on recorded calls, and record where attention happens."""
     for call in calls:
         args, kwargs = bring(copy.deepcopy((call.args, call.kwargs)), like)
-        mode = _Listening(Attends(bound.run, always=True), heard)
-        with torch.no_grad(), left_as_it_was(layer), _stacked(layer, heard), mode:
+        mode = _Tracing(Attends(bound.run, always=True), trace)
+        with torch.no_grad(), left_as_it_was(layer), _stacked(layer, trace), mode:
             output = layer.forward(*args, **kwargs)
         if any(isinstance(tensor, Scores) for tensor in tensors_in(output)):
-            heard.leaks.add("")
+            trace.leaks.add("")
         if mode.attends.refused:
             raise ValueError(mode.attends.refused)
 
 
 @contextmanager
-def _stacked(layer: nn.Module, heard: _Heard) -> Iterator[None]:
-    """Context in which hooks keep `heard.stack` up to date with the running modules."""
-    heard.stack[:] = [""]
+def _stacked(layer: nn.Module, trace: _Trace) -> Iterator[None]:
+    """Context in which hooks keep `trace.stack` up to date with the running modules."""
+    trace.stack[:] = [""]
     hooks = []
     for path, module in layer.named_modules():
         if path:
-            hooks.append(module.register_forward_pre_hook(partial(_enter, heard, path)))
-            hooks.append(module.register_forward_hook(partial(_leave, heard, path)))
+            hooks.append(module.register_forward_pre_hook(partial(_enter, trace, path)))
+            hooks.append(module.register_forward_hook(partial(_leave, trace, path)))
     try:
         yield
     finally:
@@ -226,14 +226,14 @@ def _stacked(layer: nn.Module, heard: _Heard) -> Iterator[None]:
             hook.remove()
 
 
-def _enter(heard: _Heard, path: str, module: nn.Module, args: Any) -> None:
-    heard.stack.append(path)
+def _enter(trace: _Trace, path: str, module: nn.Module, args: Any) -> None:
+    trace.stack.append(path)
 
 
-def _leave(heard: _Heard, path: str, module: nn.Module, args: Any, output: Any) -> None:
-    heard.stack.pop()
+def _leave(trace: _Trace, path: str, module: nn.Module, args: Any, output: Any) -> None:
+    trace.stack.pop()
     if any(isinstance(tensor, Scores) for tensor in tensors_in(output)):
-        heard.leaks.add(path)
+        trace.leaks.add(path)
 
 
 def _in_float32(layer: nn.Module) -> Any:

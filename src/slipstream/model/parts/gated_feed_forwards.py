@@ -25,7 +25,7 @@ from slipstream.formats import FORMATS
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
 from slipstream.model.fused.layer_changes import Parts, is_intact, parts_of
-from slipstream.model.selfcheck.proof import Heard, Proven, disagreement, is_as_near
+from slipstream.model.selfcheck.proof import Proven, RecordedInputs, disagreement, is_as_near
 from slipstream.model.selfcheck.untouched import forward_and_writes
 from slipstream.model.subclass import trial_copy
 from slipstream.model.weights.packed import is_packed
@@ -187,7 +187,7 @@ def prove_gated(
     multiply: Multiply,
     settings: Settings,
     name: str,
-    heard: Heard | None,
+    recorded: RecordedInputs | None,
 ) -> Proven | str:
     """Return how one kind of feed-forward runs as a whole, or why it does not.
 
@@ -197,12 +197,12 @@ def prove_gated(
         multiply: Computes products of linears, by the op or by torch where that is as fast.
         settings: Has the dtype and the device.
         name: The module's full name.
-        heard: Recorded inputs of the module, or None.
+        recorded: Recorded inputs of the module, or None.
     """
     like = next(module.parameters())
     exact = module if like.dtype == torch.float32 else trial_copy(module).float()
     rows, orders = _rows_for(exact, like), list(_orders(_linears(module) or {}))
-    rows = rows.view(*(1,) * (1 if heard is None else heard[0].dim() - 2), *rows.shape)
+    rows = rows.view(*(1,) * (1 if recorded is None else recorded[0].dim() - 2), *rows.shape)
     answer, written = forward_and_writes(exact, rows)
     if not isinstance(answer, Tensor):
         return ""
@@ -221,7 +221,7 @@ def prove_gated(
     bound, feed = ops.linear, None if ops.feed_forward.name == "reference" else ops.feed_forward.run
     worst, gated = 0.0, Gated(formula, multiply, feed, type(module).forward)
     many = () if feed is None else (rows.repeat_interleave(_MANY // _ROWS + 1, dim=-2),)
-    for given in (rows, *many, *(() if heard is None else heard[:1])):
+    for given in (rows, *many, *(() if recorded is None else recorded[:1])):
         x = given.to(settings.device, settings.dtype)
         expected, got = own.forward(x), gated.answer(formula.linears(own), x)
         error = disagreement(expected, got)

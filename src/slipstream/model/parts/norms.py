@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from slipstream.model.convert import convert
 from slipstream.model.fuse import Settings
 from slipstream.model.fused.layer_changes import Numbers, numbers_of
-from slipstream.model.selfcheck.proof import Heard, Proven, disagreement, is_as_near
+from slipstream.model.selfcheck.proof import Proven, RecordedInputs, disagreement, is_as_near
 from slipstream.model.selfcheck.untouched import forward_and_writes
 from slipstream.model.subclass import trial_copy
 from slipstream.ops import norm
@@ -121,7 +121,7 @@ def _tensors_taken(module: nn.Module) -> tuple[int, int] | None:
 
 
 def prove_norm(
-    module: nn.Module, bound: Bound, settings: Settings, name: str, heard: Heard | None
+    module: nn.Module, bound: Bound, settings: Settings, name: str, recorded: RecordedInputs | None
 ) -> Proven | str:
     """Return how one kind of norm runs by the op, or why it does not.
 
@@ -130,7 +130,7 @@ def prove_norm(
         bound: The op's implementation.
         settings: Has the dtype and the device.
         name: The module's full name.
-        heard: Recorded inputs of the module, or None.
+        recorded: Recorded inputs of the module, or None.
     """
     exact = trial_copy(module).float()
     generator = torch.Generator().manual_seed(0)
@@ -138,9 +138,9 @@ def prove_norm(
         parameter.copy_(_random(parameter.shape, generator))
     width = next(iter(exact.parameters())).numel()
     rows = torch.cat([scale * _random((4, width), generator) for scale in _SCALES])
-    rows = rows.view(*(1,) * (1 if heard is None else heard[0].dim() - 2), *rows.shape)
+    rows = rows.view(*(1,) * (1 if recorded is None else recorded[0].dim() - 2), *rows.shape)
     given: list[Tensor] = [rows.to(next(exact.parameters()).device)]
-    if (_tensors_taken(module) or (1, 1))[0] == 2 or (heard is not None and len(heard) == 2):
+    if (_tensors_taken(module) or (1, 1))[0] == 2 or (recorded is not None and len(recorded) == 2):
         given.append(2 * _random(rows.shape, generator).to(given[0]))
     answer, written = forward_and_writes(exact, *given)
     if written:
@@ -151,7 +151,7 @@ def prove_norm(
     run, wide = Normed(bound.run, formula, type(module).forward), copy.deepcopy(exact)
     convert(exact, settings.dtype, keep=settings.keep, prefix=name)
     exact.to(settings.device)
-    calls = [tuple(given)] if heard is None else [tuple(given), heard]
+    calls = [tuple(given)] if recorded is None else [tuple(given), recorded]
     errors = [_error(exact, wide, run, call, settings) for call in calls]
     if any(error is None for error in errors):
         return f"{bound.name} answers otherwise in {str(settings.dtype).removeprefix('torch.')}"

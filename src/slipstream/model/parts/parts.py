@@ -35,8 +35,8 @@ from slipstream.model.parts.find_attention import calls_of, find_attention
 from slipstream.model.parts.gated_feed_forwards import Gated, may_be_gated, prove_gated
 from slipstream.model.parts.norms import Normed, is_native_norm, may_be_norm, prove_norm
 from slipstream.model.selfcheck.check import MODEL_ERRORS
-from slipstream.model.selfcheck.proof import Heard, Proven, disagreement
-from slipstream.model.selfcheck.recorded_calls import heard_by
+from slipstream.model.selfcheck.proof import Proven, RecordedInputs, disagreement
+from slipstream.model.selfcheck.recorded_calls import recorded_inputs
 from slipstream.model.subclass import namesake
 from slipstream.model.values import is_plain
 from slipstream.model.weights.packed import is_packed, weight_of
@@ -104,7 +104,7 @@ def judge_parts(
     """
     asked = [f for f in layers if verdicts[f.name].returns is None and (all_layers or f.wanted)]
     ops = settings.bind(None)
-    recorded = _heard(model, layers, asked, settings)
+    recorded = _recorded_inputs(model, layers, asked, settings)
     # `model/diffusion/attention.py` serves diffusers' models, whose linears see an image's many tokens.
     images = any(is_of_diffusers(module) for module in model.modules())
     attention = _attention(model, layers, [] if images else asked, settings, ops.attention)
@@ -137,9 +137,9 @@ def judge_parts(
     return parts
 
 
-def _heard(
+def _recorded_inputs(
     model: nn.Module, layers: Sequence[Found], asked: Sequence[Found], settings: Settings
-) -> dict[str, Heard]:
+) -> dict[str, RecordedInputs]:
     """Record the inputs of parts in the first layer of each kind."""
     firsts: dict[tuple[Any, ...], Found] = {}
     for found in asked:
@@ -149,7 +149,7 @@ def _heard(
     if not any(paths.values()):
         return {}
     with nullcontext() if settings.filling is None else settings.filling.lending(layers):
-        return heard_by(model, list(firsts.values()), paths)
+        return recorded_inputs(model, list(firsts.values()), paths)
 
 
 def _attention(
@@ -247,7 +247,13 @@ def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 def _prove(
-    module: nn.Module, ops: Ops, settings: Settings, name: str, heard: Heard | None, *, wanted: bool
+    module: nn.Module,
+    ops: Ops,
+    settings: Settings,
+    name: str,
+    recorded: RecordedInputs | None,
+    *,
+    wanted: bool,
 ) -> Proven | str:
     """Return how one kind of module runs, or why not; an empty reason is not reported."""
     bound = ops.norm if may_be_norm(module) and not _is_linear(module) else ops.linear
@@ -259,11 +265,11 @@ def _prove(
             if _is_linear(module):
                 return _prove_linear(module, bound, settings)
             if may_be_norm(module):
-                why = prove_norm(module, bound, settings, name, heard)
+                why = prove_norm(module, bound, settings, name, recorded)
                 return why if isinstance(why, Proven) or _is_named_norm(module) else ""
             if not settings.mesh.is_alone:
                 return "ranks share its linears"
-            return prove_gated(module, ops, _product(bound, settings).of, settings, name, heard)
+            return prove_gated(module, ops, _product(bound, settings).of, settings, name, recorded)
     except MODEL_ERRORS as error:
         log.info("%s keeps its own code: %s: %s", name, type(error).__name__, error)
         is_norm = may_be_norm(module) and _is_named_norm(module)  # others only have a norm's shapes

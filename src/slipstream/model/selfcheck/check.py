@@ -108,7 +108,7 @@ def record_calls(
         return {}
     calls: dict[str, list[RecordedCall]] = {found.name: [] for found in layers}
     pending: set[str] = set()
-    handles = [hook for found in layers for hook in _listen(found, calls, pending)]
+    handles = [hook for found in layers for hook in _recording_hooks(found, calls, pending)]
     try:
         with left_as_it_was(root):
             for inputs in runs:
@@ -157,7 +157,7 @@ def call_alone(found: Found, width: int) -> list[RecordedCall]:
         return []
 
 
-def _listen(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str]) -> list[Any]:
+def _recording_hooks(found: Found, calls: dict[str, list[RecordedCall]], pending: set[str]) -> list[Any]:
     """Register hooks that record a call inside the layer's own hooks, as those run around the block too."""
     before: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 

@@ -33,7 +33,7 @@ _OF_ANY_LENGTH = {
     *("encoder_hidden_states", "encoder_attention_mask"),
 }
 
-_LISTENS = re.compile("cross_?att|encdec|encoder_(decoder_)?att", re.IGNORECASE)
+_CROSS_ATTENTION = re.compile("cross_?att|encdec|encoder_(decoder_)?att", re.IGNORECASE)
 
 
 def runs_of(root: nn.Module, layers: Sequence[Found]) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def _runs_on_tokens(root: nn.Module, layers: Sequence[Found], tokens: int) -> li
     ]
     width = next((width for f in layers if (width := _width_of_states(f)) is not None), None)
     if width is None:
-        width = next((w for f in layers if f.spec is None for w in _widths_heard(f.layer)), None)
+        width = next((w for f in layers if f.spec is None for w in _encoder_widths(f.layer)), None)
     takes = inspect.signature(root.forward).parameters
     if width is not None and "cross_attention_states" in takes:
         _add_picture(runs, width, generator, next(root.parameters()))
@@ -149,11 +149,11 @@ def _width_of_states(found: Found) -> int | None:
     return spec.hidden
 
 
-def _widths_heard(layer: nn.Module) -> Iterator[int]:
+def _encoder_widths(layer: nn.Module) -> Iterator[int]:
     """Yield the widths of encoder states that a layer without a spec attends to, by its modules' names."""
     for path, module in layer.named_modules():
         parent, _, leaf = path.rpartition(".")
-        if isinstance(module, nn.Linear) and _LISTENS.search(parent) and leaf.startswith("k"):
+        if isinstance(module, nn.Linear) and _CROSS_ATTENTION.search(parent) and leaf.startswith("k"):
             yield module.in_features
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from slipstream.ops.bind import Bound
 
-__all__ = ["Heard", "Proven", "disagreement", "is_as_near"]
+__all__ = ["RecordedInputs", "Proven", "disagreement", "is_as_near"]
 
-Heard = tuple[Any, ...]
+RecordedInputs = tuple[Any, ...]
 """The positional arguments that a module was called with while the model ran on random input."""
 
 _ROUNDS_AS_WELL = 1.5

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from slipstream.model.layers import Found
 from slipstream.model.selfcheck.check import MODEL_ERRORS
 from slipstream.model.selfcheck.probe import runs_of
-from slipstream.model.selfcheck.proof import Heard
+from slipstream.model.selfcheck.proof import RecordedInputs
 from slipstream.model.selfcheck.untouched import left_as_it_was
 
-__all__ = ["heard_by"]
+__all__ = ["recorded_inputs"]
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ class _EnoughError(Exception):
     """Cuts a forward short once every module was called."""
 
 
-def heard_by(
+def recorded_inputs(
     model: nn.Module, layers: Sequence[Found], paths: Mapping[str, Sequence[str]]
-) -> dict[str, Heard]:
+) -> dict[str, RecordedInputs]:
     """Run a model, record the first call of some of its modules, and leave the model unchanged.
 
     Args:
@@ -42,22 +42,22 @@ def heard_by(
         Positional arguments by full name. Modules that were not called, or with keywords, are missing; all
         are missing if the model cannot run on the inputs of `runs_of`.
     """
-    recorded: dict[str, Heard] = {}
+    recorded: dict[str, RecordedInputs] = {}
     for root in sorted({found.root for found in layers}):
         of_root = [found for found in layers if found.root == root]
         names = [f"{found.name}.{path}" for found in of_root for path in paths.get(found.name, ())]
         if names:
-            recorded |= _listen(model, model.get_submodule(root), of_root, names)
+            recorded |= _record(model, model.get_submodule(root), of_root, names)
     return recorded
 
 
-def _listen(
+def _record(
     model: nn.Module, root: nn.Module, layers: Sequence[Found], names: Sequence[str]
-) -> dict[str, Heard]:
-    recorded: dict[str, Heard] = {}
+) -> dict[str, RecordedInputs]:
+    recorded: dict[str, RecordedInputs] = {}
     pending = set(names)
 
-    def listens_as(name: str) -> Any:
+    def recorder_for(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name in pending:
                 pending.discard(name)
@@ -69,7 +69,7 @@ def _listen(
         return hook
 
     handles = [
-        model.get_submodule(name).register_forward_pre_hook(listens_as(name), with_kwargs=True)
+        model.get_submodule(name).register_forward_pre_hook(recorder_for(name), with_kwargs=True)
         for name in names
     ]
     try:

@@ -161,9 +161,9 @@ def _branches(
         if branch.attends and found.spec is not None and found.spec.sharing != "own":
             reasons[branch.row] = "its keys and values are other layers' too"
             continue
-        unheard = _unheard(stage.layer, branch, flow)
-        if unheard is not None:
-            reasons[branch.row] = f"no run came to {unheard}, which may read or write heads, too"
+        unreached = _unreached(stage.layer, branch, flow)
+        if unreached is not None:
+            reasons[branch.row] = f"no run reached {unreached}, which may read or write heads, too"
             continue
         full = f"{found.name}.{branch.row}"
         by_plan = any(_matches(full, pattern) for pattern in patterns)
@@ -186,7 +186,7 @@ def _branches(
     return reasons
 
 
-def _unheard(layer: nn.Module, branch: Branch, flow: Flow) -> str | None:
+def _unreached(layer: nn.Module, branch: Branch, flow: Flow) -> str | None:
     """A linear inside an attention module that no recorded call reached, though other inputs may; or None."""
     if not (branch.attends and branch.parent):
         return None
