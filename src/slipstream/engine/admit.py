@@ -6,7 +6,8 @@ Shapes: B batch, S sequence.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from slipstream.config import InferenceConfig
 from slipstream.config.effects import EFFECTS
 from slipstream.devices import Device
 from slipstream.engine.generation.request import Request
+from slipstream.engine.tokens import are_placeholders, codebooks, judges_inputs, vocabulary_of
 from slipstream.errors import (
     ConfigError,
     InjectionError,
@@ -26,6 +28,7 @@ from slipstream.errors import (
 )
 from slipstream.model.convert import is_quantized
 from slipstream.model.diffusion.attention import attends
+from slipstream.model.frame.authors import is_ours
 from slipstream.model.fused.state import is_injected
 from slipstream.model.parts.parts import is_swapped
 from slipstream.model.policy import check_policy
@@ -221,14 +224,31 @@ def _names(model: nn.Module) -> tuple[str, ...]:
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse inputs that cannot be run.
+    """Refuse inputs that cannot be run; a model whose own code is custom judges them itself.
 
     Raises:
         RequestError: An empty batch or prompt, ids of a wrong type or outside the vocabulary, a mask or
             positions of a wrong shape.
     """
+    if is_ours(model.forward):
+        with _unless_it_judges(model):
+            _check_known_inputs(model, args, kwargs)
+
+
+@contextmanager
+def _unless_it_judges(model: nn.Module) -> Iterator[None]:
+    """Drop the refusals raised in the context if custom code reads the inputs, which may accept them."""
+    try:
+        yield
+    except RequestError:
+        if not judges_inputs(model):
+            raise
+
+
+def _check_known_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse inputs that transformers' code cannot run."""
     given = dict(zip(_names(model), args, strict=False), **kwargs) if args else kwargs
-    vocabulary = _vocabulary(model)
+    vocabulary = vocabulary_of(model)
     name, dims = ("inputs_embeds", 3) if given.get("input_ids") is None else ("input_ids", 2)
     tokens = given.get(name)
     if name == "input_ids" and vocabulary is not None:
@@ -243,12 +263,13 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         raise RequestError(f"{what}: the {empty} is empty; give at least one token")
     if vocabulary is not None and name == "input_ids":
         low, high = (int(edge) for edge in tokens.aminmax())
-        if (low < 0 or high >= vocabulary) and not _are_placeholders(model, tokens, vocabulary):
+        if (low < 0 or high >= vocabulary) and not are_placeholders(model, tokens, vocabulary):
             raise RequestError(
                 f"input_ids hold {low if low < 0 else high}, and the vocabulary has ids 0 to "
                 f"{vocabulary - 1}; use the model's own tokenizer"
             )
-    _check_mask(given, what, batch, length)
+    # Each row of a mask is for one sequence, and a sequence may have a row of ids for each codebook.
+    _check_mask(given, what, {batch, batch // codebooks(model)}, length)
     positions = given.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 2:
         rows, columns = positions.shape
@@ -257,19 +278,6 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
                 f"position_ids have shape {(rows, columns)} for {what}; they must be ({batch}, {length}) or "
                 f"(1, {length})"
             )
-
-
-_PLACEHOLDERS = tuple(
-    f"{what}_token_{name}" for what in ("image", "video", "audio") for name in ("id", "index")
-)
-
-
-def _are_placeholders(model: nn.Module, tokens: Tensor, vocabulary: int) -> bool:
-    """Whether all ids outside the vocabulary are placeholders, which the model replaces by image or audio."""
-    config = getattr(model, "config", None)
-    places = {place for name in _PLACEHOLDERS if isinstance(place := getattr(config, name, None), int)}
-    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
-    return places.issuperset(outside.unique().tolist())
 
 
 def check_ids_type(ids: Any) -> None:
@@ -287,8 +295,8 @@ def check_ids_type(ids: Any) -> None:
         raise RequestError(f"input_ids of shape {tuple(ids.shape)} have no batch; {way_out}")
 
 
-def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) -> None:
-    """Refuse an `attention_mask` that does not fit `(batch, length)` tokens plus those in the cache."""
+def _check_mask(given: Mapping[str, Any], what: str, batches: set[int], length: int) -> None:
+    """Refuse an `attention_mask` without a row per sequence and a column per token, cached ones included."""
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor):
         return
@@ -301,8 +309,10 @@ def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) ->
     if mask.dim() != 2:
         return
     past: Any = given.get("past_key_values")
+    if past is not None and not hasattr(past, "get_seq_length"):
+        return  # tuples of keys and values, whose layout only the model knows
     try:
-        seen = int(past.get_seq_length()) if hasattr(past, "get_seq_length") else 0
+        seen = 0 if past is None else int(past.get_seq_length())
     except ValueError:  # a cache of states only, without a token count: the model checks the mask itself
         return
     from transformers.cache_utils import StaticSlidingWindowLayer
@@ -313,8 +323,8 @@ def _check_mask(given: Mapping[str, Any], what: str, batch: int, length: int) ->
     room = int(past.get_max_length()) if layers else 0
     is_endless = bool(layers) and all(isinstance(one, StaticSlidingWindowLayer) for one in layers)
     fits = length <= shape[1] and (shape[1] <= max(length + seen, room) or is_endless or _has_state(given))
-    if shape[0] != batch or not fits:
-        wanted = f"({batch}, {length})" if not seen else f"({batch}, {length + seen})"
+    if shape[0] not in batches or not fits:
+        wanted = f"({min(batches)}, {length + seen})"
         raise RequestError(f"attention_mask has shape {shape} for {what}; it must be {wanted}")
 
 
@@ -324,20 +334,7 @@ def _has_state(given: Mapping[str, Any]) -> bool:
 
 
 def _reads_ids(model: nn.Module) -> bool:
-    return getattr(model, "main_input_name", None) == "input_ids" and _vocabulary(model) is not None
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    if not hasattr(model, "get_input_embeddings"):
-        return None
-    try:
-        embedding = model.get_input_embeddings()  # type: ignore[operator]
-    except NotImplementedError:
-        return None
-    # Attribute access would unpack a packed matrix.
-    own = embedding._parameters.get("weight") if isinstance(embedding, nn.Module) else None
-    weight = getattr(embedding, "weight", None) if own is None else own
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+    return getattr(model, "main_input_name", None) == "input_ids" and vocabulary_of(model) is not None
 
 
 def check_request(
@@ -353,7 +350,8 @@ def check_request(
     first = kwargs.get("inputs")
     ids = kwargs.get("input_ids") if first is None else first
     if ids is not None and _reads_ids(model):
-        check_ids_type(ids)
+        with _unless_it_judges(model):
+            check_ids_type(ids)
     if request.prompt is not None:
         check_inputs(model, (), {**kwargs, "input_ids": request.prompt})
     elif ids is None or kwargs.get("inputs_embeds") is not None:

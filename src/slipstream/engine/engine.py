@@ -25,6 +25,7 @@ from slipstream.engine.generation.generate import Loop
 from slipstream.engine.generation.refusals import (
     why_not_intact,
     why_not_packed,
+    why_not_readable,
     why_not_repeated,
     why_not_so_long,
 )
@@ -241,7 +242,8 @@ class InferenceEngine(Weights):
         if repeats_generate(self.module):
             return why_not_repeated(self.module, request, kwargs) or why_not_intact(self.module, runner)
         return (
-            why_not_packed(self.module, request, kwargs, takes_over=runner.takes_over)
+            why_not_readable(runner, request)
+            or why_not_packed(self.module, request, kwargs, takes_over=runner.takes_over)
             or why_not_so_long(self.module, runner, request)
             or why_not_intact(self.module, runner)
         )

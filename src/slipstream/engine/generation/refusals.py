@@ -21,7 +21,14 @@ from slipstream.model.fused.state import injected_state, is_injected, is_untouch
 from slipstream.model.fused.watch import attends_otherwise
 from slipstream.model.values import wants_operations
 
-__all__ = ["MODES", "why_not_intact", "why_not_packed", "why_not_repeated", "why_not_so_long"]
+__all__ = [
+    "MODES",
+    "why_not_intact",
+    "why_not_packed",
+    "why_not_readable",
+    "why_not_repeated",
+    "why_not_so_long",
+]
 
 MODES = ("greedy_search", "sample", *BEAMS)
 """Transformers' names of the generation modes that the engine road supports."""
@@ -191,6 +198,27 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
         if "forward" in vars(layer) or not is_untouched(layer):
             return "a part of a layer, its code or a tensor was replaced, or the layer has another place"
     return None
+
+
+def why_not_readable(runner: Runner, request: Request) -> str | None:
+    """Return why the engine road cannot read a prompt that custom code of a model may accept; None if it can.
+
+    Args:
+        runner: Looks the ids up in the token embedding, unless the model's own forward runs the prompts.
+        request: The call as read by `read_request`.
+    """
+    prompt, mask = request.prompt, request.inputs.get("attention_mask")
+    if prompt is None:
+        return None
+    if prompt.numel() == 0:
+        return "the prompt is empty"
+    if isinstance(mask, Tensor) and mask.shape != prompt.shape:
+        return "the attention mask has another shape than the ids"
+    if runner.takes_over or request.encoded:  # the model's own code reads the ids
+        return None
+    low, high = (int(edge) for edge in prompt.aminmax())
+    rows = runner.frame.matrices()["embed"].shape[0]
+    return None if low >= 0 and high < rows else "ids lie outside of the token embedding"
 
 
 def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str | None:

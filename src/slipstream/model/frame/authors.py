@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_ours", "own_code"]
+__all__ = ["is_ours", "own_code", "own_method"]
 
 _KNOWN = frozenset({"builtins", "slipstream", "torch", "transformers"})
 
@@ -31,13 +31,17 @@ def own_code(model: nn.Module, layers: Iterable[nn.Module], name: str = "the mod
         if module in closed:
             continue
         closed.add(module)
-        kind: Any = type(module)
-        method = "forward" if "forward" in vars(module) else _written(kind, kind.forward)
-        if method is not None:
+        if (method := own_method(module)) is not None:
             return f"{path or name} ({type(module).__name__}) has a {method} of its own"
         inside = ((f"{path}.{key}" if path else key, child) for key, child in module._modules.items())
         queue += [(key, child) for key, child in inside if child is not None]
     return None
+
+
+def own_method(module: nn.Module) -> str | None:
+    """Return the name of a method of a module that is neither transformers' nor torch's; None if none is."""
+    kind: Any = type(module)
+    return "forward" if "forward" in vars(module) else _written(kind, kind.forward)
 
 
 def is_ours(method: Any) -> bool:
