@@ -278,6 +278,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         manifest(lambda t: t["matrices"][QKV]["planes"].__setitem__(0, "x")), "lacks the plane .x."),
     "another version's planes": (
         manifest(lambda t: t["matrices"][QKV]["planes"].pop(1)), "4 planes, and .* quantize the original"),
+    "a plane named twice": (
+        manifest(lambda t: t["matrices"][QKV]["planes"].__setitem__(2, t["matrices"][QKV]["planes"][1])),
+        "is named twice",
+    ),
+    "transposed that is no truth value": (
+        manifest(lambda t: t["matrices"][QKV].update(transposed=1)), "transposed=1 must be true or false"),
     "rows in another order": (
         manifest(lambda t: t["matrices"][QKV]["pieces"].reverse()), "rows in another order"),
     "rows that do not add up": (

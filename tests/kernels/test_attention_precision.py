@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.cpu import library as native
-from slipstream.kernels.cpu.attention import NativeAttention
+from slipstream.kernels.cpu.attention import NativeAttention, refuse_call
 from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.paged_attention import native_paged_attention
+from slipstream.ops.attention import attention
 from slipstream.ops.step import AttentionMask, Step
 from tests.helpers.libraries import library
 
@@ -89,6 +90,28 @@ def test_a_nan_is_passed_on(isa: str) -> None:
         wrong = out[0, 40, 0] if spoiled == 0 else out[0, :, 0]
         assert bool(wrong.isnan().any())
         assert bool(out[0, :, 1].isfinite().all())
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize(
+    "sink", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -torch.inf, -1e30]
+)
+@pytest.mark.parametrize("queries", [4, 64])
+def test_the_lowest_sinks_weigh_nothing(queries: int, sink: float, isa: str) -> None:
+    q, k, v = (heads(1, 2, count, 32, seed=seed) for seed, count in enumerate((queries, 80, 80)))
+    options: dict[str, Any] = {"mask": None, "causal": True, "scale": 0.2}
+    got = NativeAttention(library(isa))(q, k, v, **options, sinks=torch.full((2,), sink))
+    torch.testing.assert_close(got, attention(q, k, v, **options), atol=1e-5, rtol=1e-5)
+
+
+def test_a_stride_that_no_index_uses_may_be_of_any_size() -> None:
+    q, k, v = (heads(1, 2, 70, 16, seed=seed) for seed in range(3))
+    options: dict[str, Any] = {"mask": None, "causal": False, "scale": 0.25}
+    far = q.as_strided(q.shape, (1 << 33, *q.stride()[1:]))
+    run = NativeAttention(library("baseline"))
+    assert torch.equal(run(far, k, v, **options), run(q, k, v, **options))
+    wide = torch.empty(0).expand(2, 2, 70, 0).new_empty(1).as_strided((2, 2, 70, 16), (1 << 31, 0, 0, 0))
+    assert "a stride of" in str(refuse_call(wide, wide, wide, None, None))
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))

@@ -49,6 +49,8 @@ KINDS = {
     "one that stands out": torch.cat([torch.zeros(300), torch.tensor([40.0]), torch.zeros(37)]),
     "most are hidden": of(601).masked_fill(torch.arange(601) % 7 != 3, HIDDEN),
     "all but one are hidden": torch.full((97,), HIDDEN).index_fill(0, torch.tensor([41]), 2.0),
+    "nearly equal": of(601, width=1e-30),
+    "further apart than floats reach": torch.tensor([2e38] * 200 + [-2e38] * 401) + of(601) * 1e36,
     "zeros of both signs": torch.tensor([0.0, -0.0]).repeat(50),
 }
 WARPS = [

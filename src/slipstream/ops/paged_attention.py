@@ -154,12 +154,15 @@ def _case(name: str, queries: tuple[int, ...], lens: tuple[int, ...], **options:
             max_query_len=max(queries),
             max_kv_len=table.shape[1] * size if options.get("bound") else max(lens),
         )
+        sinks = torch.randn(heads, generator=generator) if options.get("sinks") else None
+        if sinks is not None and options.get("lowest"):
+            sinks[:2] = torch.tensor([torch.finfo(torch.float32).min, -1e38])
         mask = AttentionMask(
             dim**-0.5,
             options.get("window"),
             options.get("softcap"),
             2.0 ** -torch.arange(1.0, heads + 1) if options.get("alibi") else None,
-            torch.randn(heads, generator=generator) if options.get("sinks") else None,
+            sinks,
         )
         q = torch.randn(len(rows), heads, dim, generator=generator).to(dtype)
         if not options.get("int8"):
@@ -195,6 +198,8 @@ OP = Op(
         _case("prefill, slopes", (5, 9), (5, 9), alibi=True),
         _case("prefill, window and soft cap", (20, 3), (20, 3), window=4, softcap=3.0),
         _case("prefill, sinks", (6, 8), (6, 8), sinks=True),
+        _case("prefill, sinks that weigh nothing", (64, 3), (80, 3), sinks=True, lowest=True),
+        _case("prefill, a window beyond 32 bits", (20, 3), (20, 3), window=2**32 + 4),
         _case("chunk upon a cache", (4, 1, 6), (20, 9, 6), window=7),
         *(
             _case(f"width {dim}", (2, 1, 5), (33, 257, 5), heads=(4, 2, dim, 32))

@@ -172,8 +172,12 @@ class PackedFolder(Source):
                     f"{self._file.path}: the plane {plane} has shape {stored.shape} in {stored.dtype}, and "
                     f"{found.name} of shape {shape} needs {due} in {dtype}; make the folder again"
                 )
-        pieces = _pieces(where, entry, shape)
-        return _Described(found, shape, tuple(names), pieces, entry.get("transposed") is True)
+        transposed = entry.get("transposed", False)
+        if not isinstance(transposed, bool):
+            raise WeightError(f"{where}: transposed={str(transposed)[:40]} must be true or false")
+        if len(set(names)) < len(names):
+            raise WeightError(f"{where}: a plane is named twice; make the folder again")
+        return _Described(found, shape, tuple(names), _pieces(where, entry, shape), transposed)
 
     def _weight(self, matrix: _Described, wanted: Format | None = None) -> Weight:
         """Return the mapped planes as a weight, with the rounding of input rows that `wanted` has."""

@@ -19,10 +19,14 @@ from slipstream.ops.bind import Facts, Kernel
 
 __all__ = ["KERNELS", "NativeAttention", "refuse_call"]
 
+_LARGEST = 2**31
+"""The library takes sizes and strides below this."""
+
 
 def _strided(tensor: Tensor) -> abi.Strided:
     """Describe a tensor `(B, H, S, D)` with any strides but a unit stride in the last dimension."""
-    batch, head, row, _ = tensor.stride()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    batch, head, row, _ = (0 if size == 1 else stride for size, stride in sizes)
     return abi.Strided(tensor.data_ptr(), batch, row, head)
 
 
@@ -43,6 +47,12 @@ def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Ten
         return f"q is on {q.device}"
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or not q.numel():
         return f"q of shape {tuple(q.shape)} does not fit {tuple(k.shape)} and {tuple(v.shape)}"
+    if any(
+        size > 1 and stride >= _LARGEST
+        for t in (q, k, v)
+        for size, stride in zip(t.shape, t.stride(), strict=True)
+    ):
+        return f"q, k or v has a stride of {_LARGEST} elements or more"
     if not k.numel() or q.shape[1] % k.shape[1]:
         return f"{q.shape[1]} heads do not share {k.shape[1]} over {k.shape[2]} keys"
     if sinks is not None and (sinks.dtype not in DTYPES or sinks.numel() != q.shape[1]):

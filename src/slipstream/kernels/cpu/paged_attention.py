@@ -29,6 +29,9 @@ __all__ = [
     "step_of",
 ]
 
+_WIDEST = 2**31 - 1
+"""Largest window that the library's 32 bits hold; no sequence is longer."""
+
 
 def mask_of(mask: AttentionMask) -> abi.Mask:
     """Describe a mask to the library; its tensors must be kept alive."""
@@ -37,7 +40,7 @@ def mask_of(mask: AttentionMask) -> abi.Mask:
         sinks=address(mask.sinks),
         scale=mask.scale,
         softcap=mask.softcap or 0.0,
-        window=mask.window or 0,
+        window=min(mask.window or 0, _WIDEST),
         sinks_dtype=0 if mask.sinks is None else DTYPES[mask.sinks.dtype],
     )
 

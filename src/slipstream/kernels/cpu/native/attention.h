@@ -100,7 +100,10 @@ private:
             if (a_.mask->sinks && item_.part == 0) {
                 read_row(a_.mask->sinks, a_.mask->sinks_dtype, head_of(r), room_.top + r, 1);
                 room_.top[r] *= kLog2E;
-                total[0] = 1.0f;
+                // The lowest finite sink weighs nothing, as -infinity does: its 1 is never rescaled.
+                const bool nothing = room_.top[r] <= kNothing;
+                room_.top[r] = nothing ? kNothing : room_.top[r];
+                total[0] = nothing ? 0.0f : 1.0f;
             }
         }
         clear(room_.sums, rows_ * width_);

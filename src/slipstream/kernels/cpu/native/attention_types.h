@@ -98,19 +98,25 @@ inline bool multiplies_pairs(int32_t dtype, int32_t cache_dtype) {
     return Vec::kBf16Dot && (cache_dtype == kBfloat16 || (cache_dtype == kInt8Codes && dtype == kBfloat16));
 }
 
-// Quantize one head to int8 codes from -127 to 127 and return their scale, which is 0 for a row of zeros.
+// Quantize one head to int8 codes from -127 to 127 and return their scale: 0 for a row of zeros, NaN for a
+// row with NaN or infinity.
 inline float quantize_row(const float* x, int8_t* codes, int64_t n) {
-    Vec widest = Vec::set(0);
-    for (int64_t j = 0; j < n; j += Vec::kWidth)
-        widest = max(abs(Vec::load(x + j, least(n - j, Vec::kWidth))), widest);
-    const float scale = widest.highest() / 127.0f;
-    const Vec inverse = Vec::set(scale > 0.0f ? 1.0f / scale : 0.0f);
+    Vec widest = Vec::set(0), odd = Vec::set(0);
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const Vec v = Vec::load(x + j, least(n - j, Vec::kWidth));
+        widest = max(abs(v), widest);
+        odd = fma(v, Vec::set(0), odd); // `max` passes NaN over
+    }
+    const float scale = widest.highest() / 127.0f + odd.sum();
+    const bool normal = scale >= std::numeric_limits<float>::min() &&
+                        scale <= std::numeric_limits<float>::max(); // the inverse of others may be infinite
+    const Vec inverse = Vec::set(normal ? 1.0f / scale : 0.0f);
     for (int64_t j = 0; j < n; j += Vec::kWidth) {
         const int64_t count = least(n - j, Vec::kWidth);
         float rounded[Vec::kWidth];
         round(Vec::load(x + j, count) * inverse).store(rounded);
         for (int64_t i = 0; i < count; ++i)
-            codes[j + i] = static_cast<int8_t>(rounded[i]);
+            codes[j + i] = normal ? static_cast<int8_t>(rounded[i]) : int8_t{0};
     }
     return scale;
 }

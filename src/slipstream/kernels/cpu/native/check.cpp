@@ -311,7 +311,7 @@ Status check(const DrawCall& call) {
 }
 
 Status check(const NormCall& call) {
-    if (!is_size(call.rows) || !is_size(call.width) || !is_size(call.rows * call.width))
+    if (!is_size(call.rows) || !is_size(call.width) || !fits(call.rows, call.width))
         return kShape;
     if (call.norm.kind == kNoNorm)
         return kUnsupported;

@@ -36,8 +36,9 @@ inline Vec tangent(Vec x) {
 }
 
 inline Vec sigmoid(Vec x) {
-    const Vec one = Vec::set(1.0f);
-    return one / (one + exponential(Vec::set(0.0f) - x));
+    const Vec one = Vec::set(1.0f), zero = Vec::set(0.0f);
+    // `exponential` stops at e^88, whose inverse times a huge x would not be 0.
+    return if_less(x, Vec::set(-88.0f), zero, one / (one + exponential(zero - x)));
 }
 
 // x times the normal distribution function. Source: Abramowitz and Stegun 1964, 7.1.26, error below 1.5e-7.

@@ -163,11 +163,14 @@ private:
             low = s_.scores[i] < low ? s_.scores[i] : low;
             high = s_.scores[i] > high ? s_.scores[i] : high;
         }
-        const float scale = (kBuckets - 1) / (high - low);
-        if (!(scale < 1e30f))
+        if (!(high > low))
+            return false;
+        const float half = 0.5f * high - 0.5f * low; // `high - low` may be infinite
+        if (!(half > 0.0f))
             return false;
         const auto bucket = [&](float score) {
-            return least(static_cast<int64_t>((high - score) * scale), kBuckets - 1);
+            const float place = (0.5f * high - 0.5f * score) / half; // from 0 to 1
+            return least(static_cast<int64_t>(place * (kBuckets - 1)), kBuckets - 1);
         };
         double chances[kBuckets] = {};
         for (int64_t i = 0; i < count_; ++i)
