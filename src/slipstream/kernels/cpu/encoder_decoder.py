@@ -5,7 +5,6 @@ Shapes: B batch, M encoder states, K kv heads, H heads, D head dim, L positions 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -85,7 +84,8 @@ class _Stack(NativeStack):
 
     def with_encoder_states(self, states: EncoderStates) -> _Stack:
         """Return a stack of the same layers with an encoder's keys and values, which its copies lose."""
-        stack = copy.copy(self)
+        stack = type(self).__new__(type(self))  # a copy would prepare the structs of all blocks again
+        stack.__dict__.update(self.__dict__)
         stack._states, stack._with_states = states, None
         return stack
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.config.environment import cpu_isa
 from slipstream.kernels.cpu.abi import DTYPES
-from slipstream.kernels.cpu.library import Library, load
+from slipstream.kernels.cpu.library import Library, load, threads_of_torch
 from slipstream.ops.memory import Passes
 
 __all__ = ["PASSES", "copied", "digest", "is_finite"]
@@ -32,7 +32,7 @@ def copied(source: Tensor, target: Tensor) -> bool:
     if not (same and _is_one_run(source) and _is_one_run(target)):
         return False
     status = library.handle.slipstream_copy(
-        torch.get_num_threads(), source.data_ptr(), target.data_ptr(), target.nbytes
+        threads_of_torch(), source.data_ptr(), target.data_ptr(), target.nbytes
     )
     return bool(status == 0)
 
@@ -46,7 +46,7 @@ def is_finite(tensor: Tensor) -> bool | None:
         return None
     answer = ctypes.c_int32()
     status = library.handle.slipstream_finite(
-        torch.get_num_threads(), tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], ctypes.byref(answer)
+        threads_of_torch(), tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], ctypes.byref(answer)
     )
     return None if status else bool(answer.value)
 
@@ -58,7 +58,7 @@ def digest(tensor: Tensor) -> int | None:
         return None
     answer = ctypes.c_uint64()
     status = library.handle.slipstream_digest(
-        torch.get_num_threads(), tensor.data_ptr(), tensor.nbytes, ctypes.byref(answer)
+        threads_of_torch(), tensor.data_ptr(), tensor.nbytes, ctypes.byref(answer)
     )
     return None if status else answer.value
 

@@ -40,7 +40,7 @@ _BENDS = f"{_MODELS}.activations"
 
 @dataclass(frozen=True)
 class _Form:
-    """An activation as the op takes it; see `ops.feed`."""
+    """An activation as the op takes it; see `ops.feed_forward`."""
 
     name: str
     gated: bool = False
@@ -86,7 +86,7 @@ def plan_feeds(model: nn.Module, op: Bound, *, alone: bool = True) -> FeedPlan:
 
     Args:
         model: A model that has its values.
-        op: The bound `ops.feed`.
+        op: The bound `ops.feed_forward`.
         alone: Whether no other ranks share its linears; those would have to communicate within the op.
     """
     names = [name for name, module in model.named_modules() if _is_by_token(module)]

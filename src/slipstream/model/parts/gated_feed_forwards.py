@@ -98,7 +98,7 @@ class Gated:
     Attributes:
         formula: The roles of the parts.
         multiply: Computes the products of its linears, packed or not.
-        feed: The implementation of `ops.feed` for many rows; None where there is none.
+        feed: The implementation of `ops.feed_forward` for many rows; None where there is none.
         forward: The class's own forward, which runs if a part was changed or has hooks.
         parts: The parts at the time of the swap.
         linears: Gate, up and down among the parts.
@@ -193,7 +193,7 @@ def prove_gated(
 
     Args:
         module: With its values; it is only read.
-        ops: The implementations of `ops.linear` and of `ops.feed`.
+        ops: The implementations of `ops.linear` and of `ops.feed_forward`.
         multiply: Computes products of linears, by the op or by torch where that is as fast.
         settings: Has the dtype and the device.
         name: The module's full name.
