@@ -79,8 +79,8 @@ class BlockSpec:
         mixer: What replaces attention (a key of `Family.mixers`): "a state space", "a convolution", ... It is
             a module that remains part of the layer, runs its own code and keeps its state where it always
             did. None for attention.
-        feeder: What replaces the feed-forward (a key of `Family.feeders`), likewise a module of the layer:
-            "experts of limited capacity", ...; None for the block's own feed-forward or experts.
+        feeder: What replaces the feed-forward (a key of `Family.feeders`), likewise a module of the layer: "a
+            mixture of experts with limited capacity", ...; None for the block's own feed-forward or experts.
         course: Name of the family's function that orders the layer's branches (a key of `Family.courses`);
             None for the block's own order.
         branches: Which of the two branches, attention and feed-forward, the block has.

@@ -401,5 +401,5 @@ def test_prompts_that_were_trained_run_by_peft_alone(
 def test_peft_upon_fused_layers_is_told_of_load_adapter(settings: dict[str, Any], tmp_path: Path) -> None:
     trained(make("llama"), target_modules=["q_proj"]).save_pretrained(tmp_path)
     engine = inject(make("llama"), **settings)
-    with pytest.raises(slipstream.UnsupportedError, match="for adapters engine.load_adapter"):
+    with pytest.raises(slipstream.UnsupportedError, match="engine.load_adapter for adapters"):
         peft.PeftModel.from_pretrained(engine.module, tmp_path)

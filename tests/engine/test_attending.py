@@ -316,7 +316,7 @@ def test_weights_that_a_layer_hands_on_are_made_by_its_own_code() -> None:
     model = Decoder(keeps=True).eval()
     original = copy.deepcopy(model)
     engine = engine_of(model)
-    assert engine.report().layers[0].refused["attention"] == "its weights are handed on"
+    assert engine.report().layers[0].refused["attention"] == "it returns its attention weights"
     ids = torch.randint(0, 40, (2, 7))
     with torch.no_grad():
         for got, expected in zip(engine(ids)[2], original(ids)[2], strict=True):

@@ -264,7 +264,7 @@ def test_layers_that_share_a_part_keep_their_own_code(quant: str | None) -> None
     model = make("llama")
     model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
     engine = inject(model, **({"quant": quant} if quant else {}))
-    assert all("shares a part" in layer.reason for layer in engine.report().layers)
+    assert all("shares a submodule" in layer.reason for layer in engine.report().layers)
     model.load_state_dict(engine.state_dict())
     close(model(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
 
@@ -468,7 +468,7 @@ def test_a_feed_forward_without_width_is_left_as_it_is() -> None:
     ids = prompt(vocabulary=90)
     expected = model(input_ids=ids).logits.detach()
     engine = inject(model, injection_check="fallback")
-    assert all("no width" in layer.reason for layer in engine.report().layers)
+    assert all("has 0 units" in layer.reason for layer in engine.report().layers)
     close(expected, engine(input_ids=ids).logits)
 
 

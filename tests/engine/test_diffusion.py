@@ -321,7 +321,7 @@ def test_convolutions_have_their_channels_last_and_are_saved_and_refreshed_as_ev
     engine = slipstream.init_inference(copy.deepcopy(model), **FUSED)
     weight = engine.module.conv_in.weight
     assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
-    assert "convolutions have their channels last" in str(engine.report())
+    assert "convolutions are in channels_last layout" in str(engine.report())
     engine.save_checkpoint(tmp_path)
     again = diffusers.UNet2DConditionModel.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())

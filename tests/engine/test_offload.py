@@ -268,9 +268,9 @@ def test_what_cannot_be_streamed_is_refused_before_the_model_changes(
 
 def test_streamed_weights_are_not_written_to(folders: dict[str, Path]) -> None:
     engine = engine_of(folders["llama"], zero=offload())
-    with pytest.raises(UnsupportedError, match="read only"):
+    with pytest.raises(UnsupportedError, match="read-only"):
         engine.refresh_weights(engine_of(folders["llama"]).state_dict())
-    with pytest.raises(UnsupportedError, match="read only"):
+    with pytest.raises(UnsupportedError, match="read-only"):
         engine.load_checkpoint(folders["llama"])
     with pytest.raises(UnsupportedError, match="cannot be copied"):
         copy.deepcopy(engine)

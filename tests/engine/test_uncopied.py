@@ -28,7 +28,7 @@ def _norm(layer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("put", "level", "said"),
-    [(_loss, "block", ""), (_lock, "module", "cannot be copied to be checked"), (_norm, "module", "")],
+    [(_loss, "block", ""), (_lock, "module", "cannot be copied for its check"), (_norm, "module", "")],
 )
 def test_it_does_not_stop_an_engine(put: Callable[[Any], None], level: str, said: str) -> None:
     model = make("llama")

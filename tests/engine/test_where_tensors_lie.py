@@ -79,7 +79,7 @@ HIDDEN = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
 def test_a_part_whose_values_are_in_the_block_is_refused(use: Callable[[nn.Module], Any]) -> None:
     engine = slipstream.init_inference(make("llama"), dtype=torch.int8, replace_with_kernel_inject=True)
     expected = engine(input_ids=prompt()).logits
-    with pytest.raises(UnsupportedError, match="the whole layer runs and not its parts"):
+    with pytest.raises(UnsupportedError, match="call the whole layer instead of its submodules"):
         use(engine.module.model.layers[0])
     assert torch.equal(engine(input_ids=prompt()).logits, expected)
 

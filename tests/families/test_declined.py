@@ -31,7 +31,7 @@ def test_decoder_made_bidirectional_by_its_config_keeps_its_layers(attention: st
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
     assert torch.equal(original.generate(ids, **options), engine.generate(ids, **options))
     reasons = {layer.reason for layer in engine.report().layers}
-    assert reasons == {"llama declines: is_causal is False"}
+    assert reasons == {"llama does not support this layer: is_causal is False"}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_heads_without_a_pair_of_rotated_dims_keep_their_layers(model: str, opti
     with torch.no_grad():
         close(original(ids, attention_mask=mask).logits, engine(ids, attention_mask=mask).logits, mask=mask)
     assert engine.report().level != "block"
-    assert "of 2 dims of a head are rotated" in engine.report().layers[0].reason
+    assert "is not an even number from 2 to 2 (a head)" in engine.report().layers[0].reason
 
 
 def test_a_width_of_no_whole_heads_keeps_its_layers() -> None:
@@ -61,7 +61,7 @@ def test_a_width_of_no_whole_heads_keeps_its_layers() -> None:
     ids, _ = left_padded(length=8)
     with torch.no_grad():
         close(original(ids).logits, engine(ids).logits)
-    assert "a width of 30 is not 8 whole heads" in engine.report().layers[0].reason
+    assert "n_embd 30 is not a multiple of n_head 8" in engine.report().layers[0].reason
 
 
 def _too_many_rotated(config: Config, index: int) -> BlockSpec:
@@ -78,7 +78,7 @@ def misfit() -> tuple[Any, dict[type, Family]]:
 
 def test_block_that_cannot_run_is_an_injection_error(misfit: tuple[Any, dict[type, Family]]) -> None:
     model, policy = misfit
-    with pytest.raises(InjectionError, match=r"model\.layers\.0: the fused block cannot run .*RuntimeError"):
+    with pytest.raises(InjectionError, match=r"model\.layers\.0: the fused block fails .*RuntimeError"):
         slipstream.init_inference(copy.deepcopy(model), dtype=torch.float32, injection_policy=policy)
 
 
@@ -128,7 +128,7 @@ def test_layers_that_are_handed_what_no_block_reads_keep_their_code_and_say_so()
         assert torch.equal(expected, engine.generate(ids, max_new_tokens=8, do_sample=False, **options))
     # In every call, each decoder layer receives prompts as keys and values from outside.
     reasons = {layer.reason for layer in engine.report().layers if "decoder" in layer.name}
-    assert reasons == {"in every call, the model asks of it what a block does not do"}
+    assert reasons == {"the model calls it only in ways that a block does not support"}
 
 
 def test_a_layer_that_cannot_run_in_a_dtype_itself_is_refused_in_words() -> None:
@@ -145,5 +145,5 @@ def test_a_layer_that_cannot_run_in_a_dtype_itself_is_refused_in_words() -> None
 
     for layer in original.model.layers:
         layer.forward = stubborn.__get__(layer)
-    with pytest.raises(InjectionError, match="the original itself cannot run in bfloat16"):
+    with pytest.raises(InjectionError, match="the original layer cannot run in bfloat16"):
         inject(original, dtype=torch.bfloat16)

@@ -87,7 +87,7 @@ def test_in_lower_precision_the_one_nearer_to_float32_is_right(
 
 
 def test_a_model_that_overflows_by_itself_is_told_so() -> None:
-    with pytest.raises(InjectionError, match="original itself answers NaN or infinity, in float16"):
+    with pytest.raises(InjectionError, match="original layer returns NaN or infinity in float16"):
         compare("layer", CALLS, _off(1, float("inf")), _identity, torch.empty(0, dtype=torch.float16))
 
 

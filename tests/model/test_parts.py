@@ -335,7 +335,7 @@ def test_norms_are_swapped_where_a_kernel_is_bound_and_right(
     assert is_swapped(model.layers[0].norm) == (scale == 1.0)
     assert not is_swapped(model.layers[0].native)  # torch's own LayerNorm is as fast on the CPU
     part = parts["layers.0"]
-    assert ("norm" in part.kinds, "answers otherwise" in part.refused.get("norm", "")) == (
+    assert ("norm" in part.kinds, "differs in" in part.refused.get("norm", "")) == (
         scale == 1.0,
         scale != 1.0,
     )

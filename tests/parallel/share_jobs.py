@@ -123,7 +123,7 @@ def _several_times(engine: Any, model: Any, size: int) -> int:
     for row in engine.report().split:
         module = model.get_submodule(row.name)
         matrix = module._parameters.get("weight")
-        if row.reason == "it is no linear":  # of a hybrid's mixer
+        if row.reason == "it is not a linear":  # of a hybrid's mixer
             own = (p for p in module._parameters.values() if p is not None and p.dim() > 1)
             found += memory(own) * (size - 1) / size
         elif row.how == "whole on every rank":

@@ -96,7 +96,7 @@ def test_the_report_says_of_each_linear_what_a_rank_has_of_it_and_who_says_so(
         assert all("by heads" in how for how, _ in attention)
     else:
         assert all(how == "rows, joined" for how, _ in attention)
-        assert "it would be off by" in row["text"]  # why no branch of it is cut
+        assert "it is off by" in row["text"]  # why no branch of it is cut
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gpt_oss", "t5", "whisper", "codegen"])

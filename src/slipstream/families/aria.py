@@ -28,7 +28,7 @@ def _either(*names: str) -> First:
 
 def _refuse(config: Config) -> str | None:
     # Only the shared experts follow `hidden_act`; the others always use silu.
-    return None if config.hidden_act == "silu" else f"hidden_act {config.hidden_act!r} beside experts of silu"
+    return None if config.hidden_act == "silu" else f"hidden_act is {config.hidden_act!r}, not silu"
 
 
 _TINY: dict[str, Any] = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2}

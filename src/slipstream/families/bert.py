@@ -34,15 +34,16 @@ def _roformer(config: Config, index: int) -> BlockSpec:
 
 
 def _refuse_roformer(config: Config) -> str | None:
-    return "values that are rotated as well" if config.rotary_value else _refuse_decoder(config)
+    return "rotary_value rotates values as well" if config.rotary_value else _refuse_decoder(config)
 
 
 def _refuse(config: Config) -> str | None:
-    return "cross attention" if getattr(config, "add_cross_attention", False) else None
+    return "add_cross_attention is True" if getattr(config, "add_cross_attention", False) else None
 
 
 def _refuse_decoder(config: Config) -> str | None:
-    return "decoders, which some versions of transformers mask like encoders" if config.is_decoder else None
+    why = "is_decoder is True, but some versions of transformers mask decoders like encoders"
+    return why if config.is_decoder else None
 
 
 def _around(config: Config) -> EncoderSpec:

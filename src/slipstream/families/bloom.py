@@ -38,7 +38,7 @@ def _frame(config: Config) -> FrameSpec:
 
 def _refuse(config: Config) -> str | None:
     sliced = config.pretraining_tp > 1 and config.slow_but_exact
-    return "slow_but_exact leaves out the biases of sliced projections" if sliced else None
+    return "slow_but_exact omits the biases of sliced projections" if sliced else None
 
 
 _TINY = {

@@ -26,9 +26,9 @@ from slipstream.families.family import Branches, Config, Family, OwnCourse
 from slipstream.spec import BlockSpec, MoE, Norm, QKNorm, Role, Rope
 from slipstream.weights.recipe import Take
 
-_CHOSEN = "the choice of tokens"
-_OWN = "latent attention over chosen tokens"
-_BLOCKS = "the choice of blocks of tokens"
+_CHOSEN = "the selection of tokens"
+_OWN = "latent attention over selected tokens"
+_BLOCKS = "the selection of blocks of tokens"
 _PLAIN = "padding and all"
 _PASSED = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "prev_topk_indices")
 
@@ -66,7 +66,7 @@ def _attend_chosen(
         arguments = (given["position_embeddings"], mask[:, 0], given.get("position_ids"))
         chosen = indexer(normed, short, *arguments, past_key_values=given.get("past_key_values"))
     if chosen is None:
-        raise ValueError("a layer that chooses no tokens of its own was called without another's choice")
+        raise ValueError("a layer without an indexer was called without prev_topk_indices")
     left_out = torch.ones_like(mask[:, 0].expand(len(normed), -1, -1), dtype=torch.bool)
     left_out = left_out.scatter(-1, chosen.long(), False)[:, None]
     shown = mask & ~left_out if mask.dtype == torch.bool else mask.masked_fill(left_out, _least(normed))
@@ -154,7 +154,8 @@ def _choose_blocks(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, A
 
 def _refuse_minimax(config: Config) -> str | None:
     if (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0):
-        return f"its gate is sharpened by {config.swiglu_alpha} and bounded by {config.swiglu_limit}"
+        found = (config.swiglu_alpha, config.swiglu_limit)
+        return f"swiglu_alpha, swiglu_limit = {found}; the op has (1.702, 7.0)"
     return None
 
 

@@ -36,7 +36,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 def _refuse(config: Config) -> str | None:
     averaged = config.num_shared_experts and config.shared_expert_combination_strategy != "sum"
-    return "shared experts that are averaged with the chosen ones" if averaged else None
+    return "shared_expert_combination_strategy must be 'sum'" if averaged else None
 
 
 def _frame(config: Config) -> FrameSpec:

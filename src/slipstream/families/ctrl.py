@@ -38,7 +38,7 @@ def _frame(config: Config) -> FrameSpec:
 
 def _refuse(config: Config) -> str | None:
     whole = config.n_embd % config.n_head == 0
-    return None if whole else f"a width of {config.n_embd} is not {config.n_head} whole heads"
+    return None if whole else f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}"
 
 
 _TINY = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "n_positions": 256}

@@ -44,7 +44,7 @@ def _frame(config: Config) -> FrameSpec:
 def _refuse(config: Config) -> str | None:
     power = config.ffn_config.moe_normalize_expert_weights
     if power not in (None, 1):
-        return f"weights of experts are divided by their norm of power {power:g}, not by their sum"
+        return f"moe_normalize_expert_weights is {power:g}; only 1 and None are supported"
     return None
 
 

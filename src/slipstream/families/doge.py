@@ -15,7 +15,7 @@ from slipstream.families.common import LLAMA_RECIPES, QK_NORMS, llama_like, tiny
 from slipstream.families.family import Branches, Config, Family, OwnCourse
 from slipstream.spec import BlockSpec, Norm, QKNorm, Role
 
-_DYNAMIC = "the mask that values make"
+_DYNAMIC = "the dynamic mask"
 _PARTS = ("self_attn.A", "self_attn.dt_proj", "input_residual", "post_attention_residual")
 
 
@@ -41,7 +41,7 @@ def _weigh(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> 
 
 
 def _refuse(config: Config) -> str | None:
-    return "its experts are rows of tables" if config.is_moe else None
+    return "is_moe is True: its experts are rows of embeddings" if config.is_moe else None
 
 
 _BUILT = "DogeForCausalLM", "DogeConfig"

@@ -295,7 +295,9 @@ class Family:
             # Without a mask, some of transformers' attention implementations are then causal, others not.
             return "is_causal is False"
         if spec.feeder is None and spec.branches in ("both", "feed_forward") and spec.ffn < 1:
-            return "its feed-forward has no width"
+            return f"its feed-forward has {spec.ffn} units"
         if spec.rope is not None and (spec.rope.dim not in range(2, spec.head_dim + 1, 2)):
-            return f"{spec.rope.dim} of {spec.head_dim} dims of a head are rotated, which are not pairs"
+            return (
+                f"its rotary width {spec.rope.dim} is not an even number from 2 to {spec.head_dim} (a head)"
+            )
         return None

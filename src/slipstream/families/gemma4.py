@@ -107,7 +107,7 @@ def _beside(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) ->
 
 def _refuse(config: Config) -> str | None:
     if config.use_bidirectional_attention == "all":
-        return "it is not causal"
+        return "use_bidirectional_attention is 'all'"
     return None
 
 

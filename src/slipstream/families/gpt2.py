@@ -27,7 +27,7 @@ def _scale(config: Config) -> float:
 
 
 def _refuse(config: Config) -> str | None:
-    return "cross attention" if config.add_cross_attention else None
+    return "add_cross_attention is True" if config.add_cross_attention else None
 
 
 def _recipes(qkv: Recipe, matrix: Callable[[str], Recipe]) -> dict[Role, Recipe]:

@@ -44,7 +44,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 def _refuse(config: Config) -> str | None:
     capped = config.moe_router_logit_softcapping > 0
-    return "it bounds its router's logits" if capped else None
+    return "moe_router_logit_softcapping is not supported" if capped else None
 
 
 _TINY: dict[str, Any] = {

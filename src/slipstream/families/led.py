@@ -10,7 +10,7 @@ from slipstream.families.bart import BART_RECIPES, BART_TINY, bart_decoder, bart
 from slipstream.families.family import Config, Family, OwnMixer, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm
 
-_WINDOWED = "attention within windows"
+_WINDOWED = "windowed attention"
 _READS = ("is_index_masked", "is_index_global_attn", "is_global_attn")
 
 

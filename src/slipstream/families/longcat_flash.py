@@ -48,7 +48,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 def _refuse(config: Config) -> str | None:
     if field(config, "router_bias"):
-        return "its router has a bias, which the original leaves out"
+        return "router_bias is True, but the original ignores the bias"
     if not config.n_routed_experts:
         return "none of its experts has weights"
     return None

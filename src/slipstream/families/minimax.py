@@ -38,7 +38,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 def _refuse(config: Config) -> str | None:
     pairs = (_factors(config, index) for index in range(config.num_hidden_layers))
     differ = any(attention != experts for attention, experts in pairs)
-    return "its attention and its experts are added with different factors" if differ else None
+    return "the residual factors of attention and experts differ" if differ else None
 
 
 def _attend(mixer: Any, x: Any, given: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 def _refuse(config: Config) -> str | None:
     missing = config.rope_parameters.get("llama_4_scaling_beta") is None
-    return "its angles do not say how queries grow" if missing else None
+    return "rope_parameters has no llama_4_scaling_beta" if missing else None
 
 
 _ANGLES: dict[str, Any] = {

@@ -50,7 +50,7 @@ def _frame(config: Config) -> FrameSpec:
 def _refuse(config: Config) -> str | None:
     counts = {config.encoder_num_attention_heads, config.encoder_num_key_value_heads}
     counts |= {config.num_attention_heads, config.num_key_value_heads}
-    return None if len(counts) == 1 else f"{sorted(counts)} heads, which its own code takes for one number"
+    return None if len(counts) == 1 else f"its numbers of heads differ ({sorted(counts)})"
 
 
 _TINY: dict[str, Any] = {

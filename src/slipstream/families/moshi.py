@@ -14,7 +14,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 def _refuse(config: Config) -> str | None:
     flexible = config.model_type == "moshi_depth"
-    return "a matrix for each codebook, of which the place in the sequence chooses one" if flexible else None
+    return "each position in the sequence has a matrix of its own" if flexible else None
 
 
 FAMILY = Family(

@@ -13,7 +13,7 @@ from slipstream.families.family import Config, Family, OwnMixer, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import Stack, Take
 
-_LIMITED = "experts of limited capacity"
+_LIMITED = "a mixture of experts with limited capacity"
 
 
 def _measure(layer: Any, config: Config) -> BlockSpec:

@@ -12,7 +12,7 @@ from slipstream.families.experts import CORRECTED
 from slipstream.families.family import Config, Family, OwnMixer, Tiny
 from slipstream.spec import BlockSpec
 
-_INDEXED = "latent attention over chosen tokens"
+_INDEXED = "latent attention over selected tokens"
 _DIFFERENTIAL = "differential attention"
 _PASSED = ("position_embeddings", "attention_mask", "position_ids", "past_key_values")
 

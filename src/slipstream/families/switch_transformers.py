@@ -13,7 +13,10 @@ from slipstream.families.t5 import T5_RECIPES, T5_TINY, t5_frame, t5_layer
 from slipstream.spec import BlockSpec, FrameSpec, Role
 from slipstream.weights.recipe import First, Take
 
-_LIMITED = "experts of limited capacity", "a decoder's experts of limited capacity"
+_LIMITED = (
+    "a mixture of experts with limited capacity",
+    "a decoder's mixture of experts with limited capacity",
+)
 
 
 def _measure(layer: Any, config: Config) -> BlockSpec:

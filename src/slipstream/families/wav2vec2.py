@@ -33,7 +33,11 @@ def _pre_norm(config: Config, index: int) -> BlockSpec:
 
 
 def _refuse(config: Config) -> str | None:
-    return "adapters in its layers" if getattr(config, "adapter_attn_dim", None) is not None else None
+    return (
+        "adapter_attn_dim adds adapters to its layers"
+        if getattr(config, "adapter_attn_dim", None) is not None
+        else None
+    )
 
 
 def _families(name: str, prefix: str, *, stable: bool = True, **options: Any) -> tuple[Family, ...]:

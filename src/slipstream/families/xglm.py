@@ -23,7 +23,7 @@ def _biogpt(config: Config, index: int) -> BlockSpec:
 
 
 def _refuse(config: Config) -> str | None:
-    return "cross attention" if field(config, "add_cross_attention", default=False) else None
+    return "add_cross_attention is True" if field(config, "add_cross_attention", default=False) else None
 
 
 def _family(

@@ -15,7 +15,7 @@ from slipstream.families.common import bert_like, bert_tiny
 from slipstream.families.family import Branches, Config, Family, OwnCourse
 from slipstream.spec import BlockSpec, Role
 
-_ADAPTED = "the adapter of a language"
+_ADAPTED = "the language adapter"
 _PARTS = ("output.adapter_modules", "output.adapter_layer_norm")
 
 
@@ -25,7 +25,7 @@ def _spec(config: Config, index: int) -> BlockSpec:
 
 
 def _refuse(config: Config) -> str | None:
-    return "cross attention" if getattr(config, "add_cross_attention", False) else None
+    return "add_cross_attention is True" if getattr(config, "add_cross_attention", False) else None
 
 
 def _adapt(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:

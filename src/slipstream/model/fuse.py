@@ -201,7 +201,7 @@ def _misfits(found: Found, settings: Settings) -> str:
             return str(error)
         raise WeightError(
             f"{found.name} ({type(found.layer).__name__}, family {family.name}): {error}; "
-            'injection_check="fallback" keeps such layers as they are'
+            'with injection_check="fallback" such layers run their own code'
         ) from error
     return ""
 
@@ -259,7 +259,7 @@ def _check(
         forwards = (original, partial(run_part, fused.forward, state.block.share))
         error = compare(found.name, calls, *forwards, like, ties=ties, rounded=rounded, exact=exact)
         if state.declined >= len(calls):
-            return Verdict(None, reason="in every call, the model asks of it what a block does not do")
+            return Verdict(None, reason="the model calls it only in ways that a block does not support")
         return replace(verdict, max_error=error)
     except InjectionError as failure:
         if settings.check == "error":

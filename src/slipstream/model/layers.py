@@ -132,7 +132,7 @@ def _identify(
     root = next((path for path, module in parents if takes_input(module)), "")
     target = target_of(policy, type(layer))
     if target is not None and not isinstance(target, Family):
-        why = f"injection_policy names {', '.join(target)}, and no family"
+        why = f"injection_policy gives it the output linears {', '.join(target)} and no family"
         return Found(name, layer, index, root, None, None, why, wanted=True)
     wanted = target is not None
     family = find_family(type(layer)) if target is None else target
@@ -146,14 +146,14 @@ def _identify(
         reason = family.why_not(layer, config, index)
         spec = family.spec_of(layer, config, index) if reason is None else None
     except (AttributeError, LookupError, TypeError) as error:  # the config belongs to another family
-        reason = f"{type(config).__name__} is no config that it reads: {one_line(error)}"
+        reason = f"it cannot read {type(config).__name__}: {one_line(error)}"
         if wanted:
             raise InjectionError(
-                f"{name}: injection_policy gives {type(layer).__name__} to the family {family.name}, and "
-                f"{reason}; name the family that it is of, or leave the class out"
+                f"{name}: injection_policy gives {type(layer).__name__} to the family {family.name}, but "
+                f"{reason}; give it to the family it belongs to, or leave the class out"
             ) from error
         spec = None
-    why = "" if reason is None else f"{family.name} declines: {reason}"
+    why = "" if reason is None else f"{family.name} does not support this layer: {reason}"
     return Found(name, layer, index, root, family, spec, why, wanted)
 
 

@@ -42,7 +42,7 @@ def check_policy(model: nn.Module, policy: Policy | None) -> None:
         layers = [module for module in model.modules() if isinstance(module, layer_class)]
         if not layers:
             raise ConfigError(
-                f"injection_policy names {layer_class.__name__}, and {type(model).__name__} has no such "
+                f"injection_policy names {layer_class.__name__}, but {type(model).__name__} has no such "
                 f"layer; {_repeated(model)}"
             )
         if not isinstance(target, Family):
@@ -54,7 +54,7 @@ def _check_names(layer_class: type[nn.Module], layers: Iterable[nn.Module], targ
     names = [target] if isinstance(target, str) else target
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"injection_policy has a {type(target).__name__} for {layer_class.__name__}; give the names of "
+            f"injection_policy maps {layer_class.__name__} to a {type(target).__name__}; give the names of "
             "its output linears, or a slipstream.families.Family"
         )
     linears = sorted({name for layer in layers for name in _linears(layer)})
@@ -62,8 +62,8 @@ def _check_names(layer_class: type[nn.Module], layers: Iterable[nn.Module], targ
         if not any(_ends_in(name, suffix) for name in linears):
             near = ", ".join(map(repr, _near(suffix, linears)))
             raise ConfigError(
-                f"injection_policy names {suffix!r} for {layer_class.__name__}, and no linear of it has that "
-                f"name; {f'near it: {near}' if near else 'it has no linears at all'}"
+                f"injection_policy names {suffix!r} for {layer_class.__name__}, but no linear of it has that "
+                f"name; {f'similar names: {near}' if near else 'it has no linears at all'}"
             )
 
 
@@ -93,4 +93,4 @@ def _repeated(model: nn.Module) -> str:
     counts = Counter(type(m).__name__ for m in model.modules() if any(True for _ in m.children()))
     names = [f"{name} ({count})" for name, count in counts.most_common() if count > 1]
     names = [name for name in names if not name.startswith(("ModuleList ", "Sequential "))]
-    return f"layers that repeat in it: {', '.join(names)}" if names else "no layer repeats in it"
+    return f"its repeated layers: {', '.join(names)}" if names else "it has no repeated layers"

@@ -61,7 +61,7 @@ class OutsideReport:
 
     def __str__(self) -> str:
         """Return one line of text."""
-        size = _size(self.bytes) if self.bytes else "in the embedding's planes"
+        size = _size(self.bytes) if self.bytes else "shared with the embedding"
         run = f", {_kernels(self.kernels)}" if self.kernels else ""
         return f"{self.role} {self.name}: {self.format}, {size}{run}"
 
@@ -178,7 +178,7 @@ def _part_lines(layers: tuple[LayerReport, ...]) -> list[str]:
     lines = []
     for (kinds, refused), name in seen.items():
         counts = ", ".join(f"{kinds.count(kind)} {_several(kind, kinds)}" for kind in dict.fromkeys(kinds))
-        lines += [f"{name}: {counts} by the bound ops"] if kinds else []
+        lines += [f"{name}: {counts} run by the bound ops"] if kinds else []
         lines += [f"{name}.{path}".rstrip(".") + f" runs its own code: {why}" for path, why in refused]
     return lines
 

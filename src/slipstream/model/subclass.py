@@ -55,7 +55,7 @@ def trial_copy(module: nn.Module, memo: Mapping[int, Any] | None = None) -> Any:
         return copy.deepcopy(module, {**non_leaf, **(memo or {})})
     except Exception as error:  # submodules may define arbitrary code for copying
         cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InjectionError(f"{type(module).__name__} cannot be copied to be checked; {cause}") from error
+        raise InjectionError(f"{type(module).__name__} cannot be copied for its check: {cause}") from error
 
 
 def become(

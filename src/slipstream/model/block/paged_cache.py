@@ -50,7 +50,7 @@ class PagedCache:
         except RuntimeError as error:
             size = blocks * BLOCK_SIZE * bytes_per_token(specs, dtype) / 2**30
             raise DeviceError(
-                f"no room on {device} for a KV cache of {blocks * BLOCK_SIZE} tokens ({size:.2f} GiB): "
+                f"no memory on {device} for a KV cache of {blocks * BLOCK_SIZE} tokens ({size:.2f} GiB): "
                 f"{error}; ask for fewer new tokens, or fewer sequences at once"
             ) from error
         parts = {shape: _parts(room) for shape, room in rooms.items()}

@@ -92,7 +92,9 @@ def plan_attention(model: nn.Module, settings: Settings) -> AttendPlan | None:
     errors = [_disagreement(op.run, settings, dim, keys) for dim in _DIMS for keys in (9, 33)]
     worst = max(errors)
     if not worst <= 8 * torch.finfo(settings.dtype).eps:
-        log.warning("%s attends with an error of %.3g; diffusers' attention stays torch's", op.name, worst)
+        log.warning(
+            "%s computes attention with an error of %.3g; attention runs diffusers' own code", op.name, worst
+        )
         names = ()
     return AttendPlan(names, op, convolutions, wide, feeds, images, worst)
 
@@ -153,11 +155,11 @@ def swap_attention(model: nn.Module, plan: AttendPlan | None) -> list[str]:
     keep_channels_last(model, plan.images)
     notes = [f"the attention of {len(plan.names)} modules runs {plan.op.name}"] if plan.names else []
     if plan.convolutions:
-        notes.append(f"the weights of {len(plan.convolutions)} convolutions have their channels last")
+        notes.append(f"the weights of {len(plan.convolutions)} convolutions are in channels_last layout")
     if plan.wide:
-        notes.append(f"{len(plan.wide)} of them multiply windows where an image is small")
+        notes.append(f"{len(plan.wide)} of them run as products of windows on small images")
     if plan.images:
-        notes.append(f"the images of {len(plan.images)} transformers keep their channels last")
+        notes.append(f"the images of {len(plan.images)} transformers stay in channels_last layout")
     return notes + (plan.feeds.notes if plan.feeds is not None else [])
 
 

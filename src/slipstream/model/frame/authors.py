@@ -32,7 +32,7 @@ def own_code(model: nn.Module, layers: Iterable[nn.Module], name: str = "the mod
             continue
         closed.add(module)
         if (method := own_method(module)) is not None:
-            return f"{path or name} ({type(module).__name__}) has a {method} of its own"
+            return f"{path or name} ({type(module).__name__}) has a custom {method}"
         inside = ((f"{path}.{key}" if path else key, child) for key, child in module._modules.items())
         queue += [(key, child) for key, child in inside if child is not None]
     return None

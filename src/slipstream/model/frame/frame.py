@@ -62,7 +62,7 @@ class Frame:
         self.embed, self.head, self.rotary = part(spec.embed), part(spec.head), part(spec.rotary)
         for name in (spec.embed, spec.head):
             if not isinstance(getattr(held := self._parts[name], "weight", None), Tensor):
-                raise AttributeError(f"{name} ({type(held).__name__}) is no single matrix")
+                raise AttributeError(f"{name} ({type(held).__name__}) does not hold a single matrix")
         self.embed_norm, self.final_norm = part(spec.embed_norm), part(spec.final_norm)
         self.pos_embed = None if spec.pos_embed is None else _table_of(model, spec.pos_embed)
         self._logit_bias = None if spec.logit_bias is None else _table_of(model, spec.logit_bias)
@@ -255,7 +255,7 @@ class Frame:
 
     def _layer_table(self) -> Tensor:
         if self._rope_table is None:
-            raise AssertionError("the family names no table of angles")
+            raise AssertionError("the family has no rope_table")
         return self.layers[0].get_buffer(self._rope_table)
 
 

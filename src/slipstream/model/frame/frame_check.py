@@ -51,7 +51,7 @@ def check_frame(
         hidden = frame.enter(ids[0], positions)
         frame_logits = frame.leave(hidden)
         tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
-    _agree("what enters the layers", seen[0][0][0], hidden)
+    _agree("the first layer's input", seen[0][0][0], hidden)
     _agree("the logits", logits, frame_logits)
     for found, (_, passed) in zip(layers, seen, strict=True):
         if found.spec is None or found.spec.rope is None or passed is None:
@@ -69,12 +69,12 @@ def _logits(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
         answer = model(**given, **options, use_cache=False)
     except MODEL_ERRORS as failure:
         raise InjectionError(
-            f"the model cannot run without what its layers do ({type(failure).__name__}: "
+            f"the model cannot run with identities as its layers ({type(failure).__name__}: "
             f"{str(failure).partition(chr(10))[0]})"
         ) from failure
     logits = answer[0] if isinstance(answer, tuple) else getattr(answer, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise InjectionError(f"the model answers with no logits ({type(answer).__name__})")
+        raise InjectionError(f"the model returns no logits ({type(answer).__name__})")
     return logits
 
 
@@ -136,12 +136,12 @@ def _agree(what: str, expected: Tensor, got: Tensor) -> None:
     expected, got = expected.float(), got.float()
     if expected.shape != got.shape:
         raise InjectionError(
-            f"{what}: the model has shape {tuple(expected.shape)}, the frame {tuple(got.shape)}"
+            f"{what}: the model computes shape {tuple(expected.shape)}, the frame {tuple(got.shape)}"
         )
     size = float(expected.square().mean().sqrt())
     errors = (expected - got).abs()
     error, share = float(errors.max()), float((errors / expected.abs().clamp(min=max(size, 1e-3))).max())
     if not share <= tolerance:
         raise InjectionError(
-            f"{what}: the frame is off by {error:.3g} where the model has values of size {size:.3g}"
+            f"{what}: the frame differs from the model by {error:.3g}, at values of size {size:.3g}"
         )

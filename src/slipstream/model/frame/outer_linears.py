@@ -59,7 +59,7 @@ def swap_around(model: nn.Module, layers: Sequence[Found], settings: Settings) -
             continue
         error = _prove(module, bound.run)
         if error is None:
-            log.warning("%s keeps its own code: %s multiplies it wrong", name, bound.name)
+            log.warning("%s runs its own code: the product by %s is wrong", name, bound.name)
         else:
             swap(module, _Around(bound.run))
 

@@ -159,8 +159,8 @@ class Chain:
         """
         if any(tensor._version != version for tensor, version in self.versions):
             raise DeviceError(
-                "a model wrote in place into what it had handed to its layers before they ran; build the "
-                "engine with replace_with_kernel_inject=False for this model"
+                "the model wrote in place to arguments of its layers before the deferred layers ran; build "
+                "the engine with replace_with_kernel_inject=False for this model"
             )
         steps = self.steps[:count]
         batch, length, width = self.x.shape
@@ -192,7 +192,7 @@ class Chain:
         x, kept = self.x, self.kept
         if kept is not None and kept.done:
             raise DeviceError(
-                "a model was moved or cast while it ran, after some of its layers had extended the cache"
+                "the model was moved or cast during a call, after some of its layers had extended the cache"
             )
         for place, (block, mask, rope) in enumerate(steps):
             cache, index = (None, 0) if kept is None else (kept.cache, kept.places[place])

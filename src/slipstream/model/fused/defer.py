@@ -133,7 +133,7 @@ class Pending(Tensor):
                 return func(*args, **kwargs)
         waiting = [*_waiting(args), *_waiting(kwargs.values())]
         if not waiting:
-            raise AssertionError(f"a state that waits for its layers is hidden in the arguments of {func}")
+            raise AssertionError(f"an argument of {func} hides a deferred state")
         for pending in waiting:
             _settle(pending)
         return func(*args, **kwargs)

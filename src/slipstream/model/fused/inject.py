@@ -143,8 +143,8 @@ def _records(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not elsewhere.isdisjoint(trained):
         raise UnsupportedError(
             f"{next(name for name in trained if name in elsewhere)} of {type(layer).__name__} requires a "
-            "gradient, and its values lie in a fused block in another layout; train the model itself and "
-            "hand its weights to engine.refresh_weights, or leave requires_grad False: inputs have gradients"
+            "gradient, but a fused block holds its values in another layout; train the original model and "
+            "pass its weights to engine.refresh_weights, or set requires_grad=False (inputs get gradients)"
         )
     return bool(trained) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 

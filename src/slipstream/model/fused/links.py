@@ -94,9 +94,9 @@ class _Released(nn.Parameter):
 
 def _refusal() -> UnsupportedError:
     return UnsupportedError(
-        "this parameter's values are in a fused block, in another layout, where the whole layer runs and not "
-        "its parts; read them from the model's state_dict(), and change them by engine.refresh_weights, or "
-        "before init_inference"
+        "a fused block holds this parameter's values in another layout; call the whole layer instead of its "
+        "submodules, read values from the model's state_dict(), and change them by engine.refresh_weights "
+        "or before init_inference"
     )
 
 

@@ -76,12 +76,12 @@ def _twin(layer: nn.Module) -> nn.Module:
 
 def _without_values(name: str, layer: nn.Module, state: Injected) -> UnsupportedError:
     if name in (one.name for one in state.links):  # torch.export does this
-        what = "was replaced by one without values, and its own lie in a fused block; export or transform the"
+        what = "was replaced by a meta tensor, but its values are in a fused block; export or transform the"
         return UnsupportedError(f"{name} of {type(layer).__name__} {what} model before init_inference")
     return UnsupportedError(  # adapters are created on the device of such a parameter
-        f"{name} of {type(layer).__name__} has no values: it was made on the meta device, where the "
-        "parameters are whose values lie in a fused block; attach adapters by engine.load_adapter, "
-        "or before init_inference"
+        f"{name} of {type(layer).__name__} has no values: it was created on the meta device, like the "
+        "layer's parameters, whose values are in a fused block; load adapters by engine.load_adapter, or "
+        "attach them before init_inference"
     )
 
 
@@ -107,6 +107,6 @@ def fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, m
 def refuse_load(layer: nn.Module, *args: Any) -> None:
     """Load-state-dict hook that raises, because loading would not reach the block's tensors."""
     raise UnsupportedError(
-        f"{type(layer).__name__} runs a fused block, of which load_state_dict would change only half; use "
-        "engine.refresh_weights(state_dict), for adapters engine.load_adapter, or load before init_inference"
+        f"{type(layer).__name__} runs a fused block, which load_state_dict would update only in part; use "
+        "engine.refresh_weights(state_dict), engine.load_adapter for adapters, or load before init_inference"
     )

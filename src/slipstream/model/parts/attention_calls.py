@@ -194,7 +194,7 @@ class Attending(TorchFunctionMode):
             return out
         theirs = own()
         if not _agree(theirs, out, functools.partial(_exactly, q, k, v, given, blind)):
-            self.attends.refused = "the op answers otherwise"
+            self.attends.refused = "the result of the op differs"
             return None
         self.attends.proved.add(sort)
         return out

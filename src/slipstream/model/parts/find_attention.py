@@ -143,7 +143,9 @@ def find_attention(
     """
     hint = _hint(found.layer)
     if not calls:
-        return {}, {} if hint is None else {hint: "its layer cannot be called on random input to prove it"}
+        return {}, {} if hint is None else {
+            hint: "its layer cannot be called on random input to check the op"
+        }
     try:
         twin = trial_copy(found.layer)
     except InjectionError as failure:
@@ -158,7 +160,7 @@ def find_attention(
         return {}, {} if hint is None else {hint: why}
     places = {place: None for stack in seen.served if (place := _place(stack, seen.leaks)) is not None}
     if len(places) == 0:
-        why = "its weights are handed on" if seen.served else "no product of queries, keys and values"
+        why = "it returns its attention weights" if seen.served else "no product of queries, keys and values"
         return {}, {} if hint is None or not (seen.served or seen.missed) else {hint: why}
     paths = [path for path in places if not any(path != other and _holds(other, path) for other in places)]
     attends = {path: Attends(bound.run, always=True) for path in paths}

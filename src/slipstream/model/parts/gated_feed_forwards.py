@@ -207,12 +207,12 @@ def prove_gated(
     if not isinstance(answer, Tensor):
         return ""
     if written:
-        return f"its forward sets {written[0]}, which the op would not"
+        return f"its forward sets {written[0]}, which the op would not do"
     if not float(answer.std()) > 1e-6:
-        return "its weights are such that its formula does not show"
+        return "its outputs are constant, so its formula cannot be identified"
     formula = _formula_of(exact, rows, answer, orders)
     if formula is None or not _is_of_any_size(exact, formula, rows):
-        return "no gated feed-forward answers as it does"
+        return "no gated feed-forward formula reproduces its outputs"
     own = module
     if like.dtype != settings.dtype or like.device != settings.device:
         own = trial_copy(module)
@@ -228,7 +228,7 @@ def prove_gated(
         if error is None and is_as_near(expected, got, _exactly(formula, own, x)):
             error = float((got.float() - expected.float()).abs().max())
         if error is None:
-            return f"{bound.name} answers otherwise in {str(settings.dtype).removeprefix('torch.')}"
+            return f"the result of {bound.name} differs in {str(settings.dtype).removeprefix('torch.')}"
         worst = max(worst, error)
     return Proven("gated feed-forward", gated, bound, worst)
 

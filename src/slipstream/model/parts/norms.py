@@ -144,17 +144,17 @@ def prove_norm(
         given.append(2 * _random(rows.shape, generator).to(given[0]))
     answer, written = forward_and_writes(exact, *given)
     if written:
-        return f"its forward sets {written[0]}, which the op would not"
+        return f"its forward sets {written[0]}, which the op would not do"
     formula = _formula_of(exact, given, answer)
     if formula is None:
-        return "no formula of a norm answers as it does"
+        return "no norm formula reproduces its outputs"
     run, wide = Normed(bound.run, formula, type(module).forward), copy.deepcopy(exact)
     convert(exact, settings.dtype, keep=settings.keep, prefix=name)
     exact.to(settings.device)
     calls = [tuple(given)] if recorded is None else [tuple(given), recorded]
     errors = [_error(exact, wide, run, call, settings) for call in calls]
     if any(error is None for error in errors):
-        return f"{bound.name} answers otherwise in {str(settings.dtype).removeprefix('torch.')}"
+        return f"the result of {bound.name} differs in {str(settings.dtype).removeprefix('torch.')}"
     as_torch = bound.op == "norm" and formula.spec.kind == "layer" and not formula.spec.offset
     gains = not (is_native_norm(module) and as_torch)
     gains = gains and (bound.name != "reference" or not (formula.spec.offset or formula.gate))

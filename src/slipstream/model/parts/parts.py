@@ -268,10 +268,10 @@ def _prove(
                 why = prove_norm(module, bound, settings, name, recorded)
                 return why if isinstance(why, Proven) or _is_named_norm(module) else ""
             if not settings.mesh.is_alone:
-                return "ranks share its linears"
+                return "its linears are split over ranks"
             return prove_gated(module, ops, _product(bound, settings).of, settings, name, recorded)
     except MODEL_ERRORS as error:
-        log.info("%s keeps its own code: %s: %s", name, type(error).__name__, error)
+        log.info("%s runs its own code: %s: %s", name, type(error).__name__, error)
         is_norm = may_be_norm(module) and _is_named_norm(module)  # others only have a norm's shapes
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if is_norm else ""
 
@@ -288,7 +288,7 @@ def _prove_linear(module: nn.Module, bound: Bound, settings: Settings) -> Proven
     matrix, x = matrix.to(settings.device, settings.dtype), x.to(settings.device, settings.dtype)
     error = disagreement(F.linear(x, matrix), bound.run(x, FORMATS["plain"].weight(matrix, None)))
     if error is None:
-        return f"{bound.name} multiplies it wrong"
+        return f"the product by {bound.name} is wrong"
     return Proven("linear", _product(bound, settings), bound, error)
 
 

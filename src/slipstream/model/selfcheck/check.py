@@ -306,8 +306,8 @@ def compare(
     error, dtype = float(errors[shares <= worst].max()) if worst.isfinite() else math.nan, like.dtype
     if not whole.isfinite().all():
         raise InjectionError(
-            f"{name}: on random input of size 1 the original itself answers NaN or infinity, in "
-            f"{str(dtype).removeprefix('torch.')}; use a wider dtype, or mend the weights and buffers"
+            f"{name}: on random input of size 1 the original layer returns NaN or infinity in "
+            f"{str(dtype).removeprefix('torch.')}; use a wider dtype, or fix the weights and buffers"
         )
     allowed = max(TOLERANCE[dtype], _STEPS) if rounded else TOLERANCE[dtype]
     right = bool(shares.isfinite().all()) and float(worst) <= allowed
@@ -321,7 +321,7 @@ def compare(
         raise InjectionError(
             f"{name}: the fused block is off by {error:.3g} where the original's outputs are of size "
             f"{size:.3g} (allowed {allowed:g} of that, in {str(dtype).removeprefix('torch.')}); the "
-            'layer does something that its family does not say. Use injection_check="fallback" to keep it'
+            'layer differs from what its family describes. Use injection_check="fallback" to run its own code'
         )
     return error
 
@@ -341,13 +341,13 @@ def _answers(
             ours = replay(call, fused, like=like)
         except MODEL_ERRORS as failure:
             raise InjectionError(
-                f"{name}: the fused block cannot run what the original can ({type(failure).__name__}: "
-                f"{str(failure).partition(chr(10))[0]}); the family's numbers do not fit the layer. Use "
-                'injection_check="fallback" to keep it'
+                f"{name}: the fused block fails where the original layer runs ({type(failure).__name__}: "
+                f"{str(failure).partition(chr(10))[0]}); the family's spec does not fit the layer. Use "
+                'injection_check="fallback" to run its own code'
             ) from failure
         if ours.shape != theirs.shape:
             raise InjectionError(
-                f"{name}: the fused block answers {tuple(ours.shape)}, the original {tuple(theirs.shape)}"
+                f"{name}: the fused block returns {tuple(ours.shape)}, the original {tuple(theirs.shape)}"
             )
         rows = real_rows(call, theirs)
         expected.append(theirs[rows])
@@ -360,9 +360,9 @@ def _original(name: str, call: RecordedCall, run: Callable[..., Any], like: Tens
         return replay(call, run, like=like)
     except MODEL_ERRORS as failure:
         raise InjectionError(
-            f"{name}: the original itself cannot run in {str(like.dtype).removeprefix('torch.')} "
+            f"{name}: the original layer cannot run in {str(like.dtype).removeprefix('torch.')} "
             f"({type(failure).__name__}: {str(failure).partition(chr(10))[0]}); "
-            "use the dtype that it was made for"
+            "use a dtype that it supports"
         ) from failure
 
 

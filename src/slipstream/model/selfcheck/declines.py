@@ -40,9 +40,9 @@ def declines(found: Found, shared: set[nn.Module]) -> str:
     if any(not p.is_floating_point() for p in found.layer.parameters()):
         return "its weights are already quantized"
     if any(is_hooked(module) for module in list(found.layer.modules())[1:]):
-        return "hooks are registered on its parts, which a fused block would not run"
+        return "its submodules have hooks, which a fused block would not run"
     if shared and not shared.isdisjoint(found.layer.modules()):
-        return "it shares a part with another layer, and a block takes over all of its layer's tensors"
+        return "it shares a submodule with another layer, but a block takes over all of its layer's tensors"
     return ""
 
 

@@ -120,8 +120,8 @@ class Spill:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - it stays
         except OSError as error:
             raise WeightError(
-                f"no file for the streamed weights can be made in {self._folder}: {error.strerror or error}; "
-                "name a folder on a disk with room in zero.offload_param.nvme_path"
+                f"cannot create a file for streamed weights in {self._folder}: {error.strerror or error}; "
+                "set zero.offload_param.nvme_path to a folder on a disk with enough space"
             ) from error
 
     def write(self, tensor: Tensor) -> Extent:
@@ -138,9 +138,9 @@ class Spill:
                 done += os.pwrite(self._file.fileno(), data[done:], begin + done)
         except OSError as error:
             raise WeightError(
-                f"{len(data)} bytes of streamed weights cannot be written to {self._folder}: "
-                f"{error.strerror or error}; name a folder on a disk with room in "
-                "zero.offload_param.nvme_path"
+                f"cannot write {len(data)} bytes of streamed weights to {self._folder}: "
+                f"{error.strerror or error}; set zero.offload_param.nvme_path to a folder on a disk with "
+                "enough space"
             ) from error
         self.size = begin + len(data)
         return Extent(self._file.fileno(), begin, len(data))
@@ -203,8 +203,8 @@ class MappedBay(Bay):
         if found is None or found == ctypes.c_void_p(-1).value:
             reason = os.strerror(ctypes.get_errno())
             raise DeviceError(
-                f"{size} bytes of streamed weights cannot be mapped: {reason}; a smaller "
-                "zero.offload_param.buffer_count takes less room"
+                f"cannot map {size} bytes of streamed weights: {reason}; lower "
+                "zero.offload_param.buffer_count"
             )
         return found
 
@@ -244,9 +244,9 @@ def _read(extent: Extent, target: memoryview) -> None:
         try:
             count = os.preadv(extent.file, [target[done:]], extent.begin + done)
         except OSError as error:
-            raise DeviceError(f"streamed weights cannot be read: {error.strerror or error}") from error
+            raise DeviceError(f"cannot read streamed weights: {error.strerror or error}") from error
         if count == 0:
-            raise DeviceError("the file of the streamed weights became shorter; put it back as it was")
+            raise DeviceError("the file of the streamed weights was truncated; restore it")
         done += count
 
 

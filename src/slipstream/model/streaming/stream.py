@@ -114,7 +114,7 @@ class Streamer:
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            "an engine whose layers are streamed cannot be copied; build another one from the checkpoint"
+            "an engine with streamed layers cannot be copied; build another one from the checkpoint"
         )
 
     def describe(self) -> str:
@@ -122,9 +122,9 @@ class Streamer:
         layers, bays = self.schedule.layers, self.schedule.bays
         size, room = sum(one.size for one in layers), sum(bay.memory.numel() for bay in bays)
         where = "host memory" if any(one.host is not None for one in layers) else "files"
-        made = "" if self._spill is None else f" ({self._spill.size / 1e6:.1f} MB of it written for this)"
+        made = "" if self._spill is None else f" ({self._spill.size / 1e6:.1f} MB of it in a temporary file)"
         return (
-            f"{len(layers)} layers of {size / 1e6:.1f} MB together are streamed from {where}{made} through "
+            f"{len(layers)} layers of {size / 1e6:.1f} MB in total are streamed from {where}{made} through "
             f"{len(bays)} buffers of {room / 1e6:.1f} MB"
         )
 

@@ -126,12 +126,15 @@ def staged(layer: nn.Module, calls: Sequence[RecordedCall], why: str = "") -> tu
         why: The reason if there are no calls.
     """
     if not calls:
-        return None, f"the model cannot be run on random input to see more: {why}"
+        return None, f"the model cannot be run on random input to check other splits: {why}"
     try:
         return Stage(_in_float32(layer), calls), ""
     except MODEL_ERRORS as failure:
         first = str(failure).partition("\n")[0]
-        return None, f"it cannot repeat its model's calls by itself: {type(failure).__name__}: {first}"
+        return (
+            None,
+            f"it cannot repeat recorded calls outside of its model: {type(failure).__name__}: {first}",
+        )
 
 
 def _in_float32(layer: nn.Module) -> nn.Module:
@@ -159,11 +162,11 @@ def _branches(
         if any(path in draft.split for path in paths):
             continue
         if branch.attends and found.spec is not None and found.spec.sharing != "own":
-            reasons[branch.row] = "its keys and values are other layers' too"
+            reasons[branch.row] = "its keys and values are shared with other layers"
             continue
         unreached = _unreached(stage.layer, branch, flow)
         if unreached is not None:
-            reasons[branch.row] = f"no run reached {unreached}, which may read or write heads, too"
+            reasons[branch.row] = f"no run reached {unreached}, which may read or write the heads as well"
             continue
         full = f"{found.name}.{branch.row}"
         by_plan = any(_matches(full, pattern) for pattern in patterns)
@@ -206,7 +209,7 @@ def _first_right(
     reason = ""
     for option in options:
         if any(path in draft.split for path in option):
-            reason = reason or "a part of it is cut already"
+            reason = reason or "a part of it is already split"
             continue
         try:
             stage.error(option, sizes.ranks)
@@ -214,7 +217,7 @@ def _first_right(
             reason = reason or str(failure)
             continue
         return option, ""
-    return None, reason or f"its heads or units are not parted among {sizes.ranks} ranks"
+    return None, reason or f"its heads or units cannot be divided among {sizes.ranks} ranks"
 
 
 def _siblings(
@@ -252,8 +255,8 @@ def _refuse_unproved(
         return
     message = (
         f"injection_policy names {wrong[0]!r} of {found.name} ({type(found.layer).__name__}) as a linear "
-        "whose results ranks add up, and what it reads is no other linears' work alone; name the linears "
-        "that end a residual branch"
+        "whose outputs are summed over ranks, but its input does not come from other linears alone; name the "
+        "linears that end a residual branch"
     )
     if strict:
         raise InjectionError(message)

@@ -98,5 +98,5 @@ def _rows(found: Found, split: Mapping[str, object], reason: str) -> tuple[Split
             how = "rows, joined" if cut else "whole on every rank"
             rows.append(SplitReport(path, how, "any linear" if cut else "", "" if cut else reason))
         elif any(p is not None for p in module._parameters.values()):
-            rows.append(SplitReport(path, "whole on every rank", "", "it is no linear"))
+            rows.append(SplitReport(path, "whole on every rank", "", "it is not a linear"))
     return tuple(rows)

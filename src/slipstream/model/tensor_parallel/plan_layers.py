@@ -144,7 +144,7 @@ def _record(root: nn.Module, layers: Sequence[Found]) -> tuple[dict[str, list[Re
         calls = record_calls(root, layers)
     except MODEL_ERRORS as error:
         return {}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return calls, "" if any(calls.values()) else "no input is known for it"
+    return calls, "" if any(calls.values()) else "no suitable input is known"
 
 
 def _plan_of(model: nn.Module, root: str) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def _fits(found: Found, calls: Sequence[RecordedCall], plan: LayerPlan, sizes: S
             raise InjectionError(reason)
         stage.error(plan.split, sizes.ranks)
     except InjectionError as failure:
-        log.info("%s is not cut as a layer like it: %s", found.name, failure)
+        log.info("%s is not split like another layer of its kind: %s", found.name, failure)
         return False
     return True
 
@@ -183,6 +183,6 @@ def _check_shared(layers: Sequence[Found], plans: Mapping[str, LayerPlan]) -> No
             name, other = seen.setdefault(id(module), (found.name, own))
             if own != other:
                 raise UnsupportedError(
-                    f"{found.name} and {name} share {path or 'a module'}, and would cut it differently for "
-                    "several ranks; use one rank"
+                    f"{found.name} and {name} share {path or 'a module'}, but would split it differently "
+                    "over several ranks; use one rank"
                 )

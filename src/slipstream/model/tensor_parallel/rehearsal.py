@@ -61,7 +61,7 @@ class Stage:
         except MODEL_ERRORS as failure:
             first = str(failure).partition("\n")[0]
             raise InjectionError(
-                f"its own code cannot run so ({type(failure).__name__}: {first})"
+                f"its own code fails when split ({type(failure).__name__}: {first})"
             ) from failure
         return max(self._compare(answer) for answer in answers)
 
@@ -69,7 +69,7 @@ class Stage:
         worst = 0.0
         for call, expected, got in zip(self.calls, self._answers, answers, strict=True):
             if [t.shape for t in expected] != [t.shape for t in got]:
-                raise InjectionError("it would answer with other shapes")
+                raise InjectionError("when split, it returns other shapes")
             for place, (theirs, ours) in enumerate(zip(expected, got, strict=True)):
                 if not place and theirs.dim() == 3:
                     rows = real_rows(call, theirs)
@@ -83,7 +83,9 @@ class Stage:
                 )  # inf - inf would be NaN
                 share = off / theirs.abs().clamp(min=size)
                 if not float(share.max()) <= TOLERANCE[torch.float32]:
-                    raise InjectionError(f"it would be off by {float(off.max()):.3g}, in size {size:.3g}")
+                    raise InjectionError(
+                        f"when split, it is off by {float(off.max()):.3g}, at size {size:.3g}"
+                    )
                 worst = max(worst, float(off.max()))
         return worst
 

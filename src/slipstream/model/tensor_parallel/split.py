@@ -240,6 +240,6 @@ def _place(module: nn.Module) -> torch.device:
 def refuse_load(module: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: refuse, since checkpoints have whole tensors and the module a rank's part."""
     raise UnsupportedError(
-        f"{type(module).__name__} holds this rank's part of its weights, which load_state_dict would not "
-        "find in a checkpoint; load the weights before init_inference"
+        f"{type(module).__name__} holds only this rank's part of its weights, so load_state_dict cannot "
+        "load a checkpoint into it; load the weights before init_inference"
     )

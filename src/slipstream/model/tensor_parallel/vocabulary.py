@@ -91,17 +91,17 @@ def _why_whole(model: nn.Module, members: Sequence[tuple[str, nn.Module, str]], 
     """The reason why the tensor of these modules is not spread; empty if it is."""
     weight: Any = members[0][1]._parameters["weight"]
     if len(weight) < axis.size:
-        return f"it has {len(weight)} rows"
+        return f"it has only {len(weight)} rows"
     known = {id(module) for _, module, _ in members}
     for name, module in model.named_modules():
         if id(module) not in known and any(p is weight for p in module._parameters.values()):
             return f"{name} holds the same tensor"
     for name, module, role in members:
         if role != "head" and not looks_up_rows(module):
-            return f"{name} ({type(module).__name__}) does more than look rows up"
+            return f"{name} ({type(module).__name__}) does more than look up rows"
         plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
         if role == "head" and not plain:
-            return f"{name} ({type(module).__name__}) is no plain linear"
+            return f"{name} ({type(module).__name__}) is not a plain nn.Linear"
     return ""
 
 
@@ -121,5 +121,5 @@ def _own_rows(name: str, module: nn.Module, packed: Format, settings: Settings, 
     expected, got = whole[ids], weight.rows(ids)
     bound = packed.error + packed.floor + torch.finfo(whole.dtype).eps
     if not float((got - expected).abs().max()) <= bound * float(expected.abs().max()):
-        raise InjectionError(f"{name}: the ranks' rows together are not the matrix that they were cut from")
+        raise InjectionError(f"{name}: the ranks' rows together differ from the whole matrix")
     return weight

@@ -64,9 +64,9 @@ class Adapters:
         into = _without(adapter, stays_apart(model, adapter.low_rank))
         if self._ranks > 1 and (into.whole or into.low_rank):
             raise UnsupportedError(
-                f"the adapter changes {next(iter((*into.whole, *into.low_rank)))}, which is no matrix of a "
-                f"linear, or is read otherwise: it would be merged, and each of {self._ranks} ranks has a "
-                "part of what it changes; merge it into the model before init_inference"
+                f"the adapter changes {next(iter((*into.whole, *into.low_rank)))}, which is not a linear's "
+                f"matrix, or is not read as one: this requires merging, but each of {self._ranks} ranks "
+                "holds only a part; merge the adapter into the model before init_inference"
             )
         _check_ties(into, tensors_of(model), slots)
         active, merged = self.active, self.merged
@@ -103,8 +103,8 @@ class Adapters:
         self._check_known(names)
         if merged and names and self._ranks > 1:
             raise UnsupportedError(
-                f"merging would write to whole tensors, and each of {self._ranks} ranks has a part of them; "
-                "set_adapter keeps adapters apart, on ranks too"
+                f"merging requires whole tensors, but each of {self._ranks} ranks holds only a part of them; "
+                "use set_adapter, which does not merge"
             )
         if not (names or self.active):
             return
@@ -162,7 +162,7 @@ class Adapters:
                     self._restore(slots)
                     raise WeightError(
                         f"{name} is not finite in {slot.dtype} once the adapter is added; no adapter is "
-                        "at work now. Use a wider dtype"
+                        "active now. Use a wider dtype"
                     )
             slot.write(values)
 
@@ -179,8 +179,8 @@ def _check_apart(names: Sequence[str], adapters: Sequence[Adapter]) -> None:
     twice = next((name for name in replaced if replaced.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(
-            f"several of the adapters {', '.join(map(repr, names))} replace {twice} as a whole; put one of "
-            "them to work at a time"
+            f"several of the adapters {', '.join(map(repr, names))} replace {twice} as a whole; activate "
+            "only one of them at a time"
         )
 
 
@@ -191,14 +191,14 @@ def _check_fit(model: nn.Module, adapter: Adapter) -> None:
     if lost:
         raise WeightError(
             f"the adapter changes {', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''} ({len(lost)} of "
-            f"{len(adapter.low_rank) + len(adapter.whole)}), which {type(model).__name__} has not: it is an "
-            "adapter of another model"
+            f"{len(adapter.low_rank) + len(adapter.whole)}), which {type(model).__name__} does not have: it "
+            "belongs to another model"
         )
     for name, shape in _wanted(model, adapter).items():
         if tuple(tensors[name].shape) != shape:
             raise WeightError(
                 f"the adapter has shape {shape} for {name}, which is {tuple(tensors[name].shape)} in "
-                f"{type(model).__name__}: it is an adapter of another model"
+                f"{type(model).__name__}: it belongs to another model"
             )
 
 
@@ -221,7 +221,7 @@ def _check_ties(adapter: Adapter, tensors: Mapping[str, Tensor], slots: list[Slo
         if hit and not hasattr(slot, "pieces") and len(tied) > 1:
             raise UnsupportedError(
                 f"the adapter changes {hit[0]}, which is tied to {next(n for n in tied if n != hit[0])}, "
-                "and merged it would change both; untie them before init_inference"
+                "and merging would change both; untie them before init_inference"
             )
 
 

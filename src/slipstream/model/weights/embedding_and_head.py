@@ -101,7 +101,7 @@ def plan_outside(
         return plans, notes
     name, module = projection
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
-        return plans, [*notes, f"{name} stays plain: {type(module).__name__} is no plain linear"]
+        return plans, [*notes, f"{name} stays plain: {type(module).__name__} is not a plain nn.Linear"]
     is_tied = bool(plans) and table is not None and table[1].weight is module.weight
     head = plans[0].format if is_tied and wanted.follows else wanted.head
     bound = bind(head)
@@ -123,11 +123,11 @@ def _plan_embedding(
     if wanted is None:
         return [], []
     if table is None:
-        return [], [f"no embedding is packed: {type(model).__name__} names none"]
+        return [], [f"no embedding is packed: get_input_embeddings of {type(model).__name__} gives no matrix"]
     name, module = table
     own = [other for other, holder in holders(model, module) if looks_up_rows(holder)]
     if name not in own:
-        return [], [f"{name} stays plain: {type(module).__name__} does more than look rows up"]
+        return [], [f"{name} stays plain: {type(module).__name__} does more than look up rows"]
     return [OutsidePlan((name, *(other for other in own if other != name)), "embedding", wanted)], []
 
 
@@ -177,8 +177,8 @@ def _prove(name: str, rows: Tensor, packed: Format, bound: Bound) -> None:
         error = float((got - expected).abs().max())
         if not error <= TOLERANCE[dtype] * max(size, 1e-3):
             raise InjectionError(
-                f"{name}: {bound.name} multiplies by {packed.name} weights with an error of {error:.3g} "
-                f'where the results are of size {size:.3g}; use injection_check="fallback" to leave it plain'
+                f"{name}: products by {bound.name} with {packed.name} weights have an error of {error:.3g} "
+                f'at results of size {size:.3g}; use injection_check="fallback" to leave it plain'
             )
 
 

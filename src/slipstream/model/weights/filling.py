@@ -132,7 +132,7 @@ class Filling:
             for other in others
             if self.source.is_packed(first) == self.source.is_packed(other)
         )
-        return [f"{one} and {other} differ in the checkpoint, and are not tied" for one, other in pairs]
+        return [f"{one} and {other} differ in the checkpoint, so they are not tied" for one, other in pairs]
 
     def _untie(self) -> None:
         """Remove names that are no longer tied from transformers' own list of tied weights."""

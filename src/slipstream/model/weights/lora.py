@@ -171,7 +171,7 @@ def _joined(path: str, pairs: Sequence[LowRank], dtype: torch.dtype, device: tor
     b = torch.cat([pair.b.float() * pair.scale for pair in pairs], dim=1).to(device, dtype)
     if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
         raise WeightError(
-            f"what the adapter adds to {path} is not finite in {dtype}; no adapter is at work now. "
+            f"what the adapter adds to {path} is not finite in {dtype}; no adapter is active now. "
             "Use a wider dtype"
         )
     return Beside(a, b)

@@ -90,7 +90,7 @@ def lost_buffers(model: nn.Module, given: frozenset[str]) -> dict[str, torch.Ten
     config = getattr(model, "config", None)
     try:
         if config is None:
-            raise TypeError("it has no config to build it from again")
+            raise TypeError("it has no config")
         with hollow(torch.get_default_dtype()), torch.no_grad(), torch.device("cpu"):
             build: Any = type(model)
             twin = dict(build(copy.deepcopy(config)).named_buffers())
@@ -98,8 +98,8 @@ def lost_buffers(model: nn.Module, given: frozenset[str]) -> dict[str, torch.Ten
     except MODEL_ERRORS as error:
         why = str(error).strip().partition("\n")[0]
         raise WeightError(
-            f"the buffers {', '.join(lost[:4])}{' ...' if len(lost) > 4 else ''} are on the meta device, no "
-            f"checkpoint has them, and {type(model).__name__} cannot be built again to compute them ({why}); "
+            f"the buffers {', '.join(lost[:4])}{' ...' if len(lost) > 4 else ''} are on the meta device, the "
+            f"checkpoint lacks them, and {type(model).__name__} cannot be rebuilt to compute them ({why}); "
             "build the model with its buffers on a real device"
         ) from error
 

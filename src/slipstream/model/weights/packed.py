@@ -207,8 +207,8 @@ def _records(module: nn.Module, args: tuple[Any, ...]) -> bool:
     for name in trained:
         if _held(module, name) is None:
             raise UnsupportedError(
-                f"the {name} of {type(module).__name__} is packed, and has no gradient; leave it out of "
-                "training (requires_grad_(False)), or train the model before init_inference"
+                f"the {name} of {type(module).__name__} is packed and cannot have a gradient; exclude it "
+                "from training (requires_grad_(False)), or train the model before init_inference"
             )
     return bool(trained) or any(getattr(x, "requires_grad", False) for x in args)
 
@@ -344,6 +344,6 @@ def refuse_load(module: nn.Module, *args: Any) -> None:
     """Load-state-dict hook: refuse, since loading would not change the planes."""
     raise UnsupportedError(
         f"{type(module).__name__} holds packed weights, which load_state_dict would not change; use "
-        "engine.refresh_weights(state_dict), for adapters engine.load_adapter, or load the weights before "
+        "engine.refresh_weights(state_dict), engine.load_adapter for adapters, or load the weights before "
         "init_inference"
     )

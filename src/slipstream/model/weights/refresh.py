@@ -69,7 +69,7 @@ def _state_of(state: Any) -> dict[str, Tensor]:
         )
     odd = [name for name, value in given.items() if not isinstance(value, Tensor)]
     if odd:
-        raise WeightError(f"{odd[0]!r} is a {type(given[odd[0]]).__name__}; a state dict holds tensors")
+        raise WeightError(f"{odd[0]!r} is a {type(given[odd[0]]).__name__}; a state dict holds only tensors")
     return {name: value.detach() for name, value in given.items()}
 
 
@@ -83,7 +83,7 @@ def _complete(
             values |= {name: known for name in names if name not in values and name in tensors}
     missing, over = [n for n in tensors if n not in values], [n for n in values if n not in tensors]
     if missing or over:
-        parts = ("lacks", missing), ("has, and the model has not,", over)
+        parts = ("lacks", missing), ("has the unknown names", over)
         problems = "; ".join(f"{verb} {_some(names)}" for verb, names in parts if names)
         raise WeightError(
             f"the state dict {problems}: it must have exactly the names of engine.state_dict(); nothing "
@@ -123,15 +123,15 @@ def check_values(
             raise WeightError(f"{name} {what}; give dense tensors")
         if value.shape != like[name].shape:
             raise WeightError(
-                f"{name} has shape {tuple(value.shape)}, and the model's is {tuple(like[name].shape)}; "
+                f"{name} has shape {tuple(value.shape)}, but the model's is {tuple(like[name].shape)}; "
                 "nothing was written"
             )
         if value.is_floating_point() != like[name].is_floating_point():
-            raise WeightError(f"{name} is {value.dtype}, and the model's is {like[name].dtype}")
+            raise WeightError(f"{name} is {value.dtype}, but the model's is {like[name].dtype}")
     for slot in slots:
         if isinstance(slot, Own) and _overlaps_itself(slot.tensor):
             raise UnsupportedError(
-                f"{slot.names[0]} repeats its values in memory (strides {slot.tensor.stride()}), and cannot "
+                f"{slot.names[0]} repeats its values in memory (strides {slot.tensor.stride()}) and cannot "
                 "be written in place; make it contiguous before init_inference"
             )
     # One pass over each: a narrower dtype needs the largest magnitude, which also reveals NaN.
@@ -158,8 +158,8 @@ def _fits(name: str, value: Tensor, dtype: torch.dtype | None) -> bool:
     limit, largest = torch.finfo(dtype).max, max(-low, high)
     if limit < largest < float("inf"):
         raise WeightError(
-            f"{name} holds {largest:.6g}, and {str(dtype).removeprefix('torch.')}, which the engine has it "
-            f"in, ends at {limit:g}; nothing was written"
+            f"{name} holds {largest:.6g}, but the engine holds it in {str(dtype).removeprefix('torch.')}, "
+            f"whose largest number is {limit:g}; nothing was written"
         )
     return largest <= limit
 
@@ -179,7 +179,7 @@ def _check_ties(values: Mapping[str, Tensor], ties: Iterable[tuple[str, ...]]) -
             same = one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
             if not same and not torch.equal(one, two.to(one)):
                 raise WeightError(
-                    f"{first} and {other} are one tensor in the model, and their new values differ; nothing "
+                    f"{first} and {other} are one tensor in the model, but their new values differ; nothing "
                     "was written"
                 )
 

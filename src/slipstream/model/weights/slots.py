@@ -28,7 +28,7 @@ def refuse_streamed(path: str, layer: nn.Module) -> None:
     """
     if injected_state(layer).block.weights.lease is not None:
         raise UnsupportedError(
-            f"{path} is streamed (zero.offload_param), and its weights are read only; make a new engine of "
+            f"{path} is streamed (zero.offload_param), so its weights are read-only; build a new engine from "
             "the new weights, or leave zero out"
         )
 
@@ -148,7 +148,7 @@ def _of_layer(
     )
     if lost and any("" in slot.names for slot in slots):
         raise UnsupportedError(
-            f"{path}.{lost[0]} was replaced after the layer was fused, and its block holds the old one "
-            "together with others; make a new engine of the model as it is now"
+            f"{path}.{lost[0]} was replaced after the layer was fused, but its block holds the old one "
+            "joined with others; build a new engine from the current model"
         )
     yield from slots

@@ -56,14 +56,14 @@ class UnpackedParameter(Unpacked, nn.Parameter):
 
 def _refusal() -> UnsupportedError:
     return UnsupportedError(
-        "these are values of packed weights, unpacked to be read: writing to them changes nothing; change "
-        "weights by engine.refresh_weights, or before init_inference"
+        "this tensor is an unpacked copy of packed weights: writing to it changes nothing; change weights by "
+        "engine.refresh_weights, or before init_inference"
     )
 
 
 def resize_refusal(rows: int, wanted: int) -> UnsupportedError:
     """Return the error for an embedding of `rows` packed rows that is resized to `wanted`."""
     return UnsupportedError(
-        f"an embedding that holds {rows} packed rows cannot have {wanted}; resize the model before "
+        f"an embedding with {rows} packed rows cannot be resized to {wanted}; resize the model before "
         "init_inference, or leave quant.embedding out"
     )
