@@ -100,10 +100,8 @@ private:
             if (a_.mask->sinks && item_.part == 0) {
                 read_row(a_.mask->sinks, a_.mask->sinks_dtype, head_of(r), room_.top + r, 1);
                 room_.top[r] *= kLog2E;
-                // The lowest finite sink weighs nothing, as -infinity does: its 1 is never rescaled.
-                const bool nothing = room_.top[r] <= kNothing;
-                room_.top[r] = nothing ? kNothing : room_.top[r];
-                total[0] = nothing ? 0.0f : 1.0f;
+                total[0] = room_.top[r] <= kNothing ? 0.0f : 1.0f; // a lower sink weighs nothing
+                room_.top[r] = room_.top[r] <= kNothing ? kNothing : room_.top[r];
             }
         }
         clear(room_.sums, rows_ * width_);
