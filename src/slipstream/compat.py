@@ -215,6 +215,6 @@ def _join(backend: str, rank: int, world_size: int, url: str | None, timeout: ti
         begin(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         raise ConfigError(
-            f"world_size={world_size} without an address to meet at; start the processes with torchrun, "
+            f"world_size={world_size} without a rendezvous address; start the processes with torchrun, "
             "or give init_method"
         )

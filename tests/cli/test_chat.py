@@ -32,7 +32,7 @@ def test_history_grows_and_reset_forgets_it(run: Any, checkpoint: Path, asked: A
     assert roles == [["user"], ["user", "assistant", "user"], ["user"]]
     first_answer = asked[1][1]["content"]
     assert first_answer == done.stdout.splitlines()[0].strip() != ""
-    assert "forgotten" in done.stderr
+    assert "the conversation was reset" in done.stderr
 
 
 def test_the_system_prompt_survives_a_reset(run: Any, checkpoint: Path, asked: Any) -> None:

@@ -97,8 +97,8 @@ def test_a_value_out_of_bounds_is_a_usage_error(run: Any, checkpoint: Path, opti
 
 def test_more_tokens_than_the_model_was_made_for(run: Any, checkpoint: Path) -> None:
     done = run("generate", "-m", checkpoint, "-n", 500, "hello")
-    assert_one_line(done, 1, "the model was made for 96 with the answer; give --max-new-tokens (-n) ")
-    assert_one_line(run("generate", "-m", checkpoint, "w1 " * 100), 1, "with the answer; shorten it")
+    assert_one_line(done, 1, "the model supports 96 including the answer; give --max-new-tokens (-n) ")
+    assert_one_line(run("generate", "-m", checkpoint, "w1 " * 100), 1, "including the answer; shorten it")
 
 
 @pytest.mark.parametrize("command", [("generate", "--compare", "hello"), ("bench", "--compare", "hf")])
@@ -107,7 +107,7 @@ def test_packed_weights_have_no_original_to_compare_with(
 ) -> None:
     done = run("quantize", checkpoint, tmp_path / "packed", "--format", "int8")
     assert done.exit_code == 0, (done.stderr, done.exception)
-    said = "packed holds packed weights alone; leave it out, or name the original"
+    said = "packed holds only packed weights; leave it out, or name the original"
     assert_one_line(run(command[0], "-m", tmp_path / "packed", *command[1:]), 2, said)
 
 
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_without_a_word(run: Any, checkpoint: Path, monkeypatch: p
 
 @pytest.mark.parametrize("place", ["", " "])
 def test_an_empty_place_is_named_as_it_was_given(run: Any, place: str) -> None:
-    assert_one_line(run("generate", "-m", place, "hello"), 1, f"the place {place!r} names no model")
+    assert_one_line(run("generate", "-m", place, "hello"), 1, f"{place!r} does not name a model")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -109,7 +109,7 @@ def test_bench_shows_a_table(run: Any, checkpoint: Path) -> None:
 def test_bench_names_a_length_that_the_model_was_not_made_for(run: Any, checkpoint: Path) -> None:
     done = run("bench", "-m", checkpoint, "--prompt-tokens", 90, "--new-tokens", 7)
     assert done.exit_code == 2
-    assert "make 97, and the model was made for 96" in done.stderr
+    assert "make 97, but the model supports 96 tokens" in done.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -128,7 +128,7 @@ def test_after_a_capture_that_failed_others_succeed_upon_the_stream_of_before(as
 
 
 def test_a_gpu_that_is_not_there_is_named(asked: Asked) -> None:
-    with pytest.raises(DeviceError, match="GPU 2 was asked for and this machine has 2"):
+    with pytest.raises(DeviceError, match="GPU 2 was requested, but this machine has 2"):
         CudaDevice(2)
 
 

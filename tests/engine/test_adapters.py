@@ -154,14 +154,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any], str]] = {
         "another model",
     ),
     "a shape": (lambda: {**GOOD, f"{Q}B.weight": torch.ones(31, 2)}, {}, r"\(31, 32\).*q_proj.*\(32, 32\)"),
-    "ranks": (lambda: {**GOOD, f"{Q}B.weight": torch.ones(32, 3)}, {}, r"no pair"),
+    "ranks": (lambda: {**GOOD, f"{Q}B.weight": torch.ones(32, 3)}, {}, r"not a pair"),
     "one half": (lambda: {f"{Q}A.weight": torch.ones(2, 32)}, {}, "only one of lora_A and lora_B"),
     "not a number": (lambda: {**GOOD, f"{Q}B.weight": torch.full((32, 2), torch.nan)}, {}, "NaN"),
     "nothing": (dict, {}, "no tensors"),
     "no alpha": (lambda: GOOD, {"lora_alpha": "5"}, "lora_alpha is '5'"),
     "an endless alpha": (lambda: GOOD, {"lora_alpha": 10**400}, "it must be a finite number"),
     "a list of patterns": (lambda: GOOD, {"alpha_pattern": [1]}, "alpha_pattern is a list"),
-    "a pattern that is none": (lambda: GOOD, {"alpha_pattern": {"(": 1}}, "no regular expression"),
+    "a pattern that is none": (lambda: GOOD, {"alpha_pattern": {"(": 1}}, "not a regular expression"),
     "DoRA": (lambda: GOOD, {"use_dora": True}, "use_dora=True"),
     "PiSSA": (lambda: GOOD, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
     "another kind": (lambda: GOOD, {"peft_type": "IA3"}, "a IA3 adapter"),
@@ -358,7 +358,7 @@ def test_the_sum_of_several_adapters_is_peft_s() -> None:
 
 def test_what_an_engine_may_not_be_asked_of_its_adapters_is_said() -> None:
     engine = inject(make("llama"))
-    with pytest.raises(slipstream.ConfigError, match="no adapter is at work"):
+    with pytest.raises(slipstream.ConfigError, match="no adapter is active"):
         engine.merge_adapter()
     for name in "ab":
         engine.load_adapter({"base_model.model.lm_head.weight": torch.ones(100, 32)}, name, {"r": 1})
@@ -388,7 +388,7 @@ def test_prompts_that_were_trained_run_by_peft_alone(
     asked = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(make("llama"), asked).eval()
     model.save_pretrained(tmp_path)
-    said = "_TUNING adapter is not served, .* leave replace_with_kernel_inject, quant and dtype int8 out"
+    said = "_TUNING adapter is not supported, .* without replace_with_kernel_inject, quant and dtype int8"
     with pytest.raises(slipstream.UnsupportedError, match=f"a P[A-Z]*{said}"):
         inject(model, **settings)
     with pytest.raises(slipstream.UnsupportedError, match=said):

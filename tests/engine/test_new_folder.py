@@ -35,11 +35,11 @@ def test_it_is_made_where_nothing_is(name: str, tmp_path: Path) -> None:
         ("full", "exists already; remove it or name another"),
         ("full/file", "exists already"),
         ("dangling", "exists already"),
-        ("full/file/below", "is no folder that may be written to"),
-        ("circle", "names no place"),
-        ("n\0ul", "names no place"),
-        ("x" * 300, "names no place"),
-        (".", "is the folder that this process works in"),
+        ("full/file/below", "is not a writable folder"),
+        ("circle", "is not a valid path"),
+        ("n\0ul", "is not a valid path"),
+        ("x" * 300, "is not a valid path"),
+        (".", "is the working directory of this process"),
     ],
 )
 def test_elsewhere_it_is_refused(
@@ -62,7 +62,7 @@ def test_elsewhere_it_is_refused(
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no file system that refuses its owner")
 def test_where_nothing_can_be_made_it_is_refused_before_work() -> None:
-    with pytest.raises(ConfigError, match="cannot be made: /proc is no folder that may be written to"):
+    with pytest.raises(ConfigError, match="cannot be created: /proc is not a writable folder"):
         free_place(Path("/proc/new"))
 
 

@@ -255,7 +255,7 @@ def test_what_cannot_be_streamed_is_refused_before_the_model_changes(
         engine_of(place, replace_with_kernel_inject=False, zero=offload())
     with pytest.raises(UnsupportedError, match="enable_cuda_graph"):
         engine_of(place, enable_cuda_graph=True, zero=offload())
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a writable folder"):
         engine_of(place, zero=offload("nvme", nvme_path=str(tmp_path / "none")))
     with pytest.raises(ConfigError, match="stage=2 contradicts"):
         engine_of(place, zero={**offload(), "stage": 2})

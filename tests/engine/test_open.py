@@ -82,7 +82,7 @@ def test_tensors_without_a_place_are_named_by_the_report_and_the_command(
     change(folder, **{BIAS: torch.ones(32), "model.rotary_emb.inv_freq": torch.ones(4)})
     engine = slipstream.init_inference(str(folder), dtype=torch.float32)
     (note,) = engine.report().notes
-    assert str(folder) in note and f"{BIAS} (1 tensor), which LlamaForCausalLM has no place for" in note
+    assert str(folder) in note and f"{BIAS} (1 tensor), which LlamaForCausalLM does not use" in note
     close(make("llama")(input_ids=prompt()).logits.detach(), engine(input_ids=prompt()).logits)
     made = run("quantize", folder, tmp_path / "packed")
     assert made.exit_code == 0 and BIAS in made.output, made.output
@@ -90,7 +90,7 @@ def test_tensors_without_a_place_are_named_by_the_report_and_the_command(
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path, run: Run, tmp_path: Path) -> None:  # noqa: F811
     change(folder, **{MATRIX: torch.ones(32, 65), BIAS: torch.ones(32)})
-    told = rf"model.safetensors: {MATRIX} has the shape \(32, 65\), and the model's {MATRIX} \(32, 48\)"
+    told = rf"model.safetensors: {MATRIX} has the shape \(32, 65\), but the model's {MATRIX} has \(32, 48\)"
     with pytest.raises(slipstream.WeightError, match=told):
         slipstream.init_inference(str(folder), dtype=torch.float32)
     refused = run("quantize", folder, tmp_path / "packed")
@@ -129,5 +129,5 @@ def test_a_name_too_long_for_a_file_may_still_be_a_name_on_the_hub() -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_file_of_a_folder_is_no_place(folder: Path, name: str) -> None:
-    with pytest.raises(slipstream.WeightError, match="is a file, and no .gguf file; give the folder that it"):
+    with pytest.raises(slipstream.WeightError, match="is a file, but not a .gguf file; give the folder that"):
         slipstream.init_inference(folder / name)

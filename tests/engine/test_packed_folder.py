@@ -160,7 +160,7 @@ def test_pieces_that_leave_rows_out_are_refused(pieces: list[int], tmp_path: Pat
     entry = next(entry for key, entry in table["matrices"].items() if key.endswith(":qkv"))
     entry["pieces"][1][1], entry["pieces"][1][3] = pieces
     path.write_text(json.dumps(table))
-    with pytest.raises(WeightError, match="leave rows of a tensor out"):
+    with pytest.raises(WeightError, match="leave out rows of a tensor"):
         slipstream.init_inference(tmp_path / "packed")
 
 
@@ -196,7 +196,7 @@ def test_a_configuration_that_is_no_object_is_named(packed: bool, name: str, tmp
     else:
         make("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / name).write_text("null")
-    with pytest.raises(WeightError, match=f"{name} holds null, and a configuration is a JSON object"):
+    with pytest.raises(WeightError, match=f"{name} holds null, but a configuration must be a JSON object"):
         slipstream.init_inference(tmp_path / "model")
 
 
@@ -263,7 +263,7 @@ def cut(name: str, size: int) -> Callable[[Path], None]:
 QKV = "model.layers.0:qkv"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "planes cut short": (cut("planes.safetensors", -7), "planes.safetensors.* is cut short"),
-    "a manifest cut short": (cut("slipstream.json", 300), "slipstream.json is no JSON"),
+    "a manifest cut short": (cut("slipstream.json", 300), "slipstream.json is not valid JSON"),
     "no planes": (lambda folder: (folder / "planes.safetensors").unlink(), "cannot be read"),
     "another format version": (manifest(lambda t: t.update(version=2)), "format version 2"),
     "another program's manifest": (manifest(lambda t: t.update(format="x")), "is not a manifest"),
@@ -272,12 +272,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         manifest(lambda t: t["matrices"][QKV].update(format="int4-g128")),
         r"needs \(64, 64\) in torch.uint8",
     ),
-    "another shape": (manifest(lambda t: t["matrices"][QKV].update(shape=[64, 96])), "make the folder again"),
-    "an absurd shape": (manifest(lambda t: t["matrices"][QKV].update(shape=[1 << 50, 8])), "no matrix has"),
+    "another shape": (manifest(lambda t: t["matrices"][QKV].update(shape=[64, 96])), "the folder again"),
+    "an absurd shape": (manifest(lambda t: t["matrices"][QKV].update(shape=[1 << 50, 8])), "not that of a"),
     "a plane that is not there": (
         manifest(lambda t: t["matrices"][QKV]["planes"].__setitem__(0, "x")), "lacks the plane .x."),
     "another version's planes": (
-        manifest(lambda t: t["matrices"][QKV]["planes"].pop(1)), "4 planes, and .* quantize the original"),
+        manifest(lambda t: t["matrices"][QKV]["planes"].pop(1)), "4 planes, but .* quantize the original"),
     "a plane named twice": (
         manifest(lambda t: t["matrices"][QKV]["planes"].__setitem__(2, t["matrices"][QKV]["planes"][1])),
         "is named twice",
@@ -415,4 +415,4 @@ def test_what_does_not_divide_is_refused_before_work(run: Run, checkpoint: Path,
 def test_a_packed_folder_is_no_model_for_transformers(run: Run, tmp_path: Path) -> None:  # noqa: F811
     write(tmp_path / "packed", "llama", "int4")
     refused = run("inspect", tmp_path / "packed")
-    assert refused.exit_code == 1 and "only an engine runs" in refused.output
+    assert refused.exit_code == 1 and "only an engine can run" in refused.output

@@ -367,7 +367,7 @@ def test_layers_in_a_sequential_are_packed(name: str, settings: dict[str, Any]) 
 
 
 def test_a_model_without_layers_is_told_that_nothing_was_packed() -> None:
-    with pytest.warns(UserWarning, match="int4 weights were asked for and nothing was packed"):
+    with pytest.warns(UserWarning, match="int4 weights were requested, but nothing was packed"):
         inject(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), quant="int4", **NOT_INJECTED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -95,7 +95,7 @@ def test_what_an_engine_is_made_of_is_refused_by_what_it_is(tmp_path: Path) -> N
     engine = inject(make("llama"), quant=PACKED)
     before = engine(input_ids=prompt()).logits
     for name, what in (("packed", "holds packed weights"), ("w.gguf", "is a GGUF file")):
-        with pytest.raises(WeightError, match=rf"{name} {what}.*give it to init_inference"):
+        with pytest.raises(WeightError, match=rf"{name} {what}.*pass it to init_inference"):
             engine.load_checkpoint(tmp_path / name)
     assert torch.equal(engine(input_ids=prompt()).logits, before)
 

@@ -92,12 +92,12 @@ def test_inspect_takes_a_folder_and_names_what_is_no_model(tmp_path: Path) -> No
 
 
 def test_overrides_of_the_config_that_no_layer_reads_stand_in_the_notes() -> None:
-    note = "only engine.config has it: modules keep the numbers that they were built with"
+    note = "but only in engine.config: existing modules keep the values that they were built with"
     engine = inject(make("llama"), replace_with_kernel_inject=False, args={"rms_norm_eps": 1.0})
     assert engine.config.rms_norm_eps == 1.0
     assert note in str(engine.report())
     fused = inject(make("llama"), args={"rms_norm_eps": 1.0}, injection_check="off")
-    assert "only fused layers and engine.config have it" in str(fused.report())
+    assert "but only in fused layers and engine.config" in str(fused.report())
     assert not inject(make("llama")).report().notes
 
 

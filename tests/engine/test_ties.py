@@ -165,7 +165,7 @@ def test_a_checkpoint_that_unties_is_written_where_there_is_a_place_for_each(
     folder, engine = both(tmp_path / "model", differ=True), inject(tied(seed=3), **settings)
     if settings in (RELOADED["plain"], RELOADED["one set of planes"]):
         before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        with pytest.raises(WeightError, match="differ, and are one tensor in this engine"):
+        with pytest.raises(WeightError, match="differ, but are one tensor in this engine"):
             engine.load_checkpoint(folder)
         assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_dict().items())
         return

@@ -130,7 +130,7 @@ def test_several_ranks_are_refused_with_the_reason() -> None:
     _, engine, _ = _pair(FAMILIES["swin"].tiny[0])
     layer = engine.module.get_submodule(engine.report().layers[0].name)
     two = replace(ALONE, tp=replace(ALONE.tp, ranks=(0, 1)))
-    with pytest.raises(UnsupportedError, match="windows or blocks is not split"):
+    with pytest.raises(UnsupportedError, match="windows or blocks cannot be split"):
         share_of(injected_state(layer).block.spec, two)
 
 

@@ -54,7 +54,7 @@ def test_bits_groups_and_type_find_a_format(asked: dict[str, Any], expected: str
         ),
         ({"num_bits": 4, "q_groups": 2, "width": 576}, "groups of 288"),
         ({"num_bits": 4, "q_groups": 2, "width": 50}, "groups of 25 in rows of 50.*leave it at 1"),
-        ({"num_bits": 4, "q_groups": 2}, "config names none"),
+        ({"num_bits": 4, "q_groups": 2}, "config lacks"),
     ],
     ids=str,
 )

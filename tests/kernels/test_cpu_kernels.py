@@ -243,6 +243,6 @@ def test_what_is_not_a_number_stays_none_where_it_is_bounded(isa: str, half: int
 def test_a_bias_that_torch_would_repeat_is_not_read(count: int) -> None:
     beyond = torch.arange(1.0, 17.0)
     weight = FORMATS["plain"].weight(torch.eye(16), beyond[:count])
-    assert f"({count},) beside 16 outputs" in str(matrix_of(weight))
+    assert f"({count},) with 16 outputs" in str(matrix_of(weight))
     with pytest.raises(ValueError, match="bias"):
         native_linear(torch.ones(1, 16), weight, library("baseline"))

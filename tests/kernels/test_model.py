@@ -534,7 +534,7 @@ def test_a_model_that_moves_meanwhile_counts_from_the_next_session_on(llama: Ses
 def test_a_frame_that_is_no_longer_readable_is_left(llama: Sessions) -> None:
     frame: Any = llama.model.frame
     frame.head.double()
-    assert refuse_frame(frame) == "head: a matrix of 2 dimensions in torch.float64 is not read"
+    assert refuse_frame(frame) == "head: a matrix of 2 dimensions in torch.float64 is not supported"
     assert llama.model.begin(llama.caches[1].layers, 96) is None
 
 

@@ -116,7 +116,7 @@ def test_experts_narrower_than_a_group_for_each_rank_are_dealt_out_whole(
     ]
     for rank, text in enumerate(texts):
         assert f"experts are spread over {size} places (they are narrower than a group" in text
-        assert f"and this is number {rank}" in text
+        assert f"of which this is number {rank}" in text
 
 
 def hold(rows: list[dict[str, Any]], level: str = "block") -> None:

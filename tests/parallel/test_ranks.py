@@ -129,7 +129,7 @@ def test_the_group_of_an_mpu_is_used(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("parallel", "match"),
     [
-        ({"tp_size": 2}, "tp_size=2 needs 2 processes, and this one was started alone; .*torchrun"),
+        ({"tp_size": 2}, "tp_size=2 needs 2 processes, but this one was started alone; .*torchrun"),
         ({"mpu": object()}, "tensor_parallel.mpu is a object without get_model_parallel_group"),
     ],
 )

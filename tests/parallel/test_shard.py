@@ -121,7 +121,7 @@ def test_more_ranks_than_there_is_to_split_are_refused(spec: BlockSpec, ranks: i
 
 def test_experts_beside_half_of_their_layer_are_not_spread() -> None:
     axis = Axis((0, 1), 0)
-    with pytest.raises(UnsupportedError, match="moe.ep_size=2: experts that stand beside half"):
+    with pytest.raises(UnsupportedError, match="moe.ep_size=2: experts parallel to half"):
         share_of(replace(SPEC, moe=MoE(4, 2, shared=10), twice=True), Mesh(Axis(), axis, axis))
 
 

@@ -74,7 +74,7 @@ def test_a_run_separates_the_first_token_from_the_others(clock: Clock) -> None:
 
 def test_a_call_that_makes_no_token_is_an_error(clock: Clock) -> None:
     speaker = Speaker(clock, 1.0, 1.0, [], "a")
-    with pytest.raises(RequestError, match=r"made no token for a prompt of shape \(1, 4\)"):
+    with pytest.raises(RequestError, match=r"made no tokens for a prompt of shape \(1, 4\)"):
         time_generate(speaker, torch.zeros(1, 4, dtype=torch.long), Memory(), max_new_tokens=0)
 
 

@@ -132,7 +132,7 @@ def test_what_a_file_has_too_much_or_too_little_is_named(tmp_path: Path) -> None
         slipstream.init_inference(path, quant="int4")
     path = write_gguf(tmp_path / "whole.gguf", model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    with pytest.raises(WeightError, match="has output.weight, which the model has no place for"):
+    with pytest.raises(WeightError, match="has output.weight, which the model does not use"):
         GgufSource(path, model.config, {n: s for n, s in shapes.items() if n != "lm_head.weight"})
     with pytest.raises(WeightError, match=r"output_norm.weight has the shape \(64,\)"):
         GgufSource(path, model.config, shapes | {"model.norm.weight": (63,)})

@@ -62,7 +62,7 @@ def test_a_missing_matrix_is_named() -> None:
 def test_a_tensor_without_a_role_is_named() -> None:
     layer, family = _llama_layer()
     layer.extra = nn.Linear(4, 4, bias=False)
-    with pytest.raises(WeightError, match=r"extra\.weight plays no role"):
+    with pytest.raises(WeightError, match=r"extra\.weight has no role"):
         _plan(layer, family)
 
 

@@ -206,6 +206,6 @@ def test_flat_matrices_have_each_experts_rows_one_expert_after_the_other() -> No
 
 
 def test_flat_matrices_of_no_whole_experts_are_refused() -> None:
-    with pytest.raises(WeightError, match="a has 16 rows, which are not those of 3 experts"):
+    with pytest.raises(WeightError, match="a has 16 rows, not a multiple of its 3 experts"):
         PerExpert(("a",)).plan(Tensors(a=_random(16, 6)), SPEC)
     assert PerExpert(("a",)).plan(Tensors(b=_random(16, 6)), SPEC) is None

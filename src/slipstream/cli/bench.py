@@ -86,7 +86,7 @@ def _check_length(engine: InferenceEngine, shape: Shape) -> None:
     length, most = shape.prompt_tokens + shape.new_tokens, context_length(engine.module.config)
     if length > most:
         asked = f"--prompt-tokens {shape.prompt_tokens} and --new-tokens {shape.new_tokens}"
-        raise ConfigError(f"{asked} make {length}, and the model was made for {most}; lower one of them")
+        raise ConfigError(f"{asked} make {length}, but the model supports {most} tokens; lower one of them")
 
 
 def _head(loading: Loading, device: Device) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def chat(
             break
         if line == "/reset":
             history = list(opening)
-            note("the conversation is forgotten")
+            note("the conversation was reset")
         elif line == "/help":
             note(_HELP)
         elif line.startswith("/"):

@@ -124,7 +124,7 @@ def _show(facts: dict[str, Any]) -> None:
     table.add_row("processor", f"{cpu['name']}: {cores}")
     table.add_row("features", f"{' '.join(cpu['features']) or '-'} (torch: {cpu['torch_capability']})")
     if cpu["isa_limit"]:
-        table.add_row("", f"kernels are held to {cpu['isa_limit']} by SLIPSTREAM_CPU_ISA")
+        table.add_row("", f"kernels are limited to {cpu['isa_limit']} by SLIPSTREAM_CPU_ISA")
     table.add_row("memory", f"{_gib(cpu['memory_available_bytes'])} free of {_gib(cpu['memory_bytes'])}")
     for gpu in facts["gpus"]:
         size = _gib(gpu["memory_bytes"])

@@ -44,7 +44,7 @@ def generate(
         check_original(loading)
     text = as_text("the prompt", _piped() if prompt == "-" else prompt)
     if not text.strip():
-        raise ConfigError("the prompt is empty; say something to the model")
+        raise ConfigError("the prompt is empty; give a text")
     session = open_session(loading)
     ids = session.encode([{"role": "user", "content": text}])
     answer = session.answer(ids, sampling, lambda piece: typer.echo(piece, nl=False))

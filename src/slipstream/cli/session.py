@@ -93,7 +93,7 @@ class Session:
         options = sampling.to_options(room := most - ids.shape[1])
         if options["max_new_tokens"] > room:
             raise TokenLimitError(
-                f"the prompt has {ids.shape[1]} tokens, and the model was made for {most} with the answer; "
+                f"the prompt has {ids.shape[1]} tokens, and the model supports {most} including the answer; "
                 + (f"give --max-new-tokens (-n) {room} at most" if room > 0 else "shorten it")
             )
         torch.manual_seed(sampling.seed)
@@ -178,7 +178,7 @@ def check_original(loading: Loading) -> None:
     """
     if is_packed_folder(Path(loading.model).expanduser()):
         raise ConfigError(
-            f"--compare runs the original too, and {loading.model} holds packed weights alone; leave it out, "
+            f"--compare runs the original too, but {loading.model} holds only packed weights; leave it out, "
             "or name the original"
         )
 

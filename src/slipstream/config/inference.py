@@ -237,8 +237,8 @@ def _place_checkpoint(values: dict[str, Any]) -> dict[str, Any]:
         value, present = values.get("checkpoint_config", {}).get(inner), values.get(outer)
         if value is not None and present not in (None, "", value):
             problems.append(
-                f"checkpoint_config.{inner}={value!r} and {outer}={present!r} name one thing and differ; "
-                "give one of them"
+                f"checkpoint_config.{inner}={value!r} and {outer}={present!r} are the same setting with "
+                "different values; give one of them"
             )
         elif value is not None:
             placed[outer] = value
@@ -282,8 +282,8 @@ def _contradictions(config: InferenceConfig) -> Iterator[str]:
             yield "dtype=torch.int8 contradicts quant, which switches quantized weights off; drop one"
         elif asked not in (None, "int8"):
             yield (
-                f"dtype=torch.int8 contradicts quant: it means int8 weights and quant asks for {asked}; "
-                "give dtype a float to compute in, or drop quant"
+                f"dtype=torch.int8 contradicts quant: it means int8 weights, but quant requests {asked}; "
+                "set dtype to the float type to compute in, or drop quant"
             )
 
 

@@ -174,7 +174,7 @@ class QuantizationConfig(Section):
         odd = [name for name, only in plain.items() if asked.get(name, only) != only]
         if self.activation_quantized and self.weight_format == "fp8" and odd:
             raise ValueError(
-                f"activation.{odd[0]}={asked[odd[0]]!r} does not go with fp8 weights: their products take "
+                f"activation.{odd[0]}={asked[odd[0]]!r} does not go with fp8 weights: their matmuls take "
                 f"one scale for each row, and no zero point; leave {odd[0]} out"
             )
         return self

@@ -58,7 +58,7 @@ class CudaDevice(Device):
         count = torch.cuda.device_count()
         if index >= count:
             raise DeviceError(
-                f"GPU {index} was asked for and this machine has {count}; start fewer processes on it"
+                f"GPU {index} was requested, but this machine has {count}; start fewer processes on it"
             )
         self._device = torch.device("cuda", index)
         self._copies: torch.cuda.Stream | None = None

@@ -78,11 +78,11 @@ class Recorder(TorchDispatchMode):
         given = _tensors((args, kwargs))
         by_mask = name.startswith("aten::index") and any(t.dtype == torch.bool for t in given[1:])
         if name in _READS_BACK or by_mask:
-            raise DeviceError(f"{name} reads a value back to the host, which a captured step cannot")
+            raise DeviceError(f"{name} reads a value back to the host, which a captured step cannot do")
         if name in _FROM_HOST:
             raise DeviceError(
-                "a tensor is made of Python numbers within a captured step, which would copy from memory "
-                "that is gone when it is replayed; make it before, or on the device"
+                "a tensor is made from Python numbers within a captured step, which would copy from memory "
+                "that no longer exists at replay; make it before the step, or on the device"
             )
         if self.static:
             for tensor in given:
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
                     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
                     raise DeviceError(
                         f"{name} reads a tensor {shape} of {dtype} that is neither static nor made within "
-                        "the captured step; it may be gone when the step is replayed"
+                        "the captured step; it may no longer exist at replay"
                     )
         made = func(*args, **kwargs)
         results = _tensors(made)
@@ -119,7 +119,7 @@ class NothingIsRead(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions in `_READS_AT_ONCE`; call all others."""
         if func in _READS_AT_ONCE:
-            raise DeviceError(f"{func.__name__} reads values back to the host, which a captured step cannot")
+            raise DeviceError(f"{func.__name__} reads values to the host, which a captured step cannot do")
         return func(*args, **(kwargs or {}))
 
 

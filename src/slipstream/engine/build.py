@@ -275,7 +275,7 @@ def _judge(
         causal = [found.name for found in layers if found.spec is not None and found.spec.causal]
         if causal:
             raise UnsupportedError(
-                f"triangular_masking=False, and {causal[0]} is causal by its model's config; leave it at True"
+                f"triangular_masking=False, but {causal[0]} is causal in its model's config; leave it at True"
             )
     return verdicts
 
@@ -292,7 +292,7 @@ def _frame_ops(device: Device, settings: Settings, outside: Sequence[OutsidePlan
 def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:
     if mesh.is_alone:
         return bind_stack(device, blocks, run_stack)
-    refused = {device.name: f"{mesh.replica.size} ranks meet twice in each layer"}
+    refused = {device.name: f"{mesh.replica.size} ranks exchange data twice in each layer"}
     return Bound("stack", "reference", run_stack, refused)
 
 

@@ -87,9 +87,7 @@ class InferenceEngine(Weights):
         """
         super().__init__()
         if isinstance(model, InferenceEngine):
-            raise InjectionError(
-                "model is an engine already; hand in a model that does not belong to an engine"
-            )
+            raise InjectionError("model is an engine already; pass a model that does not belong to an engine")
         settings = resolve(config, {})
         with unwrapped(model, settings) as own, _without_autocast():
             model = own.base
@@ -160,8 +158,8 @@ class InferenceEngine(Weights):
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            "an engine cannot be pickled; write the model with save_checkpoint, or state_dict(), and make an "
-            "engine of it where it is needed"
+            "an engine cannot be pickled; save the model with save_checkpoint or state_dict(), and build an "
+            "engine from it where it is needed"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +208,7 @@ class InferenceEngine(Weights):
             UnsupportedError: The model has no `generate`.
         """
         if not hasattr(self.module, "generate"):
-            raise UnsupportedError(f"{type(self.module).__name__} has no generate; call the engine itself")
+            raise UnsupportedError(f"{type(self.module).__name__} has no generate; call the engine directly")
         generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
         args, kwargs = self._here(args), self._here(kwargs)
         with torch.no_grad():

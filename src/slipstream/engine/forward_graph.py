@@ -94,7 +94,7 @@ class ForwardGraphs:
     def _is_plain(self, leaves: list[Any]) -> bool:
         odd = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
         if odd is not None:
-            self.reason = f"an input is a {type(odd).__name__}"
+            self.reason = f"an input is a {type(odd).__name__}, not a tensor or a plain value"
         return odd is None
 
     def _is_hooked(self) -> bool:
@@ -126,7 +126,7 @@ class ForwardGraphs:
             return None
         odd = [leaf for leaf in tree_flatten(held[0])[0] if not isinstance(leaf, (Tensor, *_PLAIN))]
         if odd:
-            self._note(f"the model returns a {type(odd[0]).__name__}; use_cache=False leaves it out")
+            self._note(f"the model returns a {type(odd[0]).__name__}; pass use_cache=False to avoid it")
             return None
         return _Captured([leaf for leaf in static if isinstance(leaf, Tensor)], replay, held[0])
 

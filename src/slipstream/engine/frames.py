@@ -63,7 +63,8 @@ def find_frame(
         kind = type(model).__name__
         fused = _of_text(model, fused)
         if not fused or not alone:
-            return None, f"the language model is a part of {kind}{'' if alone else ', shared or streamed'}"
+            how = "" if alone else ", split over ranks or streamed"
+            return None, f"the language model is a part of {kind}{how}"
     family = fused[0].family
     spec, why = _spec(model, model_config, fused, whole=whole)
     if spec is None or family is None:
@@ -82,7 +83,8 @@ def find_frame(
         except MODEL_ERRORS as error:  # the larger model may compute its angles in its own way
             return None, str(error)
         if isinstance(frame, Frame):
-            return (None, "angles depend on all sequences") if frame.angles_share_a_length else (frame, "")
+            shared = "rotary angles depend on all sequences of the batch"
+            return (None, shared) if frame.angles_share_a_length else (frame, "")
         why = why or str(frame)
     return None, why
 
@@ -119,10 +121,10 @@ def _spec(
     """Return the `FrameSpec` that the layers' family gives, or None and the reason."""
     family = fused[0].family
     if family is None or family.frame is None:
-        return None, "the family names no frame"
+        return None, "the family describes no embedding, norm and head around the layers"
     spec = family.frame(model_config if whole else text_config(model, fused[0].root))
     if spec is None:
-        return None, f"{family.name} names no frame for this configuration"
+        return None, f"{family.name} does not support the embedding, norm or head of this configuration"
     return (spec, "") if whole else _within(model, spec, fused)
 
 
@@ -169,10 +171,10 @@ def _within(model: nn.Module, spec: FrameSpec, fused: Sequence[Found]) -> tuple[
     from transformers import GenerationMixin
 
     if type(model).generate is not GenerationMixin.generate:  # type: ignore[attr-defined]
-        return None, f"{type(model).__name__} has a generate of its own"
+        return None, f"{type(model).__name__} overrides generate"
     for found in fused:
         block = found.spec
         if block is None or block.latent is not None or block.sharing != "own" or block.cross is not None:
-            return None, f"{found.name} keeps other things than its keys and values"
+            return None, f"{found.name} caches more than its own keys and values"
     moved = frame_within(spec, _list_of(fused[0]))
-    return moved, "" if moved is not None else f"the layers are at {_list_of(fused[0])}"
+    return moved, "" if moved is not None else f"the layers are at an unexpected path, {_list_of(fused[0])}"

@@ -100,8 +100,8 @@ def _of_block(layer: nn.Module) -> tuple[dict[str, Kind], Mapping[str, Tensor]]:
     share = held.block.share
     if share is not None and any(piece.experts for role in packed for piece in held.whole[role].weight):
         raise UnsupportedError(
-            f"the packed experts of {type(layer).__name__} make up flat matrices, which are not put together "
-            f"from {share.mesh.replica.size} ranks; save the packed model from one"
+            f"the packed experts of {type(layer).__name__} are flat matrices, which are not gathered from "
+            f"{share.mesh.replica.size} ranks; save the packed model from one process"
         )
     names = {
         piece.name: (weight.packed_as, piece.transposed, id(piece))

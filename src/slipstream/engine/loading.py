@@ -43,7 +43,7 @@ def undone_on_error(model: nn.Module, filling: Filling | None) -> Iterator[None]
         model.eval()
     except NotImplementedError as error:  # raised by modules from torch.export
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be put into eval mode ({error}); give the model that it was "
+            f"{type(model).__name__} cannot be put into eval mode ({error}); pass the model that it was "
             "exported from"
         ) from error
     try:
@@ -86,7 +86,7 @@ def _slices(model: nn.Module, config: InferenceConfig) -> Slices:
         if is_packed_folder(path):
             return Slices((PackedFolder(path),), None, place)
     if place is None:
-        raise AssertionError("asked for a checkpoint where none is named")
+        raise AssertionError("a checkpoint was requested, but none is set")
     return open_checkpoint(place, config.base_dir, degree=config.training_mp_size)
 
 

@@ -36,19 +36,19 @@ def free_place(folder: Path, what: str | None = None) -> Path:
         dangling = folder.is_symlink() and not place.exists()
         is_current = place == Path.cwd()
     except (OSError, ValueError, RuntimeError) as error:  # a name too long, a NUL in it, circular links
-        raise ConfigError(f"{what} names no place ({error}); name another folder") from error
+        raise ConfigError(f"{what} is not a valid path ({error}); name another folder") from error
     if taken or dangling:
         raise _exists(what)
     if is_current:
-        raise ConfigError(f"{what} is the folder that this process works in; name one that is to be made")
+        raise ConfigError(f"{what} is the working directory of this process; name a folder to create")
     above = next(path for path in place.parents if os.path.lexists(path))
     trial = above / f".{place.name[:64]}.{uuid.uuid4().hex[:8]}"
     try:  # permissions are not enough to know: a file system may be read-only
         trial.mkdir()
         trial.rmdir()
     except OSError as error:
-        why = f"{above} is no folder that may be written to ({error.strerror})"
-        raise ConfigError(f"{what} cannot be made: {why}; name another") from error
+        why = f"{above} is not a writable folder ({error.strerror})"
+        raise ConfigError(f"{what} cannot be created: {why}; name another folder") from error
     return place
 
 

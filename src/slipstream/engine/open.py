@@ -123,7 +123,7 @@ def _from_place(
         except TwiceError:  # transformers would silently take whichever tensor comes last
             raise
         except SlipstreamError as error:
-            log.debug("%s is left to transformers: %s", folder, error)
+            log.debug("%s is loaded by transformers instead: %s", folder, error)
     model, notes = _by_transformers(str(folder), "auto" if settings.dtype is torch.int8 else settings.dtype)
     return model, settings, notes
 
@@ -145,7 +145,9 @@ def _of_packed(
             "or quantize the original"
         )
     if given.get("checkpoint") is not None:
-        raise ConfigError(f"checkpoint={given['checkpoint']!r} beside {folder}, which has weights; drop one")
+        raise ConfigError(
+            f"checkpoint={given['checkpoint']!r} contradicts {folder}, which has weights of its own; drop one"
+        )
     quant = dict(packed.quant)
     if asked is not None:  # activations are rounded at run time, whatever the packed planes are
         quant.pop("activation", None)
@@ -188,7 +190,7 @@ def hollow_model(folder: Path, gguf_file: str | None) -> nn.Module:
             build = causal[type(config)]
             config.architectures = [build.__name__]
         if getattr(config, "quantization_config", None) is not None and gguf_file is None:
-            raise UnsupportedError(f"{folder} is quantized; load the model by transformers")
+            raise UnsupportedError(f"{folder} is quantized already; load the model with transformers")
         dtype = getattr(config, "dtype", None)
         with hollow(dtype if isinstance(dtype, torch.dtype) else torch.float32), torch.no_grad():
             model: nn.Module = build(config).eval()
@@ -214,8 +216,8 @@ def _check_descriptions(folder: Path) -> None:
             value = json.loads((folder / name).read_text())
             if not isinstance(value, dict):
                 raise WeightError(
-                    f"{folder / name} holds {json.dumps(value)[:40]}, and a configuration is a JSON object; "
-                    "fetch the file again"
+                    f"{folder / name} holds {json.dumps(value)[:40]}, but a configuration must be a JSON "
+                    "object; fetch the file again"
                 )
 
 
@@ -261,8 +263,8 @@ def _by_transformers(
     folder = resolve_place(place)
     if is_packed_folder(Path(folder)):
         raise WeightError(
-            f"{folder} holds packed weights, which only an engine runs; give it to init_inference, or load "
-            "the original"
+            f"{folder} holds packed weights, which only an engine can run; pass it to init_inference, or "
+            "load the original"
         )
     _check_descriptions(Path(folder))
     try:
@@ -278,12 +280,12 @@ def _by_transformers(
     if loaded["missing_keys"]:
         raise WeightError(
             f"{place}: the checkpoint lacks {_some(loaded['missing_keys'])}, and {build.__name__} would run "
-            "on random values in place; fetch the whole checkpoint, or load the model yourself"
+            "with random values instead; fetch the whole checkpoint, or load the model yourself"
         )
     over = [name for name in loaded["unexpected_keys"] if not is_harmless(name)]
     notes = [
-        f"{folder} has {_some(over)}, which {build.__name__} has no place for: left out, as transformers "
-        "does; where they matter, load the model by a class that has them"
+        f"{folder} has {_some(over)}, which {build.__name__} does not use: ignored, as in transformers; "
+        "if they matter, load the model with a class that uses them"
     ] * bool(over)
     for note in notes:
         log.info("%s", note)
@@ -295,7 +297,7 @@ def _misfit(folder: Path) -> str | None:
     try:
         model = hollow_model(folder, None)
     except SlipstreamError as error:
-        log.debug("%s could not be looked into: %s", folder, error)
+        log.debug("%s could not be inspected: %s", folder, error)
         return None
     try:
         matched(model, open_checkpoint(folder), strict=False)
@@ -353,9 +355,7 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
 
     text = os.fspath(place)
     if not text.strip():
-        raise WeightError(
-            f"the place {text!r} names no model; give a folder, a hub id, a .gguf file or 'demo'"
-        )
+        raise WeightError(f"{text!r} does not name a model; give a folder, a hub id, a .gguf file or 'demo'")
     if text == "demo":
         return str(cached_checkpoint(demo_model()))
     path = Path(os.path.expanduser(text))
@@ -366,7 +366,7 @@ def resolve_place(place: str | os.PathLike[str]) -> str:
     looks_local = isinstance(place, os.PathLike) or text.startswith((".", "/", "~")) or text.count("/") > 1
     if os.path.isfile(path):
         raise WeightError(
-            f"{text} is a file, and no .gguf file; give the folder that it lies in, or a model with "
+            f"{text} is a file, but not a .gguf file; give the folder that contains it, or a model with "
             f"checkpoint={text!r}"
         )
     if os.path.exists(path):  # unlike `Path.exists`, it does not raise for a name that is too long

@@ -98,16 +98,16 @@ def _refuse(model: Any, base: nn.Module, layers: Mapping[str, Any], config: Infe
         reason = reason or _why_not(path, layer)
     many = config.tensor_parallel.tp_size > 1 or config.moe.ep_size > 1
     if many:
-        reason = reason or "on several ranks adapters are not kept apart"
+        reason = reason or "adapters cannot stay unmerged on several ranks"
     if config.zero.offload_param.device != "none" or config.checkpoint is not None:
-        reason = reason or "weights that are streamed, or read from a checkpoint, are not adapted"
+        reason = reason or "weights that are streamed, or read from a checkpoint, cannot have adapters"
     rest = [m for m in base.modules() if type(m).__module__.partition(".")[0] == "peft"]
     inside = {id(part) for layer in layers.values() for part in layer.modules()}
     if any(id(module) not in inside for module in rest):
-        reason = reason or "it has parts of peft's that are no adapters"
+        reason = reason or "it has modules of peft that are not adapters"
     if reason is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} is wrapped by peft, and {reason}; hand in model.merge_and_unload(), or "
+            f"{type(model).__name__} is wrapped by peft, and {reason}; pass model.merge_and_unload(), or "
             "the base model, to which engine.load_adapter(folder, name) adds adapters that can be switched"
         )
     for settings in getattr(model, "peft_config", {}).values():
@@ -124,7 +124,7 @@ def _why_not(path: str, layer: Any) -> str | None:
     if layer.merged_adapters:
         return f"{', '.join(layer.merged_adapters)} is merged into {path}; call unmerge_adapter() first"
     if any(layer.lora_bias.values()) or getattr(layer, "lora_variant", None):
-        return f"the adapter of {path} is more than LoRA"
+        return f"the adapter of {path} has more than LoRA's two matrices"
     return None
 
 

@@ -95,7 +95,7 @@ def _check(pipeline: Any, config: InferenceConfig) -> None:
     if asked is not None:
         raise UnsupportedError(
             f"{asked}={single[asked]!r} is for one model, and {name} has {len(models)}: {', '.join(models)}; "
-            f"hand in that one, as in init_inference(pipe.{next(iter(models))}, ...)"
+            f"pass only that model, as in init_inference(pipe.{next(iter(models))}, ...)"
         )
     hooked = [part for part, model in models.items() if hasattr(model, "_hf_hook")]
     if hooked:

@@ -83,7 +83,7 @@ def agree_on_names(names: Sequence[str], replica: Axis) -> None:
     other = next((rank for rank, own in zip(replica.ranks, given, strict=True) if own != names), None)
     if other is not None:
         raise ConfigError(
-            f"rank {other} puts the adapters {list(given[replica.ranks.index(other)])} to work, and this one "
+            f"rank {other} activates the adapters {list(given[replica.ranks.index(other)])}, and this rank "
             f"{list(names)}; give every rank the same names"
         )
 
@@ -151,8 +151,8 @@ def agree_on_layers(layers: Sequence[Found], verdicts: Mapping[str, Verdict], me
     found = gather_objects(whole, mesh.replica, "compared which layers are fused")
     if any(other != whole for other in found):
         raise InjectionError(
-            f"the ranks {list(mesh.replica.ranks)} do not fuse the same layers; give all of them one model, "
-            "and machines of one kind"
+            f"the ranks {list(mesh.replica.ranks)} do not fuse the same layers; use the same model and the "
+            "same kind of machine for all of them"
         )
     _refuse_whole_experts(layers, verdicts, mesh)
 
@@ -169,8 +169,8 @@ def _refuse_whole_experts(layers: Sequence[Found], verdicts: Mapping[str, Verdic
         if fed is not None and fed.spec is not None:
             reason = f"{fed.name}: its {fed.spec.feeder} run their own code"
         raise UnsupportedError(
-            f"moe.ep_size={mesh.expert_places} has nothing to spread, or not all of it ({reason}); only "
-            "experts of fused blocks are spread (replace_with_kernel_inject=True)"
+            f"moe.ep_size={mesh.expert_places} cannot spread all experts ({reason}); only experts of fused "
+            "blocks are spread (replace_with_kernel_inject=True)"
         )
 
 
@@ -199,7 +199,7 @@ def _places_of_experts(mesh: Mesh, model: nn.Module) -> Iterator[str]:
         return
     split = f", each split over {own.slices} ranks" if own.slices > 1 else ""
     why = "" if own is mesh else " (they are narrower than a group of the weight format for each rank)"
-    place = f"and this is number {own.expert_place}"
+    place = f"of which this is number {own.expert_place}"
     yield f"experts are spread over {own.expert_places} places{split}{why}, {place}"
 
 

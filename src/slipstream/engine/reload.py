@@ -71,7 +71,7 @@ def reload(
         source.release([name])
     for path, module in model.named_modules():
         if is_injected(module) and not is_untouched(module):
-            raise UnsupportedError(f"{path} was changed since it was fused; make a new engine")
+            raise UnsupportedError(f"{path} was changed since it was fused; build a new engine")
         if is_injected(module):
             refuse_streamed(path, module)
     with torch.no_grad():
@@ -91,8 +91,8 @@ def _opened(place: str | os.PathLike[str], tag: str | None) -> Slices:
     folder = Path(os.path.expanduser(place))
     if is_packed_folder(folder):
         raise WeightError(
-            f"{folder} holds packed weights ({MANIFEST}), which an engine is made of; give it to "
-            "init_inference in the place of the model, or as `checkpoint` beside it"
+            f"{folder} holds packed weights ({MANIFEST}), which only a new engine can load; pass it to "
+            "init_inference as the model, or as `checkpoint` together with a model"
         )
     return open_checkpoint(place, tag=tag)
 
@@ -107,8 +107,8 @@ def _on_ranks(
         slices = _opened(place, tag)
         if len(slices.ranks) > 1 and any(map(is_split, model.modules())):
             raise UnsupportedError(
-                f"{slices.what} has slices of {len(slices.ranks)} ranks, and layers that run their own code "
-                "on several ranks cannot say how to join them; load it in one process, and save_checkpoint"
+                f"{slices.what} has slices of {len(slices.ranks)} ranks, which cannot be joined for layers "
+                "that run their own code on several ranks; load it in one process and call save_checkpoint"
             )
         source = matched(model, slices, strict=strict, ties=_may_be_one(model))
         _check_ties(model, source)
@@ -145,8 +145,8 @@ def _check_ties(model: nn.Module, source: Renamed) -> None:
         for other in others:
             if first in source and other in source and source.home(first) != source.home(other):
                 raise WeightError(
-                    f"{source.place(first)} and {source.place(other)} differ, and are one tensor in this "
-                    "engine; make a new one of the checkpoint"
+                    f"{source.place(first)} and {source.place(other)} differ, but are one tensor in this "
+                    "engine; build a new engine from the checkpoint"
                 )
 
 

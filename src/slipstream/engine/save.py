@@ -111,10 +111,10 @@ def _write_packed(
 ) -> None:
     model_config: Any = getattr(model, "config", None)
     if not hasattr(model_config, "save_pretrained"):
-        raise UnsupportedError(f"{type(model).__name__} has no config of transformers to open it by again")
+        raise UnsupportedError(f"{type(model).__name__} has no transformers config to reopen it by")
     matrices, plain = held
     if not matrices:
-        raise WeightError(f"nothing of {type(model).__name__} is packed; give quant a format")
+        raise WeightError(f"no weights of {type(model).__name__} are packed; give quant a format")
     dtype = getattr(
         model_config, "dtype", None
     )  # the engine's dtype: single tensors may have others, where the model requires it
@@ -153,8 +153,8 @@ def check_destination(model: Any, config: InferenceConfig) -> None:
         getattr(model, "config", None), "save_pretrained"
     ):
         raise UnsupportedError(
-            f"{what}: {type(model).__name__} has no config of transformers, by which packed weights could be "
-            "opened again; leave it out, or quant"
+            f"{what}: {type(model).__name__} has no transformers config, without which packed weights cannot "
+            "be reopened; leave out this path, or quant"
         )
 
 

@@ -57,12 +57,12 @@ def overridden(model_config: Any, config: InferenceConfig) -> Any:
         return None
     if model_config is None:
         raise UnsupportedError(
-            f"config={dict(entries)!r} overrides the model's config, and this model has none"
+            f"config={dict(entries)!r} overrides the model's config, but this model has none"
         )
     unknown = [name for name in entries if not hasattr(model_config, name)]
     if unknown and not config.injection_policy:  # a policy's families may read entries of their own
         raise ConfigError(
-            f"config={dict(entries)!r} overrides the model's config, and {type(model_config).__name__} has "
+            f"config={dict(entries)!r} overrides the model's config, but {type(model_config).__name__} has "
             f"no {unknown[0]!r}; leave it out"
         )
     changed = copy.deepcopy(model_config)
@@ -80,10 +80,10 @@ def unread_entries(config: InferenceConfig, *, fused: bool) -> list[str]:
     """
     if not config.config:
         return []
-    readers = "only fused layers and engine.config have it" if fused else "only engine.config has it"
+    readers = "but only in fused layers and engine.config" if fused else "but only in engine.config"
     return [
-        f"config={dict(config.config)!r} overrides the model's config, and {readers}: modules keep the "
-        "numbers that they were built with; build the model with the new ones where they matter"
+        f"config={dict(config.config)!r} overrides the model's config, {readers}: existing modules keep "
+        "the values that they were built with; build the model with the new values if they matter"
     ]
 
 
@@ -96,8 +96,8 @@ def blaming_entries(config: InferenceConfig) -> Iterator[None]:
         if not config.config:
             raise
         raise InjectionError(
-            f"{error}. The block was made by config={dict(config.config)!r}, and the layer by the model's "
-            "own config: leave the entries out, or build the model with them"
+            f"{error}. The block was built with config={dict(config.config)!r}, and the layer with the "
+            "model's own config: leave the entries out, or build the model with them"
         ) from error
 
 
@@ -116,8 +116,8 @@ def why_inputs_stay(config: InferenceConfig, device: Device) -> list[str]:
     if not config.activation_quantized or config.weight_format != "fp8" or device.multiplies_fp8():
         return []
     return [
-        f"quant.activation has no effect: {device.torch_device} has no products of fp8, so rows enter fp8 "
-        "linears as they are"
+        f"quant.activation has no effect: {device.torch_device} has no fp8 matmuls, so the inputs of fp8 "
+        "linears are not quantized"
     ]
 
 

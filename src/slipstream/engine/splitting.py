@@ -177,8 +177,8 @@ def plan_splitting(
     mine += [(name, repr(sorted(_runs(plan).items()))) for name, plan in plans.items()]
     if any(other != mine for other in gather_objects(mine, mesh.replica, "compared how layers are split")):
         raise InjectionError(
-            f"the ranks {list(mesh.replica.ranks)} would not split the layers alike; give all of them one "
-            "model, and machines of one kind"
+            f"the ranks {list(mesh.replica.ranks)} would split the layers differently; use the same model "
+            "and the same kind of machine for all of them"
         )
     return Splitting([*whole, *mixed], plans, settings)
 

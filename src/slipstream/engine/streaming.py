@@ -38,14 +38,14 @@ def open_streamer(config: InferenceConfig, device: Device, filling: Filling | No
         return None
     if config.enable_cuda_graph:
         raise UnsupportedError(
-            f"enable_cuda_graph=True beside zero.offload_param.device={wish.device!r}: a captured step does "
-            "not wait for layers that are streamed; drop one of them"
+            f"enable_cuda_graph=True contradicts zero.offload_param.device={wish.device!r}: a captured step "
+            "cannot wait for streamed layers; drop one of them"
         )
     device = CpuDevice() if config.keep_module_on_host else device
     if wish.device == "cpu" and device.name == "cpu" and filling is None:
         warnings.warn(
             "zero.offload_param.device='cpu' changes nothing: the model is in the CPU's memory already. Give "
-            "the model's folder or a checkpoint, whose files are then streamed, or device='nvme'",
+            "the model's folder or a checkpoint to stream from its files, or device='nvme'",
             UserWarning,
             stacklevel=5,
         )
@@ -53,7 +53,7 @@ def open_streamer(config: InferenceConfig, device: Device, filling: Filling | No
     folder = None if wish.nvme_path is None else Path(wish.nvme_path).expanduser()
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(
-            f"zero.offload_param.nvme_path={wish.nvme_path!r} is no folder that can be written to; make it, "
+            f"zero.offload_param.nvme_path={wish.nvme_path!r} is not a writable folder; create it, "
             "or name another"
         )
     given = "param_persistence_threshold" in config.zero.model_fields_set

@@ -29,15 +29,15 @@ def nothing_replaced(model: nn.Module, layers: Sequence[Found]) -> str:
     name = type(model).__name__
     what = f"the layers of {name} are {', '.join(seen)}" if seen else f"{name} {_NO_LAYERS}"
     return (
-        f"replace_with_kernel_inject=True replaced nothing: {what}, and neither a family nor a known part "
-        "is among them; the model runs its own code. engine.report() has the reason of each layer"
+        f"replace_with_kernel_inject=True replaced nothing: {what}, without a known family or a known part; "
+        "the model runs its own code. engine.report() has the reason for each layer"
     )
 
 
 def nothing_packed(model: nn.Module, asked: Format) -> str:
     """Return the message for a user who requested packed weights and gets none."""
     return (
-        f"{asked.name} weights were asked for and nothing was packed: {type(model).__name__} {_NO_LAYERS}, "
+        f"{asked.name} weights were requested, but nothing was packed: {type(model).__name__} {_NO_LAYERS}, "
         "or none with an nn.Linear or Conv1D whose forward is the library's own"
     )
 
@@ -64,9 +64,8 @@ def left_plain(layers: Sequence[Found], verdicts: Mapping[str, Verdict], setting
         return []
     names = ", ".join(sorted(plain, key=lambda name: -plain[name])[:3])
     return [
-        f"{share:.0%} of the weights of layers that run their own code stay plain ({names}): experts that no "
-        "family knows or that are stacked in two dimensions, convolutions, and linears with a forward of "
-        "their own"
+        f"{share:.0%} of the weights of layers that run their own code stay plain ({names}): experts of "
+        "unknown families or stacked in two dimensions, convolutions, and linears with an overridden forward"
     ]
 
 

@@ -144,7 +144,7 @@ class Weights(nn.Module):
         """
         names = self._adapters.active if name is None else _names(name)
         if not names:
-            raise ConfigError("no adapter is at work; name the one that is to be merged")
+            raise ConfigError("no adapter is active; name the one to merge")
         self._select(names, merged=True)
 
     def unmerge_adapter(self) -> None:
@@ -186,7 +186,7 @@ class Weights(nn.Module):
         """
         if not hasattr(self.module, "save_pretrained"):
             raise UnsupportedError(
-                f"{type(self.module).__name__} has no save_pretrained; write engine.module.state_dict() "
+                f"{type(self.module).__name__} has no save_pretrained; save engine.module.state_dict() "
                 "instead"
             )
         first_writes(self._built.mesh.replica, lambda: _refuse_packed(Path(path)))
@@ -217,8 +217,8 @@ def _refuse_packed(folder: Path) -> None:
     """Refuse to write plain weights to a folder of packed ones, which would take precedence on opening it."""
     if is_packed_folder(folder):
         raise ConfigError(
-            f"{folder} holds packed weights ({MANIFEST}), and would have two kinds of them; name another "
-            "folder, or remove this one"
+            f"{folder} holds packed weights ({MANIFEST}), which would take precedence over the plain ones; "
+            "name another folder, or remove this one"
         )
 
 

@@ -105,7 +105,7 @@ def rounding_inputs(
 def _group(q_groups: int, width: int | None) -> int:
     if width is None:
         raise ConfigError(
-            f"q_groups={q_groups} divides rows of the hidden width, and the model's config names none; "
+            f"q_groups={q_groups} divides rows of the hidden width, which the model's config lacks; "
             "leave it at 1"
         )
     if width % q_groups or width // q_groups not in _GROUPS:

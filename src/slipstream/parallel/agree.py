@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _SAMPLE = 16
-_WHAT = "compared what they were asked for"
+_WHAT = "compared their arguments"
 _BESIDE = re.compile(r"_.*|.*dtype|architectures|transformers_version")
 """Entries of a model's config that state its origin; saving a model on one rank changes them on that rank."""
 

@@ -60,8 +60,8 @@ def together(axis: Axis, what: str) -> Iterator[None]:
         first = str(error).strip().partition("\n")[0]
         raise DeviceError(
             f"rank {axis.ranks[axis.rank]} lost the ranks that it shares the model with "
-            f"({', '.join(map(str, axis.ranks))}) while they {what}{_missing(axis)}: {first}. Start all of "
-            "them again; the rank that ended first says why"
+            f"({', '.join(map(str, axis.ranks))}) while they {what}{_missing(axis)}: {first}. Restart all "
+            "of them; the output of the rank that ended first shows the cause"
         ) from error
 
 
@@ -107,7 +107,7 @@ def all_sum(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     x = x.contiguous()
-    with together(axis, "added up a layer"):
+    with together(axis, "summed a layer's outputs"):
         dist.all_reduce(x, group=axis.group)
     return x
 
@@ -127,7 +127,7 @@ def gather_last(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
     widest = max(widths)
     padded = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in widths]
-    with together(axis, "joined their parts of the vocabulary or of a layer"):
+    with together(axis, "gathered their parts of the vocabulary or of a layer"):
         dist.all_gather(parts, padded, group=axis.group)
     return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
@@ -153,7 +153,7 @@ def exchange(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int])
         `(sum(receive), ...)`, the rows from rank 0 first.
     """
     out = x.new_empty(sum(receive), *x.shape[1:])
-    with together(axis, "dealt tokens out to experts"):
+    with together(axis, "sent tokens to experts"):
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
     return out
 

@@ -114,7 +114,7 @@ class Meeting:
         mine = torch.tensor([place, *counts], dtype=torch.int64, device=device)
         lines = [torch.empty_like(mine) for _ in range(self._axis.size)]
         try:
-            with together(self._axis, "met in a layer with experts"):
+            with together(self._axis, "exchanged tokens in a layer with experts"):
                 dist.all_gather(lines, mine, group=self._axis.group)
         except BaseException:  # even an interrupt: nothing tells how far the exchange came
             self._lost = True
@@ -127,8 +127,8 @@ class Meeting:
         if any(other not in (place, _OVER) for other in places.values()):
             self._lost = True
             raise DeviceError(
-                f"ranks with calls of their own meet in different layers with experts ({places}): each call "
-                "must run all layers in order; give the ranks one call, or leave out what runs layers alone"
+                f"ranks that run separate calls are in different layers with experts ({places}): each call "
+                "must run all layers in order; run one call on all ranks, or do not run layers on their own"
             )
 
     def _swap(self, lines: list[list[int]], place: int, rows: Tensor, top_k: int) -> Tensor:
@@ -207,8 +207,8 @@ def refuse_apart(share: Share) -> None:
     if share.mesh.ep.size > 1 and _meeting.get() is not None:
         raise RequestError(
             "this call needs a layer's original code (attention maps, router logits, or an argument that its "
-            f"block does not read), and its experts are on the ranks {list(share.mesh.replica.ranks)}, which "
-            "run calls of their own; give all of them this call"
+            f"block does not read), but its experts are on the ranks {list(share.mesh.replica.ranks)}, which "
+            "run separate calls; make this call on all of them"
         )
 
 

@@ -95,7 +95,7 @@ def alive(group: weakref.ReferenceType[Any] | None) -> Any:
     if group is not None and found is None:
         raise DeviceError(
             "the process group of the ranks that share this model was destroyed "
-            "(torch.distributed.destroy_process_group); build the engine again, or call it before that"
+            "(torch.distributed.destroy_process_group); build the engine again, or use it before that"
         )
     return found
 

@@ -194,7 +194,7 @@ def _with_slices(mesh: Mesh, group: Any) -> Mesh:
     mine = [dist.get_rank()] if mesh.is_alone else mine
     if given != sorted(mine):
         raise ConfigError(
-            f"moe.ep_mp_group has the ranks {given}, and by tp_size={mesh.tp.size} and "
+            f"moe.ep_mp_group has the ranks {given}, but with tp_size={mesh.tp.size} and "
             f"ep_size={mesh.expert_places} the ranks {sorted(mine)} split an expert; leave it out"
         )
     return mesh
@@ -224,7 +224,7 @@ def _begin(config: InferenceConfig) -> None:
     if not launched():
         count = config.tensor_parallel.tp_size * config.moe.ep_size
         raise ConfigError(
-            f"{wanted} needs {count} processes, and this one was started alone; start the script with "
+            f"{wanted} needs {count} processes, but this one was started alone; start the script with "
             f"torchrun --nproc-per-node {count}, or call torch.distributed.init_process_group in each process"
         )
     begin("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -247,8 +247,8 @@ def _of_given(config: InferenceConfig, group: Any) -> Mesh:
     ranks = tuple(rank for row in rows for rank in row)
     if len(set(ranks)) < len(ranks) or len({len(row) for row in rows}) > 1:
         raise ConfigError(
-            f"moe.ep_group joins the ranks {list(expert_axis.ranks)}, of the tensor-parallel groups {rows}; "
-            "give each rank a group with one rank of several of them, or with ranks of its own alone"
+            f"moe.ep_group joins the ranks {list(expert_axis.ranks)} of the tensor-parallel groups {rows}; "
+            "give each rank a group with one rank of several such groups, or only with ranks of its own"
         )
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, ranks)  # all processes create the groups of all replicas
@@ -262,7 +262,7 @@ def _inside(tensor: Axis, experts: Axis) -> Mesh:
     if tensor.size % inner or tensor.ranks[first : first + inner] != experts.ranks:
         raise ConfigError(
             f"moe.ep_group has the ranks {list(experts.ranks)} of tensor_parallel.tp_group's "
-            f"{list(tensor.ranks)}; give each rank a run of them, all runs equally long and in their order"
+            f"{list(tensor.ranks)}; give each rank consecutive ones in that order, all groups equally large"
         )
     return Mesh(tensor, Axis(experts.ranks[experts.rank : experts.rank + 1]), tensor, inner)
 
@@ -271,7 +271,9 @@ def _checked(section: str, key: str, size: int, group: Any) -> Axis:
     """Make the axis of the user's group, after checking it against the configured size."""
     if group is None:
         if size > 1:
-            raise ConfigError(f"{section}.{key}={size} stands beside a group for the other axis; give both")
+            raise ConfigError(
+                f"{section}.{key}={size} is given with a group for the other axis; give groups for both"
+            )
         return Axis()
     name = "tp_group" if key == "tp_size" else "ep_group"
     if not isinstance(group, dist.ProcessGroup):
@@ -282,12 +284,12 @@ def _checked(section: str, key: str, size: int, group: Any) -> Axis:
     ranks = tuple(dist.get_process_group_ranks(group))
     if dist.get_rank() not in ranks:
         raise ConfigError(
-            f"{section}.{name} has the ranks {list(ranks)}, and this one is {dist.get_rank()}; each rank "
-            "hands in the group that it belongs to"
+            f"{section}.{name} has the ranks {list(ranks)}, but this one is {dist.get_rank()}; each rank "
+            "passes the group that it belongs to"
         )
     if size not in (1, len(ranks)):
         raise ConfigError(
-            f"{section}.{key}={size} and {section}.{name} has {len(ranks)} ranks; leave {key} out"
+            f"{section}.{key}={size}, but {section}.{name} has {len(ranks)} ranks; leave {key} out"
         )
     if len(ranks) == 1:
         return Axis(ranks)

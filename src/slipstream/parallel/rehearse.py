@@ -117,7 +117,7 @@ class _Rehearsed(Peers):
         laid = self.table.lay(self.rank, x)
         for other, width in zip(laid, widths, strict=True):
             if other.shape[-1] != width:
-                raise ValueError(f"a rank would have {other.shape[-1]} columns, and not {width}")
+                raise ValueError(f"a rank would have {other.shape[-1]} columns instead of {width}")
         return laid
 
 

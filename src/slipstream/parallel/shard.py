@@ -260,29 +260,29 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Shar
         return None
     if spec.latent is not None and tp > 1:
         raise UnsupportedError(
-            f"tensor_parallel.tp_size={tp}: latent attention is not split; use moe.ep_size alone, or one rank"
+            f"tensor_parallel.tp_size={tp}: latent attention is not split; use only moe.ep_size, or one rank"
         )
     if spec.own_attention:
         raise UnsupportedError(
-            f"tensor_parallel.tp_size={tp}: attention in windows or blocks is not split; use one rank"
+            f"tensor_parallel.tp_size={tp}: attention in windows or blocks cannot be split; use one rank"
         )
     if spec.course is not None and tp > 1:
         raise UnsupportedError(
-            f"tensor_parallel.tp_size={tp}: a layer whose branches have a course of their own is not split; "
+            f"tensor_parallel.tp_size={tp}: a layer with an unusual order of branches cannot be split; "
             "use one rank"
         )
     if spec.inner_norms and tp > 1:
         raise UnsupportedError(
-            f"tensor_parallel.tp_size={tp}: a norm within a branch has no rank that sees all of what it "
-            "normalises; use one rank"
+            f"tensor_parallel.tp_size={tp}: a norm within a branch needs values that would be on several "
+            "ranks; use one rank"
         )
     if tp > 1 and (spec.sharing != "own" or spec.values != "own"):
         raise UnsupportedError(
-            f"tensor_parallel.tp_size={tp}: keys and values that layers share are not split; use one rank"
+            f"tensor_parallel.tp_size={tp}: keys and values shared by layers cannot be split; use one rank"
         )
     if spec.twice and ep > 1:
         raise UnsupportedError(
-            f"moe.ep_size={ep}: experts that stand beside half of their layer are not spread; use one rank"
+            f"moe.ep_size={ep}: experts parallel to half of their layer cannot be spread; use one rank"
         )
     if tp > spec.heads:
         raise ConfigError(

@@ -159,7 +159,7 @@ def time_generate(model: Generates, ids: Tensor, device: Device, **options: Any)
     start = time.perf_counter()
     out = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
     if len(clock.times) < 2:
-        raise RequestError(f"generate made no token for a prompt of shape {tuple(ids.shape)} and {options}")
+        raise RequestError(f"generate made no tokens for a prompt of shape {tuple(ids.shape)} and {options}")
     times = clock.times[1:]
     working = max(device.memory().peak - held, 0)
     return Run(out, len(times), times[0] - start, times[-1] - start, working)

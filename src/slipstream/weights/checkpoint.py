@@ -136,7 +136,7 @@ def _folder(path: Path, tag: str | None) -> Slices:
     missing = sorted(set(range(len(files))) - files.keys())
     if missing:
         raise WeightError(
-            f"{where} lacks mp_rank_{missing[0]:02d}_model_states.pt beside {len(files)} others"
+            f"{where} lacks mp_rank_{missing[0]:02d}_model_states.pt, but has {len(files)} others"
         )
     opened = [_file(files[rank]) for rank in range(len(files))]
     return Slices(tuple(source for source, _ in opened), opened[0][1], str(where))
@@ -188,7 +188,7 @@ def _described(table: Mapping[str, Any], base: Path, what: str, degree: int) -> 
     if size == 1 or (split == "pp" and degree == 1):
         return Slices((joined([_file(path)[0] for path in paths]),), version, what)
     if len(paths) != size:
-        raise WeightError(f"{what}: mp_size={size} and {len(paths)} files; give one file for each rank")
+        raise WeightError(f"{what}: mp_size={size}, but {len(paths)} files; give one file for each rank")
     opened = [_file(path) for path in paths]
     stated = opened[0][1] if megatron else None
     return Slices(tuple(source for source, _ in opened), version if stated is None else stated, what)
@@ -223,7 +223,7 @@ def _string(value: Any, what: str) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str) or not value or "\0" in value:
-        raise WeightError(f"{what}: {value!r} is no file name")
+        raise WeightError(f"{what}: {value!r} is not a file name")
     return value
 
 
@@ -233,7 +233,7 @@ def _within(base: Path, name: str, what: str) -> Path:
     path = os.path.normpath(os.path.join(root, name))
     if os.path.commonpath([root, path]) != root:
         raise WeightError(
-            f"{what} names {name}, which is outside of {root}; give base_dir the folder it is in"
+            f"{what} names {name}, which is outside of {root}; set base_dir to the folder that contains it"
         )
     return Path(path)
 
@@ -257,8 +257,8 @@ def _file(path: Path) -> tuple[Source, float | None]:
         raise WeightError(f"{path}: there is no such file")
     if is_gguf(path):
         raise WeightError(
-            f"{path} is a GGUF file, which an engine is made of; give it to init_inference in the place of "
-            "the model, or as `checkpoint` beside it"
+            f"{path} is a GGUF file, which only a new engine can load; pass it to init_inference as the "
+            "model, or as `checkpoint` together with a model"
         )
     if path.suffix == ".safetensors":
         return SafeSource([SafeFile(path)]), None
@@ -281,7 +281,7 @@ def _torch_file(path: Path) -> tuple[Source, float | None]:
         match = _FOREIGN.search(str(error))
         what = f"holds more than tensors ({match[1]})" if match else "is damaged, or holds more than tensors"
         raise WeightError(
-            f"{path} {what}, and unpickling it would run its code: none of it was run; save a plain state "
+            f"{path} {what}: unpickling would run its code, none of which was run; save a plain state "
             "dict, or safetensors"
         ) from error
     except _TORCH_ERRORS as error:
@@ -296,7 +296,7 @@ def _torch_file(path: Path) -> tuple[Source, float | None]:
     tensors: dict[str, Tensor] = {}
     for name, tensor in _flat(held, ""):
         if tensors.setdefault(name, tensor) is not tensor:
-            raise WeightError(f"{path} has two tensors called {name}: one of them in a table within a table")
+            raise WeightError(f"{path} has two tensors called {name}, one of them in a nested table")
     if not tensors:
         raise WeightError(f"{path} holds no tensors")
     return TorchSource(path, tensors), float(version) if isinstance(version, int | float) else None
@@ -321,7 +321,9 @@ class TorchSource(Source):
         """
         for name, tensor in tensors.items():
             if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-                raise WeightError(f"{path}: {name} has no plain values; save it as a dense tensor")
+                raise WeightError(
+                    f"{path}: {name} is sparse, quantized or on meta; save it as a dense tensor"
+                )
         self._path, self._tensors = path, dict(tensors)
 
     def names(self) -> Iterable[str]:
@@ -353,7 +355,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
-        raise WeightError(f"{path} is no JSON: {one_line(error)}") from error
+        raise WeightError(f"{path} is not valid JSON: {one_line(error)}") from error
     if not isinstance(table, dict):
         raise WeightError(f"{path} holds a {type(table).__name__}, not a table")
     return table
@@ -362,9 +364,9 @@ def _json(path: Path) -> dict[str, Any]:
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > _LARGEST_JSON:
-            raise WeightError(f"{path} is larger than {_LARGEST_JSON >> 20} MiB, and no description is")
+            raise WeightError(f"{path} is larger than {_LARGEST_JSON >> 20} MiB, the limit for a description")
         return path.read_text()
     except OSError as error:
         raise WeightError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise WeightError(f"{path} is no text") from error
+        raise WeightError(f"{path} is not UTF-8 text") from error

@@ -127,7 +127,7 @@ class Converted(Source):
             shown = ", ".join(name for _, name in group.parts[:4])
             raise WeightError(
                 f"{self.source.place(group.parts[0][1])}: {group.first} cannot be made of {len(group.parts)} "
-                f"tensors ({shown} ...): {failure}. One may be missing, or of another shape"
+                f"tensors ({shown} ...): {failure}. One may be missing, or have another shape"
             ) from failure
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 

@@ -59,7 +59,7 @@ class PerExpert(Recipe):
         for piece in whole.weight:
             rows, width = source.shape(piece.name)
             if rows % experts:
-                raise WeightError(f"{piece.name} has {rows} rows, which are not those of {experts} experts")
+                raise WeightError(f"{piece.name} has {rows} rows, not a multiple of its {experts} experts")
             count = width if self.transposed else rows // experts
             pieces.append(replace(piece, count=count, transposed=self.transposed, experts=experts))
         return Plan(tuple(pieces), ())

@@ -64,7 +64,9 @@ def check_finite_tensor(place: str, tensor: Tensor) -> None:
         WeightError: The tensor holds NaN or infinity; the message names `place`.
     """
     if not _may_be_finite(tensor) and not bool(tensor.isfinite().all()):
-        raise WeightError(f"{place} holds NaN or infinity; fetch the checkpoint again, or convert it wider")
+        raise WeightError(
+            f"{place} holds NaN or infinity; fetch the checkpoint again, or convert it with a wider dtype"
+        )
 
 
 def check_range(place: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -80,7 +82,7 @@ def check_range(place: str, tensor: Tensor, dtype: torch.dtype) -> None:
     most = max(-low, high)
     if most > largest:
         wide = [str(wider) for wider in (torch.bfloat16, torch.float32) if torch.finfo(wider).max >= most]
-        way = f"use dtype={' or '.join(wide)}" if wide else "no dtype of an engine has room for it"
+        way = f"use dtype={' or '.join(wide)}" if wide else "no dtype of an engine can hold it"
         raise WeightError(
             f"{place} holds {most:.6g}, and {str(dtype).removeprefix('torch.')} ends at {largest:g}; {way}"
         )
@@ -117,7 +119,7 @@ def _words(span: FileSpan, dtype: np.dtype[Any]) -> Iterator[np.ndarray[Any, Any
                 got += now
             if got < count:
                 raise WeightError(
-                    f"{span.path} ends at byte {begin + got}, and was longer when it was loaded"
+                    f"{span.path} ends at byte {begin + got}, but was longer when it was loaded"
                 )
             yield np.frombuffer(view, dtype)
     finally:

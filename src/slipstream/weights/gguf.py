@@ -160,8 +160,8 @@ def check_kept(path: Path, header: GgufHeader, model_config: Any) -> None:
     rope = getattr(model_config, "rope_parameters", None) or {}
     if scaled and rope.get("rope_type", "default") == "default":
         raise UnsupportedError(
-            f"{path.name} scales its rotary frequencies ({scaled[0]}), which transformers' GGUF loader drops;"
-            " use the model's safetensors checkpoint"
+            f"{path.name} scales its rotary frequencies ({scaled[0]}), which transformers' GGUF loader "
+            "ignores; use the model's safetensors checkpoint"
         )
 
 
@@ -231,8 +231,8 @@ def _check_fits(path: Path) -> None:
     width, table = getattr(config, "hidden_size", None), header.tensors.get("token_embd.weight")
     if table is not None and isinstance(width, int) and width not in table.shape:
         raise WeightError(
-            f"{path}: its header speaks of a width of {width}, and token_embd.weight is {table.shape}; the "
-            "file is damaged"
+            f"{path}: its header has a width of {width}, but token_embd.weight has the shape {table.shape}; "
+            "the file is damaged"
         )
     if not is_direct(config):
         return

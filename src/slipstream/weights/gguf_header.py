@@ -142,7 +142,7 @@ class _Walk:
         try:
             return self._string(what).decode()
         except UnicodeDecodeError:
-            raise self._wrong(f"{what} at {self._at} is no text") from None
+            raise self._wrong(f"{what} at {self._at} is not UTF-8 text") from None
 
     def _value(self, what: str, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -150,7 +150,7 @@ class _Walk:
         if kind == _STRING:
             return self._string(what)
         if kind != _ARRAY or depth > _MOST_DEPTH:
-            raise self._wrong(f"{what} has the type {kind}, which there is not")
+            raise self._wrong(f"{what} has the unknown type {kind}")
         inner, count = self._number("I", what), self._number("Q", what)
         if inner in _SCALARS:
             self._take(count * struct.calcsize(f"<{_SCALARS[inner]}"), what)
@@ -175,24 +175,24 @@ class _Walk:
         for _ in range(pairs):
             key = self._text("a key")
             if key in entries:
-                raise self._wrong(f"{key[:80]} is there twice")
+                raise self._wrong(f"{key[:80]} occurs twice")
             value = self._value(key[:80], self._number("I", key[:80]))
             entries[key] = value
             if key == "general.alignment":
                 alignment = value
             if key.endswith(".block_count") and not (isinstance(value, int) and 0 < value <= tensors):
-                raise self._wrong(f"{key[:80]} is {str(value)[:40]}, and there are {tensors} tensors")
+                raise self._wrong(f"{key[:80]} is {str(value)[:40]}, but there are {tensors} tensors")
         if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
             raise self._wrong(f"general.alignment is {str(alignment)[:40]}, which must be a power of two")
         found = [self._tensor() for _ in range(tensors)]
         if len({name for name, *_ in found}) < len(found):
-            raise self._wrong("two tensors have one name")
+            raise self._wrong("two tensors have the same name")
         start = -(-self._at // alignment) * alignment
         tensors_found, due = {}, 0
         for name, kind, shape, size, offset in found:
             tensors_found[name] = GgufTensor(kind, shape, start + offset, size)
             if offset != due:  # ggml checks the same
-                raise self._wrong(f"{name!r} begins at {offset} of the data, and is due at {due}")
+                raise self._wrong(f"{name!r} begins at {offset} of the data instead of {due}")
             due += -(-size // alignment) * alignment
             if start + offset + size > len(self._memory):
                 raise self._wrong(
@@ -206,12 +206,12 @@ class _Walk:
         name = self._text("a tensor's name")[:80]
         dims = self._number("I", name)
         if not 0 < dims <= _MOST_DIMS:
-            raise self._wrong(f"{name!r} has {dims} dims, and tensors have 1 to {_MOST_DIMS}")
+            raise self._wrong(f"{name!r} has {dims} dims, but tensors have 1 to {_MOST_DIMS}")
         shape = [self._number("Q", name) for _ in range(dims)]
         kind, offset = self._number("I", name), self._number("Q", name)
         if kind not in TYPES:
-            raise self._wrong(f"{name!r} has the type {kind}, which there is not")
+            raise self._wrong(f"{name!r} has the unknown type {kind}")
         known, block, size = TYPES[kind]
         if 0 in shape or math.prod(shape) >= 1 << 62 or shape[0] % block:
-            raise self._wrong(f"{name!r} has the shape {shape}, which blocks of {block} do not make up")
+            raise self._wrong(f"{name!r} has the shape {shape}, which is not a multiple of blocks of {block}")
         return name, known, tuple(reversed(shape)), math.prod(shape) // block * size, offset

@@ -61,7 +61,8 @@ class GgufSource(Source):
             UnsupportedError: A model type that is not read directly.
         """
         if not is_direct(model_config):
-            raise UnsupportedError(f"{path.name} is a {getattr(model_config, 'model_type', None)}")
+            unread = getattr(model_config, "model_type", None)
+            raise UnsupportedError(f"{path.name} is a {unread}, which is not read directly")
         self._path, self._config = path, model_config
         kind = _ARCHITECTURES[model_config.model_type]
         tensors = read_header(path).tensors
@@ -79,12 +80,12 @@ class GgufSource(Source):
             if own in tensors:
                 found = tensors[own].shape
                 if found != shape:
-                    raise WeightError(f"{path}: {own} has the shape {found}, and the model's {name} {shape}")
+                    raise WeightError(f"{path}: {own} has the shape {found}, the model's {name} {shape}")
                 self._tensors[name] = tensors[own]
                 self._own[name] = own
                 used.add(own)
         if over := sorted(tensors.keys() - used):
-            raise WeightError(f"{path} has {over[0]}, which the model has no place for")
+            raise WeightError(f"{path} has {over[0]}, which the model does not use")
         self._shapes = {name: shapes[name] for name in self._tensors}
 
     def names(self) -> Iterable[str]:

@@ -30,7 +30,7 @@ class _Joined(Source):
                 first = self._parts.setdefault(name, part)
                 if first is not part and not same_values(first.read(name), part.read(name)):
                     raise TwiceError(
-                        f"{part.place(name)} stands at {first.place(name)} too, with other values; remove "
+                        f"{part.place(name)} is also at {first.place(name)}, with different values; remove "
                         "the file that does not belong there"
                     )
 

@@ -69,7 +69,7 @@ class Layout:
                 out[expert, row : row + len(own)] = own
                 row += len(own)
         if out is None:
-            raise AssertionError("nothing was asked for")
+            raise AssertionError("nothing was requested")
         return out
 
 

@@ -109,7 +109,7 @@ def _streamed(weight: Weight, fn: Callable[[Tensor], Tensor]) -> Weight:
     """Apply `fn` to the bias of a streamed matrix; its planes stay as they are."""
     if fn(torch.empty(0, dtype=(dtype := weight.computes_in), device="cpu")).dtype != dtype:
         raise UnsupportedError(
-            f"streamed weights stay in {dtype}; name another dtype when the engine is made, or leave zero out"
+            f"streamed weights stay in {dtype}; set another dtype when the engine is built, or leave zero out"
         )
     return weight if weight.bias is None else replace(weight, bias=fn(weight.bias))
 
@@ -140,18 +140,18 @@ def plan_block(
     missing = [role for role in wanted if role not in plans]
     if missing:
         raise WeightError(
-            f"no tensor of the layer plays the role {', '.join(missing)}; it has {_listing(source)}"
+            f"the layer has no tensor for the role {', '.join(missing)}; it has {_listing(source)}"
         )
     for role, shape in wanted.items():
         found = _shape(source, plans[role])
         if found != shape:
-            raise WeightError(f"{role} has shape {found} where the config asks for {shape}")
+            raise WeightError(f"{role} has shape {found}, but the config requires {shape}")
     used = {name for plan in plans.values() for name in plan.names}
     over = [
         n for n in source.names() if n not in used and not any(fnmatchcase(n, pattern) for pattern in ignored)
     ]
     if over:
-        raise WeightError(f"{', '.join(over)} plays no role in this family; it would be lost")
+        raise WeightError(f"{', '.join(over)} has no role in this family and would be lost")
     return plans
 
 

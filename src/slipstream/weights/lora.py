@@ -108,7 +108,7 @@ def read_adapter(
     elif not isinstance(place, Mapping):
         raise ConfigError(f"an adapter is a folder or tensors by name, not a {type(place).__name__}")
     elif config is None:
-        raise ConfigError('tensors say nothing of their scale; give config={"r": ..., "lora_alpha": ...} too')
+        raise ConfigError('tensors do not include their scale; give config={"r": ..., "lora_alpha": ...} too')
     else:
         tensors = dict(place)
     check_kind(config)
@@ -128,7 +128,7 @@ def _open(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (ValueError, RecursionError, SafetensorError, OSError) as error:
         raise WeightError(f"the adapter in {folder} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise WeightError(f"{folder / _CONFIG} holds no object; it is not what peft writes")
+        raise WeightError(f"{folder / _CONFIG} does not hold a JSON object, so it was not written by peft")
     return config, tensors
 
 
@@ -142,12 +142,12 @@ def check_kind(config: Mapping[str, Any]) -> None:
     kind = str(getattr(kind, "value", kind))
     if kind in _PROMPTS:
         raise UnsupportedError(
-            f"a {kind} adapter is not served, LORA is; it changes no weights that could be merged: hand in "
-            "the model as peft wraps it, and leave replace_with_kernel_inject, quant and dtype int8 out"
+            f"a {kind} adapter is not supported, only LORA; it has no weights that could be merged: pass "
+            "the model wrapped by peft, without replace_with_kernel_inject, quant and dtype int8"
         )
     if kind != "LORA":
         raise UnsupportedError(
-            f"a {kind} adapter is not served, LORA is; merge it by peft and use refresh_weights"
+            f"a {kind} adapter is not supported, only LORA; merge it with peft and use refresh_weights"
         )
     extra = [
         name
@@ -158,8 +158,8 @@ def check_kind(config: Mapping[str, Any]) -> None:
         extra.append("init_lora_weights")  # it changed the base model, as only peft can repeat
     if extra:
         raise UnsupportedError(
-            f"the adapter was made with {extra[0]}={config[extra[0]]!r}, which is more than LoRA; merge it "
-            "by peft (merge_and_unload) and use refresh_weights"
+            f"the adapter was made with {extra[0]}={config[extra[0]]!r}, which goes beyond plain LoRA; merge "
+            "it with peft (merge_and_unload) and use refresh_weights"
         )
 
 
@@ -192,8 +192,8 @@ def _pair(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any], *,
     a, b = pair["A"], pair["B"]
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
         raise WeightError(
-            f"lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} of {module} are no pair (r, I), (O, r); "
-            "adapters of convolutions are not served"
+            f"lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} of {module} are not a pair (r, I), (O, r); "
+            "adapters of convolutions are not supported"
         )
     rank = a.shape[0]
     alpha = _alpha(module, config)
@@ -209,7 +209,7 @@ def _alpha(module: str, config: Mapping[str, Any]) -> float:
     try:
         own = next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), None)
     except re.error as error:
-        raise WeightError(f"alpha_pattern has a name that is no regular expression: {error}") from error
+        raise WeightError(f"alpha_pattern has a name that is not a regular expression: {error}") from error
     alpha = config.get("lora_alpha", 8) if own is None else patterns[own]
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
         raise WeightError(f"lora_alpha is {repr(alpha)[:40]} for {module}; it must be a finite number")

@@ -66,13 +66,13 @@ def match(
         elif stored is not None:
             places[name] = stored
     if strict and (missing or over):
-        problems = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(over)} left over"] * bool(over)
+        problems = [f"lacks {_some(missing)}"] * bool(missing) + [f"also has {_some(over)}"] * bool(over)
         raise WeightError(f"{what} does not fit the model: it {' and '.join(problems)}")
     for name, place in places.items():
         if source.shape(place) != shapes[name]:
             raise WeightError(
-                f"{source.place(place)} has the shape {source.shape(place)}, and the model's {name} "
-                f"{shapes[name]}"
+                f"{source.place(place)} has the shape {source.shape(place)}, but the model's {name} "
+                f"has {shapes[name]}"
             )
     for group in dict.fromkeys(groups.values()):
         _share(source, places, group)
@@ -100,7 +100,7 @@ def under_names_of(names: Collection[str], wanted: Collection[str], prefix: str)
     found: dict[str, str] = {}
     for name in sorted(names):
         if (new := best(name)) in found:
-            raise WeightError(f"{name} and {found[new]} of the checkpoint are both {new} of the model")
+            raise WeightError(f"{name} and {found[new]} of the checkpoint both map to {new} of the model")
         found[new] = name
     return found
 

@@ -134,8 +134,8 @@ class PackedFolder(Source):
         self._path = folder / MANIFEST
         if (other := weights_file(folder)) is not None:
             raise WeightError(
-                f"{folder} has packed weights ({MANIFEST}, {_PLANES}) and others beside them ({other.name}), "
-                "and either may be the older; remove those that are not meant"
+                f"{folder} has packed weights ({MANIFEST}, {_PLANES}) and plain ones ({other.name}), "
+                "and either may be outdated; remove those that should not be loaded"
             )
         table = _manifest(self._path)
         self._file = SafeFile(folder / _PLANES)
@@ -149,7 +149,7 @@ class PackedFolder(Source):
             used |= set(matrix.planes)
             for tensor in {piece.name for piece in matrix.pieces} or {name}:
                 if tensor in self._homes or tensor in self._file.entries:
-                    raise WeightError(f"{self._path}: {tensor} is there twice")
+                    raise WeightError(f"{self._path}: {tensor} occurs twice")
                 self._homes[tensor] = name
         self._plain = [name for name in self._file.entries if name not in used]
 
@@ -160,7 +160,7 @@ class PackedFolder(Source):
         names = entry.get("planes")
         if not isinstance(names, list) or len(names) != len(layout):
             raise WeightError(
-                f"{where}: {found.name} has {len(layout)} planes, and {str(names)[:200]} are named; quantize "
+                f"{where}: {found.name} has {len(layout)} planes, but {str(names)[:200]} are given; quantize "
                 "the original again, or install the Slipstream that wrote it"
             )
         for plane, (due, dtype) in zip(names, layout, strict=True):
@@ -169,8 +169,8 @@ class PackedFolder(Source):
                 raise WeightError(f"{self._file.path} lacks the plane {plane!r} of {name}")
             if (stored.shape, stored.dtype) != (due, dtype):
                 raise WeightError(
-                    f"{self._file.path}: the plane {plane} has shape {stored.shape} in {stored.dtype}, and "
-                    f"{found.name} of shape {shape} needs {due} in {dtype}; make the folder again"
+                    f"{self._file.path}: the plane {plane} has shape {stored.shape} in {stored.dtype}, but "
+                    f"{found.name} of shape {shape} needs {due} in {dtype}; create the folder again"
                 )
         transposed = entry.get("transposed", False)
         if not isinstance(transposed, bool):
@@ -227,7 +227,7 @@ class PackedFolder(Source):
         self._agree(name, matrix, wanted)
         if pieces and matrix.pieces != tuple(pieces):
             raise WeightError(
-                f"{self._path}: {name} has rows in another order than this version's; make the folder again"
+                f"{self._path}: {name} has rows in another order than this version's; create the folder again"
             )
         return self._weight(matrix, wanted)
 
@@ -253,8 +253,8 @@ class PackedFolder(Source):
     def _agree(self, name: str, matrix: _Described, wanted: Format) -> None:
         if matrix.format.name != wanted.packed_as:
             raise WeightError(
-                f"{self._path}: {name} is packed as {matrix.format.name}, and {wanted.packed_as} is asked "
-                "for; leave quant out, or quantize the original"
+                f"{self._path}: {name} is packed as {matrix.format.name}, but {wanted.packed_as} is "
+                "requested; leave quant out, or quantize the original"
             )
 
     def stored(self, name: str) -> Tensor | None:
@@ -310,17 +310,17 @@ class PackedFolder(Source):
 def _manifest(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LARGEST_MANIFEST:
-            raise WeightError(f"{path} is larger than {_LARGEST_MANIFEST >> 20} MiB; it is no manifest")
+            raise WeightError(f"{path} is larger than {_LARGEST_MANIFEST >> 20} MiB, so it is not a manifest")
         table = json.loads(path.read_text())
     except OSError as error:
         raise WeightError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise WeightError(f"{path} is no JSON ({str(error)[:80]}); make the folder again") from error
+        raise WeightError(f"{path} is not valid JSON ({str(error)[:80]}); create the folder again") from error
     if not isinstance(table, dict) or table.get("format") != _FORMAT:
         raise WeightError(f"{path} is not a manifest of packed weights")
     if table.get("version") != _VERSION:
         raise WeightError(
-            f"{path} has the format version {str(table.get('version'))[:40]}, and this Slipstream reads "
+            f"{path} has the format version {str(table.get('version'))[:40]}, but this Slipstream reads "
             f"{_VERSION}; quantize the original again, or install the Slipstream that wrote it"
         )
     if not isinstance(table.get("dtype"), str) or table["dtype"] not in _DTYPES:
@@ -337,7 +337,7 @@ def _shape(where: str, entry: Any) -> tuple[int, ...]:
     shape = entry.get("shape") if isinstance(entry, dict) else None
     good = isinstance(shape, list) and all(type(size) is int and 0 < size < 1 << 40 for size in shape)
     if not good or shape is None or not 2 <= len(shape) <= 3 or math.prod(shape) >= 1 << 60:
-        raise WeightError(f"{where} has the shape {str(shape)[:80]}, which no matrix has")
+        raise WeightError(f"{where} has the shape {str(shape)[:80]}, which is not that of a matrix")
     return tuple(shape)
 
 
@@ -364,12 +364,12 @@ def _pieces(where: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> tup
         for p in given
     )
     if not good or (given and sum(p[2] for p in given) != shape[-2]):
-        raise WeightError(f"{where}: its pieces do not add up to its shape {shape}; make the folder again")
+        raise WeightError(f"{where}: its pieces do not add up to its shape {shape}; create the folder again")
     pieces = tuple(Piece(p[0], p[1], p[2], p[3], p[4], experts=0 if len(p) < 6 else p[5]) for p in given)
     if any(
         not _covers([piece for piece in pieces if piece.name == name]) for name in {p.name for p in pieces}
     ):
-        raise WeightError(f"{where}: its pieces leave rows of a tensor out; make the folder again")
+        raise WeightError(f"{where}: its pieces leave out rows of a tensor; create the folder again")
     return pieces
 
 

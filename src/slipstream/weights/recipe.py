@@ -202,8 +202,8 @@ class Stack(Recipe):
         for (_, b), n in zip(pairs, rows, strict=True):
             if b is not None and source.shape(b)[-1] != n:
                 raise WeightError(
-                    f"{b} has shape {tuple(source.shape(b))} beside {n} outputs: torch repeats it, and a "
-                    "fused block does not; expand it to a number for each output"
+                    f"{b} has shape {tuple(source.shape(b))}, but there are {n} outputs: torch broadcasts "
+                    "it, a fused block does not; expand it to one number per output"
                 )
         biases = [Piece(b or "", 0, n, bias=True) for (_, b), n in zip(pairs, rows, strict=True)]
         return Plan(weight, tuple(biases) if any(piece.name for piece in biases) else ())

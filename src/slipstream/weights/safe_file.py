@@ -192,17 +192,17 @@ class SafeFile:
 def _header(path: Path, first: bytes, size: int, file: Any) -> tuple[dict[str, Any], int]:
     """Return the parsed header and the offset at which the data begin."""
     if len(first) < 8:
-        raise WeightError(f"{path} is cut short: {size} bytes, and the header alone has more; fetch it again")
+        raise WeightError(f"{path} is cut short: {size} bytes, less than the header alone; fetch it again")
     (length,) = struct.unpack("<Q", first)
     if length > min(size - 8, _LONGEST_HEADER):
         raise WeightError(
-            f"{path}: the header should have {length} bytes and the file has {size}; it is cut short or no "
-            "safetensors file; fetch it again"
+            f"{path}: the header should have {length} bytes, but the file has {size}; it is cut short or not "
+            "a safetensors file; fetch it again"
         )
     try:
         header = json.loads(file.read(length), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise WeightError(f"{path}: the header is no JSON ({_short(error)}); fetch it again") from error
+        raise WeightError(f"{path}: the header is not JSON ({_short(error)}); fetch it again") from error
     if not isinstance(header, dict):
         raise WeightError(f"{path}: the header is a {type(header).__name__}, not a table of tensors")
     return header, 8 + length
@@ -211,7 +211,7 @@ def _header(path: Path, first: bytes, size: int, file: Any) -> tuple[dict[str, A
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return table
 
 
@@ -228,7 +228,7 @@ def _entries(path: Path, header: Mapping[str, Any], start: int, size: int) -> di
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != reached:
             raise WeightError(
-                f"{path}: {name!r} begins at byte {entry.begin}, where {reached} is due; the header is wrong"
+                f"{path}: {name!r} begins at byte {entry.begin} instead of {reached}; the header is wrong"
             )
         reached = entry.end
         if reached > size:
@@ -243,25 +243,25 @@ def _entries(path: Path, header: Mapping[str, Any], start: int, size: int) -> di
 def _entry(path: Path, name: str, given: Any, start: int) -> Entry:
     if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
         raise WeightError(
-            f"{path}: {name!r} needs a dtype, a shape and data_offsets, and has {_short(given)}"
+            f"{path}: {name!r} needs a dtype, a shape and data_offsets, but has {_short(given)}"
         )
     dtype = DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
     if dtype is None:
         raise WeightError(
-            f"{path}: {name!r} has the dtype {_short(given['dtype'])}, one of {', '.join(DTYPES)}"
+            f"{path}: {name!r} has the dtype {_short(given['dtype'])}, not one of {', '.join(DTYPES)}"
         )
     shape, offsets = given["shape"], given["data_offsets"]
     if not _sizes(shape) or len(shape) > _MOST_DIMS or math.prod(s or 1 for s in shape) >= 1 << 62:
-        raise WeightError(f"{path}: {name!r} has the shape {_short(shape)}, which no tensor has")
+        raise WeightError(f"{path}: {name!r} has the invalid shape {_short(shape)}")
     if not _sizes(offsets) or len(offsets) != 2:
         raise WeightError(
-            f"{path}: {name!r} has the data_offsets {_short(offsets)}; two byte offsets are due"
+            f"{path}: {name!r} has the data_offsets {_short(offsets)}; two byte offsets are needed"
         )
     needed = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != needed:
         raise WeightError(
-            f"{path}: {name!r} of shape {tuple(shape)} in {given['dtype']} takes {needed} bytes, and its "
-            f"data_offsets {offsets} leave {offsets[1] - offsets[0]}"
+            f"{path}: {name!r} of shape {tuple(shape)} in {given['dtype']} takes {needed} bytes, but its "
+            f"data_offsets {offsets} cover {offsets[1] - offsets[0]}"
         )
     return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
@@ -292,7 +292,7 @@ class SafeSource(Source):
                     continue
                 if not same_values(first.tensor(name), file.tensor(name)):
                     raise TwiceError(
-                        f"{file.path}: {name!r} stands in {first.path.name} too, with other values; remove "
+                        f"{file.path}: {name!r} is also in {first.path.name}, with different values; remove "
                         "the file that does not belong there"
                     )
                 for either in (first, file):
@@ -359,7 +359,7 @@ def write_safe(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
     """
     if sys.byteorder != "little":
         raise WeightError(
-            "safetensors files are little-endian, and this machine is not; write them elsewhere"
+            "safetensors files are little-endian, but this machine is not; write them on another machine"
         )
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -367,7 +367,7 @@ def write_safe(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:
-            raise WeightError(f"{name} is {tensor.dtype}, which safetensors has no name for; convert it")
+            raise WeightError(f"{name} is {tensor.dtype}, which safetensors does not support; convert it")
         place = [offset, offset + tensor.nbytes]
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
         offset += tensor.nbytes

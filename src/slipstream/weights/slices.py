@@ -138,8 +138,8 @@ def _axis(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...] | None, place
         if fits and sum(part[axis] for part in parts) == whole[axis]:
             return axis
     raise WeightError(
-        f"{place}: {len(parts)} slices of shape {parts[0]} do not add up to the model's {whole}; is it "
-        "another model, or another number of ranks?"
+        f"{place}: {len(parts)} slices of shape {parts[0]} do not add up to the model's {whole}; check the "
+        "model and the number of ranks"
     )
 
 
@@ -147,9 +147,7 @@ def _stacked(parts: Sequence[Tensor], fused: Fused, place: str) -> Tensor:
     """Join slices that each hold a share of every part, so that the whole parts follow one another."""
     sizes = [size // len(parts) for size in fused.parts]
     if any(size % len(parts) for size in fused.parts):
-        raise WeightError(
-            f"{place}: parts of {fused.parts} rows were not split over {len(parts)} ranks evenly"
-        )
+        raise WeightError(f"{place}: parts of {fused.parts} rows do not split evenly over {len(parts)} ranks")
     shares = [part.split(sizes, dim=fused.axis) for part in parts]
     return torch.cat([share[which] for which in range(len(sizes)) for share in shares], dim=fused.axis)
 
@@ -158,7 +156,7 @@ def _ordered(parts: Sequence[Tensor], fused: Fused, version: float, place: str) 
     """Join slices of Megatron's fused q, k and v in the model's row order."""
     heads = fused.heads
     if heads % len(parts):
-        raise WeightError(f"{place}: {heads} heads were not split over {len(parts)} ranks evenly")
+        raise WeightError(f"{place}: {heads} heads do not split evenly over {len(parts)} ranks")
     n, d = heads // len(parts), fused.parts[0] // heads
     reordered = []
     for part in parts:

@@ -227,8 +227,8 @@ class Part(_Held):
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            f"{self.names[0]} lies on several ranks, and no rank alone can read it; use engine.state_dict() "
-            "on all of them"
+            f"{self.names[0]} is split over several ranks, so one rank cannot read it; call "
+            "engine.state_dict() on all of them"
         )
 
     def write(self, values: Mapping[str, Tensor]) -> None:

@@ -246,7 +246,7 @@ class Batch:
             else:
                 out[rows] = result
         if out is None:
-            raise AssertionError("a step was asked for with nothing left to run")
+            raise AssertionError("a step was requested with no sequence left to run")
         return out
 
     def _last_step(self, rows: Sequence[int]) -> Step:

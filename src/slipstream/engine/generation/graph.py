@@ -96,7 +96,7 @@ class Graphs:
         self._places: tuple[tuple[int, torch.Size], ...] = ()
         self.reason = device.no_graph() or ""
         if not self.reason and runner.frame.angles_share_a_length:
-            self.reason = "the model's angles depend on the longest sequence, which is no tensor of the step"
+            self.reason = "the model's angles depend on the longest sequence, which is no input of a step"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         """Return an instance for a copy of the engine; it has captured nothing yet."""
@@ -215,7 +215,7 @@ class Graphs:
     def _capture(self, rows: int, width: int, *, draws: bool) -> _Captured | None:
         cache = self._cache
         if cache is None:
-            raise AssertionError("a step is captured upon a cache")
+            raise AssertionError("a step can be captured only with a cache")
         with torch.inference_mode(False), torch.no_grad():
             return self._capture_upon(cache, rows, width, draws=draws)
 
@@ -240,7 +240,7 @@ class Graphs:
             replay = self._device.capture(run, [*self._static(), *_tensors(cache), *own])
         except DeviceError as error:
             self.reason = str(error)
-            log.warning("decode steps run one by one: %s", error)
+            log.warning("decode steps run without a graph: %s", error)
             return None
         captured = _Captured(step, following, noise, numbers, cache.capacity - 1, replay)
         self._captured[rows, width, draws] = captured
@@ -249,7 +249,7 @@ class Graphs:
     def _capture_prompt(self, rows: int, width: int) -> CapturedPrompt | None:
         cache, runner = self._cache, self._runner
         if cache is None:
-            raise AssertionError("a prompt is captured upon a cache")
+            raise AssertionError("a prompt can be captured only with a cache")
         step = static_prompt(rows, width, cache.capacity - 1, _tensors(cache)[0].device)
         angles = self._angles_of(step)
         own = [t for t in vars(step).values() if isinstance(t, Tensor)] + angles.tensors()

@@ -36,7 +36,7 @@ def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig,
     """
     notes = []
     if runner is not None and runner.takes_over:
-        notes.append("generate runs prompts by the model's own forward, and what follows as a packed batch")
+        notes.append("generate runs prompts by the model's own forward, and decode steps as a packed batch")
     if config.kv_cache_dtype is not None:
         notes.append(_keep_in_int8(runner, config.kv_cache_dtype))
     if config.enable_cuda_graph:
@@ -46,7 +46,7 @@ def prepare_road(runner: Runner | None, device: Device, config: InferenceConfig,
 
 def _keep_in_int8(runner: Runner | None, wish: str) -> str:
     if runner is None:
-        note = f"kv_cache_dtype={wish!r} has no effect: without an engine road, caches are transformers' own"
+        note = f"kv_cache_dtype={wish!r} has no effect: generate runs transformers' own loop and cache"
         warnings.warn(note, UserWarning, stacklevel=6)
         return note
     runner.cache_dtype = torch.int8
@@ -59,13 +59,13 @@ def _keep_in_int8(runner: Runner | None, wish: str) -> str:
 def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> str:
     reason = device.no_graph()
     if mesh.ep.size > 1:
-        reason = "ranks that share experts may run calls of their own, whose steps nobody knows beforehand"
+        reason = "ranks that share experts may run different calls, whose steps cannot be captured in advance"
     if runner is None and not reason:
         return "forwards without a cache are captured as graphs, one for each shape of the inputs"
     if runner is not None and runner.takes_over:
-        reason = "the model's own forward runs the prompt, and positions may go on from another number"
+        reason = "the model's own forward runs the prompt, and positions may not continue from its length"
     if runner is not None and cross_attends(runner):
-        reason = "the decoder attends to an encoder, whose states have another address in every generation"
+        reason = "the decoder attends to encoder states, whose address changes in every generation"
     if runner is not None and not reason:
         runner.whole = graphs = Graphs(runner, device, tokens=tokens)
         runner.new_cache = graphs.new_cache
@@ -75,7 +75,7 @@ def _capture(runner: Runner | None, device: Device, tokens: int, mesh: Mesh) -> 
         return f"enable_cuda_graph has no effect: {reason}"
     return (
         f"decode steps are captured as graphs of up to {LADDER[-1]} rows, and single prompts of up to "
-        f"{MOST_TOKENS} tokens where their size comes again"
+        f"{MOST_TOKENS} tokens when a size is repeated"
     )
 
 

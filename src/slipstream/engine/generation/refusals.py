@@ -49,9 +49,9 @@ def why_not_packed(
         takes_over: The model's own forward runs the prompt, so any inputs of the model are accepted.
     """
     if request.prompt is None and not request.encoded:
-        return "there are no token ids"
+        return "no token ids are given"
     if (method := _own_method(model)) is not None:
-        return f"the model has a {method} of its own"
+        return f"{method} was replaced on the model object"
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return "autocast is on"
     for name in (
@@ -69,9 +69,9 @@ def why_not_packed(
     if (mode := _why_not_mode(model, config, kwargs.get("streamer"))) is not None:
         return mode
     if takes_over and config.get_generation_mode(None).value in BEAMS:
-        return "beams of a model that sees or hears are transformers' own"
+        return "the engine has no beam search for models with images or audio"
     if not takes_over and (extra := _others(request)):
-        return f"the model takes {', '.join(extra)}"
+        return f"the call has model inputs that the engine does not support: {', '.join(extra)}"
     for name in (
         "output_attentions",
         "output_hidden_states",
@@ -89,13 +89,13 @@ def why_not_packed(
     if config.stop_strings is not None and (
         kwargs.get("tokenizer") is None or kwargs.get("stop_strings") is None
     ):
-        return "stop_strings stand in a generation config, or come without a tokenizer"
+        return "stop_strings are set in a generation config, or given without a tokenizer"
     mask = kwargs.get("attention_mask")
     mask = _inferred_mask(request) if mask is None else mask
     if mask is not None and not request.encoded and not _is_left_padded(mask):
-        return "the attention mask has gaps"
+        return "the attention mask is not zeros on the left followed by ones"
     if request.encoded and isinstance(mask, Tensor) and not bool((mask != 0).any(-1).all()):
-        return "the attention mask leaves a row nothing to see"  # with additive masks it sees everything
+        return "the attention mask hides all tokens of a row"  # with additive masks it sees everything
     return None
 
 
@@ -123,14 +123,14 @@ def _why_not_mode(model: nn.Module, config: Any, streamer: Any) -> str | None:
     """Return why the road does not support how a call chooses tokens, or their number; None if it does."""
     mode = config.get_generation_mode(None).value
     if mode not in MODES:
-        return f"the mode is {mode}"
+        return f"the generation mode is {mode}"
     if any(count is not None and count != int(count) for count in (config.max_new_tokens, config.max_length)):
-        return "a number of tokens has a fraction"  # transformers' loop ends only beyond it
+        return "max_new_tokens or max_length is not an integer"  # transformers' loop ends only beyond it
     if mode in BEAMS and streamer is not None:
-        return "a streamer is given, and beams are no stream"  # transformers raises this error, too
+        return "a streamer is given, and beam search cannot stream"  # transformers raises this error, too
     if mode in BEAMS:
-        return None if searches(model) else "the model has a beam search of its own"
-    return None if samples(model) else "the model has a loop of its own"
+        return None if searches(model) else "the model overrides transformers' beam search"
+    return None if samples(model) else "the model overrides transformers' sampling loop"
 
 
 def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, Any]) -> str | None:
@@ -144,10 +144,10 @@ def why_not_repeated(model: nn.Module, request: Request, kwargs: Mapping[str, An
         kwargs: The call's arguments.
     """
     if (method := _own_method(model)) is not None:
-        return f"the model has a {method} of its own"
+        return f"{method} was replaced on the model object"
     mode = request.config.get_generation_mode(None).value
     if mode not in MODES:
-        return f"the mode is {mode}"
+        return f"the generation mode is {mode}"
     # `no_speech_threshold` adds a processor that keeps all arguments of the call and repeats it.
     for name in (
         "assistant_model",
@@ -174,29 +174,29 @@ def why_not_intact(model: nn.Module, runner: Runner) -> str | None:
     if model.training:
         return "the model is in training mode"
     if wants_operations():
-        return "somebody traces, counts or transforms torch's operations"
+        return "torch operations are being traced, counted or transformed"
     # Modules within the layers are checked below, by `is_untouched`.
     around = modules_of(model, runner.frame.layers)
     if has_global_hooks() or any(map(is_hooked, around)):
         return "hooks are registered on the model's parts"
     if any(map(attends_otherwise, around)):
-        return "another attention function was set, or the config was changed"
+        return "another attention implementation was set, or the config was changed"
     changed = runner.frame.replaced(model)
     if changed is not None:
         return f"{changed or 'the model'} was replaced, or its forward was"
     if getattr(runner.frame.embed, "max_norm", None) is not None:
-        return "the token embedding's rows are scaled as they are looked up"
+        return "the token embedding has max_norm, which rescales its rows"
     if not runner.frame.keeps_numbers:
-        return "a number of a part around the layers was changed"
+        return "a numeric attribute of a module around the layers was changed"
     if not runner.frame.keeps_scale:
         return "the multiplier of the token embedding was changed"
     if len(runner.frame.layers) != len(runner.blocks):
-        return f"of {len(runner.blocks)} layers there are {len(runner.frame.layers)}"
+        return f"the model now has {len(runner.frame.layers)} layers instead of {len(runner.blocks)}"
     for layer, block in zip(runner.frame.layers, runner.blocks, strict=True):
         if not is_injected(layer) or injected_state(layer).block is not block:
             return "a layer was replaced"
         if "forward" in vars(layer) or not is_untouched(layer):
-            return "a part of a layer, its code or a tensor was replaced, or the layer has another place"
+            return "a module, the code or a tensor of a layer was replaced, or the layer was moved"
     return None
 
 
@@ -233,15 +233,15 @@ def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str |
     length = _decoded(request) if request.encoded else request.length
     total = length + request.new_tokens
     if most is not None and total > most:
-        return f"{total} tokens pass the position embedding's {most}"
+        return f"{total} tokens exceed the {most} positions of the position embedding"
     if restart is not None and length <= restart < total:
-        return f"the original starts again at {restart} tokens"
+        return f"the original recomputes its cache at {restart} tokens"
     kept = _kept_tokens(model, runner)
     if kept is not None and total > kept:
-        return f"transformers' cache keeps {kept} tokens, and a layer sees another number"
+        return f"transformers' cache keeps {kept} tokens, but a layer attends to a different number"
     padding = runner.frame.spec.pos_padding
     if padding is not None and request.encoded and _starts_with(request, padding):
-        return "the decoder's prompt has padding, which has no position"
+        return "the decoder's prompt contains padding tokens, which have no position"
     return None
 
 

@@ -42,9 +42,9 @@ def _bias(mask: Tensor | None) -> abi.Bias:
 def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> str | None:
     """Return why the library cannot run a call, or None if it can."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"q in {q.dtype} upon keys in {k.dtype} and values in {v.dtype} is not read"
+        return f"q in {q.dtype} with keys in {k.dtype} and values in {v.dtype} is not supported"
     if any(t.device.type != "cpu" for t in (q, k, v)):
-        return f"q is on {q.device}"
+        return f"q is on {q.device}, not on the CPU"
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or not q.numel():
         return f"q of shape {tuple(q.shape)} does not fit {tuple(k.shape)} and {tuple(v.shape)}"
     if any(
@@ -54,9 +54,9 @@ def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Ten
     ):
         return f"q, k or v has a stride of {_LARGEST} elements or more"
     if not k.numel() or q.shape[1] % k.shape[1]:
-        return f"{q.shape[1]} heads do not share {k.shape[1]} over {k.shape[2]} keys"
+        return f"{q.shape[1]} heads cannot share {k.shape[1]} key heads of {k.shape[2]} keys"
     if sinks is not None and (sinks.dtype not in DTYPES or sinks.numel() != q.shape[1]):
-        return f"{sinks.numel()} sinks in {sinks.dtype} are not read with {q.shape[1]} heads"
+        return f"{sinks.numel()} sinks in {sinks.dtype} are not supported with {q.shape[1]} heads"
     if mask is None:
         return None
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -64,7 +64,7 @@ def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Ten
     if not fits or mask.shape[3] != k.shape[2]:
         return f"a mask of shape {tuple(mask.shape)} does not fit scores {full}"
     if mask.dtype not in DTYPES and mask.dtype != torch.bool:
-        return f"a mask in {mask.dtype} is not read"
+        return f"a mask in {mask.dtype} is not supported"
     return None
 
 

@@ -65,24 +65,24 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
     spec = block.spec
     for field in fields(spec):
         if field.name in _UNKNOWN and getattr(spec, field.name) != field.default:
-            return f"{field.name}={getattr(spec, field.name)!r} is not in it"
+            return f"{field.name}={getattr(spec, field.name)!r} is not supported"
     if not cross_attends and (spec.cross is not None or spec.relative is not None):
-        return "attention across, and biases by relative position, are not in it"
+        return "cross-attention and relative position biases are not supported"
     if spec.activation not in KINDS or (spec.activation == "swiglu_oai" and not spec.gated):
-        return f"the activation {spec.activation!r} is not in it"
+        return f"the activation {spec.activation!r} is not supported"
     for role, weight in block.weights.matrices.items():
         if weight.beside is not None:
-            return f"{role}: an adapter that is kept apart is not in it"
+            return f"{role}: an unmerged adapter is not supported"
         matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
         if isinstance(matrix, str):
             return f"{role}: {matrix}"
     if spec.latent is not None or spec.own_attention:
-        return "latent attention, and a family's own, are not in it"
+        return "latent attention and a family's own attention are not supported"
     if spec.moe is not None and not spec.moe.is_plain:
-        return "a router that scores by sigmoid, in groups, by a factor or in float32 is not in it"
+        return "a router with sigmoid scores, groups, a factor or float32 scores is not supported"
     for role, vector in block.weights.vectors.items():
         if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.LAYER_SCALE, Role.ROUTER_BIAS, Role.ACTIVATION):
-            return f"{role}: it is not in it"
+            return f"{role}: it is not supported"
         reason = refuse_vector(vector, {spec.hidden} if role not in _QK_NORMS else None)
         if reason is not None:
             return f"{role}: {reason}"
@@ -102,11 +102,11 @@ def refuse_vector(vector: VectorLike, widths: Set[int] | None) -> str | None:
     tensors = [t for t in (vector.weight, vector.bias) if t is not None]
     for tensor in tensors:
         if tensor.dtype not in DTYPES or not tensor.is_contiguous():
-            return f"a vector in {tensor.dtype} with strides {tensor.stride()} is not read"
+            return f"a vector in {tensor.dtype} with strides {tensor.stride()} is not supported"
     counts = {t.numel() for t in tensors}
     if len(counts) > 1 or (widths is not None and not counts <= widths):
         shapes = " and ".join(str(tuple(t.shape)) for t in tensors)
-        return f"a norm's vectors of shape {shapes}, of which torch repeats some, are not read"
+        return f"a norm's vectors of shape {shapes}, some of them broadcast, are not supported"
     return None
 
 

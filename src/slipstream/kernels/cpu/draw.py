@@ -139,7 +139,7 @@ def check(tokens: Tensor) -> None:
     if int(tokens.min()) < 0:
         row = int(tokens.argmin())
         raise RequestError(
-            f"row {row}: no token can be drawn, for its logits are NaN or infinite, or all of them hidden; "
+            f"row {row}: no token can be drawn: its logits are NaN or infinite, or all tokens are masked; "
             "float16 may overflow where bfloat16 and float32 do not"
         )
 

@@ -84,7 +84,7 @@ def _matrices(x: Tensor, first: Weight, last: Weight, gated: bool) -> tuple[Matr
     if x.dim() != 2 or x.dtype not in DTYPES or x.device.type != "cpu" or x.shape[1] != before.inputs:
         return f"x of shape {tuple(x.shape)} in {x.dtype} on {x.device} does not fit {first.shape}"
     if before.outputs != (1 + gated) * after.inputs:
-        return f"matrices of shapes {first.shape} and {last.shape} do not follow each other"
+        return f"matrices of shapes {first.shape} and {last.shape} do not fit together"
     return before, after
 
 
@@ -117,7 +117,7 @@ def _run(
 
 def _refuse(facts: Facts, *, isa: str) -> str | None:
     if facts.spec is not None:
-        return "a block has its feed-forward within its own calls"
+        return "a block runs its feed-forward in its own calls"
     if facts.dtype not in DTYPES:
         return f"computes in float32, bfloat16 and float16, not {facts.dtype}"
     return refuse(isa)

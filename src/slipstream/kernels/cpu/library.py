@@ -104,7 +104,7 @@ def _open(path: Path) -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded ({error}); build it again on this machine"
     if number != ABI:
-        return f"{path.name} is of version {number}, this package needs {ABI}; install it again"
+        return f"{path.name} has version {number}, but this package needs {ABI}; install the package again"
     handle.slipstream_error.restype = c_char_p
     handle.slipstream_rouse.restype = None
     for name in _CALLS:
@@ -123,8 +123,8 @@ def _find() -> ctypes.CDLL | str:
     spec = importlib.util.find_spec(f"{__package__}.{_FILE.removesuffix('.so')}")
     if spec is None or spec.origin is None:
         return (
-            "the native library was not built; install the package where there is a C++ compiler "
-            "(`pip install -v` prints what one refuses)"
+            "the native library was not built; install the package on a machine with a C++ compiler "
+            "(`pip install -v` prints its errors)"
         )
     return _open(Path(spec.origin))
 
@@ -160,16 +160,16 @@ def refuse(isa: str) -> str | None:
     """
     limit = cpu_isa()
     if limit == "reference":
-        return "SLIPSTREAM_CPU_ISA=reference asks for no kernel"
+        return "SLIPSTREAM_CPU_ISA=reference disables the kernels"
     handle = _find()
     if isinstance(handle, str):
         return handle
     unit = "amx" if isa == EMULATED else isa
     if limit is not None and ISAS.index(unit) < ISAS.index(_LIMIT[limit]):
-        return f"SLIPSTREAM_CPU_ISA={limit} asks for less"
+        return f"SLIPSTREAM_CPU_ISA={limit} disables it"
     if isa == "baseline" and limit != "baseline":
-        return "torch's own kernels are faster; SLIPSTREAM_CPU_ISA=baseline asks for it"
-    return None if _load(isa) is not None else "the processor or the library has no such instructions"
+        return "torch's own kernels are faster; SLIPSTREAM_CPU_ISA=baseline enables it"
+    return None if _load(isa) is not None else "the processor or the library lacks these instructions"
 
 
 LONG = 8e7

@@ -48,13 +48,13 @@ def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
         bias = None if bias is None else bias[expert]
     dtype = planes[0].dtype if weight.dtype is None else weight.dtype
     if weight.format not in FORMATS:
-        return f"no native kernel reads the weight format {weight.format!r}"
+        return f"no native kernel supports the weight format {weight.format!r}"
     if len(shape) != 2 or dtype not in DTYPES:
-        return f"a matrix of {len(shape)} dimensions in {dtype} is not read"
+        return f"a matrix of {len(shape)} dimensions in {dtype} is not supported"
     if bias is not None and (bias.dtype not in DTYPES or not bias.is_contiguous()):
-        return f"a bias in {bias.dtype} is not read"
+        return f"a bias in {bias.dtype} is not supported"
     if bias is not None and bias.shape != shape[:1]:  # torch would broadcast a single number
-        return f"a bias of shape {tuple(bias.shape)} beside {shape[0]} outputs is not read"
+        return f"a bias of shape {tuple(bias.shape)} with {shape[0]} outputs is not supported"
     matrix = Matrix(
         bias=address(bias),
         outputs=shape[0],
@@ -65,7 +65,7 @@ def matrix_of(weight: Weight, expert: int | None = None) -> Matrix | str:
     )
     if weight.rounding is not None:
         if shape[1] > _MOST_ROUNDED:
-            return f"rows of {shape[1]} inputs are not rounded: sums of more than {_MOST_ROUNDED} overflow"
+            return f"rows of {shape[1]} inputs are not quantized: sums of more than {_MOST_ROUNDED} overflow"
         matrix.input_bits, matrix.input_zero = 8, int(not weight.rounding.symmetric)
     reason = _dense(matrix, planes) if weight.format == "plain" else _packed(matrix, planes)
     return reason or matrix
@@ -76,14 +76,14 @@ def _dense(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
     runs = []
     for plane in planes:
         if plane.dim() != 2 or plane.dtype != planes[0].dtype or plane.device.type != "cpu":
-            return f"a matrix of {plane.dim()} dimensions in {plane.dtype} on {plane.device} is not read"
+            return f"a matrix of {plane.dim()} dimensions in {plane.dtype} on {plane.device} is not supported"
         (rows, inputs), (row_stride, column_stride) = plane.shape, plane.stride()
         transposed = column_stride != 1 and inputs > 1
         if transposed and row_stride != 1 and rows > 1:
-            return f"a matrix with strides {plane.stride()} is not read"
+            return f"a matrix with strides {plane.stride()} is not supported"
         stride, length = (column_stride, rows) if transposed else (row_stride, inputs)
         if stride < length and (inputs if transposed else rows) > 1:
-            return f"a matrix whose rows overlap (strides {plane.stride()}) is not read"
+            return f"a matrix whose rows overlap (strides {plane.stride()}) is not supported"
         stride = max(stride, length)  # a single row or column may have any stride
         runs.append(Run(data=address(plane), rows=rows, stride=stride, transposed=int(transposed)))
     matrix.memory = (Run * len(runs))(*runs)
@@ -96,7 +96,7 @@ def _packed(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
     matrix.memory = (Run * 0)()
     *others, factors = planes
     if factors.dtype != torch.float32:
-        return f"multipliers of rows in {factors.dtype} are not read"
+        return f"row multipliers in {factors.dtype} are not supported"
     has_upper = len(others) > 1 and others[1].dtype == torch.uint8
     places = (CODES, UPPER, SCALES) if has_upper else (CODES, SCALES, MINIMA)[: len(others)]
     if matrix.format == FORMATS["bf13"]:
@@ -105,7 +105,7 @@ def _packed(matrix: Matrix, planes: tuple[Tensor, ...]) -> str | None:
         matrix.group = 2 * others[0].shape[-1] // others[places.index(SCALES)].shape[-1]
     for place, plane in (*zip(places, others, strict=True), (FACTORS, factors)):
         if plane.device.type != "cpu" or not plane.is_contiguous():
-            return f"a plane with strides {plane.stride()} on {plane.device} is not read"
+            return f"a plane with strides {plane.stride()} on {plane.device} is not supported"
         matrix.planes[place] = address(plane)
         matrix.plane_bytes[place] = plane.nbytes
     return None

@@ -60,25 +60,25 @@ def refuse_frame(frame: FrameLike) -> str | None:
     matrices, table = frame.matrices(), frame.pos_table
     for name, weight in matrices.items():
         if weight.beside is not None:
-            return f"{name}: an adapter that is kept apart is not in it"
+            return f"{name}: an unmerged adapter is not supported"
         matrix = matrix_of(weight)
         if isinstance(matrix, str):
             return f"{name}: {matrix}"
     embed = matrices["embed"]
     if embed.format == "plain" and not embed.planes[0].is_contiguous():
-        return f"embed: a table with strides {embed.planes[0].stride()} is not read"
+        return f"embed: a table with strides {embed.planes[0].stride()} is not supported"
     bias, head = frame.logit_bias, matrices["head"]
     if bias is not None and (
         head.bias is not None or frame.spec.logit_scale != 1.0 or bias.numel() != head.shape[0]
     ):
-        return "a bias of the logits beside one of the head, or a multiplier, is not in it"
+        return "a logit bias together with a head bias or a logit multiplier is not supported"
     widths = {width for weight in matrices.values() for width in weight.shape}
     for name, vector in frame.norms().items():
         if (reason := refuse_vector(vector, widths)) is not None:
             return f"{name}: {reason}"
     for tensor in (table, bias):
         if tensor is not None and (tensor.dtype not in DTYPES or not tensor.is_contiguous()):
-            return f"a tensor in {tensor.dtype} with strides {tensor.stride()} is not read"
+            return f"a tensor in {tensor.dtype} with strides {tensor.stride()} is not supported"
     return None
 
 

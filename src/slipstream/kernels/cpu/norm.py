@@ -79,7 +79,7 @@ def _is_row(t: Tensor, width: int) -> bool:
 
 def _refuse(facts: Facts, *, isa: str) -> str | None:
     if facts.spec is not None:
-        return "a block that runs outside of the library rounds as its layer's own code does"
+        return "a block outside of the library must round exactly as its layer's own code does"
     if facts.dtype not in DTYPES:
         return f"computes in float32, bfloat16 and float16, not {facts.dtype}"
     return refuse(isa)

@@ -99,11 +99,9 @@ def native_paged_attention(
         ValueError: The library cannot read one of the tensors.
     """
     if q.dtype not in DTYPES or not readable(k_cache) or not readable(v_cache):
-        raise ValueError(f"q in {q.dtype} upon caches in {k_cache.dtype} and {v_cache.dtype} is not read")
+        raise ValueError(f"q in {q.dtype} with caches in {k_cache.dtype} and {v_cache.dtype} is unsupported")
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or not serves(step):
-        raise ValueError(
-            "the caches differ, or the step's tensors are of other dtypes than its docstring says"
-        )
+        raise ValueError("the caches differ, or the step's tensors do not have the dtypes in its docstring")
     if q.shape[0] != step.slots.shape[0] or q.shape[2] != k_cache.shape[3]:
         raise ValueError(f"q of shape {tuple(q.shape)} does not fit the step or {tuple(k_cache.shape)}")
     q = q.contiguous()

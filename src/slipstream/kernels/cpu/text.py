@@ -33,13 +33,13 @@ def refuse_text(frame: TextFrame) -> str | None:
     for name in ("words", "types", "places", "norm_weight", "norm_bias"):
         tensor = getattr(frame, name)
         if tensor is not None and not _is_read(tensor):
-            return f"{name}: a tensor in {tensor.dtype} with strides {tensor.stride()} is not read"
+            return f"{name}: a tensor in {tensor.dtype} with strides {tensor.stride()} is not supported"
     for name in ("project_in", "pooler"):
         weight = getattr(frame, name)
         if weight is None:
             continue
         if weight.beside is not None:
-            return f"{name}: an adapter that is kept apart is not in it"
+            return f"{name}: an unmerged adapter is not supported"
         matrix = matrix_of(weight)
         if isinstance(matrix, str):
             return f"{name}: {matrix}"

@@ -36,12 +36,12 @@ def matrix_of(weight: Weight) -> Matrix | str:
     """Return a weight as the kernels take it, or why they cannot read it."""
     known = kind_of(weight.format)
     if known is None:
-        return f"the weight format {weight.format!r} is not read"
+        return f"the weight format {weight.format!r} is not supported"
     if weight.format == "plain" and (len(weight.planes) > 1 or weight.planes[0].stride(-1) != 1):
-        return "its rows lie in several runs, or are not contiguous"
+        return "its rows are in several tensors, or are not contiguous"
     bias, outputs = weight.bias, weight.shape[-2]
     if bias is not None and bias.shape[-1] != outputs:  # torch would broadcast a single number
-        return f"a bias of shape {tuple(bias.shape)} beside {outputs} outputs is not read"
+        return f"a bias of shape {tuple(bias.shape)} with {outputs} outputs is not supported"
     return Matrix(list(weight.planes), weight.bias, *known, weight.shape[-2])
 
 

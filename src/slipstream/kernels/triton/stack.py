@@ -73,19 +73,19 @@ def refuse_block(block: BlockLike) -> str | None:
     spec, vectors = block.spec, block.weights.vectors
     for field in fields(spec):  # fields added to the spec later are refused until they are handled here
         if field.name not in _KNOWN and getattr(spec, field.name) != field.default:
-            return f"{field.name}={getattr(spec, field.name)!r} is not in it"
+            return f"{field.name}={getattr(spec, field.name)!r} is not supported"
     strange = [role for role in (*block.weights.matrices, *vectors) if role not in _ROLES]
     if strange:
-        return f"the role {strange[0]} is not in it"
+        return f"the role {strange[0]} is not supported"
     adapted = [role for role, weight in block.weights.matrices.items() if weight.beside is not None]
     if adapted:
-        return f"{adapted[0]}: an adapter that is kept apart is not in it"
+        return f"{adapted[0]}: an unmerged adapter is not supported"
     if not spec.causal or spec.place != "pre" or spec.residual_from != "input":
-        return "it normalises something else than what enters a branch"
+        return "it is not causal, or normalises something other than a branch's input"
     if spec.hidden > WIDEST or spec.head_dim > _WIDEST_HEAD:
-        return f"rows of {spec.hidden} or heads of {spec.head_dim} do not fit into one program"
+        return f"rows of {spec.hidden} or heads of {spec.head_dim} do not fit in one program"
     if spec.activation not in KINDS:
-        return f"the activation {spec.activation!r} is in no kernel"
+        return f"no kernel supports the activation {spec.activation!r}"
     roles = (Role.QKV, Role.ATTN_OUT, *((Role.MLP_IN, Role.MLP_OUT) if spec.moe is None else ()))
     for role in roles:
         matrix = matrix_of(block.weights.matrices[role])
@@ -93,9 +93,9 @@ def refuse_block(block: BlockLike) -> str | None:
             return f"{role}: {matrix}"
     for role, vector in vectors.items():
         if any(t is not None and not t.is_contiguous() for t in (vector.weight, vector.bias)):
-            return f"{role}: a vector that is not contiguous is not read"
+            return f"{role}: a vector that is not contiguous is not supported"
     if spec.norm.kind == "rms" and any(r in vectors and vectors[r].bias is not None for r in _NORMS):
-        return "its norm has a bias that stands before no root"
+        return "its RMS norm has a bias"
     return _refuse_qk_norm(spec, vectors)
 
 
@@ -106,12 +106,12 @@ def _refuse_qk_norm(spec: BlockSpec, vectors: Mapping[Role, VectorLike]) -> str 
     if spec.qk_norm is None:
         return None
     if spec.qk_norm.over != "head" or spec.qk_norm.norm.kind != "rms":
-        return "queries and keys are not normalised head by head with a root mean square"
+        return "queries and keys are not normalised by an RMS norm for each head"
     given = [vectors[role] for role in (Role.Q_NORM, Role.K_NORM) if role in vectors]
     if any(vector.weight is None or vector.bias is not None for vector in given):
-        return "the norm of queries and keys has no weight, or a bias"
+        return "the norm of queries and keys has no weight, or has a bias"
     if len({vector.weight.numel() > spec.head_dim for vector in given if vector.weight is not None}) > 1:
-        return "queries share a norm's weight and keys do not"
+        return "query heads share one norm weight and key heads do not, or the reverse"
     return None
 
 
