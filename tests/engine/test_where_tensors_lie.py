@@ -117,7 +117,7 @@ def test_a_bias_that_torch_repeats_is_refused_before_work_starts(place: str) -> 
     model = make("llama")
     model.model.layers[1].get_submodule(place).bias = nn.Parameter(torch.ones(1))
     expected = model(input_ids=prompt()).logits
-    with pytest.raises(WeightError, match=r"bias has shape \(1,\) beside \d+ outputs: .* expand it"):
+    with pytest.raises(WeightError, match=r"bias has shape \(1,\), but there are \d+ outputs: .* expand it"):
         inject(model)
     assert torch.equal(model(input_ids=prompt()).logits, expected)
 

@@ -149,7 +149,7 @@ def test_residual_experts_of_a_users_family(pool: Pool) -> None:
     [
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]], "2 places, each split over 2 ranks"),
         ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]], "2 places, each split over 2 ranks"),
-        ([[0, 1], [2, 3]], [[0, 1], [2, 3]], None, "2 places, and"),
+        ([[0, 1], [2, 3]], [[0, 1], [2, 3]], None, "2 places, of which"),
     ],
 )
 def test_groups_of_the_users_are_used(
