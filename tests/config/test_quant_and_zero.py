@@ -105,12 +105,23 @@ def test_without_quant_weights_are_plain_unless_the_dtype_is_int8() -> None:
         ({"activation": {}}, False),
         ({"activation": {"enabled": True}}, True),
         ({"activation": {"q_type": "asymmetric"}}, True),
+        ({"activation": True, "weight": "int4"}, True),
+        ({"activation": False, "weight": "int4"}, False),
         ({"activation": {"enabled": False, "q_groups": 2}, "weight": {"num_bits": 8}}, False),
         ({"enabled": False, "activation": {"enabled": True}}, False),
     ],
 )
 def test_activations_are_quantized_only_when_named(quant: Any, expected: bool) -> None:
     assert InferenceConfig(quant=quant).activation_quantized is expected
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp6-e3m2"])
+def test_a_format_may_stand_for_the_section_of_weights(name: str) -> None:
+    short = InferenceConfig(quant={"weight": name, "head": "none"})
+    assert short == InferenceConfig(quant={"weight": {"format": name}, "head": "none"})
+    assert short.weight_format == name
+    with pytest.raises(ConfigError, match=r"quant\.weight\.format='int5' must be"):
+        InferenceConfig(quant={"weight": "int5"})
 
 
 def test_int8_and_activations_go_together() -> None:

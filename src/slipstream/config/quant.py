@@ -48,7 +48,7 @@ class BaseQuantConfig(Section):
 
 
 class WeightQuantConfig(BaseQuantConfig):
-    """How weights are stored."""
+    """How weights are stored; a string such as "int4" is short for `format`."""
 
     format: WeightFormat | None = Field(
         default=None, description="weight format by name; None takes it from `num_bits`"
@@ -59,6 +59,11 @@ class WeightQuantConfig(BaseQuantConfig):
     post_init_quant: dict[str, Any] = Field(
         default_factory=dict, description="DeepSpeed's group-wise quantization by module name"
     )
+
+    @classmethod
+    def shorthand(cls, value: object) -> object:
+        """Expand a string such as `quant={"weight": "int4"}`."""
+        return {"format": value} if isinstance(value, str) else value
 
     @model_validator(mode="before")
     @classmethod
@@ -81,7 +86,12 @@ class WeightQuantConfig(BaseQuantConfig):
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """How inputs of int8, int4 and fp8 linears are quantized; by default only weights are."""
+    """How inputs of int8, int4 and fp8 linears are quantized; a bool is short for `enabled`."""
+
+    @classmethod
+    def shorthand(cls, value: object) -> object:
+        """Expand `quant={"activation": True}`."""
+        return {"enabled": value} if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _eight_bits(self) -> ActivationQuantConfig:
