@@ -248,8 +248,8 @@ FAULTS = (
     Fault(
         "one row: minimum dropped",
         ("row", "one_row", "linear"),
-        "found += of_run[None, :] * least",
-        "found += of_run[None, :] * 0.0",
+        "sums += of_run[None, :] * least",
+        "sums += of_run[None, :] * 0.0",
         of_format("int4", 1),
     ),
     Fault(
@@ -276,8 +276,8 @@ FAULTS = (
     Fault(
         "words: high bits of fp6",
         ("words", "row", "one_row", "linear"),
-        "_shifted(high, 11 + more",
-        "_shifted(high, 10 + more",
+        "_shifted(high, 11 + wider",
+        "_shifted(high, 10 + wider",
         of_format("fp6", 1),
     ),
     Fault(
@@ -304,7 +304,7 @@ FAULTS = (
     Fault(
         "one row: the largest of a row, before the norm's weight",
         ("row", "one_row"),
-        "tl.maximum(largest, tl.abs(one))",
+        "tl.maximum(largest, tl.abs(numbers))",
         "tl.maximum(largest, tl.abs(fields[index]))",
         of_normed,
     ),
