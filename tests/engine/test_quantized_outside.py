@@ -105,8 +105,10 @@ def test_a_packed_embedding_looks_up_unpacked_rows(name: str, injected: bool) ->
         lambda weight: weight.__setitem__(0, 0.0),
         lambda weight: setattr(weight, "data", torch.zeros_like(weight)),
         lambda weight: torch.nn.init.zeros_(weight),
+        lambda weight: torch.mul(weight, 2, out=weight),
+        lambda weight: torch._foreach_mul_([weight], 2.0),
     ],
-    ids=["in place", "its data", "a row", "new data", "an initializer"],
+    ids=["in place", "its data", "a row", "new data", "an initializer", "as an output", "in a list"],
 )
 def test_rows_that_were_unpacked_to_be_read_refuse_writes(write: Any, injected: bool) -> None:
     engine = inject(make("llama"), quant={"embedding": "int8"}, replace_with_kernel_inject=injected)

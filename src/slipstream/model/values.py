@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,18 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from slipstream.devices.record import Recorder
 
-__all__ = ["is_plain", "moved_to", "tensors_in", "unseen", "wants_derivatives", "wants_operations"]
+__all__ = [
+    "is_plain",
+    "moved_to",
+    "tensors_in",
+    "unseen",
+    "wants_derivatives",
+    "wants_operations",
+    "writes_into",
+]
+
+_HARMLESS = frozenset({"requires_grad_", "share_memory_"})
+"""Functions named like in-place ones that leave a tensor's values as they are."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -75,6 +86,19 @@ def is_plain(module: nn.Module, x: Any) -> bool:
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         return False
     return not torch.is_autocast_enabled(x.device.type)
+
+
+def writes_into(
+    kind: type[Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call that reached `__torch_function__` writes into a tensor of a class.
+
+    That is in place, as `add_`, `_foreach_add_` and item assignment do, or by `out`.
+    """
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = args[:1] if in_place and name not in _HARMLESS else ()
+    return any(isinstance(t, kind) for t in tensors_in((written, kwargs.get("out"))))
 
 
 def moved_to(value: Any, place: torch.device) -> Any:

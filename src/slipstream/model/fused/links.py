@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
-from slipstream.model.values import tensors_in
+from slipstream.model.values import tensors_in, writes_into
 from slipstream.spec import Role
 from slipstream.weights.load import BlockWeights, own_views
 from slipstream.weights.recipe import Plan
@@ -26,7 +26,6 @@ __all__ = ["PACKED", "Link", "all_hold", "link", "packed_names", "refuse_alone",
 PACKED = "_slipstream_packed"
 """Attribute that holds the state of a packed module (`weights/packed.py`): `weights` by parameter name."""
 
-_HARMLESS = frozenset({"requires_grad_", "share_memory_"})
 _COMPARES = frozenset({"_has_compatible_shallow_copy_type", "is_same_size", "is_set_to"})
 
 
@@ -70,9 +69,7 @@ class _Released(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Refuse writes and computation; leave everything else to torch."""
-        name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and name not in _HARMLESS and isinstance(args[0], cls):
+        if writes_into(cls, func, args, kwargs or {}):
             raise _refusal()
         return _answer(func, args, kwargs or {})
 

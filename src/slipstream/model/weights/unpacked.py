@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import UnsupportedError
+from slipstream.model.values import writes_into
 
 __all__ = ["Unpacked", "UnpackedParameter", "resize_refusal"]
 
@@ -21,9 +22,7 @@ class Unpacked(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Refuse functions that write into the tensor; run all others on plain tensors."""
-        name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and name != "requires_grad_" and args and isinstance(args[0], Unpacked):
+        if writes_into(Unpacked, func, args, kwargs or {}):
             raise _refusal()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -35,23 +34,12 @@ class Unpacked(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise _refusal()
+        # transformers resizes an embedding by setting this.
+        raise _refusal() if value.shape == self.shape else resize_refusal(len(self), len(value))
 
 
 class UnpackedParameter(Unpacked, nn.Parameter):
-    """The same for an embedding: a parameter, since transformers ties other modules to it.
-
-    Resizing an embedding sets its `data`.
-    """
-
-    @property
-    def data(self) -> Tensor:
-        """The same tensor, which refuses writes as well."""
-        return self
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise _refusal() if value.shape == self.shape else resize_refusal(len(self), len(value))
+    """The same for an embedding: a parameter, since transformers ties other modules to it."""
 
 
 def _refusal() -> UnsupportedError:
