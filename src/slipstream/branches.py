@@ -174,11 +174,3 @@ class MoE:
     residual: bool = False
     weighs_input: bool = False
     idle: int = 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether routing is a plain top-k over all experts' logits in the input's dtype, without options."""
-        whole = self.top_groups >= self.groups and self.factor == 1.0 and not self.least_sum
-        return (
-            "sigmoid" not in self.scoring and whole and not (self.exact or self.weighs_input or self.residual)
-        )

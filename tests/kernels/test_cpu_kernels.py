@@ -23,11 +23,14 @@ from slipstream.kernels.cpu.library import EMULATED, ISAS, load
 from slipstream.kernels.cpu.linear import native_linear, run_linear
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.moe import NativeExperts
+from slipstream.kernels.cpu.moe import known as prepared_experts
 from slipstream.kernels.cpu.norm import native_norm
 from slipstream.kernels.cpu.paged_attention import native_paged_attention
 from slipstream.ops import OPS
 from slipstream.ops.bind import Case, Facts, Kernel
 from slipstream.ops.linear import Weight
+from slipstream.ops.moe import moe
+from slipstream.spec import MoE
 from tests.helpers.libraries import library
 
 NATIVE: dict[str, Callable[..., Tensor]] = {
@@ -209,6 +212,100 @@ def test_shapes_that_do_not_fit_are_refused_before_memory_is_touched() -> None:
     # A turn says in `failed` whether there is a layer.
     with pytest.raises(DeviceError, match="missing"):
         lib.run("stack", StackCall(num_blocks=1, blocks=ctypes.pointer(abi.Block()), turn=1))
+
+
+def experts_of(count: int = 3, hidden: int = 16, width: int = 8) -> tuple[Weight, Weight]:
+    """Gated experts of random numbers."""
+    generator = torch.Generator().manual_seed(7)
+    matrices = (
+        torch.randn(count, *shape, generator=generator) for shape in ((2 * width, hidden), (hidden, width))
+    )
+    first, last = (Weight("plain", tuple(m.shape), (m,), lambda planes: planes[0]) for m in matrices)
+    return first, last
+
+
+def mixed(
+    x: Tensor, first: Weight, last: Weight, isa: str, routed: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The output of the kernel and that of the reference."""
+    given = {"spec": MoE(3, 2), "activation": "silu", "gated": True}
+    return NativeExperts(isa)(x, routed, first, last, **given), moe(x, routed, first, last, **given)
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("rows", [1, 6, 70])
+def test_experts_run_in_one_call_and_follow_changes_of_their_weights(
+    isa: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library(isa)
+    ran = []
+    run = native.Library.run
+    monkeypatch.setattr(
+        native.Library, "run", lambda self, name, *rest: ran.append(name) or run(self, name, *rest)
+    )
+    (first, last), x = experts_of(), torch.randn(rows, 16)
+    routed = torch.rand(rows, 2), torch.randint(0, 3, (rows, 2))
+    for change in (
+        lambda: None,
+        lambda: first.planes[0].mul_(-2),
+        lambda: last.planes[0].set_(last.planes[0] + 1),  # other memory
+    ):
+        change()
+        got, expected = mixed(x, first, last, isa, routed)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert ran == ["experts"] * 3
+
+
+def test_structs_of_deleted_experts_are_released() -> None:
+    (first, last), routed = experts_of(), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))
+    before = len(prepared_experts)
+    mixed(torch.randn(1, 16), first, last, "baseline", routed)
+    assert len(prepared_experts) == before + 1
+    del first, last
+    assert len(prepared_experts) == before
+
+
+def test_experts_out_of_range_are_refused_before_memory_is_touched() -> None:
+    first, last = experts_of()
+    each = [[matrix_of(weight, expert) for expert in range(3)] for weight in (first, last)]
+    matrices = [(abi.Matrix * 3)(*structs) for structs in each]
+    x, weights, chosen = torch.randn(1, 16), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+    lib = library("baseline")
+
+    first_in, last_in = map(ctypes.addressof, matrices)
+    fields = {"x": x.data_ptr(), "out": x.data_ptr(), "rows": 1, "hidden": 16, "ffn": 8, "activation": 3}
+    fields |= {"gated": 1, "weights": weights.data_ptr(), "chosen": chosen.data_ptr()}
+    mixture = {"experts": 3, "top_k": 1, "experts_in": first_in, "experts_out": last_in}
+
+    def run(**change: Any) -> None:
+        of_call = {name: value for name, value in change.items() if name in fields}
+        call = abi.ExpertsCall(**{**fields, **of_call})
+        call.moe = abi.Moe(**{**mixture, **{name: v for name, v in change.items() if name not in fields}})
+        lib.run("experts", call)
+
+    for change, message in (
+        ({"rows": 0}, "shapes"),
+        ({"hidden": 15}, "shapes"),
+        ({"top_k": 4}, "shapes"),
+        ({"shared": 8}, "shapes"),
+        ({"chosen": None}, "option"),
+        ({"activation": 99}, "option"),
+        ({"experts_out": None}, "missing"),
+        ({"x": None}, "missing"),
+        ({"weights": weights.data_ptr() + 1}, "aligned"),
+        # Where the router chooses, what it chooses by is checked.
+        ({"weights": None, "chosen": None, "scoring": 9, "groups": 1, "top_groups": 1}, "option"),
+        ({"weights": None, "chosen": None, "groups": 2, "top_groups": 1}, "shapes"),
+        ({"weights": None, "chosen": None, "groups": 3, "top_groups": 0}, "shapes"),
+        ({"weights": None, "chosen": None, "groups": 3, "top_groups": 2, "sums_two": 1}, "shapes"),
+        ({"weights": None, "chosen": None, "groups": 3, "top_groups": 2, "scoring": 1}, "option"),
+    ):
+        with pytest.raises(DeviceError, match=message):
+            run(**change)
+    for wrong in (-1, 3):
+        chosen.fill_(wrong)
+        with pytest.raises(DeviceError, match="outside"):
+            run()
 
 
 def test_a_limit_names_the_best_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

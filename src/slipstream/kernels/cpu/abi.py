@@ -20,12 +20,14 @@ __all__ = [
     "UPPER",
     "BOOLEAN",
     "INT8_CODES",
+    "GATES",
     "SCORINGS",
     "Across",
     "AttentionCall",
     "Bias",
     "Block",
     "Cache",
+    "ExpertsCall",
     "FeedCall",
     "LinearCall",
     "Lookup",
@@ -37,6 +39,7 @@ __all__ = [
     "PackCall",
     "PagedAttentionCall",
     "Run",
+    "Scale",
     "StackCall",
     "Step",
     "Strided",
@@ -47,7 +50,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 22
+ABI = 23
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -73,8 +76,11 @@ FORMATS = {
 CODES, SCALES, MINIMA, UPPER, FACTORS = range(5)
 """Indices of the planes of a packed matrix."""
 
-SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2}
+SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2, "sigmoid": 3, "topk_sigmoid": 4}
 """The library's numbers of the ways to choose experts."""
+
+GATES = {"sigmoid": 1, "softplus": 2}
+"""The library's numbers of the activations of a gate on the attention output."""
 
 Fields = list[tuple[str, type]]
 
@@ -139,11 +145,18 @@ class Moe(ctypes.Structure):
 
     _fields_: ClassVar[Fields] = [
         *each(c_void_p, "experts_in experts_out"),
-        *each(c_int64, "experts top_k shared"),
-        ("jitter", c_float),
-        *each(c_int32, "scoring normalize unused"),
+        *each(c_int64, "experts top_k shared groups top_groups"),
+        ("choice", c_void_p),
+        *each(c_float, "jitter more_sum least_sum factor"),
+        *each(c_int32, "scoring normalize sums_two choice_dtype weighs_input unused"),
         *each(Matrix, "router shared_in shared_out shared_gate"),
     ]
+
+
+class Scale(ctypes.Structure):
+    """A factor per channel, or none."""
+
+    _fields_: ClassVar[Fields] = [("weight", c_void_p), *each(c_int32, "dtype unused")]
 
 
 class Across(ctypes.Structure):
@@ -167,8 +180,9 @@ class Block(ctypes.Structure):
         *each(c_int32, "post parallel residual_from_norm gated"),
         *each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
         *each(c_float, "residual_scale clip"),
-        ("causal", c_int32),
+        *each(c_int32, "causal gate gates_heads"),
         ("mask", Mask),
+        *each(Scale, "attn_scale mlp_scale"),
         *each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
         *each(Matrix, "qkv attn_out mlp_in mlp_out"),
         ("moe", POINTER(Moe)),
@@ -212,6 +226,17 @@ class FeedCall(ctypes.Structure):
         ("rows", c_int64),
         *each(c_int32, "dtype activation gated gate_last"),
         *each(Matrix, "first last"),
+    ]
+
+
+class ExpertsCall(ctypes.Structure):
+    """Arguments of `slipstream_experts`."""
+
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "x out weights chosen"),
+        *each(c_int64, "rows hidden ffn"),
+        *each(c_int32, "dtype activation gated unused"),
+        ("moe", Moe),
     ]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import DTYPES, SCORINGS, address
+from slipstream.kernels.cpu.abi import DTYPES, GATES, SCORINGS, address
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import mask_of
 from slipstream.kernels.requirements import BlockLike, VectorLike, WeightsLike
@@ -18,7 +18,7 @@ from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
 from slipstream.spec import MoE, Norm, Role, Rope
 
-__all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block", "refuse_vector"]
+__all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block", "refuse_vector", "routing_of"]
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _SHARED = {
@@ -35,14 +35,18 @@ _NORMS = {
     Role.MLP_POST_NORM: "mlp_post_norm",
 }
 _QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
+_SCALES = {Role.ATTN_SCALE: "attn_scale", Role.MLP_SCALE: "mlp_scale"}
+_OF_OTHER_WIDTHS = {*_QK_NORMS, Role.SINKS, Role.ROUTER_BIAS}
+"""Vectors whose width is not that of the residual stream."""
 
+_RANKED_BY_CHOICE = ("softmax_topk", "sigmoid", "topk_sigmoid")
+"""Scorings to which a bias that only chooses is added."""
 
 _UNKNOWN = (
     "branches",
     "carry",
     "course",
     "feeder",
-    "gate",
     "growth",
     "inner_norms",
     "inputs",
@@ -78,12 +82,14 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
             return f"{role}: {matrix}"
     if spec.latent is not None or spec.own_attention:
         return "latent attention and a family's own attention are not supported"
-    if spec.moe is not None and not spec.moe.is_plain:
-        return "a router with sigmoid scores, groups, a factor or float32 scores is not supported"
+    if spec.moe is not None and (spec.moe.residual or spec.moe.idle):
+        return (
+            "experts that share their weight with shared ones, or that return their input, are not supported"
+        )
     for role, vector in block.weights.vectors.items():
-        if role in (Role.ATTN_SCALE, Role.MLP_SCALE, Role.LAYER_SCALE, Role.ROUTER_BIAS, Role.ACTIVATION):
+        if role in (Role.LAYER_SCALE, Role.ACTIVATION):
             return f"{role}: it is not supported"
-        reason = refuse_vector(vector, {spec.hidden} if role not in _QK_NORMS else None)
+        reason = refuse_vector(vector, None if role in _OF_OTHER_WIDTHS else {spec.hidden})
         if reason is not None:
             return f"{role}: {reason}"
     for slopes in (block.mask.alibi, block.mask.sinks):
@@ -165,13 +171,19 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         residual_scale=spec.residual_scale,
         clip=spec.clip_qkv or 0.0,
         causal=int(spec.causal),
+        gate=0 if spec.gate is None else GATES[spec.gate.activation],
+        gates_heads=int(spec.gate is not None and spec.gate.per == "head"),
         mask=mask_of(block.mask),
     )
     for role, name in _MATRICES.items():
         if role in block.weights.matrices:
             setattr(struct, name, _matrix(block.weights.matrices[role], memory))
     if spec.moe is not None:
-        struct.moe = ctypes.pointer(_moe(spec.moe, block.weights.matrices, memory))
+        struct.moe = ctypes.pointer(_moe(spec.moe, block, memory))
+    for role, name in _SCALES.items():
+        vector = vectors.get(role)
+        if vector is not None and vector.weight is not None:
+            setattr(struct, name, abi.Scale(address(vector.weight), DTYPES[vector.weight.dtype]))
     for role, name in _NORMS.items():
         setattr(struct, name, norm_of(vectors.get(role), spec.norm))
     if spec.qk_norm is not None:
@@ -199,15 +211,10 @@ def across_of(block: BlockLike, memory: list[Any]) -> abi.Across:
     )
 
 
-def _moe(moe: MoE, matrices: Mapping[Role, Weight], memory: list[Any]) -> abi.Moe:
-    struct = abi.Moe(
-        experts=moe.experts,
-        top_k=moe.top_k,
-        shared=moe.shared,
-        jitter=moe.jitter,
-        scoring=SCORINGS[moe.scoring],
-        normalize=int(moe.normalize),
-    )
+def _moe(moe: MoE, block: BlockLike, memory: list[Any]) -> abi.Moe:
+    matrices, bias = block.weights.matrices, block.weights.vectors.get(Role.ROUTER_BIAS)
+    struct = routing_of(moe, None if bias is None else bias.weight)
+    struct.shared = moe.shared
     for role, name in _SHARED.items():
         if role in matrices:
             setattr(struct, name, _matrix(matrices[role], memory))
@@ -217,6 +224,32 @@ def _moe(moe: MoE, matrices: Mapping[Role, Weight], memory: list[Any]) -> abi.Mo
         setattr(struct, name, ctypes.addressof(memory[-1]))
     memory.append(struct)
     return struct
+
+
+def routing_of(moe: MoE, choice: Tensor | None) -> abi.Moe:
+    """Describe to the library how experts are chosen, without their matrices.
+
+    Args:
+        moe: Scoring and what follows it.
+        choice: `(E,)`, what is added to the scores only to choose the experts; must be kept alive.
+    """
+    ranks_by_choice = choice is not None and moe.scoring in _RANKED_BY_CHOICE
+    return abi.Moe(
+        experts=moe.experts,
+        top_k=moe.top_k,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        choice=address(choice) if ranks_by_choice else None,
+        choice_dtype=DTYPES[choice.dtype] if choice is not None and ranks_by_choice else 0,
+        jitter=moe.jitter,
+        more_sum=moe.more_sum,
+        least_sum=moe.least_sum,
+        factor=moe.factor,
+        scoring=SCORINGS[moe.scoring],
+        normalize=int(moe.normalize),
+        sums_two=int(moe.group_score == "top2"),
+        weighs_input=int(moe.weighs_input),
+    )
 
 
 def _matrix(weight: Weight, memory: list[Any], expert: int | None = None) -> abi.Matrix:

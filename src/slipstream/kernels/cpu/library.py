@@ -45,6 +45,7 @@ _FILE = "_native.so"
 _CALLS = (
     "linear",
     "feed",
+    "experts",
     "draw",
     "norm",
     "attention",

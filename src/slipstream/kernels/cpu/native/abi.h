@@ -14,7 +14,7 @@
 namespace slipstream {
 
 // Incremented with every change of this interface; the loader refuses a library with another number.
-constexpr int32_t kAbi = 22;
+constexpr int32_t kAbi = 23;
 
 enum Dtype : int32_t {
     kFloat32 = 0,
@@ -132,18 +132,41 @@ struct Mask {
 // heads of a token together.
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kWhole = 2 };
 
-enum Scoring : int32_t { kSoftmaxTopk = 0, kTopkSoftmax = 1, kSparsemixer = 2, kScorings = 3 };
+enum Gate : int32_t { kNoGate = 0, kSigmoidGate = 1, kSoftplusGate = 2, kGates = 3 };
+
+enum Scoring : int32_t {
+    kSoftmaxTopk = 0,
+    kTopkSoftmax = 1,
+    kSparsemixer = 2,
+    kSigmoidTopk = 3,
+    kTopkSigmoid = 4,
+    kScorings = 5
+};
 
 // A mixture of experts, as in the Python docstring of `MoE`. A matrix with 0 outputs is absent.
 struct Moe {
     // One per expert: `(F, C)`, or `(2 * F, C)` with gate above up where the block is `gated`, and `(C, F)`.
     const Matrix *experts_in, *experts_out;
     int64_t experts, top_k, shared; // shared: width of the shared experts, which process every token; 0: none
-    float jitter;                   // threshold of kSparsemixer
-    int32_t scoring, normalize, unused; // normalize: kSoftmaxTopk divides the weights by their sum
+    // Experts are chosen from the best `top_groups` of `groups` groups of equal size, whose score is that of
+    // their best expert or, with `sums_two`, the sum of their best two.
+    int64_t groups, top_groups;
+    const void* choice; // `(experts,)`, added to the scores only to choose the experts, or null
+    float jitter;       // threshold of kSparsemixer
+    // The weights are divided by max(their sum + more_sum, least_sum) if `normalize` is set, and multiplied
+    // by `factor`; not with kTopkSoftmax and kSparsemixer.
+    float more_sum, least_sum, factor;
+    int32_t scoring, normalize, sums_two, choice_dtype;
+    int32_t weighs_input, unused; // 1: weights multiply the inputs of the experts, not their outputs
     // `(experts, C)`; like those of an expert, with `shared` in place of F; `(1, C)`, whose sigmoid
     // multiplies the output of the shared experts.
     Matrix router, shared_in, shared_out, shared_gate;
+};
+
+// A factor per channel, `(C,)`; null: none.
+struct Scale {
+    const void* weight;
+    int32_t dtype, unused;
 };
 
 // A block's cross-attention to an encoder's states (M per sequence), between its self-attention and its
@@ -172,9 +195,13 @@ struct Block {
     float residual_scale;     // multiplies the output of attention and feed-forward
     float clip;     // queries, keys and values are clipped to [-clip, clip] before rotation; 0: no clipping
     int32_t causal; // 0: a token also sees later ones; only without a cache
+    // A `Gate` of the attention's output, whose inputs are the last rows of `qkv`: one per channel of the
+    // query heads, or with `gates_heads` one per head.
+    int32_t gate, gates_heads;
     Mask mask;
+    Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
-    Matrix qkv, attn_out;   // `((H + 2 * K) * D, C)`: q, k and v heads; `(C, H * D)`
+    Matrix qkv, attn_out;   // `((H + 2 * K) * D + gate, C)`: q, k and v heads, gate; `(C, H * D)`
     Matrix mlp_in, mlp_out; // not read where `moe` is set
     const Moe* moe;         // replaces the plain feed-forward, or null
     const Across* across;   // or null; not with `parallel`
@@ -220,6 +247,18 @@ struct FeedCall {
     int32_t dtype, activation;
     int32_t gated, gate_last; // gate_last: the first half is up, the second one the gate
     Matrix first, last;       // neither may have input_bits
+};
+
+// The routed experts of a mixture alone: out = the sum over the chosen experts of weight * expert(x).
+struct ExpertsCall {
+    const void* x;         // `(rows, hidden)` contiguous
+    void* out;             // `(rows, hidden)` contiguous, same dtype
+    const float* weights;  // `(rows, top_k)`, or null: the router chooses
+    const int64_t* chosen; // `(rows, top_k)`, with `weights`
+    int64_t rows, hidden, ffn;
+    int32_t dtype, activation;
+    int32_t gated, unused;
+    Moe moe; // `shared` 0; with `weights`, `router` and what belongs to it are not read
 };
 
 // Keys and values of one layer: `(P, Z, K, D)` contiguous, or `(P, K, Z, D)` where `Step::heads_first`. Codes
@@ -345,6 +384,7 @@ SLIPSTREAM_API void slipstream_rouse();
 // complete. The arguments are checked before anything is read through them. Scratch memory is internal.
 SLIPSTREAM_API int32_t slipstream_linear(int32_t isa, int32_t threads, const slipstream::LinearCall* call);
 SLIPSTREAM_API int32_t slipstream_feed(int32_t isa, int32_t threads, const slipstream::FeedCall* call);
+SLIPSTREAM_API int32_t slipstream_experts(int32_t isa, int32_t threads, const slipstream::ExpertsCall* call);
 SLIPSTREAM_API int32_t slipstream_draw(int32_t isa, int32_t threads, const slipstream::DrawCall* call);
 SLIPSTREAM_API int32_t slipstream_norm(int32_t isa, int32_t threads, const slipstream::NormCall* call);
 SLIPSTREAM_API int32_t slipstream_attention(int32_t isa, int32_t threads,

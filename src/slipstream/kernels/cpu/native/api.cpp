@@ -198,6 +198,10 @@ int32_t slipstream_feed(int32_t isa, int32_t threads, const FeedCall* call) {
     return start(isa, threads, call, &Kernels::feed_bytes, &Kernels::feed);
 }
 
+int32_t slipstream_experts(int32_t isa, int32_t threads, const ExpertsCall* call) {
+    return start(isa, threads, call, &Kernels::experts_bytes, &Kernels::experts);
+}
+
 int32_t slipstream_draw(int32_t isa, int32_t threads, const DrawCall* call) {
     return start(isa, threads, call, &Kernels::draw_bytes, &Kernels::draw);
 }

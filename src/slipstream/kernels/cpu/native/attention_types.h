@@ -66,12 +66,13 @@ inline Attention upon_cache(const Heads& heads, const Cache& cache, int32_t dtyp
 }
 
 // Attention within packed sequences without a cache: each row of `qkv` holds a token's query, key and value
-// heads side by side. The caller sets `out` and `pairs`.
-inline Attention within_rows(const Heads& heads, const float* qkv, const Mask& mask, bool causal) {
+// heads side by side, and takes `width` numbers. The caller sets `out` and `pairs`.
+inline Attention within_rows(const Heads& heads, const float* qkv, int64_t width, const Mask& mask,
+                             bool causal) {
     const int64_t q = heads.heads * heads.dim, kv = heads.kv_heads * heads.dim;
     Attention a = {};
     a.heads = heads;
-    a.q = {qkv, kFloat32, 0, q + 2 * kv, heads.dim};
+    a.q = {qkv, kFloat32, 0, width, heads.dim};
     a.k = a.v = a.q;
     a.k.data = qkv + q;
     a.v.data = qkv + q + kv;

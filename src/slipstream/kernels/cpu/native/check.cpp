@@ -68,19 +68,20 @@ Status block(const Block& b, const StackCall& call) {
         return kShape;
     if (!is_activation(b.activation, b.gated))
         return kUnsupported;
-    if (b.qk_norm < kNoQkNorm || b.qk_norm > kWhole)
+    if (b.qk_norm < kNoQkNorm || b.qk_norm > kWhole || b.gate < kNoGate || b.gate >= kGates)
         return kUnsupported;
     if (b.table < -1 || b.table >= call.num_tables)
         return kRange;
     if (b.table >= 0 && 2 * call.tables[b.table].half > b.head_dim)
         return kShape;
     const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim, tokens = call.step.tokens;
-    if (!fits(tokens, b.hidden) || !fits(tokens, b.ffn) || !fits(tokens, q + 2 * kv))
+    const int64_t projected = q + 2 * kv + (!b.gate ? 0 : b.gates_heads ? b.heads : q);
+    if (!fits(tokens, b.hidden) || !fits(tokens, b.ffn) || !fits(tokens, projected))
         return kShape;
-    status = first_of(status, matrix(b.qkv, q + 2 * kv, b.hidden));
+    status = first_of(status, matrix(b.qkv, projected, b.hidden));
     status = first_of(status, matrix(b.attn_out, b.hidden, q));
     if (b.moe) {
-        status = first_of(status, experts(*b.moe, b, call.step.tokens));
+        status = first_of(status, mixture(*b.moe, b, call.step.tokens));
     } else {
         status = first_of(status, matrix(b.mlp_in, b.gated ? 2 * b.ffn : b.ffn, b.hidden));
         status = first_of(status, matrix(b.mlp_out, b.hidden, b.ffn));
@@ -93,6 +94,8 @@ Status block(const Block& b, const StackCall& call) {
         return kUnsupported;
     status = first_of(status, norm(b.q_norm, q, b.qk_norm == kPerHead ? b.head_dim : q));
     status = first_of(status, norm(b.k_norm, kv, b.qk_norm == kPerHead ? b.head_dim : kv));
+    for (const Scale* scale : {&b.attn_scale, &b.mlp_scale})
+        status = first_of(status, optional(scale->weight, scale->dtype));
     if (b.across)
         status = first_of(status, across(*b.across, b, call.step.sequences));
     return first_of(status, mask(b.mask));
@@ -298,6 +301,20 @@ Status check(const FeedCall& call) {
         return kUnsupported;
     Status status = exact_matrix(first, call.gated ? 2 * last.inputs : last.inputs, first.inputs);
     status = first_of(status, exact_matrix(last, last.outputs, last.inputs));
+    return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
+}
+
+Status check(const ExpertsCall& call) {
+    if (!is_size(call.rows) || !is_size(call.hidden) || !is_size(call.ffn) || call.moe.shared)
+        return kShape;
+    if (!is_activation(call.activation, call.gated) || !call.weights != !call.chosen)
+        return kUnsupported;
+    Status status = experts(call.moe, call.hidden, call.ffn, call.gated != 0, call.rows);
+    if (status == kOk)
+        status =
+            call.weights
+                ? chosen(call.weights, call.chosen, call.rows * call.moe.top_k, call.moe.experts)
+                : first_of(choice(call.moe), exact_matrix(call.moe.router, call.moe.experts, call.hidden));
     return first_of(status, first_of(tensor(call.x, call.dtype), tensor(call.out, call.dtype)));
 }
 

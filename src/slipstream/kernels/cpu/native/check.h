@@ -7,6 +7,7 @@ namespace slipstream {
 
 Status check(const LinearCall& call);
 Status check(const FeedCall& call);
+Status check(const ExpertsCall& call);
 Status check(const DrawCall& call);
 Status check(const NormCall& call);
 Status check(const AttentionCall& call);

@@ -259,20 +259,53 @@ Status some_matrix(const Matrix& m, int64_t outputs, int64_t inputs) {
     return m.outputs == 0 ? kOk : exact_matrix(m, outputs, inputs);
 }
 
-Status experts(const Moe& moe, const Block& b, int64_t tokens) {
-    const int64_t inner = b.gated ? 2 : 1;
-    if (!is_size(moe.experts) || !is_size(moe.top_k) || moe.top_k > moe.experts)
-        return kShape;
-    if (!fits(tokens, moe.experts) || !fits(tokens * moe.top_k, b.ffn) || !fits(tokens * moe.top_k, b.hidden))
-        return kShape;
+// How experts are chosen, apart from the router's matrix.
+Status choice(const Moe& moe) {
     if (moe.scoring < 0 || moe.scoring >= kScorings || (moe.scoring == kSparsemixer && moe.top_k != 2))
         return kUnsupported;
+    if (moe.groups < 1 || moe.groups > moe.experts || moe.experts % moe.groups || moe.top_groups < 1)
+        return kShape;
+    if (moe.top_groups < moe.groups) {
+        const int64_t size = moe.experts / moe.groups;
+        if (moe.scoring != kSoftmaxTopk && moe.scoring != kSigmoidTopk)
+            return kUnsupported;
+        if (moe.top_k > moe.top_groups * size || (moe.sums_two && size < 2))
+            return kShape;
+    }
+    return optional(moe.choice, moe.choice_dtype);
+}
+
+// A choice that was made elsewhere.
+Status chosen(const float* weights, const int64_t* experts, int64_t count, int64_t limit) {
+    if (!is_aligned(weights, 4) || !is_aligned(experts, 8))
+        return kAlignment;
+    for (int64_t i = 0; i < count; ++i)
+        if (experts[i] < 0 || experts[i] >= limit)
+            return kRange;
+    return kOk;
+}
+
+// The routed experts, `hidden` to `ffn` and back.
+Status experts(const Moe& moe, int64_t hidden, int64_t ffn, bool gated, int64_t tokens) {
+    const int64_t inner = gated ? 2 : 1;
+    if (!is_size(moe.experts) || !is_size(moe.top_k) || moe.top_k > moe.experts)
+        return kShape;
+    if (!fits(tokens, moe.experts) || !fits(tokens * moe.top_k, ffn) || !fits(tokens * moe.top_k, hidden))
+        return kShape;
     if (!moe.experts_in || !moe.experts_out)
         return kNull;
-    Status status = exact_matrix(moe.router, moe.experts, b.hidden);
+    Status status = kOk;
     for (int64_t e = 0; status == kOk && e < moe.experts; ++e)
-        status = first_of(exact_matrix(moe.experts_in[e], inner * b.ffn, b.hidden),
-                          exact_matrix(moe.experts_out[e], b.hidden, b.ffn));
+        status = first_of(exact_matrix(moe.experts_in[e], inner * ffn, hidden),
+                          exact_matrix(moe.experts_out[e], hidden, ffn));
+    return status;
+}
+
+Status mixture(const Moe& moe, const Block& b, int64_t tokens) {
+    const int64_t inner = b.gated ? 2 : 1;
+    Status status = experts(moe, b.hidden, b.ffn, b.gated != 0, tokens);
+    if (status == kOk)
+        status = first_of(choice(moe), exact_matrix(moe.router, moe.experts, b.hidden));
     if (moe.shared == 0)
         return status != kOk || !moe.shared_gate.outputs ? status : kUnsupported;
     if (!is_size(moe.shared) || !fits(tokens, moe.shared))

@@ -8,6 +8,21 @@
 namespace slipstream {
 namespace {
 
+// Writes the row that an expert gets for a choice.
+inline void copy_input(const Moe& moe, const Routing& routing, int64_t choice, const float* x, int64_t hidden,
+                       float* to) {
+    const float* row = x + choice / moe.top_k * hidden;
+    if (!moe.weighs_input) {
+        std::memcpy(to, row, static_cast<size_t>(hidden) * sizeof(float));
+        return;
+    }
+    const Vec factor = Vec::set(routing.factor_of_input(moe, choice));
+    for (int64_t j = 0; j < hidden; j += Vec::kWidth) {
+        const int64_t n = least(hidden - j, Vec::kWidth);
+        (Vec::load(row + j, n) * factor).store(to + j, n);
+    }
+}
+
 // Computes all experts together. Every expert's output rows are kept until they are summed, in order of a
 // token's choices, best first, independently of the thread.
 class ExpertsTogether {
@@ -30,11 +45,10 @@ public:
              int rank) const {
         const Moe& moe = *b.moe;
         each_one(team, tokens_ * moe.top_k, [&](int64_t i) {
-            const float* row = x + i / moe.top_k * b.hidden;
             const int64_t place = routing.place(i) * b.hidden;
-            std::memcpy(rows_ + place, row, static_cast<size_t>(b.hidden) * sizeof(float));
+            copy_input(moe, routing, i, x, b.hidden, rows_ + place);
             if (Vec::kBf16Dot)
-                copy_row(row, rounded_rows_ + place, b.hidden);
+                copy_row(rows_ + place, rounded_rows_ + place, b.hidden);
         });
         first(b, routing, team, rank);
         second(b, routing, team, rank);
@@ -98,7 +112,7 @@ private:
             Vec total = adds ? Vec::load(out + j, n) * gate : Vec::set(0);
             for (int64_t i = t * moe.top_k; i < (t + 1) * moe.top_k; ++i)
                 total = fma(Vec::load(said_ + routing.place(i) * b.hidden + j, n),
-                            Vec::set(routing.weight(i)), total);
+                            Vec::set(routing.factor_of_output(moe, i)), total);
             total.store(out + j, n);
         }
     }
@@ -154,15 +168,14 @@ private:
         const bool by_panels = feeds_many(feed, count);
         Bf16* rounded = !by_panels && rounds(feed.first, count) ? rounded_rows_ : nullptr;
         each_one(team, count, [&](int64_t r) {
-            const float* row = x + routing.choice(place + r) / moe.top_k * b.hidden;
-            std::memcpy(rows_ + r * b.hidden, row, static_cast<size_t>(b.hidden) * sizeof(float));
+            copy_input(moe, routing, routing.choice(place + r), x, b.hidden, rows_ + r * b.hidden);
             if (rounded)
-                copy_row(row, rounded + r * b.hidden, b.hidden);
+                copy_row(rows_ + r * b.hidden, rounded + r * b.hidden, b.hidden);
         });
         // Add outputs [begin, begin + n) of row r; no other thread adds to them at this time.
         const auto add = [&](int64_t r, int64_t begin, const float* values, int64_t n) {
             const int64_t choice = routing.choice(place + r);
-            const Vec weight = Vec::set(routing.weight(choice));
+            const Vec weight = Vec::set(routing.factor_of_output(moe, choice));
             float* to = out + choice / moe.top_k * b.hidden + begin;
             for (int64_t j = 0; j < n; j += Vec::kWidth) {
                 const int64_t some = least(n - j, Vec::kWidth);
@@ -199,9 +212,8 @@ constexpr int64_t kTokensInTurn = 65;
 
 class Experts {
 public:
-    void take(Scratch& scratch, const StackCall& call, int threads) {
-        tokens_ = call.step.tokens;
-        const MostOfExperts room(call);
+    void take(Scratch& scratch, const MostOfExperts& room, int64_t tokens, int threads) {
+        tokens_ = tokens;
         if (!room.experts)
             return;
         routing_.take(scratch, room, tokens_);
@@ -216,18 +228,81 @@ public:
     // multiplied by it first. `own`: kProductBytes of scratch of this thread, if there are many tokens.
     void run(const Block& b, const float* x, float* out, bool adds, char* own, Team& team, int rank) const {
         routing_.decide(*b.moe, x, team, rank);
+        run_chosen(b, x, out, adds, own, team, rank);
+    }
+
+    // The same with experts that were chosen elsewhere.
+    void run(const Block& b, const float* weights, const int64_t* chosen, const float* x, float* out,
+             char* own, Team& team, int rank) const {
+        routing_.adopt(*b.moe, weights, chosen, team, rank);
+        run_chosen(b, x, out, false, own, team, rank);
+    }
+
+private:
+    void run_chosen(const Block& b, const float* x, float* out, bool adds, char* own, Team& team,
+                    int rank) const {
         if (tokens_ < kTokensInTurn)
             together_.run(b, routing_, x, out, adds, team, rank);
         else
             in_turn_.run(b, routing_, x, out, adds, own, team, rank);
     }
 
-private:
     int64_t tokens_ = 0;
     Routing routing_;
     ExpertsTogether together_;
     ExpertsInTurn in_turn_;
 };
+
+// The experts of a call by themselves.
+class ExpertsAlone {
+public:
+    ExpertsAlone(const ExpertsCall& call, char* base, int threads) : call_(call) {
+        block_.hidden = call.hidden;
+        block_.ffn = call.ffn;
+        block_.activation = call.activation;
+        block_.gated = call.gated;
+        block_.moe = &call.moe;
+        Scratch scratch(base);
+        x_ = scratch.part<float>(call.rows * call.hidden);
+        out_ = scratch.part<float>(call.rows * call.hidden);
+        own_bytes_ = call.rows < kTokensInTurn ? 0 : kProductBytes;
+        own_ = scratch.part<char>(own_bytes_ * threads);
+        experts_.take(scratch, MostOfExperts(block_), call.rows, threads);
+        bytes_ = scratch.used();
+    }
+
+    int64_t bytes() const { return bytes_; }
+
+    void run(Team& team, int rank) const {
+        const int64_t hidden = call_.hidden;
+        char* own = own_ + own_bytes_ * rank;
+        each_one(team, call_.rows,
+                 [&](int64_t r) { read_row(call_.x, call_.dtype, r * hidden, x_ + r * hidden, hidden); });
+        if (call_.weights)
+            experts_.run(block_, call_.weights, call_.chosen, x_, out_, own, team, rank);
+        else
+            experts_.run(block_, x_, out_, false, own, team, rank);
+        each_one(team, call_.rows, [&](int64_t r) {
+            write_row(out_ + r * hidden, call_.out, call_.dtype, r * hidden, hidden);
+        });
+    }
+
+private:
+    const ExpertsCall& call_;
+    Block block_ = {};
+    Experts experts_;
+    float *x_, *out_;
+    char* own_;
+    int64_t own_bytes_, bytes_;
+};
+
+inline int64_t experts_bytes(const ExpertsCall& call, int threads) {
+    return ExpertsAlone(call, nullptr, threads).bytes();
+}
+
+inline void experts(const ExpertsCall& call, char* base, Team& team, int rank) {
+    ExpertsAlone(call, base, team.size()).run(team, rank);
+}
 
 } // namespace
 } // namespace slipstream

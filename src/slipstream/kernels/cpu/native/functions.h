@@ -117,5 +117,26 @@ inline void activate_row(int32_t kind, float* x, const float* up, int64_t n) {
     }
 }
 
+// Multiplies heads by the factors of a gate, which has one input per head or per channel.
+inline void open_heads(int32_t gate, bool per_head, float* x, const float* opening, int64_t heads,
+                       int64_t dim) {
+    const auto factor = [&](Vec v, int64_t n) {
+        if (gate == kSigmoidGate)
+            return sigmoid(v);
+        alignas(64) float values[Vec::kWidth];
+        v.store(values, n);
+        for (int64_t i = 0; i < n; ++i)
+            values[i] = std::fmax(values[i], 0.0f) + std::log1p(std::exp(-std::fabs(values[i])));
+        return Vec::load(values, n);
+    };
+    for (int64_t h = 0; h < heads; ++h)
+        for (int64_t j = 0; j < dim; j += Vec::kWidth) {
+            const int64_t n = least(dim - j, Vec::kWidth);
+            const Vec given = per_head ? Vec::set(opening[h]) : Vec::load(opening + h * dim + j, n);
+            float* at = x + h * dim + j;
+            (Vec::load(at, n) * factor(given, n)).store(at, n);
+        }
+}
+
 } // namespace
 } // namespace slipstream

@@ -11,6 +11,7 @@ struct Kernels {
     // Bytes of scratch that a call needs for a team of `threads`.
     int64_t (*linear_bytes)(const LinearCall&, int threads);
     int64_t (*feed_bytes)(const FeedCall&, int threads);
+    int64_t (*experts_bytes)(const ExpertsCall&, int threads);
     int64_t (*draw_bytes)(const DrawCall&, int threads);
     int64_t (*norm_bytes)(const NormCall&, int threads);
     int64_t (*attention_bytes)(const AttentionCall&, int threads);
@@ -23,6 +24,7 @@ struct Kernels {
     // Run by every thread of a team; `scratch` is shared and aligned to 64 bytes.
     void (*linear)(const LinearCall&, char* scratch, Team&, int rank);
     void (*feed)(const FeedCall&, char* scratch, Team&, int rank);
+    void (*experts)(const ExpertsCall&, char* scratch, Team&, int rank);
     void (*draw)(const DrawCall&, char* scratch, Team&, int rank);
     void (*norm)(const NormCall&, char* scratch, Team&, int rank);
     void (*attention)(const AttentionCall&, char* scratch, Team&, int rank);

@@ -52,41 +52,96 @@ inline void sparsemixer(const float* logits, int64_t n, float jitter, float* clo
     }
 }
 
-// The experts of a token, best first, and their weights; the logits are overwritten.
+inline void sigmoid_row(float* x, int64_t n) {
+    for (int64_t j = 0; j < n; j += Vec::kWidth) {
+        const int64_t count = least(n - j, Vec::kWidth);
+        sigmoid(Vec::load(x + j, count)).store(x + j, count);
+    }
+}
+
+// Sets the scores of all experts outside of the best groups to kNothing; `of_group` has room for a score of
+// each group. Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2, at inference.
+inline void keep_best_groups(const Moe& moe, float* scores, float* of_group) {
+    const int64_t size = moe.experts / moe.groups;
+    for (int64_t g = 0; g < moe.groups; ++g) {
+        float first = kNothing, second = kNothing;
+        for (int64_t j = g * size; j < (g + 1) * size; ++j) {
+            if (scores[j] > first) {
+                second = first;
+                first = scores[j];
+            } else if (scores[j] > second) {
+                second = scores[j];
+            }
+        }
+        of_group[g] = moe.sums_two ? first + second : first;
+    }
+    for (int64_t g = 0; g < moe.groups; ++g) {
+        int64_t better = 0;
+        for (int64_t i = 0; i < moe.groups; ++i)
+            better += of_group[i] > of_group[g] || (of_group[i] == of_group[g] && i < g);
+        for (int64_t j = g * size; better >= moe.top_groups && j < (g + 1) * size; ++j)
+            scores[j] = kNothing;
+    }
+}
+
+// The experts of a token, best first, and their weights; the logits are overwritten. `spare` has room for
+// twice the number of experts.
 inline void route(const Moe& moe, float* logits, float* spare, float* weights, int32_t* chosen) {
+    const int64_t n = moe.experts;
     if (moe.scoring == kSparsemixer) {
-        sparsemixer(logits, moe.experts, moe.jitter, spare, weights, chosen);
+        sparsemixer(logits, n, moe.jitter, spare, weights, chosen);
         return;
     }
     if (moe.scoring == kSoftmaxTopk)
-        softmax_row(logits, moe.experts);
-    float sum = 0.0f;
-    for (int64_t i = 0; i < moe.top_k; ++i) {
-        chosen[i] = static_cast<int32_t>(best_of(logits, moe.experts, chosen, i));
-        weights[i] = logits[chosen[i]];
-        sum += weights[i];
+        softmax_row(logits, n);
+    if (moe.scoring == kSigmoidTopk)
+        sigmoid_row(logits, n);
+    const bool grouped = moe.top_groups < moe.groups;
+    float* ranking = logits;
+    if (moe.choice || grouped) {
+        ranking = spare;
+        std::memcpy(ranking, logits, static_cast<size_t>(n) * sizeof(float));
+        if (moe.choice)
+            shift_row(ranking, moe.choice, moe.choice_dtype, 0, n);
+        if (grouped)
+            keep_best_groups(moe, ranking, spare + n);
     }
-    if (moe.scoring == kTopkSoftmax)
+    for (int64_t i = 0; i < moe.top_k; ++i) {
+        chosen[i] = static_cast<int32_t>(best_of(ranking, n, chosen, i));
+        weights[i] = logits[chosen[i]];
+    }
+    if (moe.scoring == kTopkSoftmax) {
         softmax_row(weights, moe.top_k);
-    else if (moe.normalize)
-        for (int64_t i = 0; i < moe.top_k; ++i)
-            weights[i] /= sum;
+        return;
+    }
+    if (moe.scoring == kTopkSigmoid)
+        sigmoid_row(weights, moe.top_k);
+    float sum = moe.more_sum;
+    for (int64_t i = 0; i < moe.top_k; ++i)
+        sum += weights[i];
+    const float factor =
+        moe.normalize ? moe.factor / (sum < moe.least_sum ? moe.least_sum : sum) : moe.factor;
+    for (int64_t i = 0; i < moe.top_k; ++i)
+        weights[i] *= factor;
 }
 
 // The maximum, over the blocks of a call, of each quantity that determines the experts' scratch.
 struct MostOfExperts {
     explicit MostOfExperts(const StackCall& call) {
-        for (int64_t i = 0; i < call.num_blocks; ++i) {
-            const Block& b = call.blocks[i];
-            if (!b.moe)
-                continue;
-            hidden = most(hidden, b.hidden);
-            ffn = most(ffn, b.ffn);
-            experts = most(experts, b.moe->experts);
-            top_k = most(top_k, b.moe->top_k);
-            rounded = rounded || packs_whole(b.moe->experts_out[0]);
-        }
+        for (int64_t i = 0; i < call.num_blocks; ++i)
+            if (call.blocks[i].moe)
+                include(call.blocks[i]);
     }
+    explicit MostOfExperts(const Block& b) { include(b); }
+
+    void include(const Block& b) {
+        hidden = most(hidden, b.hidden);
+        ffn = most(ffn, b.ffn);
+        experts = most(experts, b.moe->experts);
+        top_k = most(top_k, b.moe->top_k);
+        rounded = rounded || packs_whole(b.moe->experts_out[0]);
+    }
+
     int64_t hidden = 0, ffn = 0, experts = 0, top_k = 0;
     bool rounded = false; // in some block, complete rows are packed for the second matrix
 };
@@ -98,7 +153,7 @@ public:
     void take(Scratch& scratch, const MostOfExperts& most_of, int64_t tokens) {
         tokens_ = tokens;
         logits_ = scratch.part<float>(tokens * most_of.experts);
-        spare_ = scratch.part<float>(tokens * most_of.experts);
+        spare_ = scratch.part<float>(2 * tokens * most_of.experts);
         weights_ = scratch.part<float>(tokens * most_of.top_k);
         gates_ = scratch.part<float>(most_of.top_k ? tokens : 0);
         chosen_ = scratch.part<int32_t>(tokens * most_of.top_k);
@@ -124,7 +179,7 @@ public:
             each(team, tokens_, kRows,
                  [&](int64_t begin, int64_t end) { score(begin, end - begin, 0, moe.experts); });
         each_one(team, tokens_, [&](int64_t t) {
-            route(moe, logits_ + t * moe.experts, spare_ + t * moe.experts, weights_ + t * moe.top_k,
+            route(moe, logits_ + t * moe.experts, spare_ + 2 * t * moe.experts, weights_ + t * moe.top_k,
                   chosen_ + t * moe.top_k);
             if (moe.shared_gate.outputs) {
                 const Operand row = {{x + t * hidden, nullptr, hidden, 1}};
@@ -133,6 +188,18 @@ public:
         });
         if (rank == 0)
             sort(moe);
+        team.meet();
+    }
+
+    // Takes a choice that was made elsewhere, `(T, top_k)` weights and experts.
+    void adopt(const Moe& moe, const float* weights, const int64_t* chosen, Team& team, int rank) const {
+        if (rank == 0) {
+            for (int64_t i = 0; i < tokens_ * moe.top_k; ++i) {
+                weights_[i] = weights[i];
+                chosen_[i] = static_cast<int32_t>(chosen[i]);
+            }
+            sort(moe);
+        }
         team.meet();
     }
 
@@ -145,7 +212,14 @@ public:
 
     int64_t place(int64_t choice) const { return place_[choice]; }
     int64_t choice(int64_t place) const { return choice_[place]; }
-    float weight(int64_t choice) const { return weights_[choice]; }
+
+    // The factors of an expert's input and output for a choice; one of them is 1.
+    float factor_of_input(const Moe& moe, int64_t choice) const {
+        return moe.weighs_input ? weights_[choice] : 1.0f;
+    }
+    float factor_of_output(const Moe& moe, int64_t choice) const {
+        return moe.weighs_input ? 1.0f : weights_[choice];
+    }
 
     // The factor of the shared experts' output.
     Vec gate(const Moe& moe, int64_t token) const {

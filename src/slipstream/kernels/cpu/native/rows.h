@@ -124,6 +124,25 @@ inline void norm_row(const float* x, float* out, int64_t n, const Norm& norm, in
         shift_row(out, norm.bias, norm.bias_dtype, at, n);
 }
 
+// out = residual + factor * scale * branch.
+inline void add_row(float* out, const float* residual, const float* branch, int64_t n, float factor,
+                    const Scale& scale) {
+    const auto sum = [&](auto times) {
+        for (int64_t j = 0; j < n; j += Vec::kWidth) {
+            const int64_t count = least(n - j, Vec::kWidth);
+            fma(Vec::load(branch + j, count), times(j, count), Vec::load(residual + j, count))
+                .store(out + j, count);
+        }
+    };
+    const Vec all = Vec::set(factor);
+    if (!scale.weight)
+        return sum([&](int64_t, int64_t) { return all; });
+    with_dtype(scale.dtype, [&](auto* type) {
+        const auto* weight = static_cast<decltype(type)>(const_cast<void*>(scale.weight));
+        sum([&](int64_t j, int64_t count) { return all * Vec::load(weight + j, count); });
+    });
+}
+
 // Clips a row to [-most, most]. The data is the second operand of min and max, so NaN stays NaN.
 inline void clip_row(float* x, int64_t n, float most) {
     for (int64_t j = 0; j < n; j += Vec::kWidth) {

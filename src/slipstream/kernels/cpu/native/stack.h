@@ -24,10 +24,9 @@ public:
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
             inner = most(inner, feed_of(b).width);
-            if (packs_whole(feed_of(b).last))
-                rounded = most(rounded, feed_of(b).width);
+            rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
             joined = most(joined, b.heads * b.head_dim);
-            qkv = most(qkv, (b.heads + 2 * b.kv_heads) * b.head_dim);
+            qkv = most(qkv, b.qkv.outputs);
             if (replans(i))
                 room_.include(spans(b), heads_of(b), threads);
             if (b.across)
@@ -57,7 +56,7 @@ public:
         own_ = scratch.part<float>(own_floats_ * threads);
         few_.take(scratch, most(hidden, most(joined, inner)), inner, tokens_ < kManyRows ? tokens_ : 0,
                   threads);
-        experts_.take(scratch, call, threads);
+        experts_.take(scratch, MostOfExperts(call), tokens_, threads);
         bytes_ = scratch.used();
     }
 
@@ -176,7 +175,7 @@ private:
     }
 
     void attention(const Block& b, int64_t layer, Team& team, int rank) {
-        const int64_t width = (b.heads + 2 * b.kv_heads) * b.head_dim, joined = b.heads * b.head_dim;
+        const int64_t width = b.qkv.outputs, joined = b.heads * b.head_dim;
         const Rows rows = {normed_, rounds_rows(b.qkv, many(tokens_, b.qkv)) ? rounded_ : nullptr, b.hidden,
                            tokens_};
         project(rows, b.qkv, qkv_, team, rank, follows(b.attn_out, team));
@@ -196,12 +195,19 @@ private:
         const Pages pages = pages_of(call_.step);
         Attention a = call_.caches
                           ? upon_cache(heads_of(b), call_.caches[layer], call_.cache_dtype, pages, b.mask)
-                          : within_rows(heads_of(b), qkv_, b.mask, b.causal != 0);
+                          : within_rows(heads_of(b), qkv_, width, b.mask, b.causal != 0);
         a.q = {qkv_, kFloat32, 0, width, b.head_dim};
         a.out = {joined_, kFloat32, 0, joined, b.head_dim};
-        a.rounded = rounded;
+        a.rounded = b.gate ? nullptr : rounded;
         a.pairs = multiplies_pairs(call_.dtype, call_.caches ? call_.cache_dtype : call_.dtype);
         attend(a, team, rank, room_);
+        if (b.gate)
+            each_one(team, tokens_, [&](int64_t t) {
+                const float* gates = qkv_ + t * width + (b.heads + 2 * b.kv_heads) * b.head_dim;
+                open_heads(b.gate, b.gates_heads, joined_ + t * joined, gates, b.heads, b.head_dim);
+                if (rounded)
+                    copy_row(joined_ + t * joined, rounded + t * joined, joined);
+            });
         const Rows out = {joined_, rounded, joined, tokens_};
         project(out, b.attn_out, attended_, team, rank,
                 b.across ? follows(b.across->q, team) : feed_follows(b, team));
@@ -285,11 +291,11 @@ private:
     void between(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         if (b.post) {
-            add(b, x_ + at, x_ + at, attended_ + at);
+            add(b, x_ + at, x_ + at, attended_ + at, b.attn_scale);
             norm_row(x_ + at, x_ + at, b.hidden, b.attn_norm);
         } else {
             norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
-            add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at);
+            add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at, b.attn_scale);
         }
         if (!b.across)
             return to_feed(b, t);
@@ -362,25 +368,21 @@ private:
     void leave(const Block& b, int64_t t) {
         const int64_t at = t * b.hidden;
         if (b.post) {
-            add(b, x_ + at, x_ + at, fed_ + at);
+            add(b, x_ + at, x_ + at, fed_ + at, b.mlp_scale);
             norm_row(x_ + at, x_ + at, b.hidden, b.mlp_norm);
             return;
         }
         norm_row(fed_ + at, fed_ + at, b.hidden, b.mlp_post_norm);
-        add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, fed_ + at);
+        add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, fed_ + at, b.mlp_scale);
         if (!b.parallel)
             return;
         norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
-        add(b, x_ + at, x_ + at, attended_ + at);
+        add(b, x_ + at, x_ + at, attended_ + at, b.attn_scale);
     }
 
-    // out = residual + scale * branch
-    static void add(const Block& b, float* out, const float* residual, const float* branch) {
-        const Vec scale = Vec::set(b.residual_scale);
-        for (int64_t j = 0; j < b.hidden; j += Vec::kWidth) {
-            const int64_t n = least(b.hidden - j, Vec::kWidth);
-            fma(Vec::load(branch + j, n), scale, Vec::load(residual + j, n)).store(out + j, n);
-        }
+    static void add(const Block& b, float* out, const float* residual, const float* branch,
+                    const Scale& scale) {
+        add_row(out, residual, branch, b.hidden, b.residual_scale, scale);
     }
 
     const StackCall& call_;

@@ -111,10 +111,30 @@ inline void model(const ModelCall& call, char* base, Team& team, int rank) {
 }
 
 constexpr Kernels table() {
-    return {linear_bytes, feed_bytes, draw_bytes, norm_bytes,   attention_bytes, paged_attention_bytes,
-            stack_bytes,  text_bytes, pack_bytes, sketch_bytes, model_bytes,     linear,
-            feed,         draw,       norm,       attention,    paged_attention, stack,
-            text,         pack,       sketch,     model};
+    return {linear_bytes,
+            feed_bytes,
+            experts_bytes,
+            draw_bytes,
+            norm_bytes,
+            attention_bytes,
+            paged_attention_bytes,
+            stack_bytes,
+            text_bytes,
+            pack_bytes,
+            sketch_bytes,
+            model_bytes,
+            linear,
+            feed,
+            experts,
+            draw,
+            norm,
+            attention,
+            paged_attention,
+            stack,
+            text,
+            pack,
+            sketch,
+            model};
 }
 
 } // namespace
