@@ -115,6 +115,9 @@ def test_a_stride_that_no_index_uses_may_be_of_any_size() -> None:
     with FakeTensorMode():  # which has no memory
         several = torch.empty(1 << 32).as_strided((2, 2, 70, 16), (1 << 31, 1120, 16, 1))
         assert "a stride of" in str(refuse_call(several, several, several, None, None))
+        mask = torch.empty(2, 1, 1 << 16, 1 << 16, dtype=torch.bool)
+        short = torch.empty(2, 2, 1 << 16, 16)
+        assert "a stride of" in str(refuse_call(short, short, short, mask, None))
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))

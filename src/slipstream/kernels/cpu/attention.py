@@ -49,10 +49,11 @@ def refuse_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Ten
         return f"q of shape {tuple(q.shape)} does not fit {tuple(k.shape)} and {tuple(v.shape)}"
     if any(
         size > 1 and stride >= _LARGEST
-        for t in (q, k, v)
+        for t in (q, k, v, mask)
+        if t is not None
         for size, stride in zip(t.shape, t.stride(), strict=True)
     ):
-        return f"q, k or v has a stride of {_LARGEST} elements or more"
+        return f"q, k, v or the mask has a stride of {_LARGEST} elements or more"
     if not k.numel() or q.shape[1] % k.shape[1]:
         return f"{q.shape[1]} heads cannot share {k.shape[1]} key heads of {k.shape[2]} keys"
     if sinks is not None and (sinks.dtype not in DTYPES or sinks.numel() != q.shape[1]):
