@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,16 @@ def test_every_instruction_set(name: str, isa: str, dtype: torch.dtype) -> None:
     has_ties = dtype == torch.bfloat16 and any(block.spec.moe is not None for block in rounds.blocks)
     for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
         assert rounds.error(spans, 0.1 if has_ties else 0.0) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+def test_branches_that_share_rows_of_an_odd_width(isa: str) -> None:
+    library(isa)  # or nothing is built for it
+    family, tiny = next(v for v in VARIANTS if v[0].name == "gptj")
+    odd = replace(tiny, options={**tiny.options, "n_embd": 63, "n_head": 3, "n_inner": 64})
+    rounds = Rounds(accepted((family, odd), torch.bfloat16), isa)
+    for spans in (((0, 0, 16),), ((0, 16, 1),)):
+        assert rounds.error(spans) <= TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -356,7 +356,8 @@ private:
             return;
         }
         const bool rounded = rounds(feed.first, tokens_);
-        if (x == entry_ && rounded)
+        // Rows that parallel branches share are rounded already if qkv reads them that way.
+        if (rounded && b.parallel && (x == entry_ || !rounds_rows(b.qkv, many(tokens_, b.qkv))))
             each_one(team, tokens_,
                      [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
         const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
