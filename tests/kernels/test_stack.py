@@ -24,13 +24,13 @@ from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import StackCall
 from slipstream.kernels.cpu.blocks import refuse_block
 from slipstream.kernels.cpu.leases import Turns
-from slipstream.kernels.cpu.library import EMULATED, ISAS, load
+from slipstream.kernels.cpu.library import EMULATED, ISAS, Library, load
 from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.block.block import Block
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame.frame import run_stack
 from slipstream.ops.kv_cache import Int8Cache, read_cache
-from slipstream.ops.step import Step
+from slipstream.ops.step import Packed, Step
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.libraries import library
 
@@ -322,6 +322,24 @@ def test_a_step_that_points_outside_is_refused_before_the_cache_is_touched(round
             rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, tables)
         tensor.copy_(kept)
     assert all(bool(t.isnan().all()) for pair in rounds.caches[1].layers for t in pair)
+
+
+def test_biases_by_distance_cover_tokens_that_are_no_keys(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = rounds.blocks[0].spec
+    bias, own = torch.zeros(spec.heads, 3), Library.run
+
+    def biased(self: Library, name: str, call: StackCall) -> None:
+        call.blocks[0].mask.relative, call.blocks[0].mask.reach = bias.data_ptr(), bias.shape[1]
+        own(self, name, call)
+
+    places = torch.arange(5)
+    packed = Packed(torch.tensor([0, 5], dtype=torch.int32), torch.tensor([3], dtype=torch.int32), places)
+    tables = rounds.runner.frame.angles(places, [block.spec.rope for block in rounds.blocks])
+    monkeypatch.setattr(Library, "run", biased)
+    with pytest.raises(DeviceError, match="outside"):
+        rounds.stack.encode(rounds.blocks[:1], torch.randn(5, spec.hidden), packed, tables)
 
 
 def test_a_layer_that_cannot_be_had_ends_the_call_for_all_threads(

@@ -338,12 +338,16 @@ Status across(const Across& a, const Block& b, int64_t sequences) {
     return kOk;
 }
 
-// No sequence may become longer than a table of biases by distance covers.
+// No sequence may become longer than a table of biases by distance covers. Without caches, fewer tokens of a
+// sequence may be keys than queries.
 Status distances(const StackCall& call, int64_t more) {
+    const Step& s = call.step;
     for (int64_t i = 0; i < call.num_blocks; ++i)
-        for (int64_t n = 0; call.blocks[i].mask.relative && n < call.step.sequences; ++n)
-            if (!call.blocks[i].causal || call.step.kv_lens[n] + more > call.blocks[i].mask.reach)
+        for (int64_t n = 0; call.blocks[i].mask.relative && n < s.sequences; ++n) {
+            const int64_t queries = s.query_starts[n + 1] - s.query_starts[n], keys = s.kv_lens[n] + more;
+            if (!call.blocks[i].causal || (keys > queries ? keys : queries) > call.blocks[i].mask.reach)
                 return kRange;
+        }
     return kOk;
 }
 
