@@ -13,10 +13,11 @@ from slipstream.errors import ConfigError, UnsupportedError, WeightError
 from tests.helpers.models import close, inject, make, prompt
 
 PACKED = {"weight": {"format": "int4"}, "head": "int8"}
+ROUNDING = {"weight": {"format": "int8"}, "activation": {"enabled": True}}
 
 
 @pytest.mark.parametrize("inject_layers", [True, False], ids=["injected", "plain"])
-@pytest.mark.parametrize("quant", [None, PACKED], ids=["plain", "int4"])
+@pytest.mark.parametrize("quant", [None, PACKED, ROUNDING], ids=["plain", "int4", "int8, inputs too"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "bert"])
 def test_an_engine_answers_by_the_checkpoint_that_it_loaded(
     kind: str, quant: Any, inject_layers: bool, tmp_path: Path

@@ -197,7 +197,7 @@ def _fill(weight: Weight, pieces: tuple[Piece, ...], source: Source, written: se
         rows = dense.split([plane.shape[-2] for plane in weight.planes], dim=-2)
         planes: Iterator[Tensor] = iter(rows)
     else:
-        made = (FORMATS | VARIANTS)[weight.format].pack(dense.to(weight.planes[0].device, weight.dtype))
+        made = (FORMATS | VARIANTS)[weight.packed_as].pack(dense.to(weight.planes[0].device, weight.dtype))
         planes = iter(made)
     for plane, new in zip(weight.planes, planes, strict=True):
         plane.copy_(new)
