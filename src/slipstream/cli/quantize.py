@@ -15,7 +15,8 @@ from slipstream.cli.options import Precision, Verbose
 from slipstream.cli.terminal import busy, note, quietly, set_up
 from slipstream.engine.new_folder import free_place
 from slipstream.engine.open import gguf_file, resolve_place
-from slipstream.engine.save import save_packed
+from slipstream.engine.save import COPIED, save_packed
+from slipstream.errors import WeightError, one_line
 from slipstream.weights.gguf import read_tokenizer
 
 __all__ = ["PackedFormat", "quantize"]
@@ -110,7 +111,6 @@ def quantize(
     with busy("finding the model"), quietly(verbose):
         place = resolve_place(source) if file is None else str(file)
     with busy("packing"), TemporaryDirectory() as made:
-        own = Path(place) if Path(place).is_dir() else None
         with quietly(verbose or file is None):
             engine = slipstream.init_inference(
                 place, dtype=packing.dtype.dtype, quant=packing.section(), replace_with_kernel_inject=True
@@ -118,8 +118,24 @@ def quantize(
             if file is not None:
                 own = Path(made)
                 read_tokenizer(file).save_pretrained(own)
+            else:
+                own = Path(place) if Path(place).is_dir() else _from_hub(place)
         save_packed(engine.module, engine.inference_config, destination, tokenizer_from=own)
     for text in engine.report().notes:
         note(f"note: {text}")
     size = sum(file.stat().st_size for file in destination.iterdir())
     note(f"{destination}: {size / 1e6:.1f} MB, {packing.packed.value}")
+
+
+def _from_hub(name: str) -> Path:
+    """Return a folder with the files of tokenizer and processor of a model on the hub.
+
+    Raises:
+        WeightError: They cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[f"{start}*" for start in COPIED]))
+    except OSError as error:
+        raise WeightError(f"the tokenizer of {name} could not be fetched: {one_line(error)}") from error

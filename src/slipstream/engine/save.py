@@ -28,18 +28,32 @@ from slipstream.weights.recipe import scatter
 from slipstream.weights.safe_file import write_safe
 from slipstream.weights.source import ModuleSource
 
-__all__ = ["check_destination", "held_tensors", "save_described", "save_packed"]
+__all__ = ["COPIED", "check_destination", "held_tensors", "save_described", "save_packed"]
 
-_COPIED = (
+COPIED = (
     "tokenizer",
     "special_tokens",
     "added_tokens",
     "vocab",
+    "source",
+    "target",
+    "entity_vocab",
+    "dict",
     "merges",
+    "bpe",
     "chat_template",
+    "sentencepiece",
     "spiece",
+    "spm",
+    "tekken",
+    "normalizer",
+    "emoji",
     "preprocessor",
+    "video_preprocessor",
+    "audio_tokenizer",
+    "processor",
 )
+"""Beginnings of the names of files that transformers' tokenizers and processors read beside the weights."""
 
 
 def held_tensors(model: nn.Module) -> tuple[dict[str, Matrix], dict[str, Tensor]]:
@@ -129,7 +143,7 @@ def _write_packed(
             if getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(folder)  # type: ignore[union-attr, operator]
             for file in sorted(tokenizer_from.iterdir()) if tokenizer_from is not None else ():
-                if file.is_file() and file.name.startswith(_COPIED):
+                if file.is_file() and file.name.startswith(COPIED):
                     shutil.copyfile(file, folder / file.name)
     except OSError as error:
         needed = sum(m.weight.nbytes for m in matrices.values()) + sum(t.nbytes for t in plain.values())
