@@ -13,6 +13,17 @@ struct FeedForward {
     bool gated, gate_last; // gate_last: the gate is the second half of the output of `first`
 };
 
+// The dense feed-forward of all tokens; its width is 0 if the block has only routed experts.
+inline FeedForward feed_of(const Block& b) {
+    const Moe* moe = b.moe;
+    return {moe ? moe->shared_in : b.mlp_in,
+            moe ? moe->shared_out : b.mlp_out,
+            moe ? moe->shared : b.ffn,
+            b.activation,
+            b.gated != 0,
+            false};
+}
+
 // Whether the rows pass through both matrices by panels.
 inline bool feeds_many(const FeedForward& f, int64_t rows) {
     return many(rows, f.first) && many(rows, f.last);

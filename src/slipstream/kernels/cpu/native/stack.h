@@ -5,17 +5,6 @@
 namespace slipstream {
 namespace {
 
-// The dense feed-forward of all tokens; its width is 0 if the block has only routed experts.
-inline FeedForward feed_of(const Block& b) {
-    const Moe* moe = b.moe;
-    return {moe ? moe->shared_in : b.mlp_in,
-            moe ? moe->shared_out : b.mlp_out,
-            moe ? moe->shared : b.ffn,
-            b.activation,
-            b.gated != 0,
-            false};
-}
-
 class Stack {
 public:
     Stack(const StackCall& call, char* base, int threads) : call_(call), tokens_(call.step.tokens) {
