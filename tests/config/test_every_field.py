@@ -288,6 +288,20 @@ def test_a_section_is_a_dictionary(section: str, value: Any) -> None:
         build(section, value)
 
 
+@pytest.mark.parametrize(
+    ("section", "short"),
+    [
+        ("quant", "; or the name of a weight format: int8, int4, "),
+        ("quant.weight", "; or the name of a weight format: int8, int4, "),
+        ("quant.activation", "; or True or False"),
+        ("moe", "; or True or False"),
+    ],
+)
+def test_what_is_short_for_a_section_is_named(section: str, short: str) -> None:
+    with pytest.raises(ConfigError, match=short):
+        build(section, 3)
+
+
 @pytest.mark.parametrize("section", ["", *(name for name in fields() if name not in LEAVES)])
 def test_an_unknown_key_is_named_with_the_nearest_known_one(section: str) -> None:
     prefix = f"{section}." if section else ""

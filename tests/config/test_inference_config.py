@@ -98,6 +98,27 @@ def test_the_nearest_name_may_be_an_alias_or_lie_one_level_down(spelling: str) -
     assert expected in refused(**where)
 
 
+@pytest.mark.parametrize(
+    ("spelling", "meant"),
+    [
+        ("torch_dtype", "dtype"),
+        ("zero_optimization", "zero"),
+        ("quantization", "quant"),
+        ("tensor_parallel_size", "tensor_parallel"),
+        ("checkpoint_dir", "checkpoint_config.checkpoint_dir"),
+    ],
+)
+def test_a_field_is_known_under_what_others_call_it(spelling: str, meant: str) -> None:
+    assert refused(**{spelling: 1}) == f"unknown field '{spelling}'; the nearest known one is '{meant}'"
+
+
+@pytest.mark.parametrize("spelling", ["device", "device_map", "train_batch_size", "rms_norm_eps", "fp16"])
+def test_no_field_is_proposed_for_a_name_unlike_all_of_them(spelling: str) -> None:
+    message = refused(**{spelling: 1})
+    assert message.startswith(f"unknown field '{spelling}', and no field has a similar name; ")
+    assert "default_inference_config" in message
+
+
 def test_a_key_that_is_no_string_is_refused_like_any_unknown_one() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel\.1"):
         InferenceConfig(tensor_parallel={1: 2})
@@ -149,7 +170,9 @@ def test_the_contradictory_fields_are_fine_one_by_one() -> None:
 
 def test_triton_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "slipstream[gpu]" in refused(use_triton=True)
+    message = refused(use_triton=True)
+    assert "slipstream[gpu]" in message
+    assert "not served by this version; leave it out" in message
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert InferenceConfig(use_triton=True).use_triton
 
@@ -157,7 +180,6 @@ def test_triton_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "values",
     [
-        {"triton_autotune": True},
         {"training_mp_size": 2},
         {"base_dir": "weights"},
         {"zero": {"stage": 3}},

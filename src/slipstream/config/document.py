@@ -23,7 +23,8 @@ Generated from `slipstream.config`; a test keeps this page equal to it.
 
 Pass fields to `slipstream.init_inference` as keyword arguments, in a dictionary, in a JSON file or in an
 `InferenceConfig`, by name or by alias. The string `"auto"` means the default. A field that is given twice
-must have the same value in both places. Unknown names are refused, and the error names the nearest known one.
+must have the same value in both places. Unknown names are refused, and the error names the one that was
+probably meant.
 
 What a field does with a value other than its default:
 

@@ -112,9 +112,10 @@ _TOP = {
     ),
     "injection_policy_tuple": _warns("It is internal to DeepSpeed; give injection_policy."),
     "config": _acts(
-        "Its entries override the model's configuration, from which fused layers are built. Modules that "
-        "exist already keep their values, and a fused layer that gives another output because of it is an "
-        "error."
+        "Its entries override the model's configuration, from which fused layers are built. As a keyword "
+        "argument of init_inference it is args, because config is the whole configuration there. Modules "
+        "that exist already keep their values, and a fused layer that gives another output because of it "
+        "is an error."
     ),
     "max_out_tokens": _acts("A request whose prompt and new tokens exceed it is refused before it starts."),
     "min_out_tokens": _acts(

@@ -275,7 +275,10 @@ def _contradictions(config: InferenceConfig) -> Iterator[str]:
             "fused blocks or split as the policy says; drop one of the two"
         )
     if config.use_triton and importlib.util.find_spec("triton") is None:
-        yield "use_triton=True needs Triton, which is not installed; pip install 'slipstream[gpu]'"
+        yield (
+            "use_triton=True: Triton is not installed (pip install 'slipstream[gpu]'), and the field is not "
+            "served by this version; leave it out: Triton kernels are used wherever Triton is found"
+        )
     if config.dtype is torch.int8:
         asked = config.quant.weight_format
         if config.quant.switched_off:
@@ -292,8 +295,6 @@ def _idle(config: InferenceConfig) -> Iterator[str]:
     for path, value in _departures(config):
         if EFFECTS[path].kind == "warns":
             yield f"{path}={value!r} changes nothing. {EFFECTS[path].sentence}"
-    if config.triton_autotune and not config.use_triton:
-        yield "triton_autotune=True changes nothing. It acts only with use_triton=True."
     if config.training_mp_size > 1 and config.checkpoint is None:
         yield f"training_mp_size={config.training_mp_size} changes nothing. It acts only with a checkpoint."
     if config.base_dir and config.checkpoint is None:

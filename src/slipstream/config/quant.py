@@ -6,7 +6,7 @@ the caller set anything in the section and did not switch it off.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -35,6 +35,8 @@ _BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp6": 6, "fp6-e3m2": 6
 
 _FORMATS: dict[int, WeightFormat] = {8: "int8", 4: "int4", 6: "fp6"}
 
+_NAMES = f"the name of a weight format: {', '.join(get_args(WeightFormat))}"
+
 
 class BaseQuantConfig(Section):
     """What weights and activations have in common."""
@@ -49,6 +51,8 @@ class BaseQuantConfig(Section):
 
 class WeightQuantConfig(BaseQuantConfig):
     """How weights are stored; a string such as "int4" is short for `format`."""
+
+    short_form: ClassVar[str] = _NAMES
 
     format: WeightFormat | None = Field(
         default=None, description="weight format by name; None takes it from `num_bits`"
@@ -88,6 +92,8 @@ class WeightQuantConfig(BaseQuantConfig):
 class ActivationQuantConfig(BaseQuantConfig):
     """How inputs of int8, int4 and fp8 linears are quantized; a bool is short for `enabled`."""
 
+    short_form: ClassVar[str] = "True or False"
+
     @classmethod
     def shorthand(cls, value: object) -> object:
         """Expand `quant={"activation": True}`."""
@@ -110,6 +116,8 @@ class QKVQuantConfig(Section):
 
 class QuantizationConfig(Section):
     """What is quantized and how; a string such as "int4" is short for `weight.format`."""
+
+    short_form: ClassVar[str] = _NAMES
 
     enabled: Flag = Field(default=True, description="False switches all of `quant` off")
     activation: ActivationQuantConfig = Field(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -50,6 +50,8 @@ class Section(BaseModel):
     """Fields for which the string "auto" is a value; for all others it means the default."""
     training_only: ClassVar[frozenset[str]] = frozenset()
     """Keys of this section in DeepSpeed that only have a meaning in training."""
+    short_form: ClassVar[str] = ""
+    """What may be given instead of a dictionary, for messages; see `shorthand`."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -165,6 +167,7 @@ def _plain(section: type[Section], name: str, value: object, path: str) -> Any:
         return normalise(nested, value, f"{path}{name}.")
     raise ConfigError(
         f"{path}{name}={_short(value)} must be a dictionary of its fields: {', '.join(nested.model_fields)}"
+        + (f"; or {nested.short_form}" if nested.short_form else "")
     )
 
 
@@ -198,8 +201,19 @@ def _unknown(section: type[Section], path: str, key: object) -> str:
         # A nested field written one level too high is a common slip: tp_size for tensor_parallel.tp_size.
         for inner in _names(nested) if (nested := section_of(section, name)) else ():
             known.setdefault(inner, f"{name}.{inner}")
-    nearest = known[difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]]
-    return f"unknown field {f'{path}{key}'!r}; the nearest known one is {f'{path}{nearest}'!r}"
+    unknown = f"unknown field {f'{path}{key}'!r}"
+    if (near := _nearest(str(key), known)) is None:
+        return (
+            f"{unknown}, and no field has a similar name; slipstream.default_inference_config() has them all"
+        )
+    return f"{unknown}; the nearest known one is {f'{path}{known[near]}'!r}"
+
+
+def _nearest(key: str, known: Iterable[str]) -> str | None:
+    """Return the name that was probably meant, if any: torch_dtype is dtype, zero_optimization is zero."""
+    names = sorted(known, key=len, reverse=True)
+    within = [name for name in names if len(name) > 3 and (key.startswith(name) or key.endswith(name))]
+    return next(iter([*within, *difflib.get_close_matches(key, names, 1, 0.7)]), None)
 
 
 def _names(section: type[Section]) -> dict[str, str]:

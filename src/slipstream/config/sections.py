@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,8 @@ class TensorParallelConfig(Section):
 
 class MoEConfig(Section):
     """Expert parallelism: how experts are spread over ranks; a bool is short for `enabled`."""
+
+    short_form: ClassVar[str] = "True or False"
 
     enabled: Flag = Field(default=True, description="whether experts may be spread over ranks")
     ep_size: Count = Field(default=1, description="number of ranks to spread experts over")
