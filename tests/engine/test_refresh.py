@@ -175,6 +175,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "sparse": (changed(UP, lambda t: t.to_sparse()), r"up_proj\.weight is torch\.sparse_coo"),
     "no tensor": (lambda s: {**s, UP: 3}, r"up_proj\.weight' is a int"),
     "a list": (list, r"state is a list"),
+    "a path": (lambda s: "checkpoint", r"state is a str.*engine\.load_checkpoint"),
 }
 
 

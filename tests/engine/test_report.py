@@ -89,6 +89,8 @@ def test_inspect_takes_a_folder_and_names_what_is_no_model(tmp_path: Path) -> No
     for what in (None, 3, {}):
         with pytest.raises(slipstream.ConfigError, match=f"model is a {type(what).__name__}; it must be"):
             slipstream.inspect(what)  # type: ignore[arg-type]
+    with pytest.raises(slipstream.ConfigError, match="model is the class Linear; it must be"):
+        slipstream.inspect(torch.nn.Linear)  # type: ignore[arg-type]
 
 
 def test_overrides_of_the_config_that_no_layer_reads_stand_in_the_notes() -> None:

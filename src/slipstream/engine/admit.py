@@ -114,9 +114,8 @@ def check_module(model: Any) -> None:
         ConfigError: Naming its type.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; it must be a torch.nn.Module, or the folder of a checkpoint"
-        )
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"model is {what}; it must be a torch.nn.Module, or the folder of a checkpoint")
 
 
 def _check_has_values(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
@@ -124,7 +123,7 @@ def _check_has_values(model: nn.Module, parameters: Mapping[str, Tensor]) -> Non
     if meta:
         raise WeightError(
             f"{len(meta)} of {len(parameters)} parameters are on the meta device and hold no values "
-            f"({meta[0]}, ...); load the weights before init_inference"
+            f"({meta[0]}, ...); name their files with checkpoint=, or load the weights before init_inference"
         )
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
@@ -287,6 +286,8 @@ def check_ids_type(ids: Any) -> None:
         RequestError: Another object, a dtype other than int32 and int64, or a single row without a batch.
     """
     way_out = "give a tensor of int64 of shape (batch, tokens)"
+    if isinstance(ids, Mapping):  # what a tokenizer returns
+        way_out = "unpack it: engine(**inputs), engine.generate(**inputs)"
     if not isinstance(ids, Tensor):
         raise RequestError(f"input_ids is a {type(ids).__name__}; {way_out}")
     if ids.dtype not in (torch.int64, torch.int32):

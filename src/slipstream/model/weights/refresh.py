@@ -65,7 +65,8 @@ def _state_of(state: Any) -> dict[str, Tensor]:
     given = state.state_dict() if isinstance(state, nn.Module) else state
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"state is a {type(state).__name__}; give a state dict (tensors by name) or a torch.nn.Module"
+            f"state is a {type(state).__name__}; give a state dict (tensors by name) or a torch.nn.Module; "
+            "engine.load_checkpoint reads files"
         )
     odd = [name for name, value in given.items() if not isinstance(value, Tensor)]
     if odd:
