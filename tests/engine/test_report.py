@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.kernels.cpu import library
 from tests.helpers.models import inject, make
 
 KEYS = {"level", "device", "notes", "layers"}
@@ -82,6 +83,15 @@ def test_a_setting_without_effect_stands_in_the_notes() -> None:
     assert "note: enable_cuda_graph" in str(report)
 
 
+def test_kernels_that_were_not_built_stand_in_the_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_CPU_ISA", raising=False)
+    monkeypatch.setattr(library, "_find", lambda: "the native library was not built")
+    monkeypatch.setattr(library, "_load", lambda isa: None)
+    report = inject(make("llama")).report()
+    assert any("instead of the engine's kernels" in note and "not built" in note for note in report.notes)
+    assert not inject(make("llama"), replace_with_kernel_inject=False).report().notes
+
+
 def test_inspect_takes_a_folder_and_names_what_is_no_model(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path)
     for place in (tmp_path, str(tmp_path)):
@@ -100,7 +110,7 @@ def test_overrides_of_the_config_that_no_layer_reads_stand_in_the_notes() -> Non
     assert note in str(engine.report())
     fused = inject(make("llama"), args={"rms_norm_eps": 1.0}, injection_check="off")
     assert "but only in fused layers and engine.config" in str(fused.report())
-    assert not inject(make("llama")).report().notes
+    assert "overrides" not in str(inject(make("llama")).report())
 
 
 def test_a_disagreement_by_an_override_names_it() -> None:

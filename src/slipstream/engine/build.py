@@ -43,6 +43,7 @@ from slipstream.kernels import (
     bind_stack,
     kernels_for,
     torch_alone,
+    why_no_kernels,
 )
 from slipstream.model.block.block import Block
 from slipstream.model.convert import convert
@@ -133,7 +134,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
         filling.finish(settings.cast)
     place(model, device, config, not mesh.is_alone or streamer is not None)  # a whole model may not fit
     notes += _warn_of_unmet(model, config, plan, bool(blocks))
-    notes += left_plain(plan.layers, plan.verdicts, settings)
+    notes += [*left_plain(plan.layers, plan.verdicts, settings), *_slow(device, bool(blocks or packed))]
     notes += [] if streamer is None else [streamer.describe()]
     stack = stack_on_lease(_stack(list(blocks.values()), device, mesh), device, streamer)
     encoder = bind_encoder(device, list(blocks.values()), run_stack, stack) if mesh.is_alone else None
@@ -223,6 +224,12 @@ def _warn_of_unmet(model: nn.Module, config: InferenceConfig, plan: _Plan, fused
     for note in unmet:
         warnings.warn(note, UserWarning, stacklevel=5)
     return unmet if getattr(model, "config", None) is None else unmet + unread_entries(config, fused=fused)
+
+
+def _slow(device: Device, changed: bool) -> list[str]:
+    """Return a note if fused layers or packed weights run without kernels."""
+    why = why_no_kernels(device) if changed else None
+    return [] if why is None else [f"plain torch runs instead of the engine's kernels, which is slow: {why}"]
 
 
 def inspect_module(model: nn.Module) -> Report:

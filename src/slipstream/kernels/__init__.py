@@ -10,7 +10,7 @@ from slipstream.devices import Device
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.encoder_decoder import NativeEncoderDecoder
 from slipstream.kernels.cpu.encoder_decoder import bind_encoder_decoder as bind_cpu_encoder_decoder
-from slipstream.kernels.cpu.library import torch_alone
+from slipstream.kernels.cpu.library import load, refuse, torch_alone
 from slipstream.kernels.cpu.memory import PASSES
 from slipstream.kernels.cpu.model import bind_model
 from slipstream.kernels.cpu.pack import bind_pack, bind_pack_into
@@ -29,6 +29,7 @@ __all__ = [
     "bind_stack",
     "kernels_for",
     "torch_alone",
+    "why_no_kernels",
 ]
 
 
@@ -46,6 +47,15 @@ def kernels_for(device: Device) -> tuple[Kernel, ...]:
     from slipstream.kernels import triton
 
     return triton.KERNELS
+
+
+def why_no_kernels(device: Device) -> str | None:
+    """Return why a device that the kernels are for has none, so that plain torch runs; None if it has some."""
+    if device.name == "cpu":
+        return None if load() is not None else refuse("avx2")
+    if device.name == "cuda" and not kernels_for(device):
+        return "Triton is not installed; pip install 'slipstream[gpu]'"
+    return None
 
 
 def bind_stack(device: Device, blocks: Sequence[Any], otherwise: Any) -> Bound:
