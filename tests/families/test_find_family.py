@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from torch import nn
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from slipstream.families import find_family
+from slipstream import families
+from slipstream.families import find_family, gpt2
 
 
 def test_subclass_belongs_to_the_family_of_its_base() -> None:
@@ -24,3 +28,13 @@ def test_common_name_matches_in_its_own_module_only() -> None:
     family = find_family(TransformerBlock)
     assert family is not None
     assert family.name == "distilbert"
+
+
+def test_a_name_or_a_layer_class_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = replace(families.FAMILIES["llama"])
+    monkeypatch.setattr(gpt2, "FAMILY", copied, raising=False)
+    with pytest.raises(ValueError, match="has a second family called 'llama'; rename it"):
+        families._collect()
+    monkeypatch.setitem(families.FAMILIES, "mine", replace(copied, name="mine"))
+    with pytest.raises(ValueError, match="both llama and mine are for the layer class LlamaDecoderLayer"):
+        families._by_layer()

@@ -15,14 +15,24 @@ def _collect() -> dict[str, Family]:
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for family in (*vars(module).get("FAMILIES", ()), *filter(None, [vars(module).get("FAMILY")])):
-            families[family.name] = family
+            if families.setdefault(family.name, family) is not family:
+                raise ValueError(f"{info.name}.py has a second family called {family.name!r}; rename it")
     return families
+
+
+def _by_layer() -> dict[str, Family]:
+    by_layer: dict[str, Family] = {}
+    for family in FAMILIES.values():
+        for layer in family.layers:
+            if (other := by_layer.setdefault(layer, family)) is not family:
+                raise ValueError(f"both {other.name} and {family.name} are for the layer class {layer}")
+    return by_layer
 
 
 FAMILIES: dict[str, Family] = _collect()
 """Every family by name."""
 
-_BY_LAYER: dict[str, Family] = {layer: family for family in FAMILIES.values() for layer in family.layers}
+_BY_LAYER = _by_layer()
 
 
 def find_family(layer_class: type) -> Family | None:
