@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from slipstream.config import InferenceConfig, OffloadParamConfig, ZeroConfig
+from slipstream.config import InferenceConfig, OffloadParamConfig, WeightFormat, ZeroConfig
 from slipstream.errors import ConfigError
 
 FORMATS = ["int8", "int4", "fp8", "fp6", "bf13"]
@@ -153,7 +153,8 @@ def test_quantized_activations_beside_plain_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["int5", "", "INT8", "nf4"])
 def test_an_unknown_format_is_refused_with_the_known_ones(name: str) -> None:
-    known = r"'int8', 'int4', 'fp8', 'fp6', 'fp6-e3m2' or 'bf13'"
+    *first, last = map(repr, get_args(WeightFormat))
+    known = f"{', '.join(first)} or {last}"
     with pytest.raises(ConfigError, match=rf"quant\.weight\.format=.*{known}"):
         InferenceConfig(quant=name)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.errors import DeviceError
 from slipstream.formats import FORMATS, VARIANTS
+from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.abi import LinearCall, Matrix
 from slipstream.kernels.cpu.feed_forward import native_feed_forward
@@ -19,7 +20,9 @@ from slipstream.ops.feed_forward import feed_forward
 from slipstream.ops.linear import Weight
 from tests.helpers.libraries import library
 
-PACKED = {name: f for name, f in (FORMATS | VARIANTS).items() if name != "plain"}
+PACKED = {name: f for name, f in (FORMATS | VARIANTS).items() if name != "plain" and name in abi.FORMATS}
+"""The formats that the library reads; all others are unpacked first."""
+
 ROWS = (*range(1, 34), 37, 44, 47, 48, 50)
 """Rows are taken by themselves, a few together, in lanes of eight and sixteen, and by panels: each number of
 them, and what is left behind sixteen and 32."""
