@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from slipstream.config import InferenceConfig, TensorParallelConfig, default_inference_config, resolve
@@ -170,6 +171,12 @@ def test_a_path_that_is_no_file_s_is_named_as_it_was_given(
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=re.escape(f"config={path!r} ")):
         resolve(path, {})
+
+
+def test_the_models_own_config_is_refused_in_one_line_that_says_where_it_goes() -> None:
+    with pytest.raises(ConfigError, match="is a LlamaConfig .*into the field config.*give a dict") as error:
+        resolve(transformers.LlamaConfig(), {})  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
 
 
 def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
