@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import slipstream
 from slipstream.devices import NullDevice
 from slipstream.errors import ConfigError, DeviceError, UnsupportedError
 from slipstream.model.fused.state import injected_state
-from slipstream.model.streaming.bays import Extent, lay_out
+from slipstream.model.streaming.bays import Extent, Spill, lay_out
 from slipstream.model.streaming.stream import Streamer
 
 LAYERS = 5
@@ -352,3 +353,13 @@ def test_an_engine_that_is_gone_ends_its_thread(folders: dict[str, Path]) -> Non
     gc.collect()
     reader.join(10)
     assert not reader.is_alive()
+
+
+def test_a_file_of_written_weights_is_closed_with_what_wrote_it(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spill = Spill(tmp_path)
+        file = spill._file
+        assert spill.write(torch.ones(3)).begin == 0
+        del spill
+    assert file.closed and not caught

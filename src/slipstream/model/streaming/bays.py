@@ -123,6 +123,8 @@ class Spill:
                 f"cannot create a file for streamed weights in {self._folder}: {error.strerror or error}; "
                 "set zero.offload_param.nvme_path to a folder on a disk with enough space"
             ) from error
+        # Closed with this object, not at exit, when a thread may still read.
+        weakref.finalize(self, self._file.close).atexit = False
 
     def write(self, tensor: Tensor) -> Extent:
         """Append a contiguous tensor.
