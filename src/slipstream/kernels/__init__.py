@@ -50,7 +50,7 @@ def kernels_for(device: Device) -> tuple[Kernel, ...]:
 
 
 def why_no_kernels(device: Device) -> str | None:
-    """Return why a device that the kernels are for has none, so that plain torch runs; None if it has some."""
+    """Return why a device that kernels exist for has none, so that plain torch runs; None otherwise."""
     if device.name == "cpu":
         return None if load() is not None else refuse("avx2")
     if device.name == "cuda" and not kernels_for(device):
