@@ -329,6 +329,17 @@ def test_small_matrices_stay_where_the_threshold_says_so(folders: dict[str, Path
     assert_same(engine_of(folders["llama"]), engine)
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_threshold_above_every_matrix_leaves_nothing_to_stream(
+    folders: dict[str, Path], tmp_path: Path, device: str
+) -> None:
+    where = {"device": device} | ({"nvme_path": str(tmp_path)} if device == "nvme" else {})
+    zero = {**offload(**where), "stage3_param_persistence_threshold": 1_000_000}
+    engine = engine_of(folders["llama"], zero=zero)
+    assert [one.size for one in streamer_of(engine).schedule.layers] == [0] * LAYERS
+    assert_same(engine_of(folders["llama"]), engine)
+
+
 def test_neighbours_in_a_file_are_one_range_of_whole_pages() -> None:
     stored = lay_out([Extent(3, 5000, 100), Extent(3, 5200, 8000), Extent(3, 1 << 20, 64), Extent(4, 0, 1)])
     assert [(one.file, one.begin, one.size) for one in stored.ranges] == [

@@ -170,7 +170,8 @@ class Streamer:
         """
         layers = self.schedule.layers
         count = max(1, min(self.offload.buffers, len(layers)))
-        sizes = [max((one.size for one in layers[place::count]), default=1) for place in range(count)]
+        # At least a byte: a layer whose matrices all stay on the device has nothing to stream.
+        sizes = [max([1, *(one.size for one in layers[place::count])]) for place in range(count)]
         bays = open_bays(sizes, self.device, pinned=self.offload.pinned)
         for index, (views, put) in enumerate(self._put):
             offsets = layers[index].offsets
