@@ -42,12 +42,11 @@ def _fields(config: object) -> Mapping[Any, Any]:
         return config
     if isinstance(config, str | os.PathLike):
         return _read(os.fspath(config))
-    is_models = hasattr(config, "to_dict")
-    hint = " (entries of the model's own config go into the field config)" if is_models else ""
-    raise ConfigError(
-        f"config is a {type(config).__name__}{hint}; give a dictionary, the path of a JSON file or an "
-        "InferenceConfig"
-    )
+    if hasattr(config, "to_dict"):
+        what = f"config is a {type(config).__name__} (entries of the model's config go into the field config)"
+    else:
+        what = f"config={config!r} is a {type(config).__name__}"
+    raise ConfigError(f"{what}; give a dictionary, the path of a JSON file or an InferenceConfig")
 
 
 def _read(path: str) -> Mapping[Any, Any]:
