@@ -449,6 +449,26 @@ def test_a_processor_that_is_set_later_is_served() -> None:
     torch.testing.assert_close(engine(**inputs).sample, model(**inputs).sample.detach(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["trace", "export"])
+def test_what_records_operations_gets_torchs_attention(how: str) -> None:
+    original, engine = unet(), slipstream.init_inference(unet(), **FUSED)
+    first, other = (
+        tuple(
+            torch.randn(s, generator=torch.Generator().manual_seed(seed)) for s in ((2, 4, 8, 8), (2, 7, 32))
+        )
+        for seed in (8, 9)
+    )
+    step = torch.tensor(5)
+    with torch.no_grad():
+        expected = original(other[0], step, other[1]).sample
+        given, inputs = (first[0], step, first[1]), (other[0], step, other[1])
+        if how == "trace":
+            got = torch.jit.trace(engine.module, given, strict=False, check_trace=False)(*inputs)["sample"]
+        else:
+            got = torch.export.export(engine.module, given, strict=False).module()(*inputs).sample
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_pipeline_with_one_bad_component_is_left_as_it_was() -> None:
     broken = unet()
     with torch.no_grad():

@@ -32,6 +32,7 @@ from slipstream.model.fuse import Settings
 from slipstream.model.layers import Found
 from slipstream.model.parts.parts import Part
 from slipstream.model.subclass import namesake
+from slipstream.model.values import wants_operations
 from slipstream.ops.bind import Bound
 
 __all__ = ["AttendPlan", "attends", "plan_attention", "swap_attention", "with_attention"]
@@ -173,7 +174,7 @@ def _attending_class(original: type[nn.Module]) -> type[nn.Module]:
     """Make a subclass of an attention's class in whose forward torch's attention is replaced by the op."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
+        if self.training or torch.compiler.is_compiling() or wants_operations():
             return original.forward(self, *args, **kwargs)
         with _Attend(self.__dict__[_STATE]):
             return original.forward(self, *args, **kwargs)
