@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from slipstream.config import InferenceConfig, resolve
 from slipstream.devices.huge_pages import in_huge_pages
 from slipstream.engine.admit import check_inputs, check_request
 from slipstream.engine.build import build
+from slipstream.engine.class_like import class_like
 from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generation.generate import Loop
 from slipstream.engine.generation.refusals import (
@@ -105,7 +105,7 @@ class InferenceEngine(Weights):
         self._adapters = Adapters(format_named, built.mesh.replica.size)
         self.training = False
         self.module = model
-        self.__class__ = _named_like(type(self), type(model))  # type: ignore[arg-type]
+        self.__class__ = class_like(type(self), type(model))  # type: ignore[arg-type]
         for name, adapter in own.adapters.items():
             self._adapters.add(model, name, adapter)
         self.set_adapter(own.active)
@@ -363,14 +363,6 @@ def _without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-@functools.cache
-def _named_like(engine_class: type[InferenceEngine], model_class: type[nn.Module]) -> type[InferenceEngine]:
-    """Return a subclass named like the model's class: pipelines recognize supported models by class name."""
-    subclass = type(model_class.__name__, (engine_class,), {"__module__": engine_class.__module__})
-    subclass.__qualname__ = f"{engine_class.__qualname__}[{model_class.__qualname__}]"
-    return subclass
 
 
 def _sequences(found: Any) -> Tensor:
