@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers.utils.generic import find_labels
 
+from slipstream.model.fused.state import is_injected
 from tests.helpers.models import inject, left_padded, make, pair
 
 
@@ -43,3 +45,25 @@ def test_a_trainer_evaluates_an_engine(tmp_path: Path) -> None:
         found.append((trainer.evaluate()["eval_loss"], trainer.predict(_Rows()).predictions))
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-4)
     torch.testing.assert_close(*(torch.tensor(logits) for _, logits in found), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
+def test_accelerate_saves_all_of_an_engine(kind: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    two = pair(kind)
+    saved = []
+    for name, model in (("original", two.original), ("engine", two.engine)):
+        accelerate.Accelerator(cpu=True).save_model(model, tmp_path / name)
+        saved.append(load_file(tmp_path / name / "model.safetensors"))
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
+
+
+def test_a_state_dict_has_the_live_tensors_in_storages_of_their_own() -> None:
+    engine = inject(make("bert"))
+    layer = next(module for module in engine.module.modules() if is_injected(module))
+    biases = {name: t for name, t in layer.state_dict().items() if name.endswith("bias")}
+    assert len({t.untyped_storage().data_ptr() for t in biases.values()}) == len(biases)
+    biases["attention.self.key.bias"].fill_(3.0)
+    assert bool((layer.attention.self.key.bias == 3.0).all())
+    assert layer.state_dict(keep_vars=True)["attention.self.key.bias"] is layer.attention.self.key.bias

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from slipstream.errors import UnsupportedError
 from slipstream.model.fused.links import packed_names, restored
@@ -97,11 +98,24 @@ def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def fill_state_dict(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """State-dict hook: insert the released parameters' values under their names."""
+    """State-dict hook: insert the released parameters' values, and give every tensor its own storage."""
     state = injected_state(layer)
     for name, tensor in restored(layer, state.links, lambda: _tensors(layer, state)).items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = tensor
+    if wants_operations():
+        return
+    for one in state.links:
+        if _is_part(part := state_dict.get(prefix + one.name)):
+            # accelerate saves only one of the tensors in a storage, even where they do not overlap.
+            state_dict[prefix + one.name] = from_dlpack(part)
+
+
+def _is_part(tensor: Any) -> TypeGuard[Tensor]:
+    """Whether a state dict's value is a tensor that uses a part of its storage."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter) or tensor.is_meta:
+        return False  # parameters are the live ones: the caller asked for `keep_vars`
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def refuse_load(layer: nn.Module, *args: Any) -> None:
