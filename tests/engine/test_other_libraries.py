@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 from transformers.utils.generic import find_labels
 
+import slipstream
 from slipstream.model.fused.state import is_injected
 from tests.helpers.models import inject, left_padded, make, pair
+
+FUSED = {"dtype": torch.float32, "replace_with_kernel_inject": True}
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
@@ -67,3 +72,19 @@ def test_a_state_dict_has_the_live_tensors_in_storages_of_their_own() -> None:
     biases["attention.self.key.bias"].fill_(3.0)
     assert bool((layer.attention.self.key.bias == 3.0).all())
     assert layer.state_dict(keep_vars=True)["attention.self.key.bias"] is layer.attention.self.key.bias
+
+
+@pytest.mark.filterwarnings("ignore:replace_with_kernel_inject=True replaced nothing")
+def test_a_sequence_of_modules_stays_one() -> None:
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 4, 32, batch_first=True) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.Linear(16, 4)).eval()
+    engine = slipstream.init_inference(copy.deepcopy(model), **FUSED)
+    x = torch.randn(2, 5, 16)
+    assert len(engine) == 4 and list(engine) == list(engine.module) and engine[3] is engine.module[3]
+    with torch.no_grad():
+        torch.testing.assert_close(engine[1](x), model[1](x))
+        torch.testing.assert_close(engine[1:](x), model[1:](x))
+    engine[3] = nn.Identity()
+    assert engine(x).shape == (2, 5, 16)
+    assert not hasattr(inject(make("llama")), "__len__")

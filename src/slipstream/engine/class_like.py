@@ -11,6 +11,9 @@ from torch import nn
 
 __all__ = ["class_like"]
 
+_CONTAINER = ("__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
+"""Methods that Python looks up on the class: those of `nn.Sequential`, from which whole models derive."""
+
 
 @functools.cache
 def class_like(engine_class: type[Any], model_class: type[nn.Module]) -> type[Any]:
@@ -24,11 +27,22 @@ def class_like(engine_class: type[Any], model_class: type[nn.Module]) -> type[An
         model_class: The class of the engine's model.
     """
     own: dict[str, Any] = {"__module__": engine_class.__module__}
+    own |= {name: _of_the_model(name) for name in _CONTAINER if hasattr(model_class, name)}
     if not issubclass(model_class, torch.jit.ScriptModule):  # whose class has no signature
         own["forward"] = _forward(engine_class, inspect.signature(model_class.forward))
     subclass = type(model_class.__name__, (engine_class,), own)
     subclass.__qualname__ = f"{engine_class.__qualname__}[{model_class.__qualname__}]"
     return subclass
+
+
+def _of_the_model(name: str) -> Any:
+    """Return a method that calls the model's method of that name."""
+
+    def method(self: Any, *args: Any) -> Any:
+        return getattr(self.module, name)(*args)
+
+    method.__name__ = name
+    return method
 
 
 def _forward(engine_class: type[Any], signature: inspect.Signature) -> Any:
