@@ -403,3 +403,38 @@ def test_peft_upon_fused_layers_is_told_of_load_adapter(settings: dict[str, Any]
     engine = inject(make("llama"), **settings)
     with pytest.raises(slipstream.UnsupportedError, match="engine.load_adapter for adapters"):
         peft.PeftModel.from_pretrained(engine.module, tmp_path)
+
+
+def test_an_adapter_for_each_row_is_refused_where_it_would_be_ignored() -> None:
+    wrapped = trained(make("llama"), target_modules=["q_proj"])
+    alone = inject(wrapped, replace_with_kernel_inject=False)  # there peft has the call
+    asked = {"input_ids": prompt(2), "adapter_names": ["default", "__base__"]}
+    with torch.no_grad():
+        torch.testing.assert_close(alone(**asked).logits, wrapped(**asked).logits)
+    engine = inject(wrapped)
+    for call in (engine, engine.generate):
+        with pytest.raises(slipstream.RequestError, match="call set_adapter with one of default"):
+            call(**asked)
+
+
+@pytest.mark.parametrize("wrap", ["PeftModel", "adapters within"])
+def test_adapters_that_stay_with_peft_are_changed_by_peft_alone(wrap: str) -> None:
+    base = make("llama")
+    wrapped = trained(base, target_modules=["q_proj"])
+    expected = logits(wrapped)
+    model = wrapped if wrap == "PeftModel" else wrapped.base_model.model
+    engine = inject(model, replace_with_kernel_inject=False)
+    changes: dict[str, Callable[[], Any]] = {
+        "set_adapter": lambda: engine.set_adapter("default"),
+        "merge_adapter": lambda: engine.merge_adapter("default"),
+        "unmerge_adapter": engine.unmerge_adapter,
+        "disable_adapter": lambda: engine.disable_adapter().__enter__(),
+        "delete_adapter": lambda: engine.delete_adapter("default"),
+    }
+    for name, change in changes.items():
+        with pytest.raises(slipstream.UnsupportedError, match=f"{name} is for .* on engine.module"):
+            change()
+    assert torch.equal(logits(engine), expected)
+    if wrap == "PeftModel":
+        with engine.module.disable_adapter():
+            torch.testing.assert_close(logits(engine), logits(base))

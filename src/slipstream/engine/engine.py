@@ -39,7 +39,7 @@ from slipstream.engine.generation.request import (
     unread_cache,
 )
 from slipstream.engine.generation.runner import Runner
-from slipstream.engine.peft_models import unwrapped
+from slipstream.engine.peft_models import keeps_peft, unwrapped
 from slipstream.engine.ranks import taking_part
 from slipstream.engine.save import check_destination, save_described
 from slipstream.engine.settings import format_named
@@ -102,13 +102,14 @@ class InferenceEngine(Weights):
         self._graphs = ForwardGraphs(model, built.device) if captures else None
         self._profile: Profile | None = None
         self._fused = any(map(is_injected, model.modules()))
+        self._keeps_peft = keeps_peft(model)
         self._adapters = Adapters(format_named, built.mesh.replica.size)
         self.training = False
         self.module = model
         self.__class__ = class_like(type(self), type(model))  # type: ignore[arg-type]
         for name, adapter in own.adapters.items():
             self._adapters.add(model, name, adapter)
-        self.set_adapter(own.active)
+        self._activate(own.active)
         if settings.save_mp_checkpoint_path is not None:
             save_described(model, settings, Path(settings.save_mp_checkpoint_path), built.mesh.replica)
 
@@ -173,6 +174,7 @@ class InferenceEngine(Weights):
         """
         if torch.compiler.is_dynamo_compiling() and self._fused:
             return as_it_is(type(self).forward, self, *args, **kwargs)
+        self._refuse_names(kwargs)
         if (answer := self._at_once(args, kwargs)) is not None:
             return answer
         args, kwargs = self._here((args, kwargs))
@@ -209,6 +211,7 @@ class InferenceEngine(Weights):
         """
         if not hasattr(self.module, "generate"):
             raise UnsupportedError(f"{type(self.module).__name__} has no generate; call the engine directly")
+        self._refuse_names(kwargs)
         generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
         args, kwargs = self._here(args), self._here(kwargs)
         with torch.no_grad():

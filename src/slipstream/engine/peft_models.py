@@ -13,7 +13,7 @@ from slipstream.config import InferenceConfig
 from slipstream.errors import UnsupportedError
 from slipstream.weights.lora import Adapter, LowRank, check_kind
 
-__all__ = ["Unwrapped", "unwrapped"]
+__all__ = ["Unwrapped", "keeps_peft", "unwrapped"]
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,22 @@ def unwrapped(model: nn.Module, config: InferenceConfig) -> Iterator[Unwrapped]:
         raise
 
 
+def keeps_peft(model: nn.Module) -> bool:
+    """Whether a model has modules of peft."""
+    return any(map(_is_peft, model.modules()))
+
+
+def _is_peft(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
 def _peft_modules(model: nn.Module) -> dict[str, Any]:
     """Return peft's outermost modules that wrap modules of the model, by path."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in found)
         wraps = hasattr(module, "base_layer") or hasattr(module, "modules_to_save")
-        if wraps and not inside and type(module).__module__.partition(".")[0] == "peft":
+        if wraps and not inside and _is_peft(module):
             found[path] = module
     return found
 
@@ -101,7 +110,7 @@ def _refuse(model: Any, base: nn.Module, layers: Mapping[str, Any], config: Infe
         reason = reason or "adapters cannot stay unmerged on several ranks"
     if config.zero.offload_param.device != "none" or config.checkpoint is not None:
         reason = reason or "weights that are streamed, or read from a checkpoint, cannot have adapters"
-    rest = [m for m in base.modules() if type(m).__module__.partition(".")[0] == "peft"]
+    rest = [m for m in base.modules() if _is_peft(m)]
     inside = {id(part) for layer in layers.values() for part in layer.modules()}
     if any(id(module) not in inside for module in rest):
         reason = reason or "it has modules of peft that are not adapters"

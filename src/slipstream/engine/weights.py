@@ -14,7 +14,7 @@ from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.ranks import agree_on_adapter, agree_on_names, first_writes
 from slipstream.engine.reload import reload
 from slipstream.engine.settings import PASSES, format_named
-from slipstream.errors import ConfigError, UnsupportedError
+from slipstream.errors import ConfigError, RequestError, UnsupportedError
 from slipstream.model.weights.adapters import Adapters
 from slipstream.model.weights.refresh import refresh
 from slipstream.weights.lora import read_adapter
@@ -34,6 +34,7 @@ class Weights(nn.Module):
     _adapters: Adapters
     _built: Built
     _graphs: ForwardGraphs | None
+    _keeps_peft: bool
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own names and values, as if nothing had been fused."""
@@ -109,6 +110,7 @@ class Weights(nn.Module):
                 ranks, an adapter of anything but the matrices of linears.
             ConfigError: Tensors without a configuration.
         """
+        self._refuse_peft("load_adapter")
         read = agree_on_adapter(lambda: read_adapter(adapter, config), self._built.mesh.replica)
         self._adapters.add(self.module, name, read)
 
@@ -123,9 +125,15 @@ class Weights(nn.Module):
         Raises:
             ConfigError: No adapter has this name, or two of them replace one tensor; nothing has changed.
             WeightError: A value is not finite in the engine's dtype; no adapter is active then.
+            UnsupportedError: Nothing is fused or packed, so peft's modules still hold the adapters.
         """
-        agree_on_names(_names(name), self._built.mesh.replica)
-        self._select(_names(name))
+        self._refuse_peft("set_adapter")
+        self._activate(_names(name))
+
+    def _activate(self, names: Sequence[str]) -> None:
+        """Activate adapters instead of the active ones, after all ranks have named the same."""
+        agree_on_names(tuple(names), self._built.mesh.replica)
+        self._select(names)
 
     def merge_adapter(self, name: str | Sequence[str] | None = None) -> None:
         """Merge adapters into the weights, replacing the active ones; the engine is as fast as without any.
@@ -142,6 +150,7 @@ class Weights(nn.Module):
                 ranks; nothing has changed.
             WeightError: The sum is not finite in the engine's dtype; no adapter is active then.
         """
+        self._refuse_peft("merge_adapter")
         names = self._adapters.active if name is None else _names(name)
         if not names:
             raise ConfigError("no adapter is active; name the one to merge")
@@ -149,11 +158,17 @@ class Weights(nn.Module):
 
     def unmerge_adapter(self) -> None:
         """Restore the original weights bit by bit; the adapters stay active, unmerged."""
+        self._refuse_peft("unmerge_adapter")
         self._select(self._adapters.active)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Run the engine without adapters within the context."""
+        """Run the engine without adapters within the context.
+
+        Raises:
+            UnsupportedError: As for `set_adapter`.
+        """
+        self._refuse_peft("disable_adapter")
         with self._without_adapters():
             yield
 
@@ -163,9 +178,32 @@ class Weights(nn.Module):
         Raises:
             ConfigError: No adapter has this name.
         """
+        self._refuse_peft("delete_adapter")
         self._adapters.drop(self.module, name)
         if self._graphs is not None:
             self._graphs.forget()
+
+    def _refuse_peft(self, method: str) -> None:
+        """Refuse to change the engine's adapters where those that the model came with stay peft's."""
+        if self._keeps_peft:
+            raise UnsupportedError(
+                f"{method} is for the engine's own adapters, and nothing of this model is fused or packed, "
+                "so its adapters are still peft's: call peft's methods on engine.module, or build the "
+                "engine with replace_with_kernel_inject=True"
+            )
+
+    def _refuse_names(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call that names an adapter for each row, which the model would ignore.
+
+        Raises:
+            RequestError: The engine has adapters, and `adapter_names` is given.
+        """
+        if kwargs.get("adapter_names") is not None and self._adapters.known:
+            raise RequestError(
+                f"adapter_names={kwargs['adapter_names']!r} asks for an adapter per row, and the engine "
+                "applies its active ones to every row; call set_adapter with one of "
+                f"{', '.join(self._adapters.known)} and then the engine, for each adapter's rows"
+            )
 
     def active_adapters(self) -> list[str]:
         """Return the names of the active adapters."""
