@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from slipstream.families import FAMILIES
@@ -130,3 +131,15 @@ def test_padding_within_the_decoders_prompt_has_the_originals_positions() -> Non
     with steps() as taken:
         assert torch.equal(expected, written(two.engine, options, entry))
     assert not taken
+
+
+@pytest.mark.parametrize("task", [None, "translate"])
+def test_a_decoder_assists_the_whole_model(task: str | None) -> None:
+    original = pair().original
+    torch.manual_seed(1)
+    assistant = transformers.WhisperForCausalLM(copy.deepcopy(original.config)).eval()
+    heard = {name: value[:1] for name, value in _heard(long=False).items()}
+    asked = {"max_new_tokens": 7, "language": "de", "task": task}
+    expected = original.generate(**heard, **asked, assistant_model=copy.deepcopy(assistant))
+    assert torch.equal(original.generate(**heard, **asked, assistant_model=inject(assistant)), expected)
+    assert torch.equal(pair().engine.generate(**heard, **asked, assistant_model=assistant), expected)

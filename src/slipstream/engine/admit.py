@@ -307,8 +307,8 @@ def _check_mask(given: Mapping[str, Any], what: str, batches: set[int], length: 
             f"attention_mask of shape {shape} is {mask.dtype}; with 4 dims it is bool, true where a token is "
             "seen, or has floats to add to the scores: give mask.bool() where it holds ones and zeros"
         )
-    if mask.dim() != 2:
-        return
+    if mask.dim() != 2 or given.get("encoder_outputs") is not None:
+        return  # beside an encoder's output it masks that, or has one column, as transformers' assistants get
     past: Any = given.get("past_key_values")
     if past is not None and not hasattr(past, "get_seq_length"):
         return  # tuples of keys and values, whose layout only the model knows
