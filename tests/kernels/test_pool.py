@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import slipstream
+from slipstream.kernels.cpu import draw
 from slipstream.kernels.cpu import library as native
 from slipstream.kernels.cpu.library import Library, load
 from slipstream.kernels.cpu.linear import native_linear
@@ -143,10 +144,68 @@ child = os.fork()
 if child == 0:
     rest_torch()
     os._exit(0 if float(x.add_(1).sum()) == 1_600_000 else 1)
-raise SystemExit(os.waitpid(child, 0)[1])
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_child_does_not_wait_for_threads_that_torch_had_in_its_parent() -> None:
     subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_waits_for_what_other_threads_hold_for_a_moment() -> None:
+    """In a child nobody would ever give it back: `draw`'s lock, and those of threads that are ending."""
+
+    class Ending:
+        def omp_pause_resource_all(self, kind: int) -> None:
+            hold()
+
+    held, done = threading.Semaphore(0), []
+
+    def hold() -> None:
+        held.release()
+        time.sleep(0.3)
+        done.append(1)
+
+    def draw_holds() -> None:
+        with draw._lock:
+            hold()
+
+    with pytest.MonkeyPatch.context() as patch:
+        native._openmp()  # registers what happens at a fork
+        patch.setattr(native, "_openmp", Ending)
+        for work in (native.rest_torch, draw_holds):
+            done.clear()
+            holder = threading.Thread(target=work)
+            holder.start()
+            held.acquire()
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if done and draw._lock.acquire(blocking=False) else 1)
+            assert os.waitpid(child, 0) == (child, 0)
+            holder.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_child_ends_no_threads_if_its_parent_had_others(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    class Ending:
+        def omp_pause_resource_all(self, kind: int) -> None:
+            ended.append(kind)
+
+    if native._openmp() is None:
+        pytest.skip("torch's OpenMP cannot end its threads")
+    monkeypatch.setattr(native, "_openmp", Ending)
+    monkeypatch.setattr(threading, "active_count", lambda: count)
+    child = os.fork()
+    if child == 0:
+        native.rest_torch()
+        os._exit(0 if bool(ended) is (count == 1) else 1)
+    assert os.waitpid(child, 0) == (child, 0)
+    native.rest_torch()
+    assert ended, "the parent ends threads as before"

@@ -10,6 +10,7 @@ Shapes: as in `ops.draw`; B batch, V vocabulary.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 
@@ -38,7 +39,9 @@ _LEAST = 1 << 18
 """Number of scores below which one thread finishes sooner than another one wakes up."""
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a child would wait forever for a thread that exists only in its parent
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class _Held:

@@ -189,11 +189,21 @@ def rest_torch() -> None:
 
     Source: OpenMP 5.0, section 3.2.43, `omp_pause_resource_all`.
     """
-    if (openmp := _openmp()) is not None:
-        openmp.omp_pause_resource_all(_PAUSE_SOFT)
+    if _may_end.is_set() and (openmp := _openmp()) is not None:
+        with _ending:
+            openmp.omp_pause_resource_all(_PAUSE_SOFT)
 
 
 _PAUSE_SOFT = 1
+_ending = threading.RLock()
+"""Held while threads end, and during a fork: a thread that ends holds a lock of MKL, which a child would
+inherit."""
+
+_may_end = threading.Event()
+_may_end.set()
+"""Cleared in a child that was forked while other threads ran: these may have held that lock for another
+reason, and a thread that ends in the child would wait for it forever."""
+
 _kept = threading.local()
 
 
@@ -244,6 +254,19 @@ def _openmp() -> ctypes.CDLL | None:
         return None
     if library is None or not hasattr(library, "omp_pause_resource_all"):
         return None
-    # After a fork, the child would wait forever for idle threads that exist only in its parent.
-    os.register_at_fork(before=lambda: library.omp_pause_resource_all(_PAUSE_SOFT))
+    are_others = False
+
+    def begin_fork() -> None:
+        nonlocal are_others
+        _ending.acquire()
+        are_others = threading.active_count() > 1
+        # The child would wait forever for idle threads that exist only in its parent.
+        library.omp_pause_resource_all(_PAUSE_SOFT)
+
+    def begin_child() -> None:
+        _ending.release()
+        if are_others:
+            _may_end.clear()
+
+    os.register_at_fork(before=begin_fork, after_in_parent=_ending.release, after_in_child=begin_child)
     return library
