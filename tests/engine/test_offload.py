@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 import warnings
 from pathlib import Path
@@ -231,6 +233,38 @@ def test_threads_wait_for_each_others_layers(folders: dict[str, Path]) -> None:
     for thread in threads:
         thread.join(60)
     assert all(torch.equal(found[place], one) for place, one in enumerate(due))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_waits_for_no_thread_of_its_parent(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt = engine_of(folders["llama"], zero=offload(buffer_count=2)), ids()
+    expected, schedule = engine(prompt).logits, streamer_of(engine).schedule
+    loading, end = threading.Event(), threading.Event()
+
+    def fill(_: Any) -> None:
+        loading.set()
+        end.wait()
+
+    def work() -> None:
+        schedule.acquire(0)  # computes with one layer, while another one is loaded
+        schedule.bays[1].layer = None
+        schedule.acquire(1)
+
+    schedule.close()  # nobody else loads layers
+    with monkeypatch.context() as patch:
+        patch.setattr(schedule.bays[1], "fill", fill)
+        thread = threading.Thread(target=work)
+        thread.start()
+        loading.wait()
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if torch.equal(engine(prompt).logits, expected) else 1)
+    end.set()
+    thread.join()
+    assert os.waitpid(child, 0) == (child, 0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

@@ -193,12 +193,19 @@ class Schedule:
         """Start without layers and bays."""
         self.layers: list[Stored] = []
         self.bays: list[Bay] = []
-        self._changed = threading.Condition()
-        self._fills = threading.Lock()  # one load at a time: loads share a disk and the staging memory
         self._follower: dict[int, int] = {}
         self._last = 0
-        self._reader: threading.Thread | None = None
         self._closed = False
+        self.begin()
+        _SCHEDULES.add(self)
+
+    def begin(self) -> None:
+        """Begin with empty bays and no threads, also in a forked child, which has none of its parent's."""
+        self._changed = threading.Condition()
+        self._fills = threading.Lock()  # one load at a time: loads share a disk and the staging memory
+        self._reader: threading.Thread | None = None
+        for bay in self.bays:
+            bay.layer, bay.filling, bay.users = None, False, 0
 
     def open(self, bays: Sequence[Bay]) -> None:
         """Set the bays; at first, layers are assumed to run in order."""
@@ -248,7 +255,7 @@ class Schedule:
 
     def _leave(self, bay: Bay) -> None:
         with self._changed:
-            bay.users -= 1
+            bay.users = max(bay.users - 1, 0)  # 0: it forked while it computed with the layer
             self._changed.notify_all()
 
     def _fill(self, bay: Bay, layer: int) -> None:
@@ -294,3 +301,15 @@ class Schedule:
             if bay.layer != layer and not bay.filling and not bay.users:
                 return bay, layer
         return None
+
+
+_SCHEDULES: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
+def _begin_child() -> None:
+    for schedule in list(_SCHEDULES):
+        schedule.begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
