@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,16 @@ def test_peeking_does_not_clear(profile: Profile) -> None:
     assert profile.peek_layers() == profile.peek_layers() != {}
     assert len(profile.read_layers()["layer"]) == 1
     assert len(profile.read()) == 1
+
+
+def test_peeking_while_another_thread_times_a_new_name(profile: Profile) -> None:
+    class Spans(list[tuple[float, float]]):
+        def __iter__(self) -> Iterator[tuple[float, float]]:
+            profile._spans["another thread's"] = []
+            return super().__iter__()
+
+    profile._spans["layer"] = Spans([(1.0, 1.5)])
+    assert profile.peek_layers() == {"layer": [500.0]}
 
 
 def test_a_block_that_raises_is_timed_and_the_next_one_is_its_own(profile: Profile) -> None:

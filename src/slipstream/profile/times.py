@@ -68,7 +68,9 @@ class Profile:
 
     def read(self, name: str = _MODEL) -> list[float]:
         """Return the milliseconds of each call under a name since the last reading, and clear them."""
-        spans = self._spans.pop(name, [])
+        return self._milliseconds(self._spans.pop(name, []))
+
+    def _milliseconds(self, spans: list[Any]) -> list[float]:
         if self.events and spans:
             self.device.synchronize()
             return [start.elapsed_time(end) for start, end in spans]
@@ -80,7 +82,5 @@ class Profile:
 
     def peek_layers(self) -> dict[str, list[float]]:
         """Return what `read_layers` does, without clearing."""
-        kept = {name: list(spans) for name, spans in self._spans.items()}
-        times = self.read_layers()
-        self._spans.update({name: spans for name, spans in kept.items() if name != _MODEL})
-        return times
+        known = list(self._spans.items())  # other threads may add names meanwhile
+        return {name: self._milliseconds(list(spans)) for name, spans in known if name != _MODEL}
