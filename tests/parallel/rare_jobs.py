@@ -100,3 +100,16 @@ def _more(name: str, words: Tensor) -> list[dict[str, Tensor]]:
     several = first.clone()
     several[1, 4:6] = 1
     return [{"global_attention_mask": first}, {"global_attention_mask": several}]
+
+
+def gradient(size: int, settings: dict[str, Any]) -> float:
+    """Largest error of the gradient of the inputs."""
+    original = peaked_model(next(variant[1] for variant in VARIANTS if label(variant) == "llama"))
+    engine = split(copy.deepcopy(original), size, **settings)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    found = []
+    for model in (original, engine.module):
+        states = original.get_input_embeddings()(ids).detach().requires_grad_()
+        model(inputs_embeds=states).logits[..., 3].sum().backward()
+        found.append(states.grad)
+    return float((found[0] - found[1]).abs().max())

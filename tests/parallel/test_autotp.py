@@ -157,6 +157,15 @@ def test_a_model_that_cannot_be_run_has_its_rows_joined(pool: Pool, sequential: 
     assert "cannot be run on random input" in row["text"]
 
 
+def test_a_gradient_through_parts_is_refused_and_through_blocks_right(pool: Pool) -> None:
+    """Each rank would take the gradient of its own part for that of the whole layer."""
+    for answer in pool.run("tests.parallel.rare_jobs:gradient", 2, OWN_CODE, ranks=2):
+        assert isinstance(answer, Failed) and answer.kind == "UnsupportedError"
+        assert "gradients of layers that run their own code on 2 ranks are not computed" in answer.message
+    fused = pool.run("tests.parallel.rare_jobs:gradient", 2, {"replace_with_kernel_inject": True}, ranks=2)
+    assert max(results(fused)) <= TOLERANCE
+
+
 def test_a_state_dict_is_not_loaded_into_parts(pool: Pool) -> None:
     for answer in pool.run(f"{JOBS}:written", ranks=2):
         assert isinstance(answer, Failed)

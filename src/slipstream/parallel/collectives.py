@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.errors import DeviceError
+from slipstream.errors import DeviceError, UnsupportedError
 from slipstream.parallel.groups import using
 from slipstream.parallel.mesh import Axis
 from slipstream.spec import Norm
@@ -106,6 +106,8 @@ def all_sum(x: Tensor, axis: Axis) -> Tensor:
     """
     if axis.size == 1:
         return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _without_gradient(lambda part: all_sum(part.clone(), axis), x, axis)
     x = x.contiguous()
     with together(axis, "summed a layer's outputs"):
         dist.all_reduce(x, group=axis.group)
@@ -124,12 +126,36 @@ def gather_last(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
     """Concatenate the ranks' tensors along the last dim: `(..., widths[rank])` to `(..., sum(widths))`."""
     if axis.size == 1:
         return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _without_gradient(lambda part: gather_last(part, axis, widths), x, axis)
     widest = max(widths)
     padded = torch.nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in widths]
     with together(axis, "gathered their parts of the vocabulary or of a layer"):
         dist.all_gather(parts, padded, group=axis.group)
     return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+
+class _Refused(torch.autograd.Function):
+    """A collective operation whose gradient is refused: autograd would take a rank's part for all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], size: int) -> Tensor:  # noqa: D102
+        ctx.size = size
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+        raise UnsupportedError(
+            f"gradients of layers that run their own code on {ctx.size} ranks are not computed; use one "
+            "process, or replace_with_kernel_inject=True, with which each rank runs whole layers for them"
+        )
+
+
+def _without_gradient(run: Callable[[Tensor], Tensor], x: Tensor, axis: Axis) -> Tensor:
+    """Return `run(x)`; a backward pass through it raises an error."""
+    out: Tensor = _Refused.apply(x, run, axis.size)  # type: ignore[no-untyped-call]
+    return out
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
