@@ -5,6 +5,7 @@ Shapes: T packed tokens, C hidden, H heads, D head dim.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,16 +33,15 @@ __all__ = [
     "together",
 ]
 
-_ROLL_CALL = timedelta(seconds=5)
+_ROLL_CALL = 5.0
+"""Seconds in which ranks answer the first one after a failure; all of them notice it at about that time."""
+
 _ROLL_CALL_TAG = 7_000
 _CLOSING = 0.2
 """Seconds within which all connections to a rank that has ended are seen to close."""
 
 _CLOSED = re.compile("closed by peer|reset by peer|Broken pipe")
 """Gloo's errors for a rank that is gone; its errors for connections that it closed itself differ."""
-
-_ABSENT = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-"""Error of torch's `monitored_barrier` on its first rank; other ranks are not told which are absent."""
 
 
 @contextmanager
@@ -71,13 +71,7 @@ def _missing(axis: Axis) -> str:
     if not absent:
         time.sleep(_CLOSING)
         absent = _ended(axis)
-    if not absent:
-        try:
-            dist.monitored_barrier(axis.control, _ROLL_CALL, wait_all_ranks=True)
-        except (RuntimeError, ValueError) as error:
-            found = _ABSENT.search(str(error))
-            places = dist.get_process_group_ranks(axis.control)
-            absent = [] if found is None else [places[int(place)] for place in found[1].split(",")]
+    absent = absent or _silent(axis)
     return f" (no answer from rank {', '.join(map(str, absent))})" if absent else ""
 
 
@@ -89,12 +83,34 @@ def _ended(axis: Axis) -> list[int]:
     absent = []
     for rank in axis.ranks[: axis.rank] + axis.ranks[axis.rank + 1 :]:
         try:
-            dist.isend(
-                torch.zeros(1, dtype=torch.uint8, device="cpu"), rank, axis.control, tag=_ROLL_CALL_TAG
-            )
+            dist.isend(_signal(), rank, axis.control, tag=_ROLL_CALL_TAG)
         except (RuntimeError, ValueError) as error:
             absent += [rank] if _CLOSED.search(str(error)) else []
     return absent
+
+
+def _silent(axis: Axis) -> list[int]:
+    """Ranks that do not answer the axis' first rank; the others answer it and learn nothing themselves.
+
+    Torch's `monitored_barrier` would let them wait for a first rank that hangs as long as for one that loads.
+    """
+    if axis.rank:
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.isend(_signal(), axis.ranks[0], axis.control, tag=_ROLL_CALL_TAG + 1)
+        return []
+    absent, end = [], time.monotonic() + _ROLL_CALL
+    for rank in axis.ranks[1:]:
+        try:
+            work = dist.irecv(_signal(), rank, axis.control, tag=_ROLL_CALL_TAG + 1)
+            if work is not None:
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.01)))
+        except (RuntimeError, ValueError):
+            absent.append(rank)
+    return absent
+
+
+def _signal() -> Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
