@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import slipstream
 from slipstream.model.selfcheck import inputs
@@ -113,3 +113,36 @@ def gradient(size: int, settings: dict[str, Any]) -> float:
         model(inputs_embeds=states).logits[..., 3].sum().backward()
         found.append(states.grad)
     return float((found[0] - found[1]).abs().max())
+
+
+class _Encoder(nn.TransformerEncoderLayer):
+    """Torch's own layer, which reads the tensors of its linears where it can run as one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4, 256, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class _Stack(nn.Module):
+    """A model that nothing is known of, so that its layers cannot be tried out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Encoder() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def read_elsewhere(size: int) -> float:
+    """Error of layers that read what their linears hold, in a model that cannot be run on random input."""
+    torch.manual_seed(0)
+    original = _Stack().eval()
+    engine = split(copy.deepcopy(original), size)
+    x = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        return float((original(x) - engine(x)).abs().max())

@@ -157,6 +157,10 @@ def test_a_model_that_cannot_be_run_has_its_rows_joined(pool: Pool, sequential: 
     assert "cannot be run on random input" in row["text"]
 
 
+def test_linears_whose_tensors_the_layer_reads_stay_whole_where_nothing_can_be_tried(pool: Pool) -> None:
+    assert max(results(pool.run("tests.parallel.rare_jobs:read_elsewhere", 2, ranks=2))) <= TOLERANCE
+
+
 def test_a_gradient_through_parts_is_refused_and_through_blocks_right(pool: Pool) -> None:
     """Each rank would take the gradient of its own part for that of the whole layer."""
     for answer in pool.run("tests.parallel.rare_jobs:gradient", 2, OWN_CODE, ranks=2):

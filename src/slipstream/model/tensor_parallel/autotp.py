@@ -11,6 +11,8 @@ only its part.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
 import logging
 import re
@@ -47,6 +49,9 @@ _SMALL = 1024
 """Matrices with fewer elements than this stay whole: they are not worth the communication."""
 
 _SHARED = ", keys on several ranks"
+
+_OF_LINEARS = frozenset({"weight", "bias", "out_features"})
+"""Attributes of a linear that are others on a rank that has some of its rows."""
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|gating)$")
 _SIBLING = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
@@ -292,10 +297,36 @@ def _with_rest(
 
 
 def _gather_rest(layer: nn.Module, flow: Flow | None, draft: _Draft, sizes: Sizes) -> None:
-    """Cut by rows the linears that are not cut yet; with a flow, only those that were called in it."""
+    """Cut by rows the linears that are not cut yet; with a flow, only those that were called in it.
+
+    Without a flow nothing proves the cut, so linears stay whole whose tensors other code may read.
+    """
     for path, module in layer.named_modules():
-        if path not in draft.split and is_shared_out(path, module, flow, sizes):
+        if path in draft.split or (flow is None and _may_be_read(layer, path)):
+            continue
+        if is_shared_out(path, module, flow, sizes):
             draft.add({path: gathered(module, sizes)}, {path: ("rows, joined", "any linear")})
+
+
+def _may_be_read(layer: nn.Module, path: str) -> bool:
+    """Whether a module around a linear has code that may read its weight, bias or sizes."""
+    parts = path.split(".")
+    around = {type(layer.get_submodule(".".join(parts[:count]))) for count in range(len(parts))}
+    return any(not _OF_LINEARS.isdisjoint(_names_in_forward(kind)) for kind in around)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names that a module's forward uses, and those in methods of its classes that it calls."""
+    own = [one for one in kind.__mro__ if one not in nn.Module.__mro__]
+    names, called = set[str](), ["forward"]
+    while called:
+        name = called.pop()
+        methods = [inspect.unwrap(vars(one)[name]) for one in own if callable(vars(one).get(name))]
+        new = {used for method in methods if hasattr(method, "__code__") for used in method.__code__.co_names}
+        called += new - names
+        names |= new
+    return frozenset(names)
 
 
 def is_shared_out(path: str, module: nn.Module, flow: Flow | None, sizes: Sizes) -> bool:
