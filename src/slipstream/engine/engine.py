@@ -150,6 +150,8 @@ class InferenceEngine(Weights):
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         twin._compiled_call_impl = None  # the compiled callable would run the original engine
+        # It cannot change, and a process group in it cannot be copied.
+        memo[id(self.inference_config)] = self.inference_config
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
