@@ -221,6 +221,9 @@ def disagreeing(size: int, what: str) -> None:
         engine(ids + int(odd))
     elif what == "option":
         engine.generate(ids, max_new_tokens=2 + int(odd))
+    elif what == "settings":
+        engine.generation_config.eos_token_id = 7 if odd else 6
+        engine.generate(ids, max_new_tokens=2)
     elif what == "call":
         _ = engine(ids) if odd else engine.generate(ids, max_new_tokens=2)
 
@@ -432,3 +435,29 @@ def captured(index: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
             expected = original(ids, use_cache=False).logits
             errors.append(float((engine(ids, use_cache=False).logits - expected).abs().max()))
     return {"same": same, "error": max(errors), "captures": len(captures), "text": str(engine.report())}
+
+
+def ended_by_one(size: int, settings: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
+    """Lengths where only the last rank's criterion ends a generation, and where only its time is over."""
+    from transformers.generation.stopping_criteria import MaxTimeCriteria
+
+    engine: Any = split(peaked_model(VARIANTS[LLAMA][1]), size, **settings)
+    last = dist.get_rank() == size - 1
+
+    def over(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((len(ids),), last and ids.shape[1] >= 6)
+
+    given: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, **options}
+    ids = torch.tensor([[5, 6, 7]])
+    by_tokens = engine.generate(ids, stopping_criteria=[over], **given)
+    by_time = engine.generate(ids, stopping_criteria=[MaxTimeCriteria(0.0 if last else 1e6)], **given)
+    return by_tokens.shape[1], by_time.shape[1]
+
+
+def copied(size: int) -> bool:
+    """Whether a copy of an engine chooses the same tokens once the engine is gone."""
+    engine: Any = split(peaked_model(VARIANTS[LLAMA][1]), size, replace_with_kernel_inject=True)
+    ids, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 4, "do_sample": False}
+    due, twin = engine.generate(ids, **options), copy.deepcopy(engine)
+    engine.destroy()
+    return torch.equal(twin.generate(ids, **options), due)

@@ -99,6 +99,11 @@ def test_a_world_larger_than_a_replica_has_several_with_prompts_of_their_own(poo
         ("prompt", "RequestError", "the argument input"),
         ("forward", "RequestError", "the argument 0"),
         ("option", "RequestError", "the argument max_new_tokens (rank 0: 2; rank 1: 2; rank 2: 3)"),
+        (
+            "settings",
+            "RequestError",
+            "the argument generation_config.eos_token_id (rank 0: 6; rank 1: 6; rank 2",
+        ),
         ("call", "RequestError", "the call (rank 0: generate; rank 1: generate; rank 2: forward)"),
     ],
 )
@@ -107,6 +112,20 @@ def test_ranks_that_disagree_all_say_on_what(pool: Pool, what: str, kind: str, m
         assert isinstance(answer, Failed)
         assert answer.kind == kind
         assert match in answer.message
+
+
+@pytest.mark.parametrize("settings", [INJECTED, {}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"do_sample": True}, {"prompt_lookup_num_tokens": 2}]
+)
+def test_what_ends_a_generation_on_one_rank_ends_it_on_all(
+    pool: Pool, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert set(results(pool.run(f"{JOBS}:ended_by_one", 2, settings, options, ranks=2))) == {(6, 4)}
+
+
+def test_a_copy_of_an_engine_with_a_group_of_the_user_works_with_the_same_ranks(pool: Pool) -> None:
+    assert all(results(pool.run(f"{JOBS}:copied", 2, ranks=2)))
 
 
 def test_a_size_that_does_not_divide_the_world_is_refused(pool: Pool) -> None:

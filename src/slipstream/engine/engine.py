@@ -34,11 +34,13 @@ from slipstream.engine.generation.request import (
     by_name,
     by_position,
     move_stop_strings,
+    own_settings,
     read_request,
     repeats_generate,
     unread_cache,
 )
 from slipstream.engine.generation.runner import Runner
+from slipstream.engine.generation.shared_criteria import share_criteria
 from slipstream.engine.peft_models import keeps_peft, unwrapped
 from slipstream.engine.ranks import taking_part
 from slipstream.engine.save import check_destination, save_described
@@ -148,10 +150,10 @@ class InferenceEngine(Weights):
         """Return an independent engine with its own copy of the weights."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        twin._compiled_call_impl = None  # the compiled callable would run the original engine
         # It cannot change, and a process group in it cannot be copied.
         memo[id(self.inference_config)] = self.inference_config
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin._compiled_call_impl = None  # the compiled callable would run the original engine
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -221,6 +223,7 @@ class InferenceEngine(Weights):
                 return generate(*args, **kwargs)
             generate, kwargs = by_position(self.module, len(args)), by_name(self.module, args, kwargs)
             given = {name: value for name, value in kwargs.items() if name != "streamer"}
+            given |= {} if self._built.mesh.is_alone else own_settings(self.module)
             with taking_part(self._built.mesh, self.module, "generate", given) as ranks:
                 return self._generate(generate, kwargs, ranks)
 
@@ -229,6 +232,7 @@ class InferenceEngine(Weights):
         share_random_state(ranks, self._built.device.torch_device)
         request = read_request(self.module, kwargs)
         check_request(self.module, request, kwargs, self.inference_config)
+        kwargs = kwargs if ranks.size == 1 else share_criteria(kwargs, request.config, ranks)
         runner = self._built.runner
         if runner is None or self._why_not_the_engine_road(runner, request, kwargs) is not None:
             output = generate(**kwargs)

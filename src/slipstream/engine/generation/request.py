@@ -23,6 +23,7 @@ __all__ = [
     "cache_matters",
     "longest",
     "move_stop_strings",
+    "own_settings",
     "read_request",
     "repeats_generate",
     "unread_cache",
@@ -166,6 +167,13 @@ def read_request(model: nn.Module, kwargs: Mapping[str, Any]) -> Request:
     if most is not None and config.get_generation_mode(None).value not in BEAMS:  # beams use the config's
         new_tokens = max(most - (1 if encoded else length), 1)
     return Request(prompt, length, new_tokens, encoded, config, inputs)
+
+
+def own_settings(model: Any) -> dict[str, Any]:
+    """Return a model's own generation settings, which apply where a call gives none."""
+    settings = getattr(model, "generation_config", None)
+    own = {} if settings is None else settings.to_dict()
+    return {f"generation_config.{name}": value for name, value in own.items()}
 
 
 def longest(criteria: Iterable[Any]) -> int | None:
