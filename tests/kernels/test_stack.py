@@ -142,14 +142,19 @@ def accepted(
     variant: tuple[Family, Tiny], dtype: torch.dtype, quant: str | dict[str, object] | None = None
 ) -> slipstream.InferenceEngine:
     engine = engine_of(variant[1], dtype, quant)
-    runner = engine._built.runner
-    if runner is None:
-        pytest.skip("has no engine road")
-    reason = next(filter(None, map(refuse_block, runner.blocks)), None)
-    if reason:
-        assert reason.startswith(LEFT_OUT)
+    if reason := refused(engine):
         pytest.skip(reason)
     return engine
+
+
+def refused(engine: slipstream.InferenceEngine) -> str | None:
+    """Why the layers of an engine are left to Python, or None."""
+    runner = engine._built.runner
+    reason = (
+        "has no engine road" if runner is None else next(filter(None, map(refuse_block, runner.blocks)), None)
+    )
+    assert reason is None or runner is None or reason.startswith(LEFT_OUT)
+    return reason
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
@@ -175,7 +180,6 @@ def test_every_family_s_layers(variant: tuple[Family, Tiny]) -> None:
         "gpt_oss",
         "olmo2",
         "mpt",
-        "glm4_moe",
         "afmoe",
         "hrm_text",
     ],
@@ -199,6 +203,18 @@ def test_branches_that_share_rows_of_an_odd_width(isa: str) -> None:
         assert rounds.error(spans) <= TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("name", ["glm4_moe", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "minimax_m2"])
+def test_every_way_to_choose_experts(name: str, isa: str) -> None:
+    # In float32 only: in bfloat16, rounding moves several tokens of a prompt to another group of experts.
+    library(isa)
+    for variant in VARIANTS:
+        if variant[0].name == name and not refused(engine_of(variant[1], torch.float32)):
+            rounds = Rounds(engine_of(variant[1], torch.float32), isa)
+            for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
+                assert rounds.error(spans) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("quant", [name for name in FORMATS if name != "plain" and name in abi.FORMATS])
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
@@ -214,7 +230,7 @@ def test_packed_weights(name: str, isa: str, quant: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("quant", [name for name in FORMATS if name in abi.FORMATS])
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "llama4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_many_tokens_of_experts(name: str, isa: str, quant: str, dtype: torch.dtype) -> None:
     variant = next(v for v in VARIANTS if v[0].name == name)
     rounds = Rounds(accepted(variant, dtype, None if quant == "plain" else quant), isa)

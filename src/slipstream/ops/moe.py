@@ -246,6 +246,7 @@ OP = Op(
         _case("many tokens of each", 300, MoE(4, 2), bias=True, routed=True),
         _case("many tokens of some", 300, MoE(5, 1), activation="swiglu_oai", routed=True),
         _case("weights on what enters", 5, MoE(4, 2, "topk_sigmoid", weighs_input=True)),
+        _case("weights on what enters, many tokens", 80, MoE(4, 2, "topk_sigmoid", weighs_input=True)),
         _case("a sum with something more", 4, MoE(5, 2, "sigmoid", normalize=True, more_sum=0.5)),
         _case(
             "one of three groups, softmax", 5, MoE(6, 2, groups=3, factor=0.5, least_sum=0.25, normalize=True)
