@@ -10,6 +10,7 @@ import torch
 
 import slipstream
 from slipstream.kernels.cpu import library
+from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import inject, make
 
 KEYS = {"level", "device", "notes", "layers"}
@@ -90,6 +91,18 @@ def test_kernels_that_were_not_built_stand_in_the_notes(monkeypatch: pytest.Monk
     report = inject(make("llama")).report()
     assert any("instead of the engine's kernels" in note and "not built" in note for note in report.notes)
     assert not inject(make("llama"), replace_with_kernel_inject=False).report().notes
+
+
+@pytest.mark.skipif(library.load("avx2") is None, reason="the layers are left to torch")
+def test_layers_that_do_not_run_in_one_call_say_why() -> None:
+    def apart(family: str) -> list[str]:
+        _, tiny = next(variant for variant in VARIANTS if variant[0].name == family)
+        notes = inject(peaked_model(tiny)).report().notes
+        return [note for note in notes if note.startswith("the layers of a step run one at a time: ")]
+
+    assert apart("llama") == apart("gpt_oss") == apart("minimax_m2") == []
+    (note,) = apart("deepseek_v2")
+    assert "latent attention" in note
 
 
 def test_inspect_takes_a_folder_and_names_what_is_no_model(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from slipstream.kernels import (
     bind_stack,
     kernels_for,
     torch_alone,
+    why_apart,
     why_no_kernels,
 )
 from slipstream.model.block.block import Block
@@ -146,13 +147,13 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner, road = _runner(model, plan.frame, blocks, stack, frame_ops, config, device, mesh)
     notes += prepare_road(runner, device, config, mesh)
+    if runner is not None and (why := why_apart(device, stack)) is not None:
+        notes.append(f"the layers of a step run one at a time: {why}")
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
     report = summary(device, notes, plan.layers, plan.verdicts, blocks, plan.parts, settings, packed)
     report = report.with_stack(together(blocks, runner, road, encoder))
     report = replace(report, outside=around, split=plan.splitting.rows())
-    if runner is not None and stack.refused:
-        log.info("the layers run one by one: %s", next(iter(stack.refused.values())))
     log.info("%s", report)
     return Built(device, model_config, runner, plan.why_no_frame, report, mesh, small)
 

@@ -29,6 +29,7 @@ __all__ = [
     "bind_stack",
     "kernels_for",
     "torch_alone",
+    "why_apart",
     "why_no_kernels",
 ]
 
@@ -73,6 +74,14 @@ def bind_stack(device: Device, blocks: Sequence[Any], otherwise: Any) -> Bound:
     from slipstream.kernels.triton.stack import bind_stack as bind_triton_stack
 
     return bind_triton_stack(blocks, otherwise)
+
+
+def why_apart(device: Device, stack: Bound) -> str | None:
+    """Return why kernels do not run all layers of a step together; None if they do, or if there are none."""
+    if device.name != "cpu":
+        return stack.refused.get("triton")
+    library = load()
+    return None if library is None else stack.refused.get(f"cpu-{library.isa}")
 
 
 def bind_encoder(device: Device, blocks: Sequence[Any], otherwise: Any, stack: Bound) -> NativeStack | None:
