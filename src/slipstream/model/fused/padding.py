@@ -112,15 +112,26 @@ def _visible(mask: Tensor, *, hidden: bool) -> Tensor | None:
     return visible if bool((visible | (mask <= lowest)).all()) else None
 
 
-@functools.lru_cache(maxsize=2)
+_LONGEST_KEPT = 2048
+"""Tokens up to which a matrix of what sees what is kept between calls: 4 MiB each, 256 MiB at 16,384."""
+
+
 def _causal(length: int, window: int | None) -> Tensor:
-    seen = torch.ones(length, length, dtype=torch.bool, device="cpu").tril()
-    return seen if window is None else seen.triu(1 - window)
+    make = _kept_band if length <= _LONGEST_KEPT else _band
+    return make(length, None if window is None else window - 1, 0)
 
 
-@functools.lru_cache(maxsize=2)
 def _near(length: int, reach: int) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool, device="cpu").tril(reach).triu(-reach)
+    return (_kept_band if length <= _LONGEST_KEPT else _band)(length, reach, reach)
+
+
+def _band(length: int, before: int | None, after: int) -> Tensor:
+    """Which tokens a token sees, `(S, S)` bool: up to `before` earlier and `after` later ones."""
+    seen = torch.ones(length, length, dtype=torch.bool, device="cpu").tril(after)
+    return seen if before is None else seen.triu(-before)
+
+
+_kept_band = functools.lru_cache(maxsize=4)(_band)
 
 
 def _structure(spec: BlockSpec, length: int) -> Tensor | None:
