@@ -100,8 +100,10 @@ def absorbed(
         lowest = torch.finfo(torch.float32).min
         scores = scores.masked_fill(~visible, lowest) if visible.dtype == torch.bool else scores + visible
     out = scores.softmax(-1).to(q.dtype) @ short[:, 0]
-    values: Tensor = (out.transpose(0, 1) @ up_values.mT).transpose(0, 1)
-    return values[:, None]
+    if out.dtype == torch.float32:
+        return (out.transpose(0, 1) @ up_values.mT).transpose(0, 1)[:, None]  # type: ignore[no-any-return]
+    # Transposed in bfloat16, torch takes 2.4 to 4 times as long; in float32 up to half as long.
+    return (up_values @ out.permute(1, 2, 0)).permute(2, 0, 1)[:, None]  # type: ignore[no-any-return]
 
 
 def attend_paged(
