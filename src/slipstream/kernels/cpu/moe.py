@@ -59,7 +59,7 @@ class NativeExperts:
         # Logits in 16 bits are rounded by torch, as the original does it: ties then choose the same experts.
         if isinstance(router, tuple) or not (spec.exact or x.dtype == torch.float32):
             router = chosen_by(x, router, spec, choice)
-        prepared = self._prepared(x, router, experts_in, experts_out, activation, gated=gated)
+        prepared = self._prepared(x, experts_in, experts_out, activation, gated=gated)
         if prepared is not None:
             out = _run(x, router, prepared, spec, activation, gated=gated, choice=choice)
             if out is not None:
@@ -72,7 +72,7 @@ class NativeExperts:
         return mix(x, routed, experts_in, experts_out, spec=spec, feed=feed)
 
     def _prepared(
-        self, x: Tensor, router: Weight | Routed, first: Weight, last: Weight, name: str, *, gated: bool
+        self, x: Tensor, first: Weight, last: Weight, name: str, *, gated: bool
     ) -> _Prepared | None:
         """Return the experts as the library reads them, or None if they run as single products."""
         if (
