@@ -50,7 +50,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 23
+ABI = 24
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -172,6 +172,19 @@ class Across(ctypes.Structure):
     ]
 
 
+class Latent(ctypes.Structure):
+    """A block's latent attention."""
+
+    _fields_: ClassVar[Fields] = [
+        *each(c_void_p, "keys values"),
+        *each(c_int64, "rank plain rotated value"),
+        *each(c_float, "query_scale latent_scale"),
+        *each(c_int32, "apart unused"),
+        *each(Norm, "query_norm norm"),
+        *each(Matrix, "query_down down up"),
+    ]
+
+
 class Block(ctypes.Structure):
     """One transformer block."""
 
@@ -187,6 +200,7 @@ class Block(ctypes.Structure):
         *each(Matrix, "qkv attn_out mlp_in mlp_out"),
         ("moe", POINTER(Moe)),
         ("across", POINTER(Across)),
+        ("latent", POINTER(Latent)),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from slipstream.kernels.cpu.paged_attention import mask_of
 from slipstream.kernels.requirements import BlockLike, VectorLike, WeightsLike
 from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
-from slipstream.spec import MoE, Norm, Role, Rope
+from slipstream.spec import Latent, MoE, Norm, Role, Rope
 
 __all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block", "refuse_vector", "routing_of"]
 
@@ -36,8 +36,11 @@ _NORMS = {
 }
 _QK_NORMS = {Role.Q_NORM: "q_norm", Role.K_NORM: "k_norm"}
 _SCALES = {Role.ATTN_SCALE: "attn_scale", Role.MLP_SCALE: "mlp_scale"}
-_OF_OTHER_WIDTHS = {*_QK_NORMS, Role.SINKS, Role.ROUTER_BIAS}
+_OF_OTHER_WIDTHS = {*_QK_NORMS, Role.SINKS, Role.ROUTER_BIAS, Role.Q_DOWN_NORM, Role.KV_DOWN_NORM}
 """Vectors whose width is not that of the residual stream."""
+
+_MOST_APART = 512
+"""Rotated dims of latent attention whose pairs the library can put apart."""
 
 _RANKED_BY_CHOICE = ("softmax_topk", "sigmoid", "topk_sigmoid")
 """Scorings to which a bias that only chooses is added."""
@@ -52,6 +55,7 @@ _UNKNOWN = (
     "inputs",
     "mixer",
     "sharing",
+    "twice",
     "value_norm",
     "values",
 )
@@ -80,8 +84,10 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         matrix = matrix_of(weight, 0 if len(weight.shape) == 3 else None)
         if isinstance(matrix, str):
             return f"{role}: {matrix}"
-    if spec.latent is not None or spec.own_attention:
-        return "latent attention and a family's own attention are not supported"
+    if spec.own_attention:
+        return "a family's own attention is not supported"
+    if spec.latent is not None and (reason := _refuse_latent(block)):
+        return reason
     if spec.moe is not None and (spec.moe.residual or spec.moe.idle):
         return (
             "experts that share their weight with shared ones, or that return their input, are not supported"
@@ -95,6 +101,23 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
     for slopes in (block.mask.alibi, block.mask.sinks):
         if slopes is not None and slopes.numel() != spec.heads:
             return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
+    return None
+
+
+def _refuse_latent(block: BlockLike) -> str | None:
+    """Return why the library cannot run a block's latent attention, or None if it can."""
+    spec, up = block.spec, block.weights.matrices[Role.KV_UP]
+    others = (spec.gate, spec.qk_norm, spec.clip_qkv, spec.window, spec.softcap, spec.cross)
+    masks = (block.mask.alibi, block.mask.sinks)
+    if any(other is not None for other in (*others, *masks)) or spec.parallel or spec.place == "post":
+        return "latent attention with a gate, norms of heads, a window or biases of scores is not supported"
+    if up.format != "plain" or len(up.planes) != 1 or up.bias is not None:
+        return f"{Role.KV_UP}: only one dense matrix without a bias is supported"
+    latent = spec.latent
+    if latent is None or latent.value_dim > spec.head_dim:
+        return "latent attention whose values are wider than its keys is not supported"
+    if latent.interleaved and (latent.rope_dim % 2 or latent.rope_dim > _MOST_APART):
+        return f"{latent.rope_dim} rotated dims, which are put apart, are more than {_MOST_APART} or odd"
     return None
 
 
@@ -178,6 +201,9 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
     for role, name in _MATRICES.items():
         if role in block.weights.matrices:
             setattr(struct, name, _matrix(block.weights.matrices[role], memory))
+    if spec.latent is not None:
+        struct.qkv = _matrix(block.weights.matrices[Role.Q_UP], memory)
+        struct.latent = ctypes.pointer(_latent(spec.latent, block, memory))
     if spec.moe is not None:
         struct.moe = ctypes.pointer(_moe(spec.moe, block, memory))
     for role, name in _SCALES.items():
@@ -209,6 +235,35 @@ def across_of(block: BlockLike, memory: list[Any]) -> abi.Across:
         out=_matrix(matrices[Role.CROSS_OUT], memory),
         mask=abi.Mask(scale=spec.scale, softcap=spec.softcap or 0.0),
     )
+
+
+def _latent(latent: Latent, block: BlockLike, memory: list[Any]) -> abi.Latent:
+    matrices, vectors = block.weights.matrices, block.weights.vectors
+    struct = abi.Latent(
+        rank=latent.rank,
+        plain=latent.plain_dim,
+        rotated=latent.rope_dim,
+        value=latent.value_dim,
+        query_scale=latent.query_scale,
+        latent_scale=latent.latent_scale,
+        apart=int(latent.interleaved),
+        query_norm=norm_of(vectors.get(Role.Q_DOWN_NORM), latent.norm),
+        norm=norm_of(vectors.get(Role.KV_DOWN_NORM), latent.norm),
+        down=_matrix(matrices[Role.KV_DOWN], memory),
+        up=_matrix(matrices[Role.KV_UP], memory),
+    )
+    if latent.query_rank is not None:
+        struct.query_down = _matrix(matrices[Role.Q_DOWN], memory)
+    up = matrices[Role.KV_UP]
+    both = up.planes[0].unflatten(0, (-1, latent.plain_dim + latent.value_dim))
+    keys, values = both.split((latent.plain_dim, latent.value_dim), dim=1)
+    for name, heads in (("keys", keys.mT), ("values", values)):
+        shape = tuple(heads.shape[1:])
+        each = (_matrix(replace(up, shape=shape, planes=(head,)), memory) for head in heads.unbind(0))
+        memory.append((abi.Matrix * len(heads))(*each))
+        setattr(struct, name, ctypes.addressof(memory[-1]))
+    memory.append(struct)
+    return struct
 
 
 def _moe(moe: MoE, block: BlockLike, memory: list[Any]) -> abi.Moe:

@@ -26,6 +26,7 @@ __all__ = [
     "native_paged_attention",
     "readable",
     "serves",
+    "serves_pair",
     "step_of",
 ]
 
@@ -77,13 +78,40 @@ def readable(cache: CachePart) -> bool:
     return cache.dtype in DTYPES and cache.device.type == "cpu" and cache.is_contiguous()
 
 
+def serves_pair(k: CachePart, v: CachePart, *, adjacent: bool) -> bool:
+    """Whether the library can read a layer's cache.
+
+    Args:
+        k: `(P, Z, K, D)`, or latents `(P, Z, 1, R)`.
+        v: Like `k`, or rotated keys `(P, Z, 1, r)`.
+        adjacent: Both are latent attention's, which must lie side by side in rows `(P, Z, R + r)`.
+    """
+    if not adjacent:
+        return readable(k) and readable(v)
+    if isinstance(k, Int8Cache) or isinstance(v, Int8Cache):
+        return False
+    width = k.shape[3] + v.shape[3]
+    return (
+        k.dtype in DTYPES
+        and k.device.type == "cpu"
+        and k.stride()[:2] == v.stride()[:2] == (k.shape[1] * width, width)
+        and k.stride(3) == v.stride(3) == 1
+        and v.data_ptr() == k.data_ptr() + k.shape[3] * k.itemsize
+    )
+
+
 def cache_dtype(cache: CachePart) -> int:
     """Return the library's number of a readable cache's dtype."""
     return INT8_CODES if isinstance(cache, Int8Cache) else DTYPES[cache.dtype]
 
 
 def cache_of(k: CachePart, v: CachePart) -> abi.Cache:
-    """Describe the cache of one layer to the library; its tensors must be kept alive."""
+    """Describe the cache of one layer to the library; its tensors must be kept alive.
+
+    Latents and rotated keys side by side are one cache, whose start the library is given twice.
+    """
+    if not isinstance(k, Int8Cache) and not k.is_contiguous():
+        return abi.Cache(address(k), address(k))
     (keys, k_scales), (values, v_scales) = (
         (c.codes, c.scales) if isinstance(c, Int8Cache) else (c, None) for c in (k, v)
     )

@@ -20,7 +20,7 @@ from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
 from slipstream.kernels.cpu.dynamic_cache import extended
 from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
-from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, readable, serves, step_of
+from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, serves_pair, step_of
 from slipstream.kernels.cpu.text import NativeText, refuse_text
 from slipstream.kernels.requirements import BlockLike
 from slipstream.ops.bind import Bound
@@ -90,7 +90,7 @@ class NativeStack:
             otherwise: The fallback for steps of many tokens, and for blocks that are no longer accepted.
         """
         self.name = f"cpu-{library.isa}"
-        weight = blocks[0].weights.matrices[Role.QKV]
+        weight = blocks[0].weights.matrices[Role.ATTN_OUT]
         dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
         beside_amx = (
             dtype == torch.bfloat16
@@ -265,7 +265,7 @@ class NativeStack:
             DeviceError: `packed` points outside of `x` or of the tables.
         """
         prepared = self.prepared_for(blocks, x)
-        if prepared is None:
+        if prepared is None or any(block.spec.latent is not None for block in blocks):
             return None
         batch = packed.kv_lens.shape[0]
         kept = extended(blocks, x, batch, older, past)
@@ -373,14 +373,13 @@ def _tables(prepared: Prepared, tables: Tables) -> tuple[list[tuple[Tensor, ...]
 
 
 def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
-    """Whether caches `(P, Z, K, D)`, one pair per block, have a layout that the library reads and writes."""
+    """Whether caches, one pair per block as in `BlockSpec.cached`, have a layout that the library uses."""
+    first = caches[0][0]
     return all(
-        readable(t)
-        and t.dtype == caches[0][0].dtype
-        and t.shape[:2] == caches[0][0].shape[:2]
-        and t.shape[2:] == (block.spec.kv_heads, block.spec.head_dim)
+        serves_pair(*pair, adjacent=block.spec.latent is not None)
+        and all(t.dtype == first.dtype and t.shape[:2] == first.shape[:2] for t in pair)
+        and tuple(tuple(t.shape[2:]) for t in pair) == block.spec.cached
         for block, pair in zip(blocks, caches, strict=True)
-        for t in pair
     )
 
 

@@ -28,7 +28,8 @@ class PagedCache:
 
     Attributes:
         layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s if the
-            dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key.
+            dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key, which are adjacent
+            in memory unless the dtype is int8.
         capacity: Number of blocks.
     """
 
@@ -40,7 +41,7 @@ class PagedCache:
         Raises:
             DeviceError: The device has too little memory.
         """
-        shapes = [shape for spec in specs for shape in spec.cached]
+        shapes = [shape for spec in specs for shape in _shapes(spec, dtype)]
         try:
             # Parts of one shape share one tensor, so that a block is copied in all layers at once.
             rooms = {
@@ -55,7 +56,7 @@ class PagedCache:
             ) from error
         parts = {shape: _parts(room) for shape, room in rooms.items()}
         self.layers: list[tuple[CachePart, CachePart]] = [
-            (next(parts[first]), next(parts[second])) for first, second in (spec.cached for spec in specs)
+            _pair(spec, [next(parts[shape]) for shape in _shapes(spec, dtype)]) for spec in specs
         ]
         self._rooms = [tensor for room in rooms.values() for tensor in tensors_of(room)]
         self.capacity = blocks
@@ -113,6 +114,23 @@ def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:
     scales = 4 if dtype == torch.int8 else 0
     parts = (part for spec in specs for part in spec.cached)
     return sum(heads * (dtype.itemsize * width + scales) for heads, width in parts)
+
+
+def _shapes(spec: BlockSpec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+    """Return heads and width of each tensor of a layer, which has one if both of its parts are adjacent."""
+    (heads, first), (_, second) = spec.cached
+    return spec.cached if spec.latent is None or dtype == torch.int8 else ((heads, first + second),)
+
+
+def _pair(spec: BlockSpec, tensors: Sequence[CachePart]) -> tuple[CachePart, CachePart]:
+    """Return both parts of a layer from its tensors of `_shapes`."""
+    if len(tensors) == 2:
+        return tensors[0], tensors[1]
+    whole = tensors[0]
+    if isinstance(whole, Int8Cache):
+        raise AssertionError("codes have one scale per part, so the parts are not adjacent")
+    first, second = whole.split([width for _, width in spec.cached], dim=-1)
+    return first, second
 
 
 def _room(parts: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:

@@ -77,7 +77,9 @@ class Kept:
 
     def accept(self, spec: BlockSpec, index: int) -> bool:
         """Add a layer; return False if it cannot run together with the others."""
-        older = None if index in self.places or spec.cache_repeated else _older(self.cache, index)
+        # The library keeps latents beside their rotated keys; transformers' caches keep them apart.
+        apart = spec.cache_repeated or spec.latent is not None
+        older = None if index in self.places or apart else _older(self.cache, index)
         if older is None:
             return False
         if self.room is not None and not self._is_as_full(index, older):

@@ -9,203 +9,12 @@
 // written or updated.
 #pragma once
 
-#include <cstdint>
+#include "abi_block.h"
 
 namespace slipstream {
 
 // Incremented with every change of this interface; the loader refuses a library with another number.
-constexpr int32_t kAbi = 23;
-
-enum Dtype : int32_t {
-    kFloat32 = 0,
-    kBfloat16 = 1,
-    kFloat16 = 2,
-    kInt8Codes = 3, // int8 keys and values in a cache, with a float32 scale per token and kv head
-    kBoolean = 4    // masks, one byte per element
-};
-
-enum Status : int32_t {
-    kOk = 0,
-    kNoIsa = 1,      // the instruction set is unknown, or the processor lacks it
-    kNull = 2,       // a required tensor is null
-    kDtype = 3,      // unknown dtype
-    kShape = 4,      // shapes do not match
-    kAlignment = 5,  // a tensor is not aligned to its element size
-    kRange = 6,      // an index (slot, block, start) is out of range
-    kMemory = 7,     // scratch memory could not be allocated
-    kUnsupported = 8 // an option that this version does not support
-};
-
-// A run of consecutive rows of a matrix. Element (o, i) is data[o * stride + i], or data[i * stride + o]
-// where `transposed`: `stride` is the number of elements between rows, or between input columns.
-struct Run {
-    const void* data;
-    int64_t rows, stride;
-    int32_t transposed, unused;
-};
-
-// How a matrix is stored: dense, or packed as shown in the docstring of formats/<name>.py.
-enum Format : int32_t {
-    kPlain = 0,
-    kInt8 = 1,
-    kInt4 = 2,          // with a minimum per group
-    kInt4Symmetric = 3, // without minima
-    kFp8 = 4,           // e4m3
-    kFp6E2m3 = 5,
-    kFp6E3m2 = 6,
-    kBf13 = 7,
-    kFormats = 8
-};
-
-// Planes of a packed matrix, by content. Each plane is contiguous and holds the matrix's rows in order. A row
-// takes the number of bytes given in parentheses, where `padded` is the inputs rounded up to whole groups.
-enum Plane : int32_t {
-    // every format (int8, fp8: inputs; int4, fp6: padded / 2; bf13: padded / 8 * 13); of fp6 the lower four
-    // bits
-    kCodes = 0,
-    kScales = 1,  // int4, fp6: float16 per group, aligned to 2 bytes (2 * groups)
-    kMinima = 2,  // int4 with a minimum: float16 per group, aligned to 2 bytes (2 * groups)
-    kUpper = 3,   // fp6: the upper two bits of each code (padded / 4)
-    kFactors = 4, // every format: float32 per row, aligned to 4 bytes (4)
-    kPlanes = 5
-};
-
-// An `(outputs, inputs)` matrix. A dense matrix consists of one or more runs of rows (such as a model's
-// separate q, k and v), all of one dtype. A packed matrix has planes instead, and `dtype` is the dtype that
-// it would be unpacked to.
-struct Matrix {
-    const Run* runs;  // dense only: `num_runs` runs, whose rows add up to `outputs`
-    const void* bias; // `(outputs,)` or null
-    int64_t num_runs, outputs, inputs;
-    int32_t dtype, bias_dtype;
-    int32_t format, group; // inputs per group: int4 32, 64 or 128; fp6 and bf13 64; otherwise 0
-    // 0, or 8: each input row is rounded to 8 bits first (int8 and int4, up to 65536 inputs)
-    int32_t input_bits;
-    int32_t input_zero;           // 0, or 1: that rounding has a zero point; requires input_bits 8
-    const void* planes[kPlanes];  // packed only; null where the format lacks the plane
-    int64_t plane_bytes[kPlanes]; // must match format, group and shape
-};
-
-enum NormKind : int32_t { kNoNorm = 0, kRms = 1, kLayer = 2 };
-
-// A norm over a vector x, with the mean taken as 0 by kRms; kNoNorm passes its input through:
-// (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (weight + offset) + bias. `count` is the length of both
-// weight and bias. Each may be null; without a weight, its factor is 1, whatever `offset` is.
-struct Norm {
-    const void *weight, *bias;
-    int64_t count;
-    float eps, offset;
-    int32_t kind, weight_dtype, bias_dtype, unused;
-};
-
-enum Activation : int32_t {
-    kGelu = 0,
-    kGeluTanh = 1,
-    kQuickGelu = 2,
-    kSilu = 3,
-    kRelu = 4,
-    kRelu2 = 5,
-    kRelu6 = 6,
-    kLeakyRelu = 7,
-    kMish = 8,
-    kTanh = 9,
-    kSigmoid = 10,
-    kLinear = 11,
-    kSwigluOai = 12, // gated feed-forwards only
-    kActivations = 13
-};
-
-// What decides, besides causality, which keys a query attends to and with which scores.
-struct Mask {
-    const float* alibi;   // `(H,)` slopes, times (key position - query position), or null
-    const void* sinks;    // `(H,)` logits that take part in the softmax without a value, or null
-    float scale, softcap; // softcap 0: none
-    // 0: none; causal: number of tokens seen, including the query's own; otherwise window / 2 on either side
-    int32_t window;
-    int32_t sinks_dtype;
-    // `(H, reach)` or null: bias by the distance between query and key (query position - key position)
-    const float* relative;
-    int64_t reach; // columns of `relative`; no sequence may be longer
-};
-
-// Over what queries and keys are normalized: each head, with a weight `(D,)` for all or `(H * D,)`; or all
-// heads of a token together.
-enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kWhole = 2 };
-
-enum Gate : int32_t { kNoGate = 0, kSigmoidGate = 1, kSoftplusGate = 2, kGates = 3 };
-
-enum Scoring : int32_t {
-    kSoftmaxTopk = 0,
-    kTopkSoftmax = 1,
-    kSparsemixer = 2,
-    kSigmoidTopk = 3,
-    kTopkSigmoid = 4,
-    kScorings = 5
-};
-
-// A mixture of experts, as in the Python docstring of `MoE`. A matrix with 0 outputs is absent.
-struct Moe {
-    // One per expert: `(F, C)`, or `(2 * F, C)` with gate above up where the block is `gated`, and `(C, F)`.
-    const Matrix *experts_in, *experts_out;
-    int64_t experts, top_k, shared; // shared: width of the shared experts, which process every token; 0: none
-    // Experts are chosen from the best `top_groups` of `groups` groups of equal size, whose score is that of
-    // their best expert or, with `sums_two`, the sum of their best two.
-    int64_t groups, top_groups;
-    const void* choice; // `(experts,)`, added to the scores only to choose the experts, or null
-    float jitter;       // threshold of kSparsemixer
-    // The weights are divided by max(their sum + more_sum, least_sum) if `normalize` is set, and multiplied
-    // by `factor`; not with kTopkSoftmax and kSparsemixer.
-    float more_sum, least_sum, factor;
-    int32_t scoring, normalize, sums_two, choice_dtype;
-    int32_t weighs_input, unused; // 1: weights multiply the inputs of the experts, not their outputs
-    // `(experts, C)`; like those of an expert, with `shared` in place of F; `(1, C)`, whose sigmoid
-    // multiplies the output of the shared experts.
-    Matrix router, shared_in, shared_out, shared_gate;
-};
-
-// A factor per channel, `(C,)`; null: none.
-struct Scale {
-    const void* weight;
-    int32_t dtype, unused;
-};
-
-// A block's cross-attention to an encoder's states (M per sequence), between its self-attention and its
-// feed-forward.
-struct Across {
-    // Of the branch's input (of the residual sum where the block is `post`), and of its output.
-    Norm norm, post_norm;
-    Matrix q, out;       // `(H * D, C)` and `(C, H * D)`
-    const void *k, *v;   // `(N, K, M, D)` contiguous: keys and values of each sequence's states
-    const int32_t* seen; // `(N,)`: a sequence attends to its first seen[n] states, 1 to M; null: to all
-    int64_t states;      // M
-    Mask mask;           // only scale and softcap
-    int32_t dtype, unused;
-};
-
-// One transformer block; the Python docstring of `Block` shows its residual stream.
-struct Block {
-    int64_t hidden, heads, kv_heads, head_dim, ffn; // C, H, K, D, F
-    // post: norms apply to the residual sums, not to the branches' inputs; parallel: attention and
-    // feed-forward read the same input; residual_from_norm: a branch is added to its normalized input; gated:
-    // `mlp_in` has 2 * F outputs, gate above up.
-    int32_t post, parallel, residual_from_norm, gated;
-    int32_t activation, qk_norm, qk_norm_after_rope;
-    int32_t table;            // index into `StackCall::tables`, -1: no rotary embedding
-    int32_t rope_interleaved; // pairs of dims are (2 i, 2 i + 1); otherwise (i, half + i)
-    float residual_scale;     // multiplies the output of attention and feed-forward
-    float clip;     // queries, keys and values are clipped to [-clip, clip] before rotation; 0: no clipping
-    int32_t causal; // 0: a token also sees later ones; only without a cache
-    // A `Gate` of the attention's output, whose inputs are the last rows of `qkv`: one per channel of the
-    // query heads, or with `gates_heads` one per head.
-    int32_t gate, gates_heads;
-    Mask mask;
-    Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
-    Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
-    Matrix qkv, attn_out;   // `((H + 2 * K) * D + gate, C)`: q, k and v heads, gate; `(C, H * D)`
-    Matrix mlp_in, mlp_out; // not read where `moe` is set
-    const Moe* moe;         // replaces the plain feed-forward, or null
-    const Across* across;   // or null; not with `parallel`
-};
+constexpr int32_t kAbi = 24;
 
 // What one step computes; see ops/step.py. Every slot, start and used block is checked before it is used as
 // an index.
@@ -264,7 +73,9 @@ struct ExpertsCall {
 // Keys and values of one layer: `(P, Z, K, D)` contiguous, or `(P, K, Z, D)` where `Step::heads_first`. Codes
 // (kInt8Codes) stand for code * scale, with scales `(P, Z, K)` float32 contiguous; with other dtypes the
 // scales are null. Where `Step::past` is not 0, past keys and values are `(P, K, past, D)` contiguous and are
-// copied to the start of each page.
+// copied to the start of each page. Of a layer with latent attention, k is `(P, Z, R + r)` contiguous, a
+// latent and a rotated key per token, and v is the same pointer; not with int8 codes, nor where
+// `Step::heads_first`.
 struct Cache {
     void *k, *v;
     float *k_scales, *v_scales;

@@ -1,6 +1,7 @@
 #include "check.h"
 
 #include "check_parts.h"
+#include "check_projections.h"
 
 namespace slipstream {
 namespace {
@@ -72,14 +73,10 @@ Status block(const Block& b, const StackCall& call) {
         return kUnsupported;
     if (b.table < -1 || b.table >= call.num_tables)
         return kRange;
-    if (b.table >= 0 && 2 * call.tables[b.table].half > b.head_dim)
-        return kShape;
     const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim, tokens = call.step.tokens;
-    const int64_t projected = q + 2 * kv + (!b.gate ? 0 : b.gates_heads ? b.heads : q);
-    if (!fits(tokens, b.hidden) || !fits(tokens, b.ffn) || !fits(tokens, projected))
+    if (!fits(tokens, b.hidden) || !fits(tokens, b.ffn))
         return kShape;
-    status = first_of(status, matrix(b.qkv, projected, b.hidden));
-    status = first_of(status, matrix(b.attn_out, b.hidden, q));
+    status = projections(b, call);
     if (b.moe) {
         status = first_of(status, mixture(*b.moe, b, call.step.tokens));
     } else {

@@ -131,16 +131,16 @@ public:
         tokens_ = tokens;
         const int64_t rows = least(tokens, kFeedRows), few = least(tokens, kFewRows);
         rows_ = scratch.part<float>(rows * room.hidden);
-        packed_ =
-            scratch.part<char>(packed_bytes(rows, room.rounded ? most(room.hidden, room.ffn) : room.hidden));
+        const int64_t widest = most(room.hidden, room.ffn);
+        products_.take(scratch, {rows, room.rounded ? widest : room.hidden, few, widest, few * kMostColumns},
+                       threads);
         packed_inner_ = scratch.part<char>(packed_bytes(rows, room.ffn));
         rounded_rows_ = scratch.part<Bf16>(Vec::kBf16Dot ? few * room.hidden : 0);
-        few_.take(scratch, most(room.hidden, room.ffn), room.ffn, few, threads);
+        few_.take(scratch, room.ffn, few);
     }
 
-    // `own`: kProductBytes of scratch of this thread.
-    void run(const Block& b, const Routing& routing, const float* x, float* out, bool adds, char* own,
-             Team& team, int rank) const {
+    void run(const Block& b, const Routing& routing, const float* x, float* out, bool adds, Team& team,
+             int rank) const {
         each_one(team, tokens_, [&](int64_t t) {
             float* row = out + t * b.hidden;
             if (!adds)
@@ -154,14 +154,14 @@ public:
         for (int64_t i = 0; i < routing.active(); ++i) {
             const int64_t e = routing.expert(i), end = routing.end(e);
             for (int64_t place = routing.begin(e); place < end; place += kFeedRows)
-                hear(b, e, routing, place, least(kFeedRows, end - place), x, out, own, team, rank);
+                hear(b, e, routing, place, least(kFeedRows, end - place), x, out, team, rank);
         }
     }
 
 private:
     // Add the output of expert e for the rows at places [place, place + count).
     void hear(const Block& b, int64_t e, const Routing& routing, int64_t place, int64_t count, const float* x,
-              float* out, char* own, Team& team, int rank) const {
+              float* out, Team& team, int rank) const {
         const Moe& moe = *b.moe;
         const FeedForward feed = {moe.experts_in[e], moe.experts_out[e], b.ffn,
                                   b.activation,      b.gated != 0,       false};
@@ -183,14 +183,16 @@ private:
             }
         };
         if (by_panels) {
-            feed_many(feed, rows_, count, packed_, packed_inner_, team, own, [&](const Piece& piece) {
-                each_row(piece,
-                         [&](int64_t r, const float* values) { add(r, piece.begin, values, piece.outputs); });
-            });
+            feed_many(feed, rows_, count, products_.packed, packed_inner_, team, products_.own_of(rank),
+                      [&](const Piece& piece) {
+                          each_row(piece, [&](int64_t r, const float* values) {
+                              add(r, piece.begin, values, piece.outputs);
+                          });
+                      });
             return;
         }
-        auto* said = reinterpret_cast<float*>(own);
-        feed_few(feed, {rows_, rounded, b.hidden, count}, few_, team, rank, said,
+        float* said = products_.own_floats_of(rank);
+        feed_few(feed, {rows_, rounded, b.hidden, count}, products_, few_, team, rank,
                  [&](const Operand& inner, int64_t begin, int64_t end) {
                      multiply(inner, feed.last, begin, end, said, end - begin);
                      for (int64_t r = 0; r < count; ++r)
@@ -201,7 +203,8 @@ private:
     int64_t tokens_ = 0;
     float* rows_;
     Bf16* rounded_rows_;
-    char *packed_, *packed_inner_;
+    char* packed_inner_;
+    ProductRoom products_;
     FewScratch few_;
 };
 
@@ -225,26 +228,25 @@ public:
 
     // Compute the weighted output of the experts for rows x, `(T, C)`, and add it to `out`, or, unless
     // `adds`, store it there. If there is a gate for the shared experts, their output (in `out`) is
-    // multiplied by it first. `own`: kProductBytes of scratch of this thread, if there are many tokens.
-    void run(const Block& b, const float* x, float* out, bool adds, char* own, Team& team, int rank) const {
+    // multiplied by it first.
+    void run(const Block& b, const float* x, float* out, bool adds, Team& team, int rank) const {
         routing_.decide(*b.moe, x, team, rank);
-        run_chosen(b, x, out, adds, own, team, rank);
+        run_chosen(b, x, out, adds, team, rank);
     }
 
     // The same with experts that were chosen elsewhere.
     void run(const Block& b, const float* weights, const int64_t* chosen, const float* x, float* out,
-             char* own, Team& team, int rank) const {
+             Team& team, int rank) const {
         routing_.adopt(*b.moe, weights, chosen, team, rank);
-        run_chosen(b, x, out, false, own, team, rank);
+        run_chosen(b, x, out, false, team, rank);
     }
 
 private:
-    void run_chosen(const Block& b, const float* x, float* out, bool adds, char* own, Team& team,
-                    int rank) const {
+    void run_chosen(const Block& b, const float* x, float* out, bool adds, Team& team, int rank) const {
         if (tokens_ < kTokensInTurn)
             together_.run(b, routing_, x, out, adds, team, rank);
         else
-            in_turn_.run(b, routing_, x, out, adds, own, team, rank);
+            in_turn_.run(b, routing_, x, out, adds, team, rank);
     }
 
     int64_t tokens_ = 0;
@@ -265,8 +267,6 @@ public:
         Scratch scratch(base);
         x_ = scratch.part<float>(call.rows * call.hidden);
         out_ = scratch.part<float>(call.rows * call.hidden);
-        own_bytes_ = call.rows < kTokensInTurn ? 0 : kProductBytes;
-        own_ = scratch.part<char>(own_bytes_ * threads);
         experts_.take(scratch, MostOfExperts(block_), call.rows, threads);
         bytes_ = scratch.used();
     }
@@ -275,13 +275,12 @@ public:
 
     void run(Team& team, int rank) const {
         const int64_t hidden = call_.hidden;
-        char* own = own_ + own_bytes_ * rank;
         each_one(team, call_.rows,
                  [&](int64_t r) { read_row(call_.x, call_.dtype, r * hidden, x_ + r * hidden, hidden); });
         if (call_.weights)
-            experts_.run(block_, call_.weights, call_.chosen, x_, out_, own, team, rank);
+            experts_.run(block_, call_.weights, call_.chosen, x_, out_, team, rank);
         else
-            experts_.run(block_, x_, out_, false, own, team, rank);
+            experts_.run(block_, x_, out_, false, team, rank);
         each_one(team, call_.rows, [&](int64_t r) {
             write_row(out_ + r * hidden, call_.out, call_.dtype, r * hidden, hidden);
         });
@@ -292,8 +291,7 @@ private:
     Block block_ = {};
     Experts experts_;
     float *x_, *out_;
-    char* own_;
-    int64_t own_bytes_, bytes_;
+    int64_t bytes_;
 };
 
 inline int64_t experts_bytes(const ExpertsCall& call, int threads) {

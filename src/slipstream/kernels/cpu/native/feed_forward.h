@@ -31,25 +31,22 @@ inline bool feeds_many(const FeedForward& f, int64_t rows) {
 
 // Scratch for few rows.
 struct FewScratch {
-    // `inputs`: maximum inputs of either matrix; `width`: maximum inputs of the second one.
-    void take(Scratch& scratch, int64_t inputs, int64_t width, int64_t rows, int threads) {
+    // `width`: maximum inputs of the second matrix.
+    void take(Scratch& scratch, int64_t width, int64_t rows) {
         inner = scratch.part<float>(rows * width);
         rounded_inner = scratch.part<Bf16>(Vec::kBf16Dot ? rows * width : 0);
-        operand_size = operand_bytes(inputs, rows);
-        operands = scratch.part<char>(operand_size * threads);
     }
     float* inner = nullptr;
     Bf16* rounded_inner = nullptr;
-    char* operands = nullptr;
-    int64_t operand_size = 0;
 };
 
 // Feed-forward of few rows: calls `finish(inner, begin, end)` for ranges of the second matrix's outputs, with
-// the operand that it multiplies. `own`: room for kMostColumns floats per row.
+// the operand that it multiplies. `products` has kMostColumns floats per row of a thread's own.
 template <class F>
-inline void feed_few(const FeedForward& f, const Rows& rows, const FewScratch& scratch, Team& team, int rank,
-                     float* own, F finish) {
-    char* operands = scratch.operands + scratch.operand_size * rank;
+inline void feed_few(const FeedForward& f, const Rows& rows, const ProductRoom& products,
+                     const FewScratch& scratch, Team& team, int rank, F finish) {
+    char* operands = products.operands_of(rank);
+    float* own = products.own_floats_of(rank);
     const int64_t width = f.width;
     const Operand in = prepare(rows, f.first, operands);
     Bf16* rounded = rounds(f.last, rows.count) ? scratch.rounded_inner : nullptr;

@@ -14,12 +14,12 @@ public:
             hidden = most(hidden, b.hidden);
             inner = most(inner, feed_of(b).width);
             rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
-            joined = most(joined, b.heads * b.head_dim);
-            qkv = most(qkv, b.qkv.outputs);
+            joined = most(joined, b.attn_out.inputs);
+            qkv = most(qkv, b.latent ? 0 : b.qkv.outputs);
             if (replans(i))
-                room_.include(spans(b), heads_of(b), threads);
+                room_.include(spans(b), heads_of(call_, b), threads);
             if (b.across)
-                across_room_.include(across_spans(*b.across), heads_of(b), threads);
+                across_room_.include(across_spans(*b.across), heads_of(call_, b), threads);
         }
         Scratch scratch(base);
         room_.reserve(scratch, threads);
@@ -31,20 +31,17 @@ public:
         fed_ = scratch.part<float>(tokens_ * hidden);
         qkv_ = scratch.part<float>(tokens_ * qkv);
         joined_ = scratch.part<float>(tokens_ * joined);
-        if (tokens_ >= kFewestInPanels) {
-            packed_ = scratch.part<char>(packed_bytes(tokens_, most(most(hidden, joined), rounded)));
+        const int64_t few = tokens_ < kManyRows ? tokens_ : 0, widest = most(hidden, joined);
+        products_.take(
+            scratch, {tokens_, most(widest, rounded), few, most(widest, inner), few * kMostColumns}, threads);
+        if (tokens_ >= kFewestInPanels)
             packed_inner_ = scratch.part<char>(packed_bytes(tokens_, inner));
-        }
         if (Vec::kBf16Dot && tokens_ < kManyRows) {
             rounded_ = scratch.part<Bf16>(tokens_ * hidden);
             rounded_joined_ = scratch.part<Bf16>(tokens_ * joined);
         }
-        own_floats_ = tokens_ >= kFewestInPanels ? kProductBytes / 4 : 0;
-        own_floats_ = most(own_floats_, tokens_ < kManyRows ? tokens_ * kMostColumns : 0);
-        own_floats_ = ceil_div(own_floats_, 16) * 16;
-        own_ = scratch.part<float>(own_floats_ * threads);
-        few_.take(scratch, most(hidden, most(joined, inner)), inner, tokens_ < kManyRows ? tokens_ : 0,
-                  threads);
+        few_.take(scratch, inner, few);
+        latent_.take(scratch, call, threads);
         experts_.take(scratch, MostOfExperts(call), tokens_, threads);
         bytes_ = scratch.used();
     }
@@ -103,7 +100,6 @@ private:
         return !failed;
     }
 
-    static Heads heads_of(const Block& b) { return {b.heads, b.kv_heads, b.head_dim}; }
     Spans spans(const Block& b) const { return spans_of(call_.step, call_.caches, b.causal != 0); }
 
     // Whether the attention plan of the previous layer does not fit this one.
@@ -111,7 +107,8 @@ private:
         if (layer == 0)
             return true;
         const Block &b = call_.blocks[layer], &before = call_.blocks[layer - 1];
-        return b.heads != before.heads || b.kv_heads != before.kv_heads || b.head_dim != before.head_dim ||
+        const Heads heads = heads_of(call_, b), others = heads_of(call_, before);
+        return heads.heads != others.heads || heads.kv_heads != others.kv_heads || heads.dim != others.dim ||
                b.causal != before.causal;
     }
 
@@ -139,15 +136,14 @@ private:
         return true;
     }
 
-    float* own_floats(int rank) const { return own_ + own_floats_ * rank; }
-
-    // The operand for `m`, which each thread prepares for itself from the complete rows.
-    Operand operand(const Rows& rows, const Matrix& m, int rank) const {
-        return prepare(rows, m, few_.operands + few_.operand_size * rank);
+    // Whether the rows that enter a block are rounded to bfloat16 in place.
+    bool rounds_entry(const Block& b) const {
+        if (!b.latent)
+            return rounds_rows(b.qkv, tokens_);
+        const Latent& l = *b.latent;
+        return rounds_rows(l.down, tokens_) ||
+               rounds_rows(l.query_down.outputs ? l.query_down : b.qkv, tokens_);
     }
-
-    // Whether rows are rounded to bfloat16 in place; rows packed into panels are not.
-    bool rounds_rows(const Matrix& m, bool packed) const { return !packed && rounds(m, tokens_); }
 
     // Computes the input of the attention and, for parallel branches with their own norm, of the
     // feed-forward.
@@ -157,19 +153,28 @@ private:
             std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
         else
             norm_row(x_ + at, normed_ + at, b.hidden, b.attn_norm);
-        if (rounds_rows(b.qkv, many(tokens_, b.qkv)))
+        if (rounds_entry(b))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
         if (b.parallel && b.mlp_norm.kind != kNoNorm)
             norm_row(x_ + at, entry_ + at, b.hidden, b.mlp_norm);
     }
 
     void attention(const Block& b, int64_t layer, Team& team, int rank) {
-        const int64_t width = b.qkv.outputs, joined = b.heads * b.head_dim;
-        const Rows rows = {normed_, rounds_rows(b.qkv, many(tokens_, b.qkv)) ? rounded_ : nullptr, b.hidden,
-                           tokens_};
-        project(rows, b.qkv, qkv_, team, rank, follows(b.attn_out, team));
         if (rank == 0 && replans(layer))
-            make_plan(spans(b), heads_of(b), team, room_);
+            make_plan(spans(b), heads_of(call_, b), team, room_);
+        Bf16* rounded = rounds_rows(b.attn_out, tokens_) ? rounded_joined_ : nullptr;
+        if (b.latent)
+            latent_.run(call_, layer, normed_, rounded_, joined_, rounded, room_, team, rank);
+        else
+            attend_heads(b, layer, rounded, team, rank);
+        project(products_, {joined_, rounded, b.attn_out.inputs, tokens_}, b.attn_out, attended_, team, rank,
+                b.across ? follows(b.across->q, team) : feed_follows(b, team));
+    }
+
+    void attend_heads(const Block& b, int64_t layer, Bf16* rounded, Team& team, int rank) {
+        const int64_t width = b.qkv.outputs, joined = b.heads * b.head_dim;
+        const Rows rows = {normed_, rounds_entry(b) ? rounded_ : nullptr, b.hidden, tokens_};
+        project(products_, rows, b.qkv, qkv_, team, rank, follows(b.attn_out, team));
         // Copying past keys and values takes longer, so these items come first.
         const int64_t copies = call_.step.past ? call_.step.cache_blocks * b.kv_heads : 0;
         each(team, copies + tokens_, ceil_div(copies + tokens_, 2 * static_cast<int64_t>(team.size())),
@@ -180,11 +185,10 @@ private:
                      else
                          place(b, layer, i - copies, qkv_ + (i - copies) * width);
              });
-        Bf16* rounded = rounds_rows(b.attn_out, many(tokens_, b.attn_out)) ? rounded_joined_ : nullptr;
         const Pages pages = pages_of(call_.step);
-        Attention a = call_.caches
-                          ? upon_cache(heads_of(b), call_.caches[layer], call_.cache_dtype, pages, b.mask)
-                          : within_rows(heads_of(b), qkv_, width, b.mask, b.causal != 0);
+        const Heads heads = heads_of(call_, b);
+        Attention a = call_.caches ? upon_cache(heads, call_.caches[layer], call_.cache_dtype, pages, b.mask)
+                                   : within_rows(heads, qkv_, width, b.mask, b.causal != 0);
         a.q = {qkv_, kFloat32, 0, width, b.head_dim};
         a.out = {joined_, kFloat32, 0, joined, b.head_dim};
         a.rounded = b.gate ? nullptr : rounded;
@@ -197,39 +201,20 @@ private:
                 if (rounded)
                     copy_row(joined_ + t * joined, rounded + t * joined, joined);
             });
-        const Rows out = {joined_, rounded, joined, tokens_};
-        project(out, b.attn_out, attended_, team, rank,
-                b.across ? follows(b.across->q, team) : feed_follows(b, team));
     }
 
     // The panels to prefetch after a product: of the next matrix, or of the next feed-forward's first one.
     Following follows(const Matrix& m, const Team& team) const {
         return following(m, m.outputs, 0, tokens_, team.size());
     }
+    Following enters(const Block& b, const Team& team) const {
+        return follows(b.latent && b.latent->query_down.outputs ? b.latent->query_down : b.qkv, team);
+    }
     Following feed_follows(const Block& b, const Team& team) const {
         const FeedForward feed = feed_of(b);
         if (!feed.width || !feeds_many(feed, tokens_))
             return {};
         return following(feed.first, feed.width, feed.gated ? feed.width : 0, tokens_, team.size());
-    }
-
-    // out = x times a matrix; the panels of `next` are prefetched near the end.
-    void project(const Rows& x, const Matrix& m, float* out, Team& team, int rank, const Following& next) {
-        if (many(tokens_, m)) {
-            with_word(m, [&](auto unit) {
-                using U = decltype(unit);
-                pack_rows<U>(x.full, kFloat32, tokens_, m, packed_, team);
-                const Product<U> product(m, m.outputs, 0, tokens_, team.size());
-                product.run(
-                    packed_, team, reinterpret_cast<char*>(own_floats(rank)),
-                    [&](const Piece& piece) { turn_piece(piece, out, m.outputs); }, next);
-            });
-            return;
-        }
-        const Operand in = operand(x, m, rank);
-        each_in_runs(
-            team, rank, m.outputs, grain(m, m.outputs, team.size()),
-            [&](int64_t begin, int64_t end) { multiply(in, m, begin, end, out + begin, m.outputs); });
     }
 
     // Norms and rotates one token's queries and keys; writes its key and value to the cache, if any.
@@ -253,7 +238,7 @@ private:
         if (b.qk_norm_after_rope)
             norms();
         if (call_.caches)
-            write_cache(call_.caches[layer], call_.cache_dtype, heads_of(b), call_.step, t, k, v);
+            write_cache(call_.caches[layer], call_.cache_dtype, heads_of(call_, b), call_.step, t, k, v);
     }
 
     // Cross-attention to the states of an encoder.
@@ -261,19 +246,18 @@ private:
         const Across& c = *b.across;
         const int64_t joined = b.heads * b.head_dim;
         if (rank == 0 && replans_across(layer))
-            make_plan(across_spans(c), heads_of(b), team, across_room_);
-        const Rows rows = {normed_, rounds_rows(c.q, many(tokens_, c.q)) ? rounded_ : nullptr, b.hidden,
-                           tokens_};
-        project(rows, c.q, qkv_, team, rank, follows(c.out, team));
-        Bf16* rounded = rounds_rows(c.out, many(tokens_, c.out)) ? rounded_joined_ : nullptr;
-        Attention a = to_states(heads_of(b), c);
+            make_plan(across_spans(c), heads_of(call_, b), team, across_room_);
+        const Rows rows = {normed_, rounds_rows(c.q, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
+        project(products_, rows, c.q, qkv_, team, rank, follows(c.out, team));
+        Bf16* rounded = rounds_rows(c.out, tokens_) ? rounded_joined_ : nullptr;
+        Attention a = to_states(heads_of(call_, b), c);
         a.q = {qkv_, kFloat32, 0, joined, b.head_dim};
         a.out = {joined_, kFloat32, 0, joined, b.head_dim};
         a.rounded = rounded;
         a.pairs = multiplies_pairs(call_.dtype, c.dtype);
         attend(a, team, rank, across_room_);
         const Rows out = {joined_, rounded, joined, tokens_};
-        project(out, c.out, attended_, team, rank, feed_follows(b, team));
+        project(products_, out, c.out, attended_, team, rank, feed_follows(b, team));
     }
 
     // Adds the attention's output to the residual stream and prepares the next branch's input.
@@ -289,7 +273,7 @@ private:
         if (!b.across)
             return to_feed(b, t);
         copy_normed(b, b.across->norm, t);
-        if (rounds_rows(b.across->q, many(tokens_, b.across->q)))
+        if (rounds_rows(b.across->q, tokens_))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
@@ -319,7 +303,7 @@ private:
         const int64_t at = t * b.hidden;
         copy_normed(b, b.mlp_norm, t);
         const FeedForward feed = feed_of(b);
-        if (feed.width && rounds_rows(feed.first, feeds_many(feed, tokens_)))
+        if (feed.width && !feeds_many(feed, tokens_) && rounds(feed.first, tokens_))
             copy_row(normed_ + at, rounded_ + at, b.hidden);
     }
 
@@ -330,29 +314,29 @@ private:
         // Streamed matrices (`turn`) have no address until they are loaded, so they cannot be prefetched.
         const bool last = call_.turn || layer + 1 == call_.num_blocks;
         if (feed.width)
-            feed_all(b, feed, x, team, rank, last ? Following() : follows(call_.blocks[layer + 1].qkv, team));
+            feed_all(b, feed, x, team, rank, last ? Following() : enters(call_.blocks[layer + 1], team));
         if (b.moe)
-            experts_.run(b, x, fed_, feed.width > 0, reinterpret_cast<char*>(own_floats(rank)), team, rank);
+            experts_.run(b, x, fed_, feed.width > 0, team, rank);
     }
 
     void feed_all(const Block& b, const FeedForward& feed, const float* x, Team& team, int rank,
                   const Following& next) {
-        float* own = own_floats(rank);
         if (feeds_many(feed, tokens_)) {
             feed_many(
-                feed, x, tokens_, packed_, packed_inner_, team, reinterpret_cast<char*>(own),
+                feed, x, tokens_, products_.packed, packed_inner_, team, products_.own_of(rank),
                 [&](const Piece& piece) { turn_piece(piece, fed_, b.hidden); }, next);
             return;
         }
         const bool rounded = rounds(feed.first, tokens_);
         // Rows that parallel branches share are rounded already if qkv reads them that way.
-        if (rounded && b.parallel && (x == entry_ || !rounds_rows(b.qkv, many(tokens_, b.qkv))))
+        if (rounded && b.parallel && (x == entry_ || !rounds_entry(b)))
             each_one(team, tokens_,
                      [&](int64_t t) { copy_row(x + t * b.hidden, rounded_ + t * b.hidden, b.hidden); });
         const Rows rows = {x, rounded ? rounded_ : nullptr, b.hidden, tokens_};
-        feed_few(feed, rows, few_, team, rank, own, [&](const Operand& inner, int64_t begin, int64_t end) {
-            multiply(inner, feed.last, begin, end, fed_ + begin, b.hidden);
-        });
+        feed_few(feed, rows, products_, few_, team, rank,
+                 [&](const Operand& inner, int64_t begin, int64_t end) {
+                     multiply(inner, feed.last, begin, end, fed_ + begin, b.hidden);
+                 });
     }
 
     void leave(const Block& b, int64_t t) {
@@ -378,12 +362,14 @@ private:
     const StackCall& call_;
     const int64_t tokens_;
     AttentionRoom room_, across_room_;
-    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_, *own_;
-    char *packed_ = nullptr, *packed_inner_ = nullptr; // rows packed into panels
+    float *x_, *normed_, *entry_, *attended_, *fed_, *qkv_, *joined_;
+    char* packed_inner_ = nullptr; // rows packed into panels
     Bf16 *rounded_ = nullptr, *rounded_joined_ = nullptr;
+    ProductRoom products_;
     FewScratch few_;
+    LatentAttention latent_;
     Experts experts_;
-    int64_t own_floats_, bytes_;
+    int64_t bytes_;
 };
 
 } // namespace

@@ -1,0 +1,118 @@
+// One transformer block; part of abi.h.
+#pragma once
+
+#include "abi_types.h"
+
+namespace slipstream {
+
+// What decides, besides causality, which keys a query attends to and with which scores.
+struct Mask {
+    const float* alibi;   // `(H,)` slopes, times (key position - query position), or null
+    const void* sinks;    // `(H,)` logits that take part in the softmax without a value, or null
+    float scale, softcap; // softcap 0: none
+    // 0: none; causal: number of tokens seen, including the query's own; otherwise window / 2 on either side
+    int32_t window;
+    int32_t sinks_dtype;
+    // `(H, reach)` or null: bias by the distance between query and key (query position - key position)
+    const float* relative;
+    int64_t reach; // columns of `relative`; no sequence may be longer
+};
+
+// Over what queries and keys are normalized: each head, with a weight `(D,)` for all or `(H * D,)`; or all
+// heads of a token together.
+enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kWhole = 2 };
+
+enum Gate : int32_t { kNoGate = 0, kSigmoidGate = 1, kSoftplusGate = 2, kGates = 3 };
+
+enum Scoring : int32_t {
+    kSoftmaxTopk = 0,
+    kTopkSoftmax = 1,
+    kSparsemixer = 2,
+    kSigmoidTopk = 3,
+    kTopkSigmoid = 4,
+    kScorings = 5
+};
+
+// A mixture of experts, as in the Python docstring of `MoE`. A matrix with 0 outputs is absent.
+struct Moe {
+    // One per expert: `(F, C)`, or `(2 * F, C)` with gate above up where the block is `gated`, and `(C, F)`.
+    const Matrix *experts_in, *experts_out;
+    int64_t experts, top_k, shared; // shared: width of the shared experts, which process every token; 0: none
+    // Experts are chosen from the best `top_groups` of `groups` groups of equal size, whose score is that of
+    // their best expert or, with `sums_two`, the sum of their best two.
+    int64_t groups, top_groups;
+    const void* choice; // `(experts,)`, added to the scores only to choose the experts, or null
+    float jitter;       // threshold of kSparsemixer
+    // The weights are divided by max(their sum + more_sum, least_sum) if `normalize` is set, and multiplied
+    // by `factor`; not with kTopkSoftmax and kSparsemixer.
+    float more_sum, least_sum, factor;
+    int32_t scoring, normalize, sums_two, choice_dtype;
+    int32_t weighs_input, unused; // 1: weights multiply the inputs of the experts, not their outputs
+    // `(experts, C)`; like those of an expert, with `shared` in place of F; `(1, C)`, whose sigmoid
+    // multiplies the output of the shared experts.
+    Matrix router, shared_in, shared_out, shared_gate;
+};
+
+// A factor per channel, `(C,)`; null: none.
+struct Scale {
+    const void* weight;
+    int32_t dtype, unused;
+};
+
+// A block's cross-attention to an encoder's states (M per sequence), between its self-attention and its
+// feed-forward.
+struct Across {
+    // Of the branch's input (of the residual sum where the block is `post`), and of its output.
+    Norm norm, post_norm;
+    Matrix q, out;       // `(H * D, C)` and `(C, H * D)`
+    const void *k, *v;   // `(N, K, M, D)` contiguous: keys and values of each sequence's states
+    const int32_t* seen; // `(N,)`: a sequence attends to its first seen[n] states, 1 to M; null: to all
+    int64_t states;      // M
+    Mask mask;           // only scale and softcap
+    int32_t dtype, unused;
+};
+
+// Latent attention: keys and values of all heads are projections of one latent per token, and the keys share
+// a rotated part; H heads of P unrotated dims, then r rotated ones (D = P + r), and of V dims of values
+// (V <= D). Shapes: R width of the latent, Q of that of the queries.
+struct Latent {
+    // One per head: `(R, P)`, transposed, and `(V, R)`. `up` has the rows of both: `(H * (P + V), R)`.
+    const Matrix *keys, *values;
+    int64_t rank, plain, rotated, value; // R, P, r, V
+    float query_scale, latent_scale;     // of the queries, and of the latent after its norm
+    // 1: before the rotation, the elements of each pair are adjacent; they are put apart, as the cache keeps
+    // them (up to 512 rotated dims, an even number)
+    int32_t apart, unused;
+    Norm query_norm, norm;
+    Matrix query_down, down, up; // `(Q, C)`, or with 0 outputs if the queries have no latent; `(R + r, C)`
+};
+
+// One transformer block; the Python docstring of `Block` shows its residual stream.
+struct Block {
+    int64_t hidden, heads, kv_heads, head_dim, ffn; // C, H, K, D, F
+    // post: norms apply to the residual sums, not to the branches' inputs; parallel: attention and
+    // feed-forward read the same input; residual_from_norm: a branch is added to its normalized input; gated:
+    // `mlp_in` has 2 * F outputs, gate above up.
+    int32_t post, parallel, residual_from_norm, gated;
+    int32_t activation, qk_norm, qk_norm_after_rope;
+    int32_t table;            // index into `StackCall::tables`, -1: no rotary embedding
+    int32_t rope_interleaved; // pairs of dims are (2 i, 2 i + 1); otherwise (i, half + i)
+    float residual_scale;     // multiplies the output of attention and feed-forward
+    float clip;     // queries, keys and values are clipped to [-clip, clip] before rotation; 0: no clipping
+    int32_t causal; // 0: a token also sees later ones; only without a cache
+    // A `Gate` of the attention's output, whose inputs are the last rows of `qkv`: one per channel of the
+    // query heads, or with `gates_heads` one per head.
+    int32_t gate, gates_heads;
+    Mask mask;
+    Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
+    Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
+    // `((H + 2 * K) * D + gate, C)`: q, k and v heads, gate; `(C, H * D)`. With `latent`: `(H * D, Q)`, or of
+    // C inputs if the queries have no latent, and `(C, H * V)`.
+    Matrix qkv, attn_out;
+    Matrix mlp_in, mlp_out; // not read where `moe` is set
+    const Moe* moe;         // replaces the plain feed-forward, or null
+    const Across* across;   // or null; not with `parallel`
+    const Latent* latent; // or null; K = H then, without norms of heads, clipping, gate and biases of scores
+};
+
+} // namespace slipstream
