@@ -28,8 +28,8 @@ class PagedCache:
 
     Attributes:
         layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s if the
-            dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key, which are adjacent
-            in memory unless the dtype is int8.
+            dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key, side by side in
+            memory unless the dtype is int8.
         capacity: Number of blocks.
     """
 
