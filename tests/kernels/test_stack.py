@@ -206,6 +206,18 @@ def test_latents_are_attended_to_or_expanded(name: str, isa: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
+@pytest.mark.parametrize("heads", [1, 3])
+def test_latents_wider_than_what_a_few_heads_make_of_them(heads: int, isa: str) -> None:
+    library(isa)  # or nothing is built for it
+    family, tiny = next(v for v in VARIANTS if v[0].name == "youtu")
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "kv_lora_rank": 96}
+    wide = replace(tiny, options={**tiny.options, **sizes, "qk_rope_head_dim": 10, "v_head_dim": 9})
+    rounds = Rounds(accepted((family, wide), torch.float32), isa)
+    for spans in (PREFILL, CHUNK, DECODE, SINGLE, MANY):
+        assert rounds.error(spans) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 def test_branches_that_share_rows_of_an_odd_width(isa: str) -> None:
     library(isa)  # or nothing is built for it
     family, tiny = next(v for v in VARIANTS if v[0].name == "gptj")

@@ -232,14 +232,20 @@ private:
             }
     }
 
-    // Reads one known token's latent and key, `(R + r)` numbers: of this step, or of the cache's pages.
-    const float* known(const StackCall& call, const Block& b, int64_t layer, int64_t row, float* to) const {
-        const int64_t width = b.latent->rank + b.latent->rotated;
-        if (!call.caches)
-            return latents_ + row * width;
-        const int64_t size = call.step.block_size, slot = places_[row / size] * size + row % size;
-        read_row(call.caches[layer].k, call.cache_dtype, slot * width, to, width);
-        return to;
+    // Reads the latent and the key of one known token: of this step, or of the cache's pages.
+    void read_known(const StackCall& call, const Latent& l, int64_t layer, int64_t row, float* latent,
+                    float* key) const {
+        const int64_t width = l.rank + l.rotated, size = call.step.block_size;
+        const void* from = latents_;
+        int32_t dtype = kFloat32;
+        int64_t at = row * width;
+        if (call.caches) {
+            from = call.caches[layer].k;
+            dtype = call.cache_dtype;
+            at = (places_[row / size] * size + row % size) * width;
+        }
+        read_row(from, dtype, at, latent, l.rank);
+        read_row(from, dtype, at + l.rank, key, l.rotated);
     }
 
     void attend_expanded(const StackCall& call, const Block& b, int64_t layer, float* joined,
@@ -250,13 +256,9 @@ private:
         float *shorts = known_, *rotated = known_ + rows * l.rank;
         const bool rounded = rounds_rows(l.up, rows);
         each_one(team, rows, [&](int64_t r) {
-            float* own = expanded_ + r * b.heads * (l.plain + l.value); // free until it is written below
-            const float* row = known(call, b, layer, r, own);
-            std::memcpy(shorts + r * l.rank, row, static_cast<size_t>(l.rank) * sizeof(float));
-            std::memcpy(rotated + r * l.rotated, row + l.rank,
-                        static_cast<size_t>(l.rotated) * sizeof(float));
+            read_known(call, l, layer, r, shorts + r * l.rank, rotated + r * l.rotated);
             if (rounded)
-                copy_row(row, rounded_known_ + r * l.rank, l.rank);
+                copy_row(shorts + r * l.rank, rounded_known_ + r * l.rank, l.rank);
         });
         project(room_, {shorts, rounded ? rounded_known_ : nullptr, l.rank, rows}, l.up, expanded_, team,
                 rank);
