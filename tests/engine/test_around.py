@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.kernels.cpu.library import Library, refuse
-from slipstream.model.frame.outer_linears import MOST_ROWS
+from slipstream.model.frame.outer_linears import MOST_ROWS, _Around
+from slipstream.model.fused.state import injected_state
 from slipstream.model.parts.parts import is_swapped
+from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import Pair, close, inject, make, pair, prompt
 
 pytestmark = pytest.mark.skipif(refuse("avx2") is not None, reason=str(refuse("avx2")))
@@ -55,6 +58,37 @@ def test_a_head_multiplies_few_rows_by_the_library_and_many_by_torch(
 def test_small_linears_and_those_of_layers_stay(bert: Pair) -> None:
     swapped = [name for name, module in bert.engine.module.named_modules() if is_swapped(module)]
     assert swapped == ["cls.predictions.decoder"]
+
+
+@pytest.mark.parametrize("rows", [1, 2 * MOST_ROWS])
+def test_linears_of_a_convolution_do_as_a_head_does_beside_one_torch_thread(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = next(t for f, t in VARIANTS if f.name == "lfm2" and t.label == "convolutions")
+    original = peaked_model(replace(tiny, options={**tiny.options, "hidden_size": 512}))
+    engine = inject(copy.deepcopy(original))
+    own = ["layers.0.conv.in_proj", "layers.0.conv.out_proj"]
+    parts = dict(engine.module.model.named_modules())
+    assert all(is_swapped(parts[name]) for name in own)
+    threads: list[int] = []
+    run = _Around.__call__
+
+    def watched(self: _Around, module: nn.Module, x: Tensor) -> Tensor:
+        if module is parts[own[0]]:
+            threads.append(torch.get_num_threads())
+        return run(self, module, x)
+
+    monkeypatch.setattr(_Around, "__call__", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ids = prompt(1, rows, vocabulary=50)
+        with torch.no_grad():
+            close(original(ids).logits, engine(ids).logits)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1 if rows <= MOST_ROWS else 2]
+    assert injected_state(parts["layers.0"]).declined == 0
 
 
 def head_of(model: Any) -> Any:

@@ -141,7 +141,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     encoder = bind_encoder(device, list(blocks.values()), run_stack, stack) if mesh.is_alone else None
     watch(model if blocks else None, encoder)
     if blocks and mesh.is_alone:
-        swap_around(model, plan.layers, settings)
+        swap_around(model, plan.layers, settings, torch_alone)
         answer_at_once(model, plan.layers, encoder)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)

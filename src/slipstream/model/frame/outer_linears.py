@@ -1,5 +1,7 @@
 """Large linears outside fused layers, above all the vocabulary projection, run the bound op on few rows.
 
+So do those of the parts of fused layers that run their own code, such as state spaces and convolutions.
+
 The module keeps its identity and its own current tensors; its class becomes a subclass, as for parts of
 layers (`parts/parts.py`). torch multiplies few rows by a large matrix at half of the memory bandwidth or
 less, and leaves spinning threads that compete with the library's: one row times 49152 x 576 in bfloat16 takes
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ from torch import Tensor, nn
 from slipstream.formats import FORMATS
 from slipstream.model.fuse import Settings
 from slipstream.model.fused.defer import is_plain_run
+from slipstream.model.fused.layer_changes import parts_of
+from slipstream.model.fused.state import injected_state, is_injected
 from slipstream.model.layers import Found
 from slipstream.model.parts.parts import is_swapped, swap
 from slipstream.model.selfcheck.proof import disagreement
@@ -42,16 +47,25 @@ _PROOF = 1 << 17
 """Bytes of rows, from both ends of a matrix, that are multiplied in the check: enough to use the library."""
 
 
-def swap_around(model: nn.Module, layers: Sequence[Found], settings: Settings) -> None:
-    """Swap the linears of a model outside its layers; those that fail the check stay as they are.
+def swap_around(
+    model: nn.Module,
+    layers: Sequence[Found],
+    settings: Settings,
+    alone: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Swap the linears of a model outside its blocks; those that fail the check stay as they are.
 
     Args:
         model: In the engine's dtype and on its device.
         layers: The layers that were examined.
         settings: Provides the implementations.
+        alone: Makes a context in which torch uses only the calling thread. In it run calls of few rows of
+            layers with parts that run their own code: the threads that torch leaves spinning after each
+            small operation would keep the library's threads off the processors.
     """
     bound = settings.bind(None).linear
     inside = {id(part) for found in layers for part in found.layer.modules()}
+    inside -= {id(part) for found in layers for part in _own_modules(found)}
     if bound.name == "reference" or settings.device.type != "cpu":
         return
     for name, module in model.named_modules():
@@ -62,6 +76,27 @@ def swap_around(model: nn.Module, layers: Sequence[Found], settings: Settings) -
             log.warning("%s runs its own code: the product by %s is wrong", name, bound.name)
         else:
             swap(module, _Around(bound.run))
+
+    def scope(states: Tensor) -> AbstractContextManager[None]:
+        return alone() if states.numel() <= MOST_ROWS * states.shape[-1] else nullcontext()
+
+    for found in layers:
+        parts = _own_modules(found)
+        if not parts or not is_injected(found.layer):
+            continue
+        state = injected_state(found.layer)
+        state.parts = parts_of(found.layer)
+        if not any(_serves(part, settings.dtype) for part in parts):
+            state.scope = scope
+
+
+def _own_modules(found: Found) -> list[nn.Module]:
+    """Return the modules in the parts of a layer that run their own code."""
+    if found.family is None or found.spec is None:
+        return []
+    inside = dict(found.layer.named_modules())  # some layers of a family lack a part
+    paths = (path for path in found.family.own_parts(found.spec) if path in inside)
+    return [module for path in paths for module in inside[path].modules()]
 
 
 def _serves(module: nn.Module, dtype: torch.dtype) -> bool:

@@ -154,10 +154,13 @@ def _run(layer: nn.Module, state: Injected, call: LayerCall, table: Tensor | Non
     mixer = state.mixer
     if mixer is not None:
         part, given = layer.get_submodule(mixer.part), call.given or {}
-        return run_block(state.block, call, state.index, table, mix=lambda x: mixer.call(part, x, given))
+        with state.scope(call.hidden):
+            return run_block(state.block, call, state.index, table, mix=lambda x: mixer.call(part, x, given))
     relative = relative_of(layer, state.relative)
     if state.feeder is not None:
-        return run_block(state.block, call, state.index, table, relative, feed=own_feed(layer, call.given))
+        with state.scope(call.hidden):
+            feed = own_feed(layer, call.given)
+            return run_block(state.block, call, state.index, table, relative, feed=feed)
     if table is None and relative is None and state.rotary is None and not has_hooks(layer):
         deferred = defer(state.block, call, state.index)
         if deferred is not None:
@@ -212,4 +215,5 @@ def _run_course(
     if any(given.get(name) is None for name in course.needs):
         return original_forward(layer, *args, **kwargs)
     own: dict[str, Any] = {"layer": layer, "course": course, "hidden": given[signature.hidden]}
-    return state.returns(*run_course(state.block, call, state.index, **own, given=given))
+    with state.scope(call.hidden):
+        return state.returns(*run_course(state.block, call, state.index, **own, given=given))

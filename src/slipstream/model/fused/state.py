@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.families import OwnAttention, OwnBias, OwnCourse, OwnMixer
 from slipstream.model.block.block import Block
@@ -19,6 +20,10 @@ __all__ = ["STATE", "Injected", "injected_state", "is_injected", "is_untouched"]
 
 STATE = "_slipstream"
 """Name of the attribute that holds a fused layer's state."""
+
+
+def _as_it_is(_: Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Injected:
         feeder: The module that replaces the feed-forward, if any.
         course: The family's order of the branches, where the spec has a `course`.
         unread: Names of arguments that nothing reads.
+        scope: Makes the context of a call with states `(B, S, C)`: torch's threads, above all.
         declined: Number of calls that the original code served.
     """
 
@@ -67,6 +73,7 @@ class Injected:
     feeder: OwnMixer | None = None
     course: OwnCourse | None = None
     unread: frozenset[str] = frozenset()
+    scope: Callable[[Tensor], AbstractContextManager[None]] = _as_it_is
     declined: int = 0
 
     @property
