@@ -17,6 +17,7 @@ from benchmarks import (
     attention_cpu,
     decode_cpu,
     diffusion,
+    families_cpu,
     generate,
     linear_cpu,
     load,
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
     "attention_cpu": attention_cpu.measure,
     "decode_cpu": decode_cpu.measure,
     "diffusion": diffusion.measure,
+    "families_cpu": families_cpu.measure,
     "linear_cpu": linear_cpu.measure,
     "matmul_cpu": matmul_cpu.measure,
     "generate": generate.measure,
@@ -45,11 +47,12 @@ BENCHMARKS: dict[str, Callable[[Request], Iterator[tuple[str, dict[str, Any]]]]]
 }
 PARTS: Mapping[str, Sequence[str]] = {
     "diffusion": diffusion.PARTS,
+    "families_cpu": families_cpu.PARTS,
     "linear_cpu": linear_cpu.PARTS,
     "refresh": refresh.PARTS,
 }
 """The values that `--only` accepts, by benchmark; `peers` checks its own."""
-_UNSHOWN = ("version", "notes", "weight_bytes")
+_UNSHOWN = ("version", "notes", "weight_bytes", "parameters")
 
 
 def main() -> None:
@@ -69,7 +72,13 @@ def main() -> None:
         metavar="PART",
         help="of peers: MODEL or MODEL/PRECISION; of linear_cpu: a weight format; of refresh: float32, "
         "bfloat16, int8 or int4; of diffusion: compile, for a row of torch.compile beside the others; "
-        "repeatable",
+        "of families_cpu: a model; repeatable",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=families_cpu.DTYPES,
+        default="",
+        help=f"of families_cpu: the dtype of the models (default: {families_cpu.DTYPES[0]})",
     )
     parser.add_argument(
         "--without",
@@ -85,7 +94,13 @@ def main() -> None:
         parser.error(f"no benchmark is called {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     if arguments.rounds < 0:
         parser.error(f"--rounds {arguments.rounds}: give 1 or more")
-    request = Request(arguments.quick, arguments.rounds, tuple(arguments.only), tuple(arguments.without))
+    request = Request(
+        arguments.quick,
+        arguments.rounds,
+        tuple(arguments.only),
+        tuple(arguments.without),
+        arguments.dtype,
+    )
     out = arguments.out or (None if arguments.quick else RESULTS)
     try:
         for benchmark in arguments.names or BENCHMARKS:
@@ -102,11 +117,13 @@ def main() -> None:
 
 
 def refuse_words(benchmark: str, request: Request) -> None:
-    """Refuse values of `--only` and `--without` that a benchmark does not accept and would ignore.
+    """Refuse values of `--only`, `--without` and `--dtype` that a benchmark does not accept and would ignore.
 
     Raises:
         ValueError: A value is not accepted; the message lists those that are.
     """
+    if request.dtype and benchmark != "families_cpu":
+        raise ValueError(f"{benchmark} takes no --dtype; only families_cpu does")
     if benchmark == "peers":  # checks its own values
         return
     if request.without:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import families_table
 from benchmarks.peers.document import FOLDERS, best_peer, machines, page, read, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +82,43 @@ def test_a_machine_is_the_range_of_its_ratios() -> None:
                     ratio = row[task] / peer[task]
                     ratios.append(1 / ratio if task == "encode_1x16" else ratio)
     assert f"{min(ratios):.1f} to {max(ratios):.1f}x |" in machines().splitlines()[2]
+
+
+def family(model: str, task: str, **found: Any) -> dict[str, Any]:
+    return {"model": model, "kind": "decoder", "level": "block", "task": task, **found}
+
+
+def times(ratio: float) -> dict[str, Any]:
+    return {"times_original": ratio, "times_original_range": [ratio - 0.5, ratio + 0.25], "engine_ms": 12.34}
+
+
+FAMILIES: dict[str, Any] = {
+    "device": "a processor",
+    "threads": 2,
+    "torch": "2",
+    "transformers": "5",
+    "dtype": "bfloat16",
+    "rounds": 3,
+    "rows": [
+        family("gpt2", "generate_1x32", **times(2.0)),
+        family("gpt2", "prompt_1x512", differs="the numbers are off | by 1"),
+        family("opt", "generate_1x32", **times(3.0)),
+        {"model": "vit", "kind": "vision", "task": "-", "error": "InjectionError: layer 0"},
+    ],
+}
+
+
+def test_the_table_of_families_has_every_row_and_no_time_where_answers_differ(tmp_path: Path) -> None:
+    assert families_table.section(tmp_path) == "No results are committed yet.\n"
+    (tmp_path / "families_cpu_float32.json").write_text(json.dumps(FAMILIES))
+    text = families_table.section(tmp_path)
+    assert "In bfloat16: a processor, 2 threads, torch 2, transformers 5, 3 rounds." in text
+    assert "| decoder | level | generate_1x32 | prompt_1x512 |\n" in text
+    assert "| gpt2 | block | 2.00x (1.50 - 2.25), 12.3 ms | the numbers are off / by 1 |\n" in text
+    assert "| opt | block | 3.00x (2.50 - 3.25), 12.3 ms |  |\n| median | | 2.50x |  |\n" in text
+    assert "| vision | level | - |\n|---|---|---:|\n| vit | - | InjectionError: layer 0 |\n" in text
+
+
+def test_the_committed_tables_of_families_are_what_the_results_say() -> None:
+    page = (ROOT / "benchmarks/results/README.md").read_text()
+    assert f"<!-- families_cpu -->\n{families_table.section()}<!-- /families_cpu -->" in page
