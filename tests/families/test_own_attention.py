@@ -80,6 +80,42 @@ def test_pictures_that_windows_do_not_divide_are_seen_alike(tiny: Tiny, side: in
         _agree(one, other)
 
 
+def test_pictures_of_two_sizes_in_turn_are_each_seen_alike() -> None:
+    original, engine, _ = _pair(FAMILIES["swin"].tiny[0])
+    generator = torch.Generator().manual_seed(1)
+    for side in (32, 48, 32, 22, 48):
+        pixels = torch.randn(2, 3, side, side, generator=generator)
+        with torch.no_grad():
+            expected, got = (
+                model(pixels, interpolate_pos_encoding=True).logits for model in (original, engine)
+            )
+        _agree(expected, got)
+
+
+def test_a_layer_with_a_mask_of_its_own_keeps_it() -> None:
+    tiny = FAMILIES["swin"].tiny[0]
+    plain = peaked_model(tiny)
+    layers = [m for m in plain.modules() if type(m).__name__ == "SwinLayer"]
+
+    class Closer(type(layers[0])):  # type: ignore[misc]
+        def get_attn_mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
+            mask = super().get_attn_mask(*args, **kwargs)
+            return None if mask is None else mask * 0.01
+
+    changed = copy.deepcopy(plain)
+    for layer in [m for m in changed.modules() if type(m) is type(layers[0])]:
+        layer.__class__ = Closer
+    engine = slipstream.init_inference(
+        copy.deepcopy(changed), dtype=torch.float32, replace_with_kernel_inject=True
+    )
+    assert engine.report().level == "block", str(engine.report())
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain_out, expected, got = (model(pixels).logits for model in (plain, changed, engine))
+    _agree(expected, got)
+    assert float((expected - plain_out).abs().max()) > 1e-3, "the mask has no say"
+
+
 @pytest.mark.parametrize("tiny", [*_variants("longt5"), *_variants("pegasus_x")])
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 29])
 def test_texts_that_blocks_do_not_divide_are_read_alike(tiny: Tiny, length: int) -> None:

@@ -85,11 +85,15 @@ class OwnAttention:
             then any tensors that the layer returns besides its states.
         reads: Names of arguments that only this code reads.
         packed: States are `(S, C)`, of any number of sequences.
+        enter: Called with the layer, the arguments of its call by name, and the rows `(B, S, C)` that would
+            be projected; returns those to project in their place, `(N, L, C)`. Then `run` gets q, k and v
+            `(N, L, H, D)`. None for no change.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
     reads: frozenset[str]
     packed: bool = False
+    enter: Callable[[Any, Mapping[str, Any], Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.families.family import Config, Family, Heads, OwnAttention, Tiny
-from slipstream.families.swin import SWIN_RECIPES, SWIN_TINY, swin_layer, window_wise
+from slipstream.families.swin import (
+    SWIN_RECIPES,
+    SWIN_TINY,
+    enter_windows,
+    parts_mask,
+    swin_layer,
+    window_wise,
+)
 from slipstream.spec import BlockSpec, Role
 from slipstream.weights.recipe import Take
 
@@ -33,12 +40,12 @@ def _turned(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bias(layer: Any, size: tuple[int, int], like: Tensor) -> Tensor:
-    own, mask = layer.attention.self, layer.get_attn_mask(*size, dtype=like.dtype)
+    own, mask = layer.attention.self, parts_mask(layer, size, like)
     table = own.continuous_position_bias_mlp(own.relative_coords_table).view(-1, own.num_attention_heads)
     rows = table[own.relative_position_index.flatten()].view(*own.relative_position_index.shape, -1)
     bias: Tensor = 16 * rows.permute(2, 0, 1)[None].sigmoid()
     # The original adds the mask twice.
-    return bias if mask is None else bias + 2 * mask[:, None].to(like.device)
+    return bias if mask is None else bias + 2 * mask[:, None]
 
 
 def _tiny(label: str = "", **options: Any) -> Tiny:
@@ -56,7 +63,7 @@ FAMILY = Family(
         Role.MLP_POST_NORM: Take("layernorm_after"),
     },
     ignored=("*.logit_scale", "*.continuous_position_bias_mlp.*"),
-    attention=OwnAttention(_attend, frozenset({"input_dimensions"})),
+    attention=OwnAttention(_attend, frozenset({"input_dimensions"}), enter=enter_windows),
     tiny=(
         _tiny(),
         _tiny("filled up", image_size=28, qkv_bias=False, pretrained_window_sizes=[3, 2]),

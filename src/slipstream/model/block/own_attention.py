@@ -63,12 +63,20 @@ def run_own(
         `(B, S, C)`, then whatever else the layer returns.
     """
     extras: list[Tensor] = []
+    groups, enter = hidden.shape[:2], attention.enter
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (t.unflatten(0, hidden.shape[:2]) for t in (q, k, v))
+        rows = (t.unflatten(0, groups) for t in (q, k, v))
         attended, *others = attention.run(_Heads(block, hidden), layer, given, *rows)
         extras.extend(others)
         return attended.flatten(0, 1)
 
-    out = block(hidden.flatten(0, 1), rope, attend)
+    def branch(entered: Tensor) -> Tensor:
+        nonlocal groups
+        assert enter is not None
+        rows = enter(layer, given, entered.unflatten(0, hidden.shape[:2]))
+        groups = rows.shape[:2]
+        return block.sum(block.attention(rows.flatten(0, 1), rope, attend))
+
+    out = block(hidden.flatten(0, 1), rope, attend, mix=None if enter is None else branch)
     return (out.view(hidden.shape), *extras)
