@@ -16,7 +16,18 @@ from torch import Tensor
 
 from slipstream.ops.bind import Case, Op
 
-__all__ = ["OP", "Beside", "Rounding", "Weight", "among_all", "linear", "round_rows", "rows_of", "times"]
+__all__ = [
+    "OP",
+    "Beside",
+    "Rounding",
+    "Weight",
+    "among_all",
+    "linear",
+    "round_rows",
+    "rows_of",
+    "times",
+    "times_apart",
+]
 
 _LEAST = 2.0**-100
 """Rows with a smaller range are rounded to zeros: the reciprocal of their step would overflow."""
@@ -239,6 +250,33 @@ def times(run: Callable[[Tensor, Weight], Tensor], x: Tensor, weight: Weight) ->
     """Return the product, computed by an implementation of the op, plus that of unmerged adapters."""
     product = run(among_all(x, weight), weight)
     return product if weight.beside is None else product + weight.beside.of(x)
+
+
+_MANY_ROWS = 64
+"""Rows from which one product per run of a matrix is as fast as one for all runs."""
+
+
+def times_apart(
+    run: Callable[[Tensor, Weight], Tensor], x: Tensor, weight: Weight, outputs: tuple[int, ...]
+) -> list[Tensor]:
+    """Return `times` cut into parts of `outputs` columns, which do not share a tensor if that saves a copy.
+
+    Joining the products of q, k and v takes 0.05 to 0.1 of the time of 3136 rows times 96 x 288.
+    """
+    runs = [len(plane) for plane in weight.planes] if weight.dtype is None else []
+    apart = runs == [count for count in outputs if count] and weight.shape[-2] == sum(runs)
+    if not apart or len(runs) == 1 or len(x) < _MANY_ROWS or weight.beside is not None:
+        return list(times(run, x, weight).split(outputs, dim=-1))
+    biases = [None] * len(runs) if weight.bias is None else weight.bias.split(runs)
+    made = iter(zip(weight.planes, biases, strict=True))
+    parts = []
+    for count in outputs:
+        if count == 0:
+            parts.append(x.new_empty(len(x), 0))
+            continue
+        plane, bias = next(made)
+        parts.append(run(x, replace(weight, shape=(count, weight.shape[-1]), planes=(plane,), bias=bias)))
+    return parts
 
 
 def rows_of(x: Tensor) -> Tensor:

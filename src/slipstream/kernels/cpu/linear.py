@@ -22,12 +22,20 @@ __all__ = ["KERNELS", "native_linear", "refuse_linear", "run_linear", "threads_f
 _MOST_ROWS = 1 << 20
 """Rows up to which torch's product is slower: no limit was found with 1 to 512 rows of 576 to 5632."""
 
+_MOST_ROWS_FLOAT32 = 63
+"""The limit for a dense matrix in float32 with AVX-512: from 64 rows on both take the same time (0.9 to 1.1
+with 196 to 12544 rows of 96 to 384, two cores of a Zen 5), but between torch's operations the library's
+threads compete with torch's idle ones, or run alone: a Swin-T of 72 ms took 100 ms."""
+
 _MOST_ROWS_BFLOAT16 = 63
 """The limit for a dense matrix in bfloat16: from 64 rows on torch takes 0.5 to 1.0 of the time. Measured with
 64 to 8192 rows of 320 to 5120, two cores of a Zen 5, runs of both interleaved."""
 
 _MOST_ROWS_BESIDE_AMX = 16
 """The limit in bfloat16 where torch's products use AMX and the library's unit does not."""
+
+_WIDE = ("amx", "avx512bf16", "avx512")
+"""Instruction sets with AVX-512."""
 
 _LEAST_BYTES = 1 << 16
 """Minimum size of a dense matrix: below it a call costs more than it saves. Packed matrices have no minimum,
@@ -115,6 +123,8 @@ def run_linear(x: Tensor, weight: Weight, *, isa: str) -> Tensor:
             most_rows = _MOST_ROWS_BESIDE_AMX
         elif not packed and torch.cpu._is_avx512_bf16_supported():
             most_rows = _MOST_ROWS_BFLOAT16
+    elif x.dtype == torch.float32 and isa in _WIDE and not packed:
+        most_rows = _MOST_ROWS_FLOAT32
     if (
         x.dim() == 2
         and x.dtype in DTYPES

@@ -16,7 +16,7 @@ from slipstream.model.block.gate import Turning, growing, in_range, opened
 from slipstream.model.block.latent_attention import queries_and_latents
 from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
-from slipstream.ops.linear import Weight, times
+from slipstream.ops.linear import Weight, times, times_apart
 from slipstream.ops.moe import Routed, chosen_by
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
@@ -211,7 +211,8 @@ class Block:
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Project rows `(T, C)` to queries, keys, values and the gate."""
         spec = self.spec
-        *parts, opening = self.linear(Role.QKV, x).split(spec.qkv_rows, dim=-1)
+        weight = self.weights.matrices[Role.QKV]
+        *parts, opening = times_apart(self.ops.linear.run, x.to(weight.computes_in), weight, spec.qkv_rows)
         q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in parts)
         if spec.value_norm:
             v = self.ops.norm.run(v if spec.values == "own" else k, None, None, spec=spec.norm)
