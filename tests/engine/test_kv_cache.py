@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
 
 import slipstream
+from slipstream.kernels.cpu.library import refuse
 from slipstream.model.block.paged_cache import PagedCache, bytes_per_token
 from slipstream.ops.kv_cache import Int8Cache, read_cache, write_cache
+from tests.families.sweep import VARIANTS, peaked_model
 from tests.helpers.models import inject, left_padded, make, roads
 
 KINDS = ["llama", "gpt2", "mistral", "gemma2", "mixtral", "bloom"]
@@ -99,6 +103,16 @@ def test_it_takes_about_half_of_bfloat16() -> None:
 def test_the_report_says_what_a_token_takes() -> None:
     notes = inject(make("llama"), kv_cache_dtype="int8").report().notes
     assert any("int8: 96 bytes per token, 256 in float32" in note for note in notes)
+
+
+@pytest.mark.skipif(refuse("avx2") is not None, reason=str(refuse("avx2")))
+def test_latents_in_int8_are_said_to_run_one_layer_at_a_time() -> None:
+    model = peaked_model(next(tiny for family, tiny in VARIANTS if family.name == "youtu"))
+    notes = [inject(copy.deepcopy(model), kv_cache_dtype=dtype).report().notes for dtype in (None, "int8")]
+    said = [
+        "the layers of a step run one at a time: latents in int8 are not supported" in one for one in notes
+    ]
+    assert said == [False, True]
 
 
 def test_without_an_engine_road_it_warns() -> None:

@@ -254,7 +254,7 @@ def test_packed_weights(name: str, isa: str, quant: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("quant", [name for name in FORMATS if name != "plain" and name in abi.FORMATS])
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
 def test_packed_weights_around_latents(isa: str, quant: str) -> None:
-    # In float32 only: where the reference rounds to bfloat16, int4 differs by 0.064 with every instruction set.
+    # In float32 only: in bfloat16, which the reference rounds to, int4 is off by 0.064 with every unit.
     library(isa)  # or nothing is built for it
     rounds = Rounds(accepted(next(v for v in VARIANTS if v[0].name == "youtu"), torch.float32, quant), isa)
     for spans in (PREFILL, CHUNK, DECODE, SINGLE):

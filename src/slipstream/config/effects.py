@@ -77,7 +77,8 @@ _TOP = {
     "kv_cache_dtype": _acts(
         "int8 quantizes the KV cache of the engine's own generate, with a float32 scale per token and kv "
         "head: about half the bytes of bfloat16, each value off by at most 1/254 of the largest of its "
-        "head. A returned cache is in the engine's dtype. Where transformers' loop generates, it warns."
+        "head. A returned cache is in the engine's dtype. On a CPU, layers with latent attention then run "
+        "one at a time. Where transformers' loop generates, it warns."
     ),
     "screen_vocabulary": _acts(
         "On a CPU, greedy decoding of one sequence reads the vocabulary projection in 5 bits per weight and "

@@ -147,7 +147,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner, road = _runner(model, plan.frame, blocks, stack, frame_ops, config, device, mesh)
     notes += prepare_road(runner, device, config, mesh)
-    if runner is not None and (why := why_apart(device, stack)) is not None:
+    if runner is not None and (why := why_apart(device, stack, runner.cache_dtype)) is not None:
         notes.append(f"the layers of a step run one at a time: {why}")
     if blocks and runner is None and plan.why_no_frame:
         notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")

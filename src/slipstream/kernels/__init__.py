@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from slipstream.devices import Device
 from slipstream.kernels import cpu
 from slipstream.kernels.cpu.encoder_decoder import NativeEncoderDecoder
@@ -76,10 +78,19 @@ def bind_stack(device: Device, blocks: Sequence[Any], otherwise: Any) -> Bound:
     return bind_triton_stack(blocks, otherwise)
 
 
-def why_apart(device: Device, stack: Bound) -> str | None:
-    """Return why kernels do not run all layers of a step together; None if they do, or if there are none."""
+def why_apart(device: Device, stack: Bound, cache_dtype: torch.dtype | None = None) -> str | None:
+    """Return why kernels do not run all layers of a step together; None if they do, or if there are none.
+
+    Args:
+        device: Where the layers run.
+        stack: The implementation that was chosen for them.
+        cache_dtype: Dtype of the KV cache; None for that of the layers.
+    """
     if device.name != "cpu":
         return stack.refused.get("triton")
+    if isinstance(stack.run, NativeStack):
+        latents = any(block.spec.latent is not None for block in stack.run.blocks)
+        return "latents in int8 are not supported" if latents and cache_dtype == torch.int8 else None
     library = load()
     return None if library is None else stack.refused.get(f"cpu-{library.isa}")
 
