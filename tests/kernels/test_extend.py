@@ -53,7 +53,7 @@ class Run:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("isa", (*ISAS, EMULATED))
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss", "bloom", "minicpm3", "youtu"])
 def test_chunks_and_all_at_once(name: str, isa: str, dtype: torch.dtype) -> None:
     run = Run(name, isa, dtype)
     width = run.blocks[0].spec.hidden

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from slipstream.kernels.cpu.library import refuse
-from tests.helpers.models import Pair, blocks_that_run, close, pair, prompt
+from tests.families.sweep import VARIANTS, peaked_model
+from tests.helpers.models import Pair, blocks_that_run, close, inject, pair, prompt
 
 pytestmark = pytest.mark.skipif(refuse("avx2") is not None, reason=str(refuse("avx2")))
 
@@ -51,6 +52,23 @@ def test_answers_and_caches_are_the_originals(kind: str, attention: str) -> None
     models = pair(kind, attn_implementation=attention)
     assert both(models, (None, None)) == [2] * len(CHUNKS)
     assert both(models, (DynamicCache(), DynamicCache())) == [2] * len(CHUNKS)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"])
+def test_latents_are_kept_in_one_call(name: str) -> None:
+    original = peaked_model(next(tiny for family, tiny in VARIANTS if family.name == name))
+    engine = inject(copy.deepcopy(original))
+    ids, at, caches = prompt(2, sum(CHUNKS), vocabulary=50), 0, [DynamicCache(), DynamicCache()]
+    for size in CHUNKS:
+        with torch.no_grad(), blocks_that_run() as ran:
+            outs = [
+                model(ids[:, at : at + size], past_key_values=cache)
+                for model, cache in zip((original, engine), caches, strict=True)
+            ]
+        assert ran.calls == [len(engine.module.model.layers)]
+        close(outs[0].logits, outs[1].logits)
+        at += size
+    assert all(t.is_contiguous() for layer in caches[1].layers for t in (layer.keys, layer.values))
 
 
 def static(models: Pair, room: int, kind: Any = StaticCache) -> list[Any]:

@@ -23,12 +23,14 @@ class Extended:
     """The caches of a call, with one page per sequence.
 
     Attributes:
-        pairs: Keys and values of each layer `(B, K, room, D)`, which are written to.
+        pairs: Keys and values of each layer `(B, K, room, D)`, which are written to; with latent attention,
+            latents `(B, 1, room, R)` and rotated keys `(B, 1, room, r)`, which share a tensor.
         room: Capacity of a page in tokens.
         past: Tokens that are already cached.
         copied: How many of these the call first copies from `held` into `pairs`.
         caches: The structs that describe the caches to the library.
         held: The older keys and values that `caches` points to.
+        heads_first: Whether a page holds one head after another.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
@@ -37,6 +39,7 @@ class Extended:
     copied: int
     caches: Any
     held: list[Older]
+    heads_first: bool = True
 
 
 def extended(
@@ -51,6 +54,8 @@ def extended(
         older: Keys and values of each layer; see `NativeStack.extend`.
         past: Tokens filled in `older`, to be extended in place; None to allocate; see `NativeStack.extend`.
     """
+    if blocks[0].spec.latent is not None:
+        return _extended_latents(blocks, x, batch, older)
     if past is not None:
         pairs = [(k, v) for k, v in older if k is not None and v is not None]
         caches = (abi.Cache(k.data_ptr(), v.data_ptr()) for k, v in pairs)
@@ -67,6 +72,22 @@ def extended(
             for (k, v), old in zip(pairs, held, strict=True)
         )
     return Extended(pairs, room, past, copied, (abi.Cache * len(pairs))(*caches), held)
+
+
+def _extended_latents(blocks: Sequence[Any], x: Tensor, batch: int, older: Sequence[Older]) -> Extended:
+    """Put latents beside rotated keys, as the library keeps them, with room for the new ones."""
+    past = 0 if older[0][0] is None else older[0][0].shape[2]
+    room, pairs, caches = past + x.shape[0] // batch, [], []
+    for block, parts in zip(blocks, older, strict=True):
+        widths = [width for _, width in block.spec.cached]
+        rows = x.new_empty(batch, 1, room, sum(widths))
+        first, second = rows.split(widths, dim=-1)
+        for part, known in zip((first, second), parts, strict=True):
+            if known is not None:
+                part[:, :, :past] = known
+        pairs.append((first, second))
+        caches.append(abi.Cache(rows.data_ptr(), rows.data_ptr()))
+    return Extended(pairs, room, past, 0, (abi.Cache * len(caches))(*caches), [], heads_first=False)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

@@ -265,7 +265,8 @@ class NativeStack:
             DeviceError: `packed` points outside of `x` or of the tables.
         """
         prepared = self.prepared_for(blocks, x)
-        if prepared is None or any(block.spec.latent is not None for block in blocks):
+        latents = {block.spec.latent is not None for block in blocks}
+        if prepared is None or len(latents) > 1 or (past is not None and True in latents):
             return None
         batch = packed.kv_lens.shape[0]
         kept = extended(blocks, x, batch, older, past)
@@ -284,9 +285,10 @@ class NativeStack:
             block_table=pages.data_ptr(),
             slots=slots.data_ptr(),
             past=kept.copied,
-            heads_first=1,
+            heads_first=int(kept.heads_first),
         )
-        return self._run_packed(prepared, call, blocks, x, packed, tables), kept.pairs
+        out = self._run_packed(prepared, call, blocks, x, packed, tables)
+        return out, [(k.contiguous(), v.contiguous()) for k, v in kept.pairs]
 
     def _is_of(self, prepared: Prepared) -> bool:
         return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))

@@ -77,20 +77,22 @@ class Kept:
 
     def accept(self, spec: BlockSpec, index: int) -> bool:
         """Add a layer; return False if it cannot run together with the others."""
-        # The library keeps latents beside their rotated keys; transformers' caches keep them apart.
-        apart = spec.cache_repeated or spec.latent is not None
-        older = None if index in self.places or apart else _older(self.cache, index)
+        # The library keeps latents beside their rotated keys, which are apart in a static cache.
+        apart = spec.latent is not None and self.room is not None
+        own = index in self.places or spec.cache_repeated or apart
+        older = None if own else _older(self.cache, index)
         if older is None:
             return False
         if self.room is not None and not self._is_as_full(index, older):
             return False
         length = self.past if self.room is None else self.room
-        shape = (self.batch, spec.kv_heads, length, spec.head_dim)
-        for one in older:
+        for one, (heads, width) in zip(older, spec.cached, strict=True):
             if one is None and self.past:
                 return False
             if one is not None and (
-                one.shape != shape or one.dtype != self.dtype or one.device.type != "cpu"
+                one.shape != (self.batch, heads, length, width)
+                or one.dtype != self.dtype
+                or one.device.type != "cpu"
             ):
                 return False
         self.places.append(index)
