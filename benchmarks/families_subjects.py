@@ -180,10 +180,13 @@ _DEBERTA: dict[str, Any] = {
 }
 _ENCODERS = {
     "bert": Subject("encoder", "BertModel", "BertConfig", {}),
-    "roberta": Subject("encoder", "RobertaModel", "RobertaConfig", {"vocab_size": 30000}),
+    # RoBERTa and MPNet number positions from 2, so that their 514 are enough for 512 tokens.
+    "roberta": Subject(
+        "encoder", "RobertaModel", "RobertaConfig", {"vocab_size": 30000, "max_position_embeddings": 514}
+    ),
     "distilbert": Subject("encoder", "DistilBertModel", "DistilBertConfig", {}),
     "electra": Subject("encoder", "ElectraModel", "ElectraConfig", {}),
-    "mpnet": Subject("encoder", "MPNetModel", "MPNetConfig", {}),
+    "mpnet": Subject("encoder", "MPNetModel", "MPNetConfig", {"max_position_embeddings": 514}),
     "modernbert": Subject(
         "encoder",
         "ModernBertModel",
@@ -293,4 +296,5 @@ def inputs_of(subject: Subject, task: Task, config: Any, *, seed: int = 1) -> di
     if task.padded:
         for row in range(task.batch):
             mask[row, task.tokens - _SHORTER * row :] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+        ids = ids.masked_fill(mask == 0, config.pad_token_id)
+    return {"input_ids": ids, "attention_mask": mask}

@@ -32,6 +32,17 @@ def measured(*names: str, **options: Any) -> dict[str, Any]:
     return result
 
 
+def positions_of(model: Any) -> float:
+    """Return how many tokens a model's tables of positions are enough for; those with padding begin after it."""
+    tables = [
+        table
+        for name, table in model.named_modules()
+        if isinstance(table, torch.nn.Embedding) and name.endswith(("position_embeddings", "wpe"))
+    ]
+    first = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
+    return min((x.num_embeddings - skip for x, skip in zip(tables, first, strict=True)), default=math.inf)
+
+
 @pytest.mark.parametrize("name", [*SUBJECTS, *TINY])
 def test_every_subject_is_a_model_of_its_size_by_fields_that_its_config_has(name: str) -> None:
     subject = {**SUBJECTS, **TINY}[name]
@@ -46,6 +57,7 @@ def test_every_subject_is_a_model_of_its_size_by_fields_that_its_config_has(name
         inputs = inputs_of(subject, task, model.config)
         assert {len(x) for x in inputs.values()} == {task.batch}
         assert bool(task.new_tokens) <= model.can_generate()
+        assert task.tokens + task.new_tokens <= positions_of(model)
 
 
 def test_the_subjects_are_of_every_kind_and_those_that_are_tiny_as_well() -> None:
@@ -58,8 +70,8 @@ def test_the_subjects_are_of_every_kind_and_those_that_are_tiny_as_well() -> Non
 def test_texts_of_a_padded_batch_differ_in_length_and_the_others_do_not() -> None:
     lengths = {}
     for task in TASKS["encoder"]:
-        inputs = inputs_of(SUBJECTS["bert"], task, transformers.BertConfig())
-        assert torch.equal(inputs["input_ids"] == 0, inputs["attention_mask"] == 0)
+        inputs = inputs_of(SUBJECTS["roberta"], task, transformers.RobertaConfig(pad_token_id=1))
+        assert torch.equal(inputs["input_ids"] == 1, inputs["attention_mask"] == 0)
         lengths[task.name] = len(inputs["attention_mask"].sum(-1).unique())
     assert lengths == {task.name: task.batch if task.padded else 1 for task in TASKS["encoder"]}
 
