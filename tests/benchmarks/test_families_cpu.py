@@ -33,7 +33,7 @@ def measured(*names: str, **options: Any) -> dict[str, Any]:
 
 
 def positions_of(model: Any) -> float:
-    """Return how many tokens a model's tables of positions are enough for; those with padding begin after it."""
+    """Return how many tokens a model has positions for; tables with padding begin after it."""
     tables = [
         table
         for name, table in model.named_modules()
