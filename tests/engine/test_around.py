@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from slipstream.kernels.cpu.library import Library, refuse
@@ -89,6 +90,38 @@ def test_linears_of_a_convolution_do_as_a_head_does_beside_one_torch_thread(
         torch.set_num_threads(before)
     assert threads == [1 if rows <= MOST_ROWS else 2]
     assert injected_state(parts["layers.0"]).declined == 0
+
+
+def test_keys_of_a_pooling_head_are_adjacent_where_torch_projects_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = transformers.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    original = transformers.SiglipVisionModel(config).eval()
+    engine = inject(copy.deepcopy(original))
+    keys: list[Tensor] = []
+    attend = F.multi_head_attention_forward
+
+    def watched(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys.append(key)
+        return attend(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(F, "multi_head_attention_forward", watched)
+    pictures = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        close(original(pictures).pooler_output, engine(pictures).pooler_output)
+    assert [key.is_contiguous() for key in keys] == [False, True]
+    twin = copy.deepcopy(engine)
+    with torch.no_grad():
+        close(original(pictures[:1]).pooler_output, twin(pictures[:1]).pooler_output)
+    assert type(twin.module.head.attention).__name__ == "MultiheadAttention"
 
 
 def head_of(model: Any) -> Any:

@@ -50,6 +50,7 @@ from slipstream.model.block.block import Block
 from slipstream.model.convert import convert
 from slipstream.model.diffusion.attention import AttendPlan, plan_attention, swap_attention, with_attention
 from slipstream.model.frame.frame import Frame, run_stack
+from slipstream.model.frame.multihead import lay_out_keys
 from slipstream.model.frame.outer_linears import swap_around
 from slipstream.model.frame.text_encoder import answer_at_once
 from slipstream.model.fuse import Settings, Verdict, fuse, judge
@@ -142,6 +143,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     watch(model if blocks else None, encoder)
     if blocks and mesh.is_alone:
         swap_around(model, plan.layers, settings, torch_alone)
+        lay_out_keys(model, plan.layers)
         answer_at_once(model, plan.layers, encoder)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
