@@ -129,7 +129,7 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     notes += [*plan.notes, *whole, *swap_attention(model, plan.attention)]
     fuse_parts(plan.layers, plan.parts)
     if blocks or packed:
-        model.requires_grad_(False)  # fused layers compute no gradients; callers can switch them on again
+        _freeze(model, plan.layers)
     plan.splitting.join()
     guard_loads(model)
     if filling is not None:
@@ -143,7 +143,6 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     watch(model if blocks else None, encoder)
     if blocks and mesh.is_alone:
         swap_around(model, plan.layers, settings, torch_alone)
-        lay_out_keys(model, plan.layers)
         answer_at_once(model, plan.layers, encoder)
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
@@ -175,6 +174,12 @@ class _Plan:
     why_no_frame: str
     notes: list[str]
     splitting: Splitting
+
+
+def _freeze(model: nn.Module, layers: Sequence[Found]) -> None:
+    """Switch gradients off, as fused layers compute none; callers can switch them on again."""
+    model.requires_grad_(False)
+    lay_out_keys(model, layers)
 
 
 def _plan(

@@ -22,14 +22,16 @@ __all__ = ["KERNELS", "native_linear", "refuse_linear", "run_linear", "threads_f
 _MOST_ROWS = 1 << 20
 """Rows up to which torch's product is slower: no limit was found with 1 to 512 rows of 576 to 5632."""
 
-_MOST_ROWS_FLOAT32 = 63
+_MOST_ROWS_FLOAT32 = 47
 """The limit for a dense matrix in float32 with AVX-512: from 64 rows on both take the same time (0.9 to 1.1
 with 196 to 12544 rows of 96 to 384, two cores of a Zen 5), but between torch's operations the library's
 threads compete with torch's idle ones, or run alone: a Swin-T of 72 ms took 100 ms."""
 
-_MOST_ROWS_BFLOAT16 = 63
+_MOST_ROWS_BFLOAT16 = 47
 """The limit for a dense matrix in bfloat16: from 64 rows on torch takes 0.5 to 1.0 of the time. Measured with
-64 to 8192 rows of 320 to 5120, two cores of a Zen 5, runs of both interleaved."""
+64 to 8192 rows of 320 to 5120, two cores of a Zen 5, runs of both interleaved. With 48 rows the library
+begins to multiply by panels, as torch does, and its threads compete with torch's idle ones: with products of
+49 rows in the library, a Swin-T takes 64 ms, otherwise 60."""
 
 _MOST_ROWS_BESIDE_AMX = 16
 """The limit in bfloat16 where torch's products use AMX and the library's unit does not."""
