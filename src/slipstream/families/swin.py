@@ -152,7 +152,7 @@ def _order(height: int, width: int, side: int, shift: int, device: torch.device)
 
 def _bias(layer: Any, size: tuple[int, int], like: Tensor) -> Tensor:
     """Return the layer's bias by relative position, plus the mask between parts of a shifted window."""
-    mask = parts_mask(layer, size, like)
+    mask = parts_mask(layer, size, like, takes_device=True)
     own = getattr(layer.attention, "self", None)
     if own is None:
         bias: Tensor = layer.attention.relative_position_bias()
@@ -166,30 +166,36 @@ _LARGEST_MASK = 1 << 20
 """Numbers of the largest mask that is kept: 4 MiB in float32. Making one of 64 windows of 49 takes 0.6 ms."""
 
 
-def parts_mask(layer: Any, size: tuple[int, int], like: Tensor) -> Tensor | None:
+def parts_mask(layer: Any, size: tuple[int, int], like: Tensor, *, takes_device: bool) -> Tensor | None:
     """Return the layer's mask between parts of a shifted window, `(windows, L, L)`, or None without a shift.
 
     Args:
         layer: Has `get_attn_mask`.
         size: Height and width of the padded image.
         like: Has the wanted dtype and device.
+        takes_device: Whether every version of `get_attn_mask` takes a device.
     """
     make, side, shift = layer.get_attn_mask, int(layer.window_size), int(layer.shift_size)
     known = getattr(make, "__module__", "").startswith("transformers.")
     # Memory of other devices may belong to a graph that is being captured.
-    if known and like.device.type == "cpu" and math.prod(size) * side * side <= _LARGEST_MASK:
-        return _mask(make.__func__, size, side, shift, like.dtype)
-    mask: Tensor | None = make(*size, dtype=like.dtype, device=like.device)
-    return mask
+    keeps = like.device.type == "cpu" and math.prod(size) * side * side <= _LARGEST_MASK
+    at = (("device", like.device),) if takes_device else ()
+    if known and keeps:
+        return _mask(make.__func__, size, side, shift, (("dtype", like.dtype), *at))
+    mask: Tensor | None = make(*size, dtype=like.dtype, **dict(at))
+    return None if mask is None else mask.to(like.device)
 
 
 @functools.lru_cache(maxsize=8)
 def _mask(
-    make: Callable[..., Tensor | None], size: tuple[int, int], side: int, shift: int, dtype: torch.dtype
+    make: Callable[..., Tensor | None],
+    size: tuple[int, int],
+    side: int,
+    shift: int,
+    given: tuple[tuple[str, Any], ...],
 ) -> Tensor | None:
     """Call a layer class's `get_attn_mask` with what it reads of its layer."""
-    layer = SimpleNamespace(window_size=side, shift_size=shift)
-    return make(layer, *size, dtype=dtype, device=torch.device("cpu"))
+    return make(SimpleNamespace(window_size=side, shift_size=shift), *size, **dict(given))
 
 
 SWIN_TINY: Mapping[str, Any] = {

@@ -40,7 +40,7 @@ def _turned(layer: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bias(layer: Any, size: tuple[int, int], like: Tensor) -> Tensor:
-    own, mask = layer.attention.self, parts_mask(layer, size, like)
+    own, mask = layer.attention.self, parts_mask(layer, size, like, takes_device=False)
     table = own.continuous_position_bias_mlp(own.relative_coords_table).view(-1, own.num_attention_heads)
     rows = table[own.relative_position_index.flatten()].view(*own.relative_position_index.shape, -1)
     bias: Tensor = 16 * rows.permute(2, 0, 1)[None].sigmoid()
