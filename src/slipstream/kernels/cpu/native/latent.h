@@ -39,7 +39,7 @@ class LatentAttention {
 public:
     void take(Scratch& scratch, const StackCall& call, int threads) {
         const Step& s = call.step;
-        int64_t queries = 0, shorts = 0, latents = 0, turned = 0, inputs = 0, both = 0, heads = 0;
+        int64_t queries = 0, shorts = 0, latents = 0, turned = 0, inputs = 0, both = 0;
         bool any = false, expanding = false;
         if (call.caches)
             for (int64_t n = 0; n < s.sequences; ++n)
@@ -58,7 +58,6 @@ public:
             turned = most(turned, b.heads * (all ? b.head_dim : l.rank + l.rotated));
             inputs = most(most(inputs, b.hidden), most(l.query_down.outputs, l.rank));
             both = most(both, b.heads * (l.plain + l.value));
-            heads = most(heads, b.heads * b.head_dim);
         }
         if (!any)
             return;
@@ -76,8 +75,8 @@ public:
         known_ = scratch.part<float>(rows_ * latents);
         rounded_known_ = scratch.part<Bf16>(rounded_rows * latents);
         expanded_ = scratch.part<float>(rows_ * both);
-        keys_ = scratch.part<float>(rows_ * heads); // of any dtype
-        values_ = scratch.part<float>(rows_ * heads);
+        keys_ = scratch.part<float>(rows_ * queries); // of any dtype
+        values_ = scratch.part<float>(rows_ * queries);
         table_ = scratch.part<int32_t>(rows_ && call.caches ? s.sequences * s.table_width : 0);
         places_ = scratch.part<int32_t>(rows_ && call.caches ? pages_ : 0);
         room_.take(scratch, {most(tokens, rows_), inputs, kFewRows, inputs, 0}, threads);
