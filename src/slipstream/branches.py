@@ -1,11 +1,11 @@
-"""Numeric descriptions of a block's parts: norms, rotary embeddings, gates, latent attention, experts."""
+"""Numeric descriptions of a block's parts: norms, rotary embeddings, gates, latents, recurrences, experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Gate", "Growth", "Latent", "MoE", "Norm", "QKNorm", "Rope"]
+__all__ = ["Gate", "Growth", "Latent", "MoE", "Norm", "Place", "QKNorm", "Recurrence", "Rope"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,80 @@ class Latent:
     interleaved: bool = False
     query_scale: float = 1.0
     latent_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one input of a recurrence is in a token's projected row: head h's begins at start + h * step.
+
+    Attributes:
+        start: See above.
+        step: See above.
+        channel: The convolution's channel of the first head's first number; those of the heads are adjacent.
+    """
+
+    start: int
+    step: int = 0
+    channel: int = 0
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A mixer whose state per sequence has a fixed size, as `ops.recurrence` computes it.
+
+    A causal depthwise convolution is alone, or precedes a gated delta rule or a state space. It is projected
+    from the block's input, by one matrix or several whose outputs follow one another.
+
+    Attributes:
+        rule: "none": `gate * conv(q * v)`, each with one number per channel. "delta": the gated delta rule
+            (arXiv 2412.06464). "space": a state space with one decay per head (arXiv 2405.21060). In these
+            two, q, k and v are convolved, with silu.
+        width: Number of tokens that the convolution covers, the current one included.
+        channels: Channels of the convolution.
+        q: Queries, `key_dim` per key head (a state space's C). Places are by key head.
+        k: Keys, likewise (a state space's B).
+        v: Values, `value_dim` for each of a key head's value heads.
+        gate: Likewise; its silu multiplies the output.
+        rate: One number per value head, the delta rule's beta before its sigmoid.
+        decay: One number per value head, before the softplus.
+        key_heads: Heads of queries and keys; 0 without a rule.
+        value_heads: Heads of values and of the state, a multiple of `key_heads`.
+        key_dim: Width of queries and keys.
+        value_dim: Width of values; a head's state is `(key_dim, value_dim)`.
+        norm: Normalisation of the output before the gate multiplies it, or after where `gate_first`.
+        norm_width: Number of adjacent channels that are normalised together.
+        gate_first: See `norm`.
+        least_step: Lower bound of a state space's step, the softplus of its decay, but for single tokens that
+            continue a sequence: transformers bounds the steps of prompts only.
+    """
+
+    rule: Literal["none", "delta", "space"]
+    width: int
+    channels: int
+    q: Place
+    v: Place
+    gate: Place
+    k: Place = Place(0)
+    rate: Place = Place(0)
+    decay: Place = Place(0)
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    norm: Norm | None = None
+    norm_width: int = 0
+    gate_first: bool = False
+    least_step: float = 0.0
+
+    @property
+    def outputs(self) -> int:
+        """Width of the mixer's output before its last projection."""
+        return self.channels if self.rule == "none" else self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> int:
+        """Numbers of a sequence's state: the convolution's last inputs, then the heads' states."""
+        return (self.width - 1) * self.channels + self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from slipstream.branches import Gate, Growth, Latent, MoE, Norm, QKNorm, Rope
+from slipstream.branches import Gate, Growth, Latent, MoE, Norm, Place, QKNorm, Recurrence, Rope
 from slipstream.role import SECOND, Role
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "Latent",
     "MoE",
     "Norm",
+    "Place",
     "QKNorm",
+    "Recurrence",
     "Role",
     "Rope",
 ]
@@ -79,11 +81,13 @@ class BlockSpec:
         mixer: What replaces attention (a key of `Family.mixers`): "a state space", "a convolution", ... It is
             a module that remains part of the layer, runs its own code and keeps its state where it always
             did. None for attention.
+        recurrence: What the mixer computes, if `generate` may run it in place of the module.
         feeder: What replaces the feed-forward (a key of `Family.feeders`), likewise a module of the layer: "a
             mixture of experts with limited capacity", ...; None for the block's own feed-forward or experts.
         course: Name of the family's function that orders the layer's branches (a key of `Family.courses`);
             None for the block's own order.
-        branches: Which of the two branches, attention and feed-forward, the block has.
+        branches: Which of the two branches, attention and feed-forward, the block has. The norm of an only
+            branch is `ATTN_NORM`. "neither" is for courses.
         cross: Width of the encoder states that the layer cross-attends to, between self-attention and
             feed-forward, with as many heads and the same softcap; None without cross-attention.
         relative: A learned relative position bias is added to the scores of the self-attention. With "shared"
@@ -133,6 +137,7 @@ class BlockSpec:
     growth: Growth | None = None
     inner_norms: bool = False
     mixer: str | None = None
+    recurrence: Recurrence | None = None
     feeder: str | None = None
     course: str | None = None
     branches: Literal["both", "attention", "feed_forward", "neither"] = "both"
@@ -153,11 +158,13 @@ class BlockSpec:
         return self.kv_heads * self.head_dim
 
     @property
-    def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads and width of the two tensors that a KV cache keeps for each token.
+    def cached(self) -> tuple[tuple[int, int], ...]:
+        """Heads and width of the two tensors that a KV cache keeps for each token, if the layer has one.
 
         They are keys and values, or a latent and the one rotated key that all heads share.
         """
+        if self.recurrence is not None or self.branches == "feed_forward":
+            return ()
         if self.latent is None:
             return (self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
         return (1, self.latent.rank), (1, self.latent.rope_dim)

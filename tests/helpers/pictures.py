@@ -109,6 +109,15 @@ def _idefics3() -> Any:
     )
 
 
+def _lfm2_vl() -> Any:
+    sizes = {name: PICTURE[name] for name in PICTURE if name != "image_size"}
+    vision = transformers.Siglip2VisionConfig(**sizes, num_patches=_PATCHED)
+    text = transformers.Lfm2Config(**LANGUAGE, layer_types=["conv", "full_attention"], block_multiple_of=8)
+    return transformers.Lfm2VlConfig(
+        text_config=text, vision_config=vision, image_token_id=100, downsample_factor=1
+    )
+
+
 def _smolvlm() -> Any:
     vision = transformers.SmolVLMVisionConfig(**PICTURE)
     text = transformers.LlamaConfig(**LANGUAGE)
@@ -122,6 +131,7 @@ SPEAKING = {
     "PaliGemma": _paligemma,
     "Gemma3": _gemma3,
     "Idefics3": _idefics3,
+    "Lfm2Vl": _lfm2_vl,
     "SmolVLM": _smolvlm,
 }
 
@@ -142,6 +152,10 @@ def speaking_asked(prefix: str) -> dict[str, Tensor]:
     given = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
     if prefix in ("Idefics3", "SmolVLM"):
         given["pixel_values"] = pixels[:, None]
+    if prefix == "Lfm2Vl":
+        given["pixel_values"] = pixels.flatten(1).view(2, _PATCHED, 3 * 8 * 8)
+        given["pixel_attention_mask"] = torch.ones(2, _PATCHED, dtype=torch.int)
+        given["spatial_shapes"] = torch.tensor([[4, 4]] * 2)
     if prefix in ("Gemma3", "PaliGemma"):
         given["token_type_ids"] = (ids == 100).long()
     return given
@@ -172,6 +186,15 @@ QWEN: dict[str, dict[str, Any]] = {
     },
 }
 QWEN["Qwen3VLMoe"] = QWEN["Qwen3VL"]
+QWEN["Qwen3_5"] = {**QWEN["Qwen3VL"], "deepstack_visual_indexes": []}
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {**QWEN_TEXT["rope_parameters"], "partial_rotary_factor": 1.0},
+}
 _QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -180,7 +203,9 @@ def qwen(prefix: str) -> Any:
     vision = {**QWEN[prefix], "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
     tokens = {"image_token_id": 100, "vision_start_token_id": 101, "vision_end_token_id": 102}
     config = getattr(transformers, f"{prefix}Config")(
-        text_config=QWEN_TEXT | (_QWEN_EXPERTS if prefix.endswith("Moe") else {}),
+        text_config=QWEN_TEXT
+        | (_QWEN_EXPERTS if prefix.endswith("Moe") else {})
+        | (_HYBRID if prefix == "Qwen3_5" else {}),
         vision_config=vision,
         video_token_id=103,
         **tokens,

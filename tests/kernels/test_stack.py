@@ -30,7 +30,7 @@ from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.model.block.block import Block
 from slipstream.model.block.paged_cache import BLOCK_SIZE, PagedCache
 from slipstream.model.frame.frame import run_stack
-from slipstream.ops.kv_cache import Int8Cache, read_cache
+from slipstream.ops.kv_cache import CachePart, Int8Cache, read_cache
 from slipstream.ops.step import Packed, Step
 from tests.families.sweep import VARIANTS, label, peaked_model
 from tests.helpers.libraries import library
@@ -75,7 +75,7 @@ class Rounds:
 
     def _cache(self) -> PagedCache:
         self.runner.cache_dtype = self.cache_dtype
-        cache = self.runner.new_cache(12)
+        cache = self.runner.new_cache(12, 4)
         for pair in cache.layers:
             for part in pair:
                 (part.scales if isinstance(part, Int8Cache) else part).fill_(torch.nan)
@@ -94,25 +94,42 @@ class Rounds:
         return step, self.runner.frame.enter(step.token_ids, step.positions)
 
     @torch.no_grad()
-    def error(self, spans: Sequence[tuple[int, int, int]], ties: float = 0.0) -> float:
-        """The largest error of the tokens, but for a share of `ties` among them."""
+    def outputs(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
+        """What the reference and the native stack make of the next step, in float32."""
         step, x = self.step(spans)
+        return self._run(step, x)
+
+    def _run(self, step: Step, x: Tensor) -> tuple[Tensor, Tensor]:
         before = x.clone()
         tables = self.runner.frame.angles(step.positions, [block.spec.rope for block in self.blocks])
         expected = run_stack(self.blocks, x, step, self.caches[0].layers, tables)
         got = self.stack(self.blocks, x, step, self.caches[1].layers, tables)
         assert torch.equal(x, before)
         assert got.dtype == x.dtype
-        errors = [(got.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()]
+        return expected.float(), got.float()
+
+    @torch.no_grad()
+    def error(self, spans: Sequence[tuple[int, int, int]], ties: float = 0.0) -> float:
+        """The largest error of the tokens, but for a share of `ties` among them."""
+        step, x = self.step(spans)
+        expected, got = self._run(step, x)
+        errors = [(got - expected).abs().amax(-1) / expected.abs().max()]
         for ours, theirs in zip(self.caches[1].layers, self.caches[0].layers, strict=True):
             for a, b in zip(ours, theirs, strict=True):
-                a, b = (
-                    read_cache(part, torch.arange(12), torch.float32).flatten(0, 1)[step.slots].flatten(1)
-                    for part in (a, b)
-                )
+                a, b = (_written(part, step) for part in (a, b))
                 errors.append((a - b).abs().amax(-1) / b.abs().max().clamp(min=1.0))
         kept = len(errors[0]) - int(ties * len(errors[0]))
         return max(float(each.sort().values[:kept].max()) for each in errors)
+
+
+def _written(part: CachePart, step: Step) -> Tensor:
+    """What a step has written into a layer's keys, values or states, `(tokens or sequences, numbers)`."""
+    if isinstance(part, Tensor) and part.numel() == 0:  # of a layer without attention
+        return torch.zeros(len(step.slots), 1)
+    if isinstance(part, Tensor) and part.dim() == 2:
+        assert step.states is not None
+        return part[step.states.long()]
+    return read_cache(part, torch.arange(12), torch.float32).flatten(0, 1)[step.slots].flatten(1)
 
 
 PREFILL = ((0, 0, 7), (1, 0, 1), (2, 0, 40), (3, 0, 13))

@@ -244,7 +244,7 @@ def test_generate_keeps_latents_in_its_own_pages(settings: dict[str, Any]) -> No
     engine = _injected(original, **settings)
     assert engine.why_compatible() is None
     runner, made = engine._built.runner, []
-    runner.new_cache = lambda blocks: made.append(runner.make_cache(blocks)) or made[-1]
+    runner.new_cache = lambda *sizes: made.append(runner.make_cache(*sizes)) or made[-1]
     ids, mask = _padded()
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True, "eos_token_id": None}

@@ -147,16 +147,13 @@ def build(model: nn.Module, config: InferenceConfig) -> Built:
     small = Small.of(encoder, blocks.values(), len(plan.layers), torch_alone)
     frame_ops = _frame_ops(device, settings, plan.outside)
     runner, road = _runner(model, plan.frame, blocks, stack, frame_ops, config, device, mesh)
-    notes += prepare_road(runner, device, config, mesh)
-    if runner is not None and (why := why_apart(device, stack, runner.cache_dtype)) is not None:
-        notes.append(f"the layers of a step run one at a time: {why}")
-    if blocks and runner is None and plan.why_no_frame:
-        notes.append(f"generate runs transformers' own loop: {plan.why_no_frame}")
+    why = plan.why_no_frame if plan.frame is None or runner else _no_states(device, road)
+    notes += [*prepare_road(runner, device, config, mesh), *_about_road(blocks, runner, why, device, road)]
     report = summary(device, notes, plan.layers, plan.verdicts, blocks, plan.parts, settings, packed)
     report = report.with_stack(together(blocks, runner, road, encoder))
     report = replace(report, outside=around, split=plan.splitting.rows())
     log.info("%s", report)
-    return Built(device, model_config, runner, plan.why_no_frame, report, mesh, small)
+    return Built(device, model_config, runner, why, report, mesh, small)
 
 
 @dataclass(frozen=True)
@@ -311,6 +308,22 @@ def _stack(blocks: Sequence[Block], device: Device, mesh: Mesh) -> Bound:
     return Bound("stack", "reference", run_stack, refused)
 
 
+def _about_road(
+    blocks: Mapping[str, Block], runner: Runner | None, why_none: str, device: Device, road: Bound
+) -> list[str]:
+    """Return a note if generate runs layers one at a time, or not at all."""
+    if runner is None:
+        return [f"generate runs transformers' own loop: {why_none}"] if blocks and why_none else []
+    apart = why_apart(device, road, runner.cache_dtype)
+    return [] if apart is None else [f"the layers of a step run one at a time: {apart}"]
+
+
+def _no_states(device: Device, stack: Bound) -> str:
+    """Return why no kernel runs the layers that keep a state per sequence."""
+    why = why_apart(device, stack) or why_no_kernels(device) or f"there are none for {device.name}"
+    return f"kernels do not run its layers that keep a state per sequence: {why}"
+
+
 def _runner(
     model: nn.Module,
     frame: Frame | None,
@@ -321,7 +334,11 @@ def _runner(
     device: Device,
     mesh: Mesh,
 ) -> tuple[Runner | None, Bound]:
-    """Return the runner of the engine road (None without a frame) and the bound stack of its layers."""
+    """Return the runner of the engine road, and the bound stack of its layers.
+
+    There is none without a frame, nor where layers keep a state per sequence that only torch could update:
+    transformers' own loop does that in fewer operations.
+    """
     if frame is None:
         return None, stack
     frame.ops = replace(ops, linear=replace(ops.linear, run=joined_linear(ops.linear.run)))
@@ -332,6 +349,8 @@ def _runner(
     whole: Whole | None = bind_model(frame, stack.run, FORMATS["int4"] if config.screen_vocabulary else None)
     if whole is None and mesh.is_alone and may_be_whole(frame, own.values()):
         whole = bind_encoder_decoder(device, frame, list(own.values()), run_stack)
+    if whole is None and any(block.spec.recurrence is not None for block in own.values()):
+        return None, stack
     runner = Runner(frame, list(own.values()), list(own), stack=stack.run, whole=whole)
     runner.takes_over = part
     return runner, stack

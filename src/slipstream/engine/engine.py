@@ -24,6 +24,7 @@ from slipstream.engine.forward_graph import ForwardGraphs
 from slipstream.engine.generation.generate import Loop
 from slipstream.engine.generation.refusals import (
     why_not_intact,
+    why_not_kept,
     why_not_packed,
     why_not_readable,
     why_not_repeated,
@@ -250,6 +251,7 @@ class InferenceEngine(Weights):
             return why_not_repeated(self.module, request, kwargs) or why_not_intact(self.module, runner)
         return (
             why_not_readable(runner, request)
+            or why_not_kept(runner, request)
             or why_not_packed(self.module, request, kwargs, takes_over=runner.takes_over)
             or why_not_so_long(self.module, runner, request)
             or why_not_intact(self.module, runner)

@@ -18,6 +18,7 @@ from slipstream.model.frame.authors import is_ours, own_code
 from slipstream.model.frame.frame import Frame
 from slipstream.model.frame.frame_check import check_frame
 from slipstream.model.frame.frame_spec import frame_within
+from slipstream.model.frame.recurrent_check import why_not_recurrent
 from slipstream.model.fuse import Verdict
 from slipstream.model.layers import Found
 from slipstream.model.selfcheck.check import MODEL_ERRORS
@@ -65,6 +66,8 @@ def find_frame(
         if not fused or not alone:
             how = "" if alone else ", split over ranks or streamed"
             return None, f"the language model is a part of {kind}{how}"
+    if not alone and any(found.spec is not None and found.spec.recurrence is not None for found in fused):
+        return None, "layers that keep a state per sequence are split over ranks or streamed"
     family = fused[0].family
     spec, why = _spec(model, model_config, fused, whole=whole)
     if spec is None or family is None:
@@ -110,9 +113,9 @@ def _prove(
         return written
     try:
         check_frame(model, frame, fused, verdicts)
+        return why_not_recurrent(fused) or frame
     except InjectionError as error:
         return error
-    return frame
 
 
 def _spec(
@@ -174,7 +177,8 @@ def _within(model: nn.Module, spec: FrameSpec, fused: Sequence[Found]) -> tuple[
         return None, f"{type(model).__name__} overrides generate"
     for found in fused:
         block = found.spec
-        if block is None or block.latent is not None or block.sharing != "own" or block.cross is not None:
+        others = () if block is None else (block.latent, block.cross)
+        if block is None or block.sharing != "own" or any(one is not None for one in others):
             return None, f"{found.name} caches more than its own keys and values"
     moved = frame_within(spec, _list_of(fused[0]))
     return moved, "" if moved is not None else f"the layers are at an unexpected path, {_list_of(fused[0])}"

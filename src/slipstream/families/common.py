@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from slipstream.families.family import Config, OwnMixer, Tiny
+from slipstream.families.family import Config, OwnMixer, RecurrentParts, Tiny
 from slipstream.spec import BlockSpec, FrameSpec, Norm, Role, Rope
 from slipstream.weights.recipe import Recipe, Stack, Take
 
@@ -118,13 +118,20 @@ def head_dim(config: Config) -> int:
     return int(field(config, "head_dim", default=config.hidden_size // config.num_attention_heads))
 
 
-def own_mixer(part: str, *, cache: str = "cache_params", mask: str = "attention_mask") -> OwnMixer:
+def own_mixer(
+    part: str,
+    *,
+    cache: str = "cache_params",
+    mask: str = "attention_mask",
+    recurrent: RecurrentParts | None = None,
+) -> OwnMixer:
     """Return a mixer that is called with the cache and the mask of the layer's call.
 
     Args:
         part: The mixer's path in the layer.
         cache: The mixer's name for the cache argument.
         mask: The layer's name for the mask argument.
+        recurrent: The mixer's tensors, if its layers' specs have a `recurrence`.
     """
 
     def call(mixer: Any, x: Any, given: Mapping[str, Any]) -> Any:
@@ -132,7 +139,7 @@ def own_mixer(part: str, *, cache: str = "cache_params", mask: str = "attention_
         answer = mixer(hidden_states=x, **arguments)
         return answer[0] if isinstance(answer, tuple) else answer
 
-    return OwnMixer(part, call, frozenset({mask}))
+    return OwnMixer(part, call, frozenset({mask}), recurrent)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ __all__ = [
     "OwnBias",
     "OwnCourse",
     "OwnMixer",
+    "RecurrentParts",
     "Tiny",
 ]
 
@@ -97,6 +98,30 @@ class OwnAttention:
 
 
 @dataclass(frozen=True)
+class RecurrentParts:
+    """Paths, inside a mixer, of the tensors of its `Recurrence`.
+
+    Attributes:
+        projections: The linears of the block's input; their outputs, one after the other, are the projected
+            row.
+        convolution: The depthwise `nn.Conv1d`.
+        last: The linear of the mixer's output.
+        speed: Parameter with the logarithm of each head's rate of decay.
+        shift: Parameter that is added to the decay's input.
+        skip: Parameter that multiplies the values, which are added to the output.
+        norm: Weight of the output's norm.
+    """
+
+    projections: tuple[str, ...]
+    convolution: str
+    last: str
+    speed: str | None = None
+    shift: str | None = None
+    skip: str | None = None
+    norm: str | None = None
+
+
+@dataclass(frozen=True)
 class OwnMixer:
     """A part, such as a state space model, that replaces a branch; it is not fused and runs its own code.
 
@@ -105,11 +130,13 @@ class OwnMixer:
         call: Called with the part, its input `(B, S, C)` and the arguments of the layer's call by name;
             returns the part's output.
         reads: Names of arguments that only this part reads.
+        recurrent: The part's tensors, where the spec has a `recurrence`.
     """
 
     part: str
     call: Callable[[Any, Any, Mapping[str, Any]], Any]
     reads: frozenset[str] = frozenset()
+    recurrent: RecurrentParts | None = None
 
 
 class Branches(Protocol):

@@ -1,13 +1,14 @@
-"""Hybrids: Granite 4, Bamba, Jamba. Their state spaces are not fused and run their own code."""
+"""Hybrids: Granite 4, Bamba, Jamba. Their layers have attention or a state space."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, field, llama_like, own_mixer, rope, tiny
+from slipstream.families.common import LLAMA_RECIPES, field, llama_frame, llama_like, own_mixer, rope, tiny
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, MoE, Role
+from slipstream.families.recurrences import STATE_SPACE, state_space
+from slipstream.spec import BlockSpec, FrameSpec, MoE, Role
 from slipstream.weights.recipe import Stack, Take
 
 
@@ -27,6 +28,7 @@ def _granite(config: Config, index: int) -> BlockSpec:
         residual_scale=float(config.residual_multiplier),
         rope=rope(config) if attends and config.position_embedding_type == "rope" else None,
         mixer=None if attends else _STATE,
+        recurrence=None if attends else state_space(config),
         ffn=config.intermediate_size if experts else config.shared_intermediate_size,
         moe=moe if experts else None,
     )
@@ -35,7 +37,20 @@ def _granite(config: Config, index: int) -> BlockSpec:
 def _bamba(config: Config, index: int) -> BlockSpec:
     if index in config.attn_layer_indices:
         return llama_like(config, index)
-    return llama_like(config, index, mixer=_STATE, rope=None)
+    return llama_like(config, index, mixer=_STATE, recurrence=state_space(config), rope=None)
+
+
+def _granite_frame(config: Config) -> FrameSpec:
+    return llama_frame(
+        config,
+        embed_scale=float(config.embedding_multiplier),
+        logit_scale=1.0 / config.logits_scaling,
+        rotary="model.rotary_emb" if config.position_embedding_type == "rope" else None,
+    )
+
+
+def _bamba_frame(config: Config) -> FrameSpec:
+    return llama_frame(config, final_norm="model.final_layernorm")
 
 
 def _jamba(config: Config, index: int) -> BlockSpec:
@@ -50,7 +65,7 @@ def _jamba_state(config: Config, index: int) -> BlockSpec:
 
 
 _STATE = "a state space"
-_MAMBA = {_STATE: own_mixer("mamba")}
+_MAMBA = {_STATE: own_mixer("mamba", recurrent=STATE_SPACE)}
 _GRANITE = {
     **LLAMA_RECIPES,
     Role.MLP_IN: Take("shared_mlp.input_linear"),
@@ -86,6 +101,7 @@ FAMILIES = (
         spec=_granite,
         recipes=_GRANITE,
         mixers=_MAMBA,
+        frame=_granite_frame,
         tiny=(
             tiny(
                 "GraniteMoeHybridForCausalLM",
@@ -125,6 +141,7 @@ FAMILIES = (
         spec=_bamba,
         recipes={role: recipe for role, recipe in _JAMBA.items() if "expert" not in role},
         mixers=_MAMBA,
+        frame=_bamba_frame,
         tiny=(
             tiny("BambaForCausalLM", "BambaConfig", attn_layer_indices=[0, 1, 2]),
             tiny("BambaForCausalLM", "BambaConfig", label="state spaces", attn_layer_indices=[1], **_SSM),

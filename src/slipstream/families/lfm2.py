@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.families.common import LLAMA_RECIPES, llama_like, own_mixer, tiny, window
+from slipstream.families.common import (
+    LLAMA_RECIPES,
+    layer_type,
+    llama_frame,
+    llama_like,
+    own_mixer,
+    rope,
+    tiny,
+    window,
+)
 from slipstream.families.family import Config, Family
-from slipstream.spec import BlockSpec, Gate, MoE, Norm, QKNorm, Role
+from slipstream.families.recurrences import SHORT_CONVOLUTION, short_convolution
+from slipstream.spec import BlockSpec, FrameSpec, Gate, MoE, Norm, QKNorm, Role
 from slipstream.weights.recipe import First, Stack, Take
 
 _CONVOLUTION = "a short convolution"
@@ -17,8 +27,21 @@ def _layer(config: Config, index: int, **changes: Any) -> BlockSpec:
     norm = Norm("rms", config.norm_eps)
     spec = llama_like(config, index, norm=norm, qk_norm=QKNorm(norm), activation="silu", **changes)
     if config.layer_types[index] == "conv":
-        return replace(spec, mixer=_CONVOLUTION, rope=None, gate=None)
+        recurrence = short_convolution(config.hidden_size, config.conv_L_cache)
+        return replace(spec, mixer=_CONVOLUTION, recurrence=recurrence, rope=None, gate=None)
     return spec
+
+
+def _frame(config: Config, rotary: str = "model.rotary_emb") -> FrameSpec | None:
+    # With a bias, padding on the left of a prompt is no longer zeros behind the projection.
+    if config.conv_bias and "conv" in config.layer_types:
+        return None
+    norm = Norm("rms", config.norm_eps)
+    return llama_frame(config, norm=norm, final_norm="model.embedding_norm", rotary=rotary)
+
+
+def _moe_frame(config: Config) -> FrameSpec | None:
+    return _frame(config, "model.pos_emb")
 
 
 def _lfm2(config: Config, index: int) -> BlockSpec:
@@ -47,7 +70,8 @@ def _moe(config: Config, index: int) -> BlockSpec:
 
 def _lfm3(config: Config, index: int) -> BlockSpec:
     gate = Gate(per="head") if config.use_attention_gate else None
-    return _layer(config, index, gate=gate, window=window(config, index))
+    kind = layer_type(config, index)
+    return _layer(config, index, gate=gate, window=window(config, index), rope=rope(config, layer_type=kind))
 
 
 _LFM2 = {
@@ -60,7 +84,7 @@ _LFM2 = {
     Role.MLP_IN: Stack(("feed_forward.w1", "feed_forward.w3")),
     Role.MLP_OUT: Take("feed_forward.w2"),
 }
-_MIXERS = {_CONVOLUTION: own_mixer("conv", cache="past_key_values")}
+_MIXERS = {_CONVOLUTION: own_mixer("conv", cache="past_key_values", recurrent=SHORT_CONVOLUTION)}
 _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -76,6 +100,7 @@ FAMILIES = (
         spec=_lfm2,
         recipes=_LFM2,
         mixers=_MIXERS,
+        frame=_frame,
         tiny=(
             tiny("Lfm2ForCausalLM", "Lfm2Config", layer_types=["full_attention"] * 3, block_multiple_of=8),
             tiny(
@@ -106,6 +131,7 @@ FAMILIES = (
             Role.EXPERTS_OUT: Take("feed_forward.experts.down_proj"),
         },
         mixers=_MIXERS,
+        frame=_moe_frame,
         tiny=(
             tiny(
                 "Lfm2MoeForCausalLM",
@@ -144,6 +170,7 @@ FAMILIES = (
             Role.MLP_POST_NORM: Take("post_ffn_norm"),
         },
         mixers=_MIXERS,
+        frame=_frame,
         tiny=(
             tiny(
                 "Lfm3ForCausalLM",

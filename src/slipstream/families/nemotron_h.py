@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.families.common import llama_like, tiny
+from slipstream.families.common import llama_frame, llama_like, own_mixer, tiny
 from slipstream.families.experts import corrected_moe
 from slipstream.families.family import Branches, Config, Family, OwnCourse
-from slipstream.spec import BlockSpec, Norm, Role
+from slipstream.families.recurrences import STATE_SPACE, mamba_2
+from slipstream.spec import BlockSpec, FrameSpec, Norm, Recurrence, Role
 from slipstream.weights.recipe import Stack, Take
 
-_STATE, _BEHIND, _HEARS, _FEEDS = "a state space", "experts behind a projection", "attention", "feed-forward"
+_STATE, _BEHIND = "a state space", "experts behind a projection"
 
 
 def _spec(config: Config, index: int) -> BlockSpec:
@@ -28,30 +29,34 @@ def _spec(config: Config, index: int) -> BlockSpec:
     )
     kind = config.layers_block_type[index]
     if kind in ("full_attention", "attention"):
-        return replace(spec, branches="attention", course=_HEARS)
+        return replace(spec, branches="attention")
     if kind == "mlp":
-        return replace(spec, branches="feed_forward", course=_FEEDS)
+        return replace(spec, branches="feed_forward")
     if kind != "moe":
-        return replace(spec, branches="neither", course=_STATE)
+        return replace(spec, branches="attention", mixer=_STATE, recurrence=_space(config))
     if config.moe_latent_size is not None:
         return replace(spec, branches="neither", course=_BEHIND)
     moe = corrected_moe(config, shared=config.moe_shared_expert_intermediate_size)
-    ffn = config.moe_intermediate_size
-    return replace(spec, branches="feed_forward", course=_FEEDS, ffn=ffn, moe=moe)
+    return replace(spec, branches="feed_forward", ffn=config.moe_intermediate_size, moe=moe)
 
 
-def _hear(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    return x + heads.attend(heads.norm(Role.ATTN_NORM, x))
+def _space(config: Config) -> Recurrence | None:
+    if config.mamba_hidden_act != "silu" or config.use_bias:
+        return None
+    space = mamba_2(
+        heads=config.mamba_num_heads,
+        groups=config.n_groups,
+        values=config.mamba_head_dim,
+        keys=config.ssm_state_size,
+        width=config.conv_kernel,
+        eps=config.layer_norm_epsilon,
+    )
+    return replace(space, least_step=float(config.time_step_min))
 
 
-def _fed(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    return x + heads.feed(heads.norm(Role.ATTN_NORM, x))
-
-
-def _keep(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-    passed = {"cache_params": given.get("past_key_values"), "attention_mask": given.get("attention_mask")}
-    kept: Tensor = layer.mixer(heads.norm(Role.ATTN_NORM, x), **passed)
-    return x + kept
+def _frame(config: Config) -> FrameSpec:
+    norm = Norm("rms", config.layer_norm_epsilon)
+    return llama_frame(config, norm=norm, embed="model.embeddings", final_norm="model.norm_f", rotary=None)
 
 
 def _ask(heads: Branches, layer: Any, x: Tensor, given: Mapping[str, Any]) -> Tensor:
@@ -90,11 +95,10 @@ FAMILY = Family(
         Role.SHARED_IN: Take("mixer.shared_experts.up_proj"),
         Role.SHARED_OUT: Take("mixer.shared_experts.down_proj"),
     },
+    mixers={_STATE: own_mixer("mixer", recurrent=STATE_SPACE)},
+    frame=_frame,
     courses={
-        _STATE: OwnCourse(_keep, ("mixer",), note=_STATE),
         _BEHIND: OwnCourse(_ask, ("mixer",), note=f"a mixture of {_BEHIND}"),
-        _HEARS: OwnCourse(_hear),
-        _FEEDS: OwnCourse(_fed),
     },
     tiny=(
         tiny(*_BUILT, layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], **_TINY),

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.ops.linear import Weight
+from slipstream.ops.recurrence import RecurrentLike
 from slipstream.ops.step import AttentionMask
 from slipstream.spec import BlockSpec, Role
 
@@ -41,6 +42,8 @@ class BlockLike(Protocol):
     spec: BlockSpec
     mask: AttentionMask
 
+    @property
+    def part(self) -> RecurrentLike | None: ...  # noqa: D102
     @property
     def weights(self) -> WeightsLike: ...  # noqa: D102
     def feed_forward(self, x: Tensor) -> Tensor: ...  # noqa: D102

@@ -17,6 +17,7 @@ from slipstream.errors import ConfigError, InjectionError, WeightError
 from slipstream.formats import FORMATS, Format
 from slipstream.model.block.block import Block
 from slipstream.model.convert import applies, convert, dtype_named
+from slipstream.model.frame.recurrent import RecurrentPart
 from slipstream.model.fused.inject import inject_layer
 from slipstream.model.fused.state import Injected
 from slipstream.model.layers import Found
@@ -309,6 +310,9 @@ def make_block(
         by_rows=ops.linear.by_rows and (layer is not found.layer or (filled and settings.streamer is None)),
     )
     block = Block(spec, weights, ops, share)
+    mixer = family.mixer_of(spec)
+    if spec.recurrence is not None and mixer is not None and mixer.recurrent is not None:
+        block.part = RecurrentPart(layer.get_submodule(mixer.part), mixer.recurrent, spec.recurrence)
     return Injected(
         original=type(layer),
         block=block,
@@ -323,7 +327,7 @@ def make_block(
         bias=family.bias,
         relative=None if spec.own_attention else family.relative,
         attention=family.attention if spec.own_attention else None,
-        mixer=family.mixer_of(spec),
+        mixer=mixer,
         feeder=family.feeder_of(spec),
         course=family.course_of(spec),
         unread=family.unread,

@@ -46,7 +46,8 @@ class Found:
     def note(self) -> str:
         """Note on the part of the layer that runs its own code once the layer is fused; empty for none."""
         own = "" if self.spec is None or self.family is None else self.family.own_code(self.spec)
-        return f"{own} runs its own code" if own else ""
+        recurs = self.spec is not None and self.spec.recurrence is not None
+        return f"{own} runs its own code{' in forwards' if recurs else ''}" if own else ""
 
 
 def find_layers(model: nn.Module, config: Any = None, policy: Policy | None = None) -> list[Found]:

@@ -32,6 +32,8 @@ class Step:
             block table: lengths grow when a captured step is replayed, and this integer does not.
         static: Whether replays of a captured step change the values of the tensors, so that no layout may
             depend on values that were read back. Not needed for a step of one token per sequence.
+        states: `(N,)` int32, ascending: each sequence's row in the states of layers with a recurrence; None
+            where no layer has one.
         beyond: By how much a position may exceed the token count of its sequence, where positions continue
             from another number (after images).
     """
@@ -47,6 +49,7 @@ class Step:
     max_kv_len: int
     static: bool = False
     beyond: int = 0
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ def share_of(spec: BlockSpec, mesh: Mesh, group: int = 0, turn: int = 0) -> Shar
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: attention in windows or blocks cannot be split; use one rank"
         )
-    if spec.course is not None and tp > 1:
+    if (spec.course is not None or spec.branches != "both") and tp > 1:
         raise UnsupportedError(
             f"tensor_parallel.tp_size={tp}: a layer with an unusual order of branches cannot be split; "
             "use one rank"

@@ -61,7 +61,7 @@ class Batch:
         for row, padding in enumerate(self._padding):
             self._schedule.add(row, length - padding)
         needed = [-(-(self._tokens.shape[1] - padding) // BLOCK_SIZE) for padding in self._padding]
-        self._cache: PagedCache = runner.new_cache(forks * sum(needed))
+        self._cache: PagedCache = runner.new_cache(forks * sum(needed), forks * rows)
         self._dtype, self._runner = runner.dtype, runner
         self._blocks = [self._cache.allocate(count) for count in needed]
         self._session = runner.begin(self._cache, self._tokens.shape[1])
@@ -302,6 +302,9 @@ class Batch:
             self._schedule.add(row, held, done=held)
             slots = slots_of(self._blocks[row], held, self._tokens.device)
             for (k, v), caches in zip(begun.pairs, self._cache.layers, strict=True):
+                if k is v:  # the states of a layer with a recurrence
+                    caches[0][row] = k[row]  # type: ignore[index]
+                    continue
                 write_cache(last_tokens(k[row], held), last_tokens(v[row], held), *caches, slots)
         self._shifts = list(begun.shifts)
         self._session.give(begun.logits)
@@ -309,6 +312,7 @@ class Batch:
     def fork(self, times: int) -> None:
         """Replace each row by `times` adjacent copies of itself; all tokens of the rows must have run."""
         self._blocks = forked(self._cache, self._blocks, times, self._held())
+        self._cache.follow([row for row in range(len(self._padding)) for _ in range(times)])
         self._tokens = self._tokens.repeat_interleave(times, dim=0)
         self._padding = [padding for padding in self._padding for _ in range(times)]
         self._shifts = [shift for shift in self._shifts for _ in range(times)]
@@ -326,6 +330,7 @@ class Batch:
         if list(sources) == list(range(len(sources))):
             return
         self._blocks = followed(self._cache, self._blocks, sources, self._held())
+        self._cache.follow(sources)
         self._tokens[:, : self._length] = self._tokens[list(sources), : self._length]
         if self._decode is not None:
             self._decode.place([self._blocks[row] for row in self._decode.rows])

@@ -39,6 +39,7 @@ class Decode:
         count = len(rows)
         self.rows = rows
         self._source = torch.tensor(rows, device=device)
+        self._states = self._source.int()
         self._within = torch.arange(BLOCK_SIZE, device=device)
         self.place(blocks)
         self._places = torch.tensor(positions, device=device) - 1
@@ -87,4 +88,5 @@ class Decode:
             max_query_len=1,
             max_kv_len=self._longest,
             beyond=self._beyond,
+            states=self._states,
         )

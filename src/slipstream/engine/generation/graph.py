@@ -97,6 +97,8 @@ class Graphs:
         self.reason = device.no_graph() or ""
         if not self.reason and runner.frame.angles_share_a_length:
             self.reason = "the model's angles depend on the longest sequence, which is no input of a step"
+        if not self.reason and any(not block.spec.cached for block in runner.blocks):
+            self.reason = "some layers keep a state per sequence, or nothing, in place of keys and values"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         """Return an instance for a copy of the engine; it has captured nothing yet."""
@@ -114,11 +116,11 @@ class Graphs:
             self._reserve(least_blocks(self._tokens))
             self._capture(1, self._usual, draws=False)
 
-    def new_cache(self, blocks: int) -> PagedCache:
+    def new_cache(self, blocks: int, rows: int = 1) -> PagedCache:
         """Return a cache for one generation: the one that the graphs point to, unless it is in use."""
         with self._lock:
             if self.reason or self._taken:
-                return self._runner.make_cache(blocks)
+                return self._runner.make_cache(blocks, rows)
             lent = self._reserve(blocks).lend(blocks)
             self._taken = True
             weakref.finalize(lent, self._give_back)

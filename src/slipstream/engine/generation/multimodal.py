@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.engine.frames import text_config
 from slipstream.engine.generation.runner import Runner
+from slipstream.spec import Recurrence
 
 __all__ = ["Begun", "begin", "last_tokens"]
 
@@ -31,7 +32,7 @@ class Begun:
 
     Attributes:
         pairs: Keys and values of each layer, `(B, K, N, D)` each; only the last N tokens if the layer keeps
-            no more.
+            no more. Of a layer with a recurrence, its states `(B, S)` float32, twice.
         logits: Logits after the prompts, `(B, V)` float32.
         shifts: For each row, what to add to the engine road's count of tokens to get the model's position.
     """
@@ -113,6 +114,14 @@ def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor,
         return None
     pairs = []
     for block, layer in zip(runner.blocks, cache.layers, strict=True):
+        if block.spec.recurrence is not None:
+            states = _states(layer, block.spec.recurrence, prompt[0])
+            if states is None:
+                return None
+            pairs.append((states, states))
+            continue
+        if not block.spec.cached:
+            return None
         spec, keys, values = block.spec, getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
@@ -124,6 +133,24 @@ def _pairs(cache: Any, runner: Runner, prompt: torch.Size) -> list[tuple[Tensor,
         step = heads // spec.kv_heads
         pairs.append((keys[:, ::step], values[:, ::step]))
     return pairs
+
+
+def _states(layer: Any, spec: Recurrence, rows: int) -> Tensor | None:
+    """Return the states `(B, S)` of a layer in transformers' cache; None if they have another form there."""
+    inputs = getattr(layer, "conv_states", None)
+    inputs = inputs.get(0) if isinstance(inputs, dict) else None
+    if not isinstance(inputs, Tensor) or inputs.shape != (rows, spec.channels, spec.width):
+        return None
+    parts = [inputs[:, :, 1:].mT]  # the first column has left the convolution's reach
+    if spec.rule != "none":
+        heads = getattr(layer, "recurrent_states", {}).get(0)
+        # A state space keeps `(E, D)`.
+        heads = heads.mT if isinstance(heads, Tensor) and spec.rule == "space" else heads
+        shape = (rows, spec.value_heads, spec.key_dim, spec.value_dim)
+        if not isinstance(heads, Tensor) or heads.shape != shape:
+            return None
+        parts.append(heads)
+    return torch.cat([part.float().flatten(1) for part in parts], dim=1)
 
 
 def last_tokens(part: Tensor, count: int) -> Tensor:

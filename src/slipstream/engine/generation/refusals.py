@@ -24,6 +24,7 @@ from slipstream.model.values import wants_operations
 __all__ = [
     "MODES",
     "why_not_intact",
+    "why_not_kept",
     "why_not_packed",
     "why_not_readable",
     "why_not_repeated",
@@ -219,6 +220,14 @@ def why_not_readable(runner: Runner, request: Request) -> str | None:
     low, high = (int(edge) for edge in prompt.aminmax())
     rows = runner.frame.matrices()["embed"].shape[0]
     return None if low >= 0 and high < rows else "ids lie outside of the token embedding"
+
+
+def why_not_kept(runner: Runner, request: Request) -> str | None:
+    """Return why the engine road cannot return what a call asks for, or None if it can."""
+    others = any(not block.spec.cached for block in runner.blocks)
+    if others and request.config.return_dict_in_generate:
+        return "return_dict_in_generate is set, and some layers keep states, or nothing, in place of keys"
+    return None
 
 
 def why_not_so_long(model: nn.Module, runner: Runner, request: Request) -> str | None:

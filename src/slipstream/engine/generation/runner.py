@@ -130,7 +130,7 @@ class Runner:
         """Store the parts; the attributes describe them."""
         self.frame, self.blocks, self.names = frame, list(blocks), list(names)
         self.stack, self.whole, self.cache_dtype = stack, whole, cache_dtype
-        self.new_cache: Callable[[int], PagedCache] = self.make_cache
+        self.new_cache: Callable[..., PagedCache] = self.make_cache
         self.timer: Timer = no_timer
         self.takes_over = False
 
@@ -179,11 +179,12 @@ class Runner:
         """Number of logits per row (V)."""
         return int(self.frame.matrices()["head"].shape[0])
 
-    def make_cache(self, blocks: int) -> PagedCache:
-        """Return a new cache of `blocks` blocks per layer, on the model's device."""
+    def make_cache(self, blocks: int, rows: int = 1) -> PagedCache:
+        """Return a new cache for `rows` sequences, of `blocks` blocks per layer, on the model's device."""
         weight = self.frame.embed._parameters["weight"]  # attribute access would unpack it
         specs = [block.spec for block in self.blocks]
-        return PagedCache(specs, blocks, dtype=self.cache_dtype or weight.dtype, device=weight.device)
+        dtype = self.cache_dtype or weight.dtype
+        return PagedCache(specs, blocks, dtype=dtype, device=weight.device, rows=rows)
 
 
 class Session:
@@ -364,8 +365,9 @@ def make_step(
     slots = table[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     logit_rows = ends[_host([row for row, chunk in enumerate(chunks) if chunk.is_last])] - 1
     starts = torch.nn.functional.pad(ends, (1, 0))
-    made = (positions, slots, logit_rows, starts.int(), length.int(), table.int())
-    positions, slots, logit_rows, starts, length, table = _sent(made, device)
+    rows_of_states = _host([chunk.row for chunk in chunks]).int()
+    made = (positions, slots, logit_rows, starts.int(), length.int(), table.int(), rows_of_states)
+    positions, slots, logit_rows, starts, length, table, rows_of_states = _sent(made, device)
     ids = [tokens(chunk) for chunk in chunks]
     return Step(
         token_ids=(ids[0] if len(ids) == 1 else torch.cat(ids)).to(device),
@@ -377,6 +379,7 @@ def make_step(
         logit_rows=logit_rows,
         max_query_len=max(counts),
         max_kv_len=max(lens),
+        states=rows_of_states,
     )
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "SCALES",
     "UPPER",
     "BOOLEAN",
+    "BRANCHES",
     "INT8_CODES",
     "GATES",
     "SCORINGS",
@@ -50,7 +51,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 24
+ABI = 25
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -76,6 +77,7 @@ FORMATS = {
 CODES, SCALES, MINIMA, UPPER, FACTORS = range(5)
 """Indices of the planes of a packed matrix."""
 
+BRANCHES = {"both": 0, "attention": 1, "feed_forward": 2}
 SCORINGS = {"softmax_topk": 0, "topk_softmax": 1, "sparsemixer": 2, "sigmoid": 3, "topk_sigmoid": 4}
 """The library's numbers of the ways to choose experts."""
 
@@ -185,6 +187,29 @@ class Latent(ctypes.Structure):
     ]
 
 
+class Part(ctypes.Structure):
+    """One of the inputs of a recurrence, by key head."""
+
+    _fields_: ClassVar[Fields] = each(c_int64, "matrix start step channel")
+
+
+class Recurrence(ctypes.Structure):
+    """A mixer in place of attention, whose state per sequence has a fixed size."""
+
+    _fields_: ClassVar[Fields] = [
+        ("projections", c_void_p),
+        ("num_projections", c_int64),
+        *each(c_void_p, "kernel kernel_bias"),
+        *each(c_int64, "channels width key_heads value_heads key_dim value_dim"),
+        *each(Part, "q k v gate rate decay"),
+        *each(c_void_p, "speed shift skip"),
+        ("norm", Norm),
+        ("norm_width", c_int64),
+        ("least_step", c_float),
+        *each(c_int32, "rule gate_first kernel_dtype bias_dtype speed_dtype shift_dtype skip_dtype"),
+    ]
+
+
 class Block(ctypes.Structure):
     """One transformer block."""
 
@@ -193,7 +218,7 @@ class Block(ctypes.Structure):
         *each(c_int32, "post parallel residual_from_norm gated"),
         *each(c_int32, "activation qk_norm qk_norm_after_rope table rope_interleaved"),
         *each(c_float, "residual_scale clip"),
-        *each(c_int32, "causal gate gates_heads"),
+        *each(c_int32, "causal gate gates_heads branches unused"),
         ("mask", Mask),
         *each(Scale, "attn_scale mlp_scale"),
         *each(Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
@@ -201,6 +226,7 @@ class Block(ctypes.Structure):
         ("moe", POINTER(Moe)),
         ("across", POINTER(Across)),
         ("latent", POINTER(Latent)),
+        ("recurrence", POINTER(Recurrence)),
     ]
 
 
@@ -212,6 +238,8 @@ class Step(ctypes.Structure):
         *each(c_void_p, "query_starts kv_lens block_table slots"),
         ("past", c_int64),
         *each(c_int32, "heads_first unused"),
+        ("states", c_void_p),
+        ("num_states", c_int64),
     ]
 
 

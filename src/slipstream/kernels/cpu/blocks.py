@@ -10,12 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.kernels.cpu import abi
-from slipstream.kernels.cpu.abi import DTYPES, GATES, SCORINGS, address
+from slipstream.kernels.cpu.abi import BRANCHES, DTYPES, GATES, SCORINGS, address
 from slipstream.kernels.cpu.matrix import matrix_of
 from slipstream.kernels.cpu.paged_attention import mask_of
+from slipstream.kernels.cpu.recurrence import (
+    describe_recurrence,
+    refuse_recurrence,
+    tensors_of_recurrence,
+)
 from slipstream.kernels.requirements import BlockLike, VectorLike, WeightsLike
 from slipstream.ops.activation import KINDS
 from slipstream.ops.linear import Weight
+from slipstream.ops.recurrence import RecurrentLike
 from slipstream.spec import Latent, MoE, Norm, Role, Rope
 
 __all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block", "refuse_vector", "routing_of"]
@@ -46,14 +52,12 @@ _RANKED_BY_CHOICE = ("softmax_topk", "sigmoid", "topk_sigmoid")
 """Scorings to which a bias that only chooses is added."""
 
 _UNKNOWN = (
-    "branches",
     "carry",
     "course",
     "feeder",
     "growth",
     "inner_norms",
     "inputs",
-    "mixer",
     "sharing",
     "twice",
     "value_norm",
@@ -86,6 +90,14 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
             return f"{role}: {matrix}"
     if spec.own_attention:
         return "a family's own attention is not supported"
+    if spec.branches != "both" and (
+        spec.branches not in BRANCHES or spec.parallel or spec.place == "post" or spec.cross is not None
+    ):
+        return f"branches={spec.branches!r} is not supported"
+    if spec.mixer is not None and (
+        reason := refuse_recurrence(spec, block.part, block.weights.lease is not None)
+    ):
+        return reason
     if spec.latent is not None and (reason := _refuse_latent(block)):
         return reason
     if spec.moe is not None and (spec.moe.residual or spec.moe.idle):
@@ -99,7 +111,7 @@ def refuse_block(block: BlockLike, *, cross_attends: bool = False) -> str | None
         if reason is not None:
             return f"{role}: {reason}"
     for slopes in (block.mask.alibi, block.mask.sinks):
-        if slopes is not None and slopes.numel() != spec.heads:
+        if spec.mixer is None and slopes is not None and slopes.numel() != spec.heads:
             return f"{slopes.numel()} slopes or sinks do not fit {spec.heads} heads"
     return None
 
@@ -150,6 +162,7 @@ class Prepared:
         tensors: All tensors that the structs point into.
         addresses: The addresses of these tensors.
         memory: Other objects that the structs point to.
+        parts: The mixers with a recurrence, with address and shape of each one's tensors.
     """
 
     blocks: Any
@@ -158,6 +171,12 @@ class Prepared:
     tensors: tuple[Tensor, ...]
     addresses: tuple[int, ...]
     memory: tuple[Any, ...]
+    parts: tuple[tuple[RecurrentLike, tuple[tuple[int, ...], ...]], ...] = ()
+
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether the mixers with a recurrence still have the same tensors."""
+        return all(places_of(part) == places for part, places in self.parts)
 
 
 def prepare(blocks: Sequence[BlockLike]) -> Prepared:
@@ -171,9 +190,18 @@ def prepare(blocks: Sequence[BlockLike]) -> Prepared:
         matrices = (t for w in block.weights.matrices.values() for t in (*w.planes, w.bias))
         vectors = (t for v in block.weights.vectors.values() for t in (v.weight, v.bias))
         tensors += [t for t in (*masks, *matrices, *vectors) if t is not None]
+    parts = tuple(
+        (block.part, places_of(block.part)) for block in blocks if block.spec.recurrence and block.part
+    )
+    tensors += [t for part, _ in parts for t in tensors_of_recurrence(part)]
     places = tuple(t.data_ptr() for t in tensors)
     weights = tuple(block.weights for block in blocks)
-    return Prepared(structs, ropes, weights, tuple(tensors), places, tuple(memory))
+    return Prepared(structs, ropes, weights, tuple(tensors), places, tuple(memory), parts)
+
+
+def places_of(part: RecurrentLike) -> tuple[tuple[int, ...], ...]:
+    """Return address and shape of each of a mixer's current tensors, which user code may replace."""
+    return tuple((t.data_ptr(), *t.shape) for t in tensors_of_recurrence(part))
 
 
 def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi.Block:
@@ -196,15 +224,19 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
         causal=int(spec.causal),
         gate=0 if spec.gate is None else GATES[spec.gate.activation],
         gates_heads=int(spec.gate is not None and spec.gate.per == "head"),
+        branches=BRANCHES[spec.branches],
         mask=mask_of(block.mask),
     )
     for role, name in _MATRICES.items():
         if role in block.weights.matrices:
             setattr(struct, name, _matrix(block.weights.matrices[role], memory))
+    if spec.recurrence is not None and block.part is not None:
+        describe_recurrence(block.part, struct, memory)
+        struct.gate, struct.clip, struct.table = 0, 0.0, -1
     if spec.latent is not None:
         struct.qkv = _matrix(block.weights.matrices[Role.Q_UP], memory)
         struct.latent = ctypes.pointer(_latent(spec.latent, block, memory))
-    if spec.moe is not None:
+    if spec.moe is not None and spec.branches != "attention":
         struct.moe = ctypes.pointer(_moe(spec.moe, block, memory))
     for role, name in _SCALES.items():
         vector = vectors.get(role)
@@ -212,7 +244,9 @@ def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi
             setattr(struct, name, abi.Scale(address(vector.weight), DTYPES[vector.weight.dtype]))
     for role, name in _NORMS.items():
         setattr(struct, name, norm_of(vectors.get(role), spec.norm))
-    if spec.qk_norm is not None:
+    if spec.branches == "feed_forward":
+        struct.mlp_norm = struct.attn_norm
+    if spec.qk_norm is not None and spec.mixer is None:
         struct.qk_norm = 1 if spec.qk_norm.over == "head" else 2
         struct.qk_norm_after_rope = int(spec.qk_norm.after_rope)
         for role, name in _QK_NORMS.items():

@@ -19,15 +19,16 @@ from slipstream.kernels.cpu import abi, abi_model
 from slipstream.kernels.cpu.abi import DTYPES, address
 from slipstream.kernels.cpu.angles import AngleSource, KeptAngles
 from slipstream.kernels.cpu.blocks import Prepared, norm_of, refuse_vector
+from slipstream.kernels.cpu.caches import Caches, pages_of_layers, serves_caches, step_over
 from slipstream.kernels.cpu.draw import Drawing, check
 from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import rest_torch
 from slipstream.kernels.cpu.matrix import matrix_of
-from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, step_of
+from slipstream.kernels.cpu.paged_attention import serves
 from slipstream.kernels.cpu.progress import reporting
 from slipstream.kernels.cpu.screen import Screens
 from slipstream.kernels.cpu.sketch import SketchFormat
-from slipstream.kernels.cpu.stack import Caches, NativeStack, serves_caches
+from slipstream.kernels.cpu.stack import NativeStack
 from slipstream.kernels.requirements import VectorLike
 from slipstream.ops.linear import Weight
 from slipstream.ops.noise import RowNoise
@@ -157,20 +158,18 @@ class NativeSession:
             **described,
         )
         count = len(prepared.weights)
-        pointers = (abi.Cache * count)(*(cache_of(k, v) for k, v in caches))
         self._call = abi_model.ModelCall(frame=ctypes.pointer(self._struct))
         stack = self._call.stack
         stack.blocks = ctypes.cast(prepared.blocks, ctypes.POINTER(abi.Block))
         stack.num_blocks = count
-        stack.caches = pointers
-        stack.cache_dtype = cache_dtype(caches[0][0])
+        stack.caches, stack.cache_dtype = pages_of_layers(model.stack.blocks, caches)
         stack.num_tables = len(prepared.ropes)
         norm_tensors = (t for v in norms.values() for t in (v.weight, v.bias))
         matrix_tensors = (t for w in matrices.values() for t in (*w.planes, w.bias))
         tensors = [t for t in (table, bias, *norm_tensors, *matrix_tensors) if t is not None]
         # Detached views keep the memory alive even if the tensors themselves get other storage.
         self._kept = [t.detach() for t in (*prepared.tensors, *tensors)]
-        self._memory = (pointers, [m.memory for m in described.values()])
+        self._memory = [m.memory for m in described.values()]
         self._turns = Turns.of(model.stack.blocks)
         if self._turns is not None:
             self._turns.point(stack)
@@ -363,7 +362,7 @@ class NativeSession:
         )
         if self._served:
             call = self._call
-            call.stack.step = step_of(step, self._caches[0][0].shape)
+            call.stack.step = step_over(self._stack.blocks, self._caches, step)
             call.token_ids, call.positions, call.logit_rows = (t.data_ptr() for t in longs)
             call.rows = step.logit_rows.shape[0]
         return self._served

@@ -68,6 +68,7 @@ def serves(step: Step) -> bool:
         all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
         and step.slots.dtype == torch.int64
         and step.slots.is_contiguous()
+        and (step.states is None or (step.states.dtype == torch.int32 and step.states.is_contiguous()))
     )
 
 

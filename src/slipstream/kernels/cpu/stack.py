@@ -17,19 +17,19 @@ from torch import Tensor
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
 from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
+from slipstream.kernels.cpu.caches import Caches, pages_of_layers, serves_caches, step_over
 from slipstream.kernels.cpu.dynamic_cache import extended
 from slipstream.kernels.cpu.leases import Turns
 from slipstream.kernels.cpu.library import ISAS, Library, load, refuse, rest_torch
-from slipstream.kernels.cpu.paged_attention import cache_dtype, cache_of, serves, serves_pair, step_of
+from slipstream.kernels.cpu.paged_attention import serves
 from slipstream.kernels.cpu.text import NativeText, refuse_text
 from slipstream.kernels.requirements import BlockLike
 from slipstream.ops.bind import Bound
-from slipstream.ops.kv_cache import CachePart
 from slipstream.ops.step import Older, Packed, Step
 from slipstream.ops.text import TextFrame
 from slipstream.spec import BlockSpec, Role, Rope
 
-__all__ = ["NativeStack", "bind_encoder", "bind_stack", "serves_caches"]
+__all__ = ["NativeStack", "bind_encoder", "bind_stack"]
 
 _MOST_TOKENS = 1 << 20
 """Packed tokens per step up to which this is faster than one layer at a time; no step has more."""
@@ -37,7 +37,6 @@ _MOST_TOKENS = 1 << 20
 _MOST_TOKENS_BESIDE_AMX = 64
 """The limit in bfloat16 where torch's matrix products use AMX and the library's unit does not."""
 
-Caches = Sequence[tuple[CachePart, CachePart]]
 Tables = dict[Rope, tuple[Tensor, Tensor]]
 Run = Callable[[Any, Tensor, Step, Caches, Tables], Tensor]
 """The signature of `model.frame.run_stack`."""
@@ -57,6 +56,8 @@ def bind_stack(blocks: Sequence[BlockLike], otherwise: Run) -> Bound:
         name = f"cpu-{isa}"
         library = load(isa) if (reason := refuse(isa)) is None else None
         reason = reason or next((why for block in blocks if (why := refuse_block(block))), None)
+        if reason is None and not any(block.spec.cached for block in blocks):
+            reason = "no layer has a KV cache"
         if library is not None and reason is None and blocks:
             return Bound("stack", name, NativeStack(blocks, library, otherwise), refused)
         refused[name] = reason or "there are no blocks"
@@ -90,7 +91,8 @@ class NativeStack:
             otherwise: The fallback for steps of many tokens, and for blocks that are no longer accepted.
         """
         self.name = f"cpu-{library.isa}"
-        weight = blocks[0].weights.matrices[Role.ATTN_OUT]
+        roles = (block.weights.matrices for block in blocks if block.spec.cached)
+        weight = next(roles)[Role.ATTN_OUT]
         dtype = weight.planes[0].dtype if weight.dtype is None else weight.dtype
         beside_amx = (
             dtype == torch.bfloat16
@@ -147,9 +149,9 @@ class NativeStack:
         return self._run(prepared, slice(first, first + len(blocks)), x, step, caches, tables)
 
     def has(self, block: Any) -> bool:
-        """Whether a block belongs to this stack."""
+        """Whether a block belongs to this stack, and runs without a paged cache, too."""
         place = self._place.get(id(block))
-        return place is not None and self.blocks[place] is block
+        return place is not None and self.blocks[place] is block and block.spec.recurrence is None
 
     def kind(self, block: Any) -> int | None:
         """Return the index of the first block with the same spec; None if `block` is not in this stack."""
@@ -184,7 +186,7 @@ class NativeStack:
     def _run(
         self, prepared: Prepared, which: slice, x: Tensor, step: Step, caches: Caches, tables: Tables
     ) -> Tensor:
-        count = which.stop - which.start
+        ours = self.blocks[which]
         x = x.contiguous()
         out = torch.empty_like(x)
         angles, rows = _tables(prepared, tables)
@@ -193,15 +195,14 @@ class NativeStack:
             x=x.data_ptr(),
             out=out.data_ptr(),
             blocks=ctypes.pointer(abi.Block.from_buffer(prepared.blocks, size)),
-            num_blocks=count,
-            caches=(abi.Cache * count)(*(cache_of(k, v) for k, v in caches)),
+            num_blocks=len(ours),
             tables=rows,
             num_tables=len(angles),
             dtype=DTYPES[x.dtype],
-            cache_dtype=cache_dtype(caches[0][0]),
-            step=step_of(step, caches[0][0].shape),
+            step=step_over(ours, caches, step),
         )
-        self._call(call, self.blocks[which])
+        call.caches, call.cache_dtype = pages_of_layers(ours, caches)
+        self._call(call, ours)
         del angles
         return out
 
@@ -291,7 +292,7 @@ class NativeStack:
         return out, [(k.contiguous(), v.contiguous()) for k, v in kept.pairs]
 
     def _is_of(self, prepared: Prepared) -> bool:
-        return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))
+        return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights)) and prepared.keeps_parts
 
     def _takes(self, blocks: Sequence[Any], x: Tensor) -> bool:
         return (
@@ -372,17 +373,6 @@ def _tables(prepared: Prepared, tables: Tables) -> tuple[list[tuple[Tensor, ...]
     angles = [tuple(t.float().contiguous() for t in tables.get(rope, placeholder)) for rope in prepared.ropes]
     structs = (abi.Table(cos.data_ptr(), sin.data_ptr(), *cos.shape) for cos, sin in angles)
     return angles, (abi.Table * len(angles))(*structs)
-
-
-def serves_caches(blocks: Sequence[BlockLike], caches: Caches) -> bool:
-    """Whether caches, one pair per block as in `BlockSpec.cached`, have a layout that the library uses."""
-    first = caches[0][0]
-    return all(
-        serves_pair(*pair, adjacent=block.spec.latent is not None)
-        and all(t.dtype == first.dtype and t.shape[:2] == first.shape[:2] for t in pair)
-        and tuple(tuple(t.shape[2:]) for t in pair) == block.spec.cached
-        for block, pair in zip(blocks, caches, strict=True)
-    )
 
 
 def _restore(

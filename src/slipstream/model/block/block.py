@@ -18,6 +18,7 @@ from slipstream.ops import Ops
 from slipstream.ops.activation import xielu
 from slipstream.ops.linear import Weight, times, times_apart
 from slipstream.ops.moe import Routed, chosen_by
+from slipstream.ops.recurrence import RecurrentLike
 from slipstream.ops.step import AttentionMask
 from slipstream.parallel.collectives import all_sum, norm_across
 from slipstream.parallel.experts import spread_experts
@@ -70,11 +71,13 @@ class Block:
         mask: What the paged attention needs besides lengths.
         share: This rank's part of a layer that is split over several ranks: `spec` and `weights` are the
             rank's, and the output of a branch is summed over the ranks before anything else happens to it.
+        part: The mixer over packed tokens, where the spec has a `recurrence` and its module is as expected.
     """
 
     def __init__(self, spec: BlockSpec, weights: BlockWeights, ops: Ops, share: Share | None = None) -> None:
         """Take the weights as they are; nothing is copied."""
         self.spec, self.weights, self.ops, self.share = spec, weights, ops, share
+        self.part: RecurrentLike | None = None
         sinks = weights.vectors.get(Role.SINKS)
         device = weights.device
         self.mask = AttentionMask(
@@ -149,6 +152,8 @@ class Block:
             return self._end(self.norm(Role.MLP_NORM, x + fed))
         normed = self.norm(Role.ATTN_NORM, x)
         residual = self._carried(normed if spec.residual_from == "norm" else x)
+        if spec.branches == "feed_forward":
+            return self._feed(residual, normed, feed, inputs)
         attended = self.attention(normed, rope, attend) if mix is None else mix(normed)
         if spec.parallel:
             entry = self.norm(Role.MLP_NORM, x) if Role.MLP_NORM in self.weights.vectors else normed
@@ -156,12 +161,17 @@ class Block:
         # Mixers and feeders are not split: every rank runs the whole module.
         attended = self.norm(Role.ATTN_POST_NORM, self.sum(attended) if mix is None else attended)
         x = self._ask(self._branch(residual + self._scaled(Role.ATTN_SCALE, attended)), across)
+        if spec.branches == "attention":
+            return self._end(x)
         normed = self.norm(Role.MLP_NORM, x)
         residual = self._carried(normed if spec.residual_from == "norm" else x)
-        fed = self.norm(
-            Role.MLP_POST_NORM, self.sum(self.feed_forward(normed)) if feed is None else feed(normed)
-        )
-        return self._end(self._weigh_in(residual + self._scaled(Role.MLP_SCALE, fed), inputs))
+        return self._feed(residual, normed, feed, inputs)
+
+    def _feed(self, residual: Tensor, normed: Tensor, feed: Mix | None, inputs: Tensor | None) -> Tensor:
+        """Run the feed-forward branch and what follows it."""
+        fed = self.sum(self.feed_forward(normed)) if feed is None else feed(normed)
+        scaled = self._scaled(Role.MLP_SCALE, self.norm(Role.MLP_POST_NORM, fed))
+        return self._end(self._weigh_in(residual + scaled, inputs))
 
     def _weigh_in(self, x: Tensor, inputs: Tensor | None) -> Tensor:
         """Add the branch of the per-layer input, which is whole on every rank; then scale the result."""

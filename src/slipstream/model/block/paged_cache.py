@@ -1,6 +1,6 @@
 """The paged KV cache of one generation: blocks of tokens, allocated to sequences and released together.
 
-Shapes: P blocks, Z tokens per block, K kv heads, D head dim.
+Shapes: P blocks, Z tokens per block, K kv heads, D head dim, S numbers of a state.
 """
 
 from __future__ import annotations
@@ -29,14 +29,28 @@ class PagedCache:
     Attributes:
         layers: `(k, v)` of each layer, contiguous, updated in place by `write_cache`; `Int8Cache`s if the
             dtype is int8. With latent attention (`BlockSpec.cached`), a latent and one key, side by side in
-            memory unless the dtype is int8.
+            memory unless the dtype is int8. Of a layer with a recurrence, its states `(rows, S)` float32, as
+            both; of one without attention, empty tensors.
         capacity: Number of blocks.
     """
 
     def __init__(
-        self, specs: Sequence[BlockSpec], blocks: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        specs: Sequence[BlockSpec],
+        blocks: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int = 1,
     ) -> None:
-        """Reserve `blocks` blocks in each layer; on the CPU the system commits them as they are written.
+        """Reserve memory in each layer; on the CPU the system commits it as it is written.
+
+        Args:
+            specs: The layers.
+            blocks: Number of blocks.
+            dtype: Of keys and values.
+            device: Where the cache is.
+            rows: Number of sequences, each of which has a state in the layers with a recurrence.
 
         Raises:
             DeviceError: The device has too little memory.
@@ -48,6 +62,11 @@ class PagedCache:
                 shape: _room(shapes.count(shape), (blocks, BLOCK_SIZE, *shape), dtype, device)
                 for shape in dict.fromkeys(shapes)
             }
+            self._states = [
+                torch.empty(rows, spec.recurrence.state, dtype=torch.float32, device=device)
+                for spec in specs
+                if spec.recurrence is not None
+            ]
         except RuntimeError as error:
             size = blocks * BLOCK_SIZE * bytes_per_token(specs, dtype) / 2**30
             raise DeviceError(
@@ -55,8 +74,12 @@ class PagedCache:
                 f"{error}; ask for fewer new tokens, or fewer sequences at once"
             ) from error
         parts = {shape: _parts(room) for shape, room in rooms.items()}
+        states = iter(self._states)
         self.layers: list[tuple[CachePart, CachePart]] = [
-            _pair(spec, [next(parts[shape]) for shape in _shapes(spec, dtype)]) for spec in specs
+            _pair(spec, [next(parts[shape]) for shape in _shapes(spec, dtype)])
+            if spec.recurrence is None
+            else _twice(next(states))
+            for spec in specs
         ]
         self._rooms = [tensor for room in rooms.values() for tensor in tensors_of(room)]
         self.capacity = blocks
@@ -67,6 +90,11 @@ class PagedCache:
         for source, target in pairs:
             for room in self._rooms:
                 room[:, target].copy_(room[:, source])
+
+    def follow(self, sources: Sequence[int]) -> None:
+        """Continue sequence i from the state of sequence `sources[i]`, in every layer with a recurrence."""
+        for states in self._states:
+            states[: len(sources)] = states[torch.tensor(sources, device=states.device)]
 
     def lend(self, blocks: int) -> PagedCache:
         """Return a separate cache over the first `blocks` blocks of the same memory, all of them free."""
@@ -93,7 +121,7 @@ class PagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes reserved in all layers."""
-        return sum(part.nbytes for pair in self.layers for part in pair)
+        return sum(tensor.nbytes for tensor in (*self._rooms, *self._states))
 
 
 def slots_of(blocks: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
@@ -118,6 +146,8 @@ def bytes_per_token(specs: Sequence[BlockSpec], dtype: torch.dtype) -> int:
 
 def _shapes(spec: BlockSpec, dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     """Return heads and width of each tensor of a layer, which has one if both of its parts are adjacent."""
+    if not spec.cached:
+        return ()
     (heads, first), (_, second) = spec.cached
     return spec.cached if spec.latent is None or dtype == torch.int8 else ((heads, first + second),)
 
@@ -126,11 +156,17 @@ def _pair(spec: BlockSpec, tensors: Sequence[CachePart]) -> tuple[CachePart, Cac
     """Return both parts of a layer from its tensors of `_shapes`."""
     if len(tensors) == 2:
         return tensors[0], tensors[1]
+    if not tensors:
+        return _twice(torch.empty(0, dtype=torch.float32, device="cpu"))
     whole = tensors[0]
     if isinstance(whole, Int8Cache):
         raise AssertionError("codes have one scale per part, so the parts are not adjacent")
     first, second = whole.split([width for _, width in spec.cached], dim=-1)
     return first, second
+
+
+def _twice(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor, tensor
 
 
 def _room(parts: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> CachePart:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.block.block import Block, RopeTable
+from slipstream.model.block.block import Block, Mix, RopeTable
 from slipstream.model.block.gate import Turning
 from slipstream.model.block.latent_attention import attend_paged
 from slipstream.model.fused.layer_changes import modules_of, numbers_of
@@ -238,10 +238,16 @@ class Frame:
             else:
                 extra = {"layer_type": rope.layer_type} if self._by_type else {}
                 probe = torch.empty(1, dtype=torch.float32, device=positions.device)
-                cos, sin = both_tables(self.rotary(probe, positions[None], **extra))
+                cos, sin = both_tables(self._turned(probe, positions, extra))
                 cos, sin = half_tables(cos[0], sin[0], rope)
             tables[rope] = (cos, sin)
         return tables
+
+    def _turned(self, probe: Tensor, positions: Tensor, extra: Mapping[str, Any]) -> Any:
+        try:
+            return self.rotary(probe, positions[None], **extra)
+        except IndexError:  # some modules read positions in time, height and width, which are equal for text
+            return self.rotary(probe, positions.expand(3, 1, -1), **extra)
 
     def angle_tables(self) -> list[Tensor]:
         """Return the tensors that the angles are computed from."""
@@ -312,7 +318,8 @@ def run_stack(
         blocks: The layers in order.
         x: `(T, C)`.
         step: Lengths, slots and block table.
-        caches: `(k, v)` of each layer, with latent attention `(latents, keys)`; updated in place.
+        caches: `(k, v)` of each layer, with latent attention `(latents, keys)`, with a recurrence its states
+            twice; updated in place.
         tables: From `Frame.angles`.
 
     Returns:
@@ -337,6 +344,15 @@ def run_stack(
             q = ops.rope_cache.run(q, k, v, *caches, step.slots, tables=angles, interleaved=pairs)
             return ops.paged_attention.run(q, *caches, step, mask=block.mask)  # type: ignore[no-any-return]
 
+        mix = None if block.spec.recurrence is None else _recurrent(block, step, pair[0])
         table = None if block.spec.rope is None else tables[block.spec.rope]
-        x = block(x, table, Turning(attend), positions=step.positions)
+        x = block(x, table, Turning(attend), mix=mix, positions=step.positions)
     return x
+
+
+def _recurrent(block: Block, step: Step, states: CachePart) -> Mix:
+    """Return what replaces the attention of a block with a recurrence, on `(T, C)`."""
+    part = block.part
+    if part is None or not isinstance(states, Tensor):
+        raise AssertionError("a block with a recurrence runs without its mixer or its states")
+    return lambda x: part(x, step, states, block.ops.linear.run)

@@ -19,7 +19,7 @@ from slipstream.model.selfcheck.check import MODEL_ERRORS, TOLERANCE
 from slipstream.model.selfcheck.untouched import left_as_it_was
 from slipstream.ops.rope import both_tables, half_tables
 
-__all__ = ["check_frame"]
+__all__ = ["agree", "check_frame"]
 
 _LENGTH = 7
 
@@ -51,14 +51,14 @@ def check_frame(
         hidden = frame.enter(ids[0], positions)
         frame_logits = frame.leave(hidden)
         tables = frame.angles(positions, [found.spec.rope for found in layers if found.spec is not None])
-    _agree("the first layer's input", seen[0][0][0], hidden)
-    _agree("the logits", logits, frame_logits)
+    agree("the first layer's input", seen[0][0][0], hidden)
+    agree("the logits", logits, frame_logits)
     for found, (_, passed) in zip(layers, seen, strict=True):
         if found.spec is None or found.spec.rope is None or passed is None:
             continue
         halves = half_tables(*both_tables(passed), found.spec.rope)
         for ours, theirs in zip(tables[found.spec.rope], halves, strict=True):
-            _agree(f"the rotary table of {found.name}", theirs[0], ours)
+            agree(f"the rotary table of {found.name}", theirs[0], ours)
 
 
 def _logits(model: nn.Module, given: Mapping[str, Any]) -> Tensor:
@@ -131,8 +131,14 @@ def _is_table(given: Any) -> bool:
     return isinstance(given, tuple) and len(given) == 2 and all(isinstance(t, Tensor) for t in given)
 
 
-def _agree(what: str, expected: Tensor, got: Tensor) -> None:
-    tolerance = TOLERANCE[expected.dtype]
+def agree(what: str, expected: Tensor, got: Tensor) -> None:
+    """Compare what the model computes with what is to replace it, within the rounding of their dtypes.
+
+    Raises:
+        InjectionError: They differ by more.
+    """
+    # Some models return 16-bit logits in float32.
+    tolerance = max(TOLERANCE[expected.dtype], TOLERANCE[got.dtype])
     expected, got = expected.float(), got.float()
     if expected.shape != got.shape:
         raise InjectionError(

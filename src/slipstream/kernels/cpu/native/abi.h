@@ -14,7 +14,7 @@
 namespace slipstream {
 
 // Incremented with every change of this interface; the loader refuses a library with another number.
-constexpr int32_t kAbi = 24;
+constexpr int32_t kAbi = 25;
 
 // What one step computes; see ops/step.py. Every slot, start and used block is checked before it is used as
 // an index.
@@ -29,6 +29,10 @@ struct Step {
     const int64_t* slots; // `(T,)`: block * Z + offset, where a token's key and value are written
     int64_t past;         // tokens per page that are first copied from `Cache::past_k` and `past_v`; 0: none
     int32_t heads_first, unused; // 1: caches are `(P, K, Z, D)`; not with int8 codes
+    // `(N,)` ascending: each sequence's row in the states of layers with a recurrence; null without such
+    // layers
+    const int32_t* states;
+    int64_t num_states;
 };
 
 // Cosines and sines of rotary angles, `(rows, half)` float32 each; each angle is stored once. The first
@@ -75,7 +79,9 @@ struct ExpertsCall {
 // scales are null. Where `Step::past` is not 0, past keys and values are `(P, K, past, D)` contiguous and are
 // copied to the start of each page. Of a layer with latent attention, k is `(P, Z, R + r)` contiguous, a
 // latent and a rotated key per token, and v is the same pointer; not with int8 codes, nor where
-// `Step::heads_first`.
+// `Step::heads_first`. Of a layer with a recurrence, k is the states, float32 whatever `cache_dtype` is, and
+// all else is null: `num_states` rows of the convolution's last inputs `(width - 1, channels)`, then the
+// heads' states `(value_heads, key_dim, value_dim)`. A state is not read at the start of its sequence.
 struct Cache {
     void *k, *v;
     float *k_scales, *v_scales;

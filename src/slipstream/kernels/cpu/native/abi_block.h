@@ -87,6 +87,42 @@ struct Latent {
     Matrix query_down, down, up; // `(Q, C)`, or with 0 outputs if the queries have no latent; `(R + r, C)`
 };
 
+// One of the inputs of a recurrence, by key head: those of head h are outputs [start + h * step, ...) of a
+// projection. What is convolved has channels [channel + h * size, ...) for heads of `size` outputs.
+struct Part {
+    int64_t matrix, start, step, channel;
+};
+
+enum Rule : int32_t { kNoRule = 0, kDeltaRule = 1, kStateSpace = 2, kRules = 3 };
+
+// A mixer in place of attention, whose state per sequence has a fixed size; recurrence.h has the formulas.
+// Without a rule the output is gate * convolution(q * v), each `channels` wide. With a rule, q, k and v are
+// convolved, with silu; key heads have key_dim outputs of q and k each, and value_heads / key_heads times
+// value_dim outputs of v and of the gate, and as many rates and decays as they have value heads.
+struct Recurrence {
+    const Matrix* projections;        // of the block's input; `attn_out` multiplies the mixer's output
+    int64_t num_projections;          // up to 4
+    const void *kernel, *kernel_bias; // `(channels, width)` contiguous; `(channels,)` or null
+    int64_t channels, width;          // width: tokens that the convolution covers, 2 to 8
+    int64_t key_heads, value_heads, key_dim, value_dim; // 0 without a rule
+    Part q, k, v, gate, rate, decay;                    // without a rule: q, v and gate, with one head
+    // `(value_heads,)` each. The decay is exp(-exp(speed) * step), step = softplus(decay + shift). The rate
+    // is sigmoid(rate), or with kStateSpace the step, which is at least `least_step` unless its token
+    // continues a sequence alone (transformers bounds the steps of prompts only).
+    const void *speed, *shift;
+    const void* skip; // `(value_heads,)` or null: skip * v is added to a head's output
+    // Of each `norm_width` adjacent outputs; before or after they are multiplied with silu(gate).
+    Norm norm;
+    int64_t norm_width; // 0 without a norm; the weight has as many numbers, or one per output
+    float least_step;
+    int32_t rule, gate_first;
+    int32_t kernel_dtype, bias_dtype, speed_dtype, shift_dtype, skip_dtype;
+};
+
+// The branches of a block: both, or only its attention (or recurrence), or only its feed-forward. What
+// belongs to the other one is then not read; with one branch, neither `post`, nor `parallel`, nor `across`.
+enum Branches : int32_t { kBothBranches = 0, kOnlyAttention = 1, kOnlyFeed = 2, kBranches = 3 };
+
 // One transformer block; the Python docstring of `Block` shows its residual stream.
 struct Block {
     int64_t hidden, heads, kv_heads, head_dim, ffn; // C, H, K, D, F
@@ -103,6 +139,7 @@ struct Block {
     // A `Gate` of the attention's output, whose inputs are the last rows of `qkv`: one per channel of the
     // query heads, or with `gates_heads` one per head.
     int32_t gate, gates_heads;
+    int32_t branches, unused;
     Mask mask;
     Scale attn_scale, mlp_scale; // of the output of attention and feed-forward
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
@@ -113,6 +150,9 @@ struct Block {
     const Moe* moe;         // replaces the plain feed-forward, or null
     const Across* across;   // or null; not with `parallel`
     const Latent* latent; // or null; K = H then, without norms of heads, clipping, gate and biases of scores
+    // or null: replaces attention; `qkv` is then not read, and `attn_out` is of as many inputs as the mixer
+    // has outputs. Only with caches, without `post`, `parallel`, `across`, `latent`.
+    const Recurrence* recurrence;
 };
 
 } // namespace slipstream

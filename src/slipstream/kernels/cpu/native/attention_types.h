@@ -42,6 +42,10 @@ struct Attention {
 inline Spans spans_of(const Step& step, bool cached = true, bool causal = true) {
     return {step.sequences, step.query_starts, step.kv_lens, 0, 0, causal, !cached, nullptr};
 }
+// Every token sees all states of an encoder, or the first `seen`.
+inline Spans spans_across(const Step& step, const Across& across) {
+    return {step.sequences, step.query_starts, across.seen, 0, across.states, false, false, nullptr};
+}
 inline Pages pages_of(const Step& step) {
     return {step.block_table, step.table_width, step.block_size, step.heads_first != 0};
 }

@@ -2,70 +2,21 @@
 
 #include "check_parts.h"
 #include "check_projections.h"
+#include "check_steps.h"
 
 namespace slipstream {
 namespace {
-
-// A step with a paged cache; each sequence may grow by `more` tokens during the call.
-Status step(const Step& s, bool writes, int64_t more = 0) {
-    if (!is_size(s.tokens) || !is_size(s.sequences) || !is_size(s.table_width))
-        return kShape;
-    if (!is_size(s.cache_blocks) || !is_size(s.block_size))
-        return kShape;
-    if (s.heads_first < 0 || s.heads_first > 1 || (s.past && (!s.heads_first || !writes || more)))
-        return kUnsupported;
-    if (s.past < 0 || s.past > s.block_size)
-        return kShape;
-    if (!s.query_starts || !s.kv_lens || !s.block_table || (writes && !s.slots))
-        return kNull;
-    if (!is_aligned(s.query_starts, 4) || !is_aligned(s.kv_lens, 4) || !is_aligned(s.block_table, 4))
-        return kAlignment;
-    if (writes && !is_aligned(s.slots, 8))
-        return kAlignment;
-    if (s.query_starts[0] != 0 || s.query_starts[s.sequences] != s.tokens)
-        return kRange;
-    for (int64_t n = 0; n < s.sequences; ++n) {
-        const int64_t queries = int64_t{s.query_starts[n + 1]} - s.query_starts[n], length = s.kv_lens[n];
-        if (queries < 0 || s.query_starts[n + 1] > s.tokens || length < queries)
-            return kRange;
-        const int64_t used = (length + more + s.block_size - 1) / s.block_size;
-        if (used > s.table_width)
-            return kRange;
-        for (int64_t i = 0; i < used; ++i) {
-            const int32_t block = s.block_table[n * s.table_width + i];
-            if (block < 0 || block >= s.cache_blocks)
-                return kRange;
-        }
-    }
-    for (int64_t t = 0; writes && t < s.tokens; ++t)
-        if (s.slots[t] < 0 || s.slots[t] >= s.cache_blocks * s.block_size)
-            return kRange;
-    return kOk;
-}
-
-// A step without a cache: the first kv_lens[n] tokens of a sequence are its keys.
-Status packed_step(const Step& s) {
-    if (!is_size(s.tokens) || !is_size(s.sequences))
-        return kShape;
-    if (!s.query_starts || !s.kv_lens)
-        return kNull;
-    if (!is_aligned(s.query_starts, 4) || !is_aligned(s.kv_lens, 4))
-        return kAlignment;
-    if (s.query_starts[0] != 0 || s.query_starts[s.sequences] != s.tokens)
-        return kRange;
-    for (int64_t n = 0; n < s.sequences; ++n) {
-        const int64_t queries = int64_t{s.query_starts[n + 1]} - s.query_starts[n];
-        if (queries < 0 || s.query_starts[n + 1] > s.tokens || s.kv_lens[n] < 0 || s.kv_lens[n] > queries)
-            return kRange;
-    }
-    return kOk;
-}
 
 Status block(const Block& b, const StackCall& call) {
     Status status = heads(b.heads, b.kv_heads, b.head_dim);
     if (status != kOk)
         return status;
-    if (!is_size(b.hidden) || !is_size(b.ffn) || b.hidden != call.blocks[0].hidden)
+    const bool mixes = b.branches != kOnlyFeed, feeds = b.branches != kOnlyAttention;
+    if (b.branches < kBothBranches || b.branches >= kBranches ||
+        (b.branches != kBothBranches && (b.post || b.parallel || b.across)) ||
+        (!mixes && (b.latent || b.recurrence)))
+        return kUnsupported;
+    if (!is_size(b.hidden) || (feeds && !is_size(b.ffn)) || b.hidden != call.blocks[0].hidden)
         return kShape;
     if (!is_activation(b.activation, b.gated))
         return kUnsupported;
@@ -74,10 +25,12 @@ Status block(const Block& b, const StackCall& call) {
     if (b.table < -1 || b.table >= call.num_tables)
         return kRange;
     const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim, tokens = call.step.tokens;
-    if (!fits(tokens, b.hidden) || !fits(tokens, b.ffn))
+    if (!fits(tokens, b.hidden) || (feeds && !fits(tokens, b.ffn)))
         return kShape;
-    status = projections(b, call);
-    if (b.moe) {
+    status = mixes ? projections(b, call) : kOk;
+    if (!feeds) {
+        status = first_of(status, b.moe ? kUnsupported : kOk);
+    } else if (b.moe) {
         status = first_of(status, mixture(*b.moe, b, call.step.tokens));
     } else {
         status = first_of(status, matrix(b.mlp_in, b.gated ? 2 * b.ffn : b.ffn, b.hidden));
@@ -131,7 +84,11 @@ Status layers(const StackCall& call, int64_t more = 0) {
     if (status == kOk)
         status = tables(call, more);
     for (int64_t i = 0; status == kOk && i < call.num_blocks; ++i) {
-        const Status cached = call.caches ? cache(call.caches[i], call.cache_dtype, call.step) : kOk;
+        Status cached = kOk;
+        if (call.caches)
+            cached = call.blocks[i].branches == kOnlyFeed ? kOk
+                     : call.blocks[i].recurrence ? states(call.caches[i], call.step)
+                                                 : cache(call.caches[i], call.cache_dtype, call.step);
         status = first_of(cached, block(call.blocks[i], call));
     }
     return status == kOk ? distances(call, more) : status;

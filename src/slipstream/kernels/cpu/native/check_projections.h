@@ -1,4 +1,4 @@
-// Checks of the matrices around a block's attention, latent or not. Included by check.cpp alone.
+// Checks of the matrices around a block's attention, or around its recurrence. Included by check.cpp alone.
 #pragma once
 
 #include "check_parts.h"
@@ -50,10 +50,88 @@ Status latent(const Latent& l, const Block& b, const StackCall& call) {
     return status;
 }
 
+// A recurrence's input, `size` outputs per key head, within its projection.
+Status part(const Recurrence& r, const Part& p, int64_t heads, int64_t size) {
+    if (p.matrix < 0 || p.matrix >= r.num_projections || p.start < 0 || p.start >= kLargest || p.step < 0 ||
+        p.step >= kLargest)
+        return kRange;
+    return p.start + (heads - 1) * p.step + size <= r.projections[p.matrix].outputs ? kOk : kShape;
+}
+
+// A part that is convolved.
+Status convolved(const Recurrence& r, const Part& p, int64_t heads, int64_t size) {
+    if (p.channel < 0 || p.channel > r.channels - heads * size)
+        return kShape;
+    return part(r, p, heads, size);
+}
+
+// The heads of a recurrence with a rule; sets the width of the mixer's output.
+Status rule(const Recurrence& r, int64_t& joined) {
+    if (!is_size(r.key_heads) || !is_size(r.value_heads) || !is_size(r.key_dim) || !is_size(r.value_dim) ||
+        r.value_heads % r.key_heads)
+        return kShape;
+    const int64_t each = r.value_heads / r.key_heads, keys = r.key_heads * r.key_dim;
+    joined = r.value_heads * r.value_dim;
+    if (!is_size(keys) || !is_size(joined) || !fits(r.value_heads * r.key_dim, r.value_dim) ||
+        r.channels != 2 * keys + joined)
+        return kShape;
+    Status status = convolved(r, r.q, r.key_heads, r.key_dim);
+    status = first_of(status, convolved(r, r.k, r.key_heads, r.key_dim));
+    status = first_of(status, convolved(r, r.v, r.key_heads, each * r.value_dim));
+    status = first_of(status, part(r, r.gate, r.key_heads, each * r.value_dim));
+    status = first_of(status, part(r, r.rate, r.key_heads, each));
+    status = first_of(status, part(r, r.decay, r.key_heads, each));
+    status = first_of(status, first_of(tensor(r.speed, r.speed_dtype), tensor(r.shift, r.shift_dtype)));
+    status = first_of(status, optional(r.skip, r.skip_dtype));
+    if (status != kOk || r.norm.kind == kNoNorm)
+        return first_of(status, r.norm_width ? kShape : kOk);
+    if (!is_size(r.norm_width) || joined % r.norm_width)
+        return kShape;
+    return norm(r.norm, r.norm_width, joined);
+}
+
+// A block's recurrence.
+Status recurrence(const Recurrence& r, const Block& b, const StackCall& call) {
+    constexpr int64_t kMostProjections = 4, kWidest = 8;
+    if (!call.caches || call.step.heads_first || b.post || b.parallel || b.latent || b.across)
+        return kUnsupported;
+    if (b.gate || b.clip != 0.0f || b.qk_norm || b.table >= 0)
+        return kUnsupported;
+    if (r.rule < kNoRule || r.rule >= kRules || r.gate_first < 0 || r.gate_first > 1 ||
+        !(r.least_step >= 0.0f))
+        return kUnsupported;
+    if (r.num_projections < 1 || r.num_projections > kMostProjections || r.width < 2 || r.width > kWidest ||
+        !is_size(r.channels) || !is_size(r.channels * r.width))
+        return kShape;
+    if (!r.projections)
+        return kNull;
+    Status status = first_of(tensor(r.kernel, r.kernel_dtype), optional(r.kernel_bias, r.bias_dtype));
+    int64_t width = 0, joined = r.channels;
+    for (int64_t i = 0; status == kOk && i < r.num_projections; ++i) {
+        status = matrix(r.projections[i], r.projections[i].outputs, b.hidden);
+        width += r.projections[i].outputs;
+    }
+    if (status != kOk)
+        return status;
+    if (r.rule == kNoRule) {
+        if (r.key_heads || r.value_heads || r.key_dim || r.value_dim || r.norm.kind != kNoNorm)
+            return kShape;
+        for (const Part* p : {&r.q, &r.v, &r.gate})
+            status = first_of(status, part(r, *p, 1, r.channels));
+    } else {
+        status = rule(r, joined);
+    }
+    if (status == kOk && (!fits(call.step.tokens, width) || !fits(call.step.tokens, joined)))
+        return kShape;
+    return first_of(status, matrix(b.attn_out, b.hidden, joined));
+}
+
 // The projections of a block to queries, keys and values, and of the heads' output.
 Status projections(const Block& b, const StackCall& call) {
     if (b.table >= 0 && 2 * call.tables[b.table].half > (b.latent ? b.latent->rotated : b.head_dim))
         return kShape;
+    if (b.recurrence)
+        return recurrence(*b.recurrence, b, call);
     if (b.latent)
         return latent(*b.latent, b, call);
     const int64_t q = b.heads * b.head_dim, kv = b.kv_heads * b.head_dim;

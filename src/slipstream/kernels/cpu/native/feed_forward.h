@@ -13,6 +13,16 @@ struct FeedForward {
     bool gated, gate_last; // gate_last: the gate is the second half of the output of `first`
 };
 
+inline bool mixes(const Block& b) {
+    return b.branches != kOnlyFeed;
+}
+inline bool feeds(const Block& b) {
+    return b.branches != kOnlyAttention;
+}
+inline bool attends(const Block& b) {
+    return mixes(b) && !b.recurrence;
+}
+
 // The dense feed-forward of all tokens; its width is 0 if the block has only routed experts.
 inline FeedForward feed_of(const Block& b) {
     const Moe* moe = b.moe;

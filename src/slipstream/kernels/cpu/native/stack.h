@@ -12,14 +12,16 @@ public:
         for (int64_t i = 0; i < call.num_blocks; ++i) {
             const Block& b = call.blocks[i];
             hidden = most(hidden, b.hidden);
-            inner = most(inner, feed_of(b).width);
-            rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
-            joined = most(joined, b.attn_out.inputs);
-            qkv = most(qkv, b.latent ? 0 : b.qkv.outputs);
+            if (feeds(b)) {
+                inner = most(inner, feed_of(b).width);
+                rounded = most(rounded, packs_whole(feed_of(b).last) ? feed_of(b).width : 0);
+            }
+            joined = most(joined, mixes(b) ? b.attn_out.inputs : 0);
+            qkv = most(qkv, attends(b) && !b.latent ? b.qkv.outputs : 0);
             if (replans(i))
                 room_.include(spans(b), heads_of(call_, b), threads);
             if (b.across)
-                across_room_.include(across_spans(*b.across), heads_of(call_, b), threads);
+                across_room_.include(spans_across(call_.step, *b.across), heads_of(call_, b), threads);
         }
         Scratch scratch(base);
         room_.reserve(scratch, threads);
@@ -42,6 +44,7 @@ public:
         }
         few_.take(scratch, inner, few);
         latent_.take(scratch, call, threads);
+        recurrent_.take(scratch, call, threads);
         experts_.take(scratch, MostOfExperts(call), tokens_, threads);
         bytes_ = scratch.used();
     }
@@ -65,16 +68,19 @@ public:
             const Block& b = call_.blocks[i];
             if (!turn(team, rank, i))
                 return false;
-            attention(b, i, team, rank);
-            if (!b.parallel)
-                each_one(team, tokens_, [&](int64_t t) { between(b, t); });
+            if (mixes(b)) {
+                attention(b, i, team, rank);
+                if (!b.parallel)
+                    each_one(team, tokens_, [&](int64_t t) { between(b, t); });
+            }
             if (b.across) {
                 across(b, i, team, rank);
                 each_one(team, tokens_, [&](int64_t t) { answered(b, t); });
             }
             if (rank == 0 && i == 0)
                 meanwhile();
-            feed_forward(b, i, team, rank);
+            if (feeds(b))
+                feed_forward(b, i, team, rank);
             each_one(team, tokens_, [&](int64_t t) {
                 leave(b, t);
                 if (i + 1 < call_.num_blocks)
@@ -102,25 +108,17 @@ private:
 
     Spans spans(const Block& b) const { return spans_of(call_.step, call_.caches, b.causal != 0); }
 
-    // Whether the attention plan of the previous layer does not fit this one.
+    // Whether the plan of the previous layer that has attention does not fit this one.
     bool replans(int64_t layer) const {
-        if (layer == 0)
-            return true;
-        const Block &b = call_.blocks[layer], &before = call_.blocks[layer - 1];
+        int64_t last = layer - 1;
+        while (last >= 0 && !attends(call_.blocks[last]))
+            --last;
+        if (last < 0 || !attends(call_.blocks[layer]))
+            return attends(call_.blocks[layer]);
+        const Block &b = call_.blocks[layer], &before = call_.blocks[last];
         const Heads heads = heads_of(call_, b), others = heads_of(call_, before);
         return heads.heads != others.heads || heads.kv_heads != others.kv_heads || heads.dim != others.dim ||
                b.causal != before.causal;
-    }
-
-    Spans across_spans(const Across& across) const {
-        return {call_.step.sequences,
-                call_.step.query_starts,
-                across.seen,
-                0,
-                across.states,
-                false,
-                false,
-                nullptr};
     }
 
     // Whether the plan of the previous layer that has cross-attention does not fit this one.
@@ -138,6 +136,8 @@ private:
 
     // Whether the rows that enter a block are rounded to bfloat16 in place.
     bool rounds_entry(const Block& b) const {
+        if (b.recurrence)
+            return Recurrent::rounds_entry(*b.recurrence, tokens_);
         if (!b.latent)
             return rounds_rows(b.qkv, tokens_);
         const Latent& l = *b.latent;
@@ -148,6 +148,8 @@ private:
     // Computes the input of the attention and, for parallel branches with their own norm, of the
     // feed-forward.
     void enter(const Block& b, int64_t t) {
+        if (!mixes(b))
+            return to_feed(b, t);
         const int64_t at = t * b.hidden;
         if (b.post)
             std::memcpy(normed_ + at, x_ + at, static_cast<size_t>(b.hidden) * sizeof(float));
@@ -163,7 +165,10 @@ private:
         if (rank == 0 && replans(layer))
             make_plan(spans(b), heads_of(call_, b), team, room_);
         Bf16* rounded = rounds_rows(b.attn_out, tokens_) ? rounded_joined_ : nullptr;
-        if (b.latent)
+        if (b.recurrence)
+            recurrent_.run(call_, layer, normed_, rounded_, joined_, rounded, products_, team, rank,
+                           follows(b.attn_out, team));
+        else if (b.latent)
             latent_.run(call_, layer, normed_, rounded_, joined_, rounded, room_, team, rank);
         else
             attend_heads(b, layer, rounded, team, rank);
@@ -208,9 +213,15 @@ private:
         return following(m, m.outputs, 0, tokens_, team.size());
     }
     Following enters(const Block& b, const Team& team) const {
+        if (!mixes(b))
+            return feed_follows(b, team);
+        if (b.recurrence)
+            return follows(b.recurrence->projections[0], team);
         return follows(b.latent && b.latent->query_down.outputs ? b.latent->query_down : b.qkv, team);
     }
     Following feed_follows(const Block& b, const Team& team) const {
+        if (!feeds(b))
+            return {};
         const FeedForward feed = feed_of(b);
         if (!feed.width || !feeds_many(feed, tokens_))
             return {};
@@ -246,7 +257,7 @@ private:
         const Across& c = *b.across;
         const int64_t joined = b.heads * b.head_dim;
         if (rank == 0 && replans_across(layer))
-            make_plan(across_spans(c), heads_of(call_, b), team, across_room_);
+            make_plan(spans_across(call_.step, c), heads_of(call_, b), team, across_room_);
         const Rows rows = {normed_, rounds_rows(c.q, tokens_) ? rounded_ : nullptr, b.hidden, tokens_};
         project(products_, rows, c.q, qkv_, team, rank, follows(c.out, team));
         Bf16* rounded = rounds_rows(c.out, tokens_) ? rounded_joined_ : nullptr;
@@ -270,6 +281,8 @@ private:
             norm_row(attended_ + at, attended_ + at, b.hidden, b.attn_post_norm);
             add(b, x_ + at, b.residual_from_norm ? normed_ + at : x_ + at, attended_ + at, b.attn_scale);
         }
+        if (!feeds(b))
+            return;
         if (!b.across)
             return to_feed(b, t);
         copy_normed(b, b.across->norm, t);
@@ -340,6 +353,8 @@ private:
     }
 
     void leave(const Block& b, int64_t t) {
+        if (!feeds(b))
+            return;
         const int64_t at = t * b.hidden;
         if (b.post) {
             add(b, x_ + at, x_ + at, fed_ + at, b.mlp_scale);
@@ -368,6 +383,7 @@ private:
     ProductRoom products_;
     FewScratch few_;
     LatentAttention latent_;
+    Recurrent recurrent_;
     Experts experts_;
     int64_t bytes_;
 };

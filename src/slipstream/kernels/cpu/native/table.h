@@ -70,6 +70,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "latent.h"
+#include "recurrence.h"
 #include "stack.h"
 #include "sequences.h"
 #include "text.h"

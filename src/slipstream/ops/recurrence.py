@@ -1,0 +1,171 @@
+"""Mixers whose state per sequence has a fixed size: short convolutions, gated delta rules, state spaces.
+
+This is the definition, in plain torch; `kernels/cpu/native/recurrence.h` computes the same.
+
+Shapes: T packed tokens, N sequences, W width of a projected row, S numbers of a state, K key heads, V value
+heads, D key dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.branches import Place, Recurrence
+from slipstream.ops.linear import Weight
+from slipstream.ops.step import Step
+
+__all__ = ["RecurrentLike", "Vectors", "recur"]
+
+_LEAST_LENGTH = 1e-6
+"""Added to the squared length of queries and keys before the delta rule normalises them."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The tensors of a recurrence besides its projections.
+
+    Attributes:
+        kernel: The convolution's weight, `(channels, width)`.
+        kernel_bias: `(channels,)`, or None.
+        speed: `(V,)`: the logarithm of a head's rate of decay; None without a rule.
+        shift: `(V,)`: added to the decay's input; None without a rule.
+        skip: `(V,)`: multiplies the values, which are added to the output; or None.
+        norm: Weight of the norm, or None.
+    """
+
+    kernel: Tensor
+    kernel_bias: Tensor | None = None
+    speed: Tensor | None = None
+    shift: Tensor | None = None
+    skip: Tensor | None = None
+    norm: Tensor | None = None
+
+
+class RecurrentLike(Protocol):
+    """A mixer with its tensors: `model.frame.recurrent.RecurrentPart`."""
+
+    @property
+    def spec(self) -> Recurrence: ...  # noqa: D102
+    @property
+    def projections(self) -> tuple[Weight, ...]: ...  # noqa: D102
+    @property
+    def last(self) -> Weight: ...  # noqa: D102
+    @property
+    def vectors(self) -> Vectors: ...  # noqa: D102
+    def refuses(self) -> str | None: ...  # noqa: D102
+    def __call__(  # noqa: D102
+        self, x: Tensor, step: Step, states: Tensor, linear: Callable[..., Tensor]
+    ) -> Tensor: ...
+
+
+def recur(rows: Tensor, vectors: Vectors, step: Step, states: Tensor, spec: Recurrence) -> Tensor:
+    """Compute a mixer's output, before its last projection, of packed tokens, and update the states.
+
+    Args:
+        rows: The projected tokens, `(T, W)`.
+        vectors: The other tensors.
+        step: Where sequences begin, their lengths, and their rows in `states`.
+        states: `(rows, S)` float32, updated in place; not read at the start of a sequence.
+        spec: The mixer in numbers.
+
+    Returns:
+        `(T, spec.outputs)` in the dtype of `rows`; computed in float32.
+    """
+    if step.states is None:
+        raise AssertionError("a step of layers with a recurrence has no rows of states")
+    out = rows.new_empty(rows.shape[0], spec.outputs)
+    starts, lens = step.query_starts.tolist(), step.kv_lens.tolist()
+    for n, place in enumerate(step.states.tolist()):
+        tokens = slice(starts[n], starts[n + 1])
+        state, count = states[place], tokens.stop - tokens.start
+        if lens[n] == count:
+            state.zero_()
+        own = spec if count > 1 or lens[n] == 1 else replace(spec, least_step=0.0)
+        if count:
+            out[tokens] = _sequence(rows[tokens].float(), vectors, state, own).to(out.dtype)
+    return out
+
+
+def _sequence(rows: Tensor, vectors: Vectors, state: Tensor, spec: Recurrence) -> Tensor:
+    """Compute the output `(L, outputs)` of some tokens of one sequence, and update its state."""
+    older = spec.width - 1
+    past = state[: older * spec.channels].view(older, spec.channels)
+    if spec.rule == "none":
+        q, v, gate = (rows[:, p.start : p.start + spec.channels] for p in (spec.q, spec.v, spec.gate))
+        return gate * _convolve(q * v, vectors, past)
+    each = spec.value_heads // spec.key_heads
+
+    def part(place: Place, size: int) -> Tensor:
+        """Gather an input of all key heads, `(L, K * size)`."""
+        begins = (place.start + head * place.step for head in range(spec.key_heads))
+        return torch.cat([rows[:, begin : begin + size] for begin in begins], dim=1)
+
+    sizes = {"q": spec.key_dim, "k": spec.key_dim, "v": each * spec.value_dim}
+    order = sorted(sizes, key=lambda name: getattr(spec, name).channel)
+    mixed = torch.cat([part(getattr(spec, name), sizes[name]) for name in order], dim=1)
+    mixed = F.silu(_convolve(mixed, vectors, past))
+    widths = [spec.key_heads * sizes[name] for name in order]
+    heads = dict(zip(order, mixed.split(widths, dim=1), strict=True))
+    q, k = (heads[name].unflatten(1, (spec.key_heads, -1)).repeat_interleave(each, dim=1) for name in "qk")
+    v = heads["v"].unflatten(1, (spec.value_heads, -1))
+    inner = state[older * spec.channels :].view(spec.value_heads, spec.key_dim, spec.value_dim)
+    out = _rule(q, k, v, part(spec.rate, each), part(spec.decay, each), vectors, inner, spec).flatten(1)
+    gate = F.silu(part(spec.gate, each * spec.value_dim))
+    return _normed(out * gate, vectors, spec) if spec.gate_first else _normed(out, vectors, spec) * gate
+
+
+def _convolve(x: Tensor, vectors: Vectors, past: Tensor) -> Tensor:
+    """Convolve `(L, channels)` after the inputs `past`, `(width - 1, channels)`, which are updated."""
+    inputs = torch.cat((past, x))
+    past.copy_(inputs[len(inputs) - len(past) :])
+    bias = None if vectors.kernel_bias is None else vectors.kernel_bias.float()
+    kernel = vectors.kernel.float()[:, None]
+    return F.conv1d(inputs.mT[None], kernel, bias, groups=len(kernel))[0].mT
+
+
+def _rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor,
+    decay: Tensor,
+    vectors: Vectors,
+    state: Tensor,
+    spec: Recurrence,
+) -> Tensor:
+    """Take a state `(V, D, E)` through L tokens: q and k `(L, V, D)`, v `(L, V, E)`, others `(L, V)`."""
+    if vectors.speed is None or vectors.shift is None:
+        raise AssertionError("a recurrence with a rule has a speed and a shift")
+    step = F.softplus(decay + vectors.shift.float())
+    if spec.rule == "space":
+        rate = step = step.clamp(min=spec.least_step)
+    else:
+        rate = rate.sigmoid()
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + _LEAST_LENGTH) for t in (q, k))
+        q = q * spec.key_dim**-0.5
+    kept = torch.exp(-vectors.speed.float().exp() * step)
+    out = torch.empty_like(v)
+    for t in range(len(v)):
+        state.mul_(kept[t, :, None, None])
+        change = v[t]
+        if spec.rule == "delta":
+            change = change - (state * k[t, :, :, None]).sum(1)
+        state.add_(k[t, :, :, None] * (change * rate[t, :, None])[:, None])
+        out[t] = (state * q[t, :, :, None]).sum(1)
+    return out if vectors.skip is None else out + v * vectors.skip.float()[:, None]
+
+
+def _normed(x: Tensor, vectors: Vectors, spec: Recurrence) -> Tensor:
+    if spec.norm is None:
+        return x
+    groups = x.unflatten(1, (-1, spec.norm_width))
+    normed: Tensor = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + spec.norm.eps)).flatten(1)
+    if vectors.norm is None:
+        return normed
+    return normed * vectors.norm.float().repeat(x.shape[1] // vectors.norm.numel())
