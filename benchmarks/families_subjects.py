@@ -163,9 +163,42 @@ _DECODERS = {
     # Latent attention, linear attention, short convolutions, a state space.
     "deepseek_v3": _decoder("DeepseekV3", _llama(512, 1024, 8, (8, 8), **_GROUPED)),
     "qwen3_next": _decoder("Qwen3Next", _llama(512, 1024, 8, (8, 2), head_dim=64, **_LINEAR, **_EXPERTS)),
+    "qwen3_5_text": Subject(
+        "decoder",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        _llama(768, 2560, 8, (6, 2), head_dim=128, linear_num_value_heads=12, linear_num_key_heads=12),
+    ),
     "lfm2": _decoder(
         "Lfm2",
         _llama(768, 2048, 10, (12, 4), layer_types=["conv", "conv", "full_attention"] * 3 + ["conv"]),
+    ),
+    "granitemoehybrid": _decoder(
+        "GraniteMoeHybrid",
+        _llama(
+            768,
+            256,
+            8,
+            (12, 4),
+            layer_types=["mamba"] * 3 + ["attention"] + ["mamba"] * 4,
+            num_local_experts=16,
+            num_experts_per_tok=4,
+            shared_intermediate_size=1024,
+            mamba_n_heads=24,
+            mamba_d_head=64,
+            mamba_d_state=128,
+            attention_multiplier=0.125,
+            residual_multiplier=0.22,
+        ),
+    ),
+    "nemotron_h": _decoder(
+        "NemotronH",
+        {
+            **_llama(768, 3072, 12, (12, 4), head_dim=64),
+            "layers_block_type": (["linear_attention", "mlp"] * 2 + ["full_attention", "mlp"]) * 2,
+            "mamba_num_heads": 24,
+            "mamba_head_dim": 64,
+        },
     ),
     "mamba": _decoder(
         "Mamba",
