@@ -27,7 +27,6 @@ APART = frozenset(
         "markuplm",
         "mllama_vision_model",
         "moshi",
-        "mpnet",
         "mpt",
         "recurrent_gemma",
         "swin",

@@ -51,7 +51,7 @@ __all__ = [
     "each",
 ]
 
-ABI = 25
+ABI = 26
 """`kAbi` of the header that this file mirrors; the library must have the same."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -138,7 +138,7 @@ class Mask(ctypes.Structure):
         *each(c_float, "scale softcap"),
         *each(c_int32, "window sinks_dtype"),
         ("relative", c_void_p),
-        ("reach", c_int64),
+        *each(c_int64, "reach zero"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Rotary tables of a model's first positions, kept from one generation to the next.
+"""Rotary tables as the library reads them; those of a model's first positions are kept between generations.
 
 torch computes a table of a few hundred positions on several threads. Waking these, and ending them again
 before the library's own threads continue, took 36 of the 250 ms that a 135-million model needed on two cores
@@ -9,16 +9,17 @@ Shapes: P positions, R rotated dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.cpu import abi
 from slipstream.spec import Rope
 
-__all__ = ["AngleSource", "KeptAngles"]
+__all__ = ["AngleSource", "KeptAngles", "tables_of"]
 
 _LEAST_ROWS = 1024
 """Minimum number of positions in a table, unless the model or the generation has fewer."""
@@ -87,3 +88,20 @@ class KeptAngles:
             made = _Made(tuple(ropes), frame.angle_numbers(), sources, pairs, rows)
             self._made = made
         return made.tables, made.rows
+
+
+def tables_of(
+    ropes: Sequence[Rope], tables: Mapping[Rope, tuple[Tensor, Tensor]]
+) -> tuple[list[tuple[Tensor, ...]], Any]:
+    """Return the rotary tables as the library reads them, and structs that point to them.
+
+    Args:
+        ropes: The ropes of an engine's layers, in the order of the structs' indices.
+        tables: Cosines and sines by rope, `(rows, R / 2)`; ropes of layers that do not run may be missing.
+    """
+    if not tables:
+        return [], None
+    placeholder = next(iter(tables.values()))  # placeholder for the tables of layers that do not run
+    angles = [tuple(t.float().contiguous() for t in tables.get(rope, placeholder)) for rope in ropes]
+    structs = (abi.Table(cos.data_ptr(), sin.data_ptr(), *cos.shape) for cos, sin in angles)
+    return angles, (abi.Table * len(angles))(*structs)

@@ -24,7 +24,16 @@ from slipstream.ops.linear import Weight
 from slipstream.ops.recurrence import RecurrentLike
 from slipstream.spec import Latent, MoE, Norm, Role, Rope
 
-__all__ = ["Prepared", "across_of", "norm_of", "prepare", "refuse_block", "refuse_vector", "routing_of"]
+__all__ = [
+    "Prepared",
+    "across_of",
+    "biased",
+    "norm_of",
+    "prepare",
+    "refuse_block",
+    "refuse_vector",
+    "routing_of",
+]
 
 _MATRICES = {Role.QKV: "qkv", Role.ATTN_OUT: "attn_out", Role.MLP_IN: "mlp_in", Role.MLP_OUT: "mlp_out"}
 _SHARED = {
@@ -202,6 +211,20 @@ def prepare(blocks: Sequence[BlockLike]) -> Prepared:
 def places_of(part: RecurrentLike) -> tuple[tuple[int, ...], ...]:
     """Return address and shape of each of a mixer's current tensors, which user code may replace."""
     return tuple((t.data_ptr(), *t.shape) for t in tensors_of_recurrence(part))
+
+
+def biased(blocks: Any, relative: Tensor) -> Any:
+    """Return copies of the structs of blocks that add a bias by distance.
+
+    Args:
+        blocks: An array of structs.
+        relative: `(H, 2 * S - 1)` float32 contiguous; must be kept alive.
+    """
+    structs = type(blocks).from_buffer_copy(blocks)
+    for struct in structs:
+        struct.mask.relative, struct.mask.reach = relative.data_ptr(), relative.shape[1]
+        struct.mask.zero = relative.shape[1] // 2
+    return structs
 
 
 def _struct(block: BlockLike, ropes: tuple[Rope, ...], memory: list[Any]) -> abi.Block:

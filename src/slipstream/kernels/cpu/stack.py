@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import abi
 from slipstream.kernels.cpu.abi import DTYPES, StackCall, address
-from slipstream.kernels.cpu.blocks import Prepared, prepare, refuse_block
+from slipstream.kernels.cpu.angles import tables_of
+from slipstream.kernels.cpu.blocks import Prepared, biased, prepare, refuse_block
 from slipstream.kernels.cpu.caches import Caches, pages_of_layers, serves_caches, step_over
 from slipstream.kernels.cpu.dynamic_cache import extended
 from slipstream.kernels.cpu.leases import Turns
@@ -189,7 +191,7 @@ class NativeStack:
         ours = self.blocks[which]
         x = x.contiguous()
         out = torch.empty_like(x)
-        angles, rows = _tables(prepared, tables)
+        angles, rows = tables_of(prepared.ropes, tables)
         size = ctypes.sizeof(abi.Block) * which.start
         call = StackCall(
             x=x.data_ptr(),
@@ -215,7 +217,14 @@ class NativeStack:
         if turns is not None:
             turns.check()
 
-    def encode(self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: Tables) -> Tensor | None:
+    def encode(
+        self,
+        blocks: Sequence[Any],
+        x: Tensor,
+        packed: Packed,
+        tables: Tables,
+        relative: Tensor | None = None,
+    ) -> Tensor | None:
         """Run some layers on packed, complete sequences, without a cache.
 
         Args:
@@ -223,6 +232,8 @@ class NativeStack:
             x: `(T, C)`; not modified.
             packed: Where the sequences begin and end.
             tables: Cosines and sines by rope, `(rows, R / 2)`; `packed.positions` has the row of each token.
+            relative: `(H, 2 * S - 1)` float32 contiguous, added to the scores of layers that are not causal:
+                column S - 1 + d is for keys d tokens before the query. None for no bias.
 
         Returns:
             `(T, C)`, the output of the last block; None if another implementation must run it or is faster.
@@ -235,7 +246,7 @@ class NativeStack:
             return None
         call = StackCall()
         call.step = abi.Step(kv_lens=packed.kv_lens.data_ptr())
-        return self._run_packed(prepared, call, blocks, x, packed, tables)
+        return self._run_packed(prepared, call, blocks, x, packed, tables, relative)
 
     def extend(
         self,
@@ -318,10 +329,13 @@ class NativeStack:
         x: Tensor,
         packed: Packed,
         tables: Tables,
+        relative: Tensor | None = None,
     ) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         call.x = x.data_ptr()
+        if relative is not None:
+            prepared = replace(prepared, blocks=biased(prepared.blocks, relative))
         self.run_layers(prepared, call, blocks, out, packed, tables)
         return out
 
@@ -344,7 +358,7 @@ class NativeStack:
         whole: abi.TextCall | None = None,
     ) -> None:
         """Fill in a call, except for caches, lengths and input, and run it, or `whole` that contains it."""
-        angles, rows = _tables(prepared, tables)
+        angles, rows = tables_of(prepared.ropes, tables)
         places = [self._place[id(block)] for block in blocks]
         call.out, call.dtype = out.data_ptr(), DTYPES[out.dtype]
         call.blocks, call.num_blocks = self._structs(prepared, places), len(places)
@@ -363,16 +377,6 @@ class NativeStack:
                 abi.Block.from_buffer(prepared.blocks, ctypes.sizeof(abi.Block) * places[0])
             )
         return (abi.Block * len(places))(*(prepared.blocks[place] for place in places))
-
-
-def _tables(prepared: Prepared, tables: Tables) -> tuple[list[tuple[Tensor, ...]], Any]:
-    """Return the rotary tables as the library reads them, and structs that point to them."""
-    if not tables:
-        return [], None
-    placeholder = next(iter(tables.values()))  # placeholder for the tables of layers that do not run
-    angles = [tuple(t.float().contiguous() for t in tables.get(rope, placeholder)) for rope in prepared.ropes]
-    structs = (abi.Table(cos.data_ptr(), sin.data_ptr(), *cos.shape) for cos, sin in angles)
-    return angles, (abi.Table * len(angles))(*structs)
 
 
 def _restore(

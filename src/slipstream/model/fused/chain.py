@@ -21,9 +21,9 @@ from slipstream.model.fused.padding import Rows, pack, real_tokens, sees_all
 from slipstream.ops.rope import half_tables
 from slipstream.ops.step import Older, Packed
 from slipstream.ops.text import TextFrame, TextRows
-from slipstream.spec import Rope
+from slipstream.spec import BlockSpec, Rope
 
-__all__ = ["Chain", "Encoder", "TextRun"]
+__all__ = ["Chain", "Encoder", "TextRun", "by_distance"]
 
 
 class Encoder(Protocol):
@@ -38,7 +38,12 @@ class Encoder(Protocol):
     def kind(self, block: Any) -> int | None: ...  # noqa: D102
 
     def encode(  # noqa: D102
-        self, blocks: Sequence[Any], x: Tensor, packed: Packed, tables: dict[Rope, RopeTable]
+        self,
+        blocks: Sequence[Any],
+        x: Tensor,
+        packed: Packed,
+        tables: dict[Rope, RopeTable],
+        relative: Tensor | None,
     ) -> Tensor | None: ...
 
     def extend(  # noqa: D102
@@ -75,6 +80,8 @@ class Chain:
         versions: Tensors that the model passed, with versions; they must not change before the layers run.
         blank: NaN in the shape of the states.
         arguments: The other arguments of the layer that joined last (`same_arguments.py`).
+        bias: Added to the scores of every layer, `(1 | B, H, S, S)`, as the model passed it; or None.
+        relative: That bias by distance, from `by_distance`.
     """
 
     encoder: Encoder
@@ -88,11 +95,15 @@ class Chain:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     blank: Tensor | None = None
     arguments: Any = None
+    bias: Tensor | None = None
+    relative: Tensor | None = None
 
     def accept(self, block: Block, call: LayerCall, index: int) -> bool:
         """Append a layer with its index in the cache; return False if it cannot run with the others."""
         spec = block.spec
         if not self.encoder.has(block) or self.steps and spec.causal != self.steps[0][0].spec.causal:
+            return False
+        if call.bias is not self.bias:
             return False
         if spec.rope is not None and not self._turns(spec.rope, call.rope):
             return False
@@ -126,7 +137,8 @@ class Chain:
                 sees = sees_all(mask, spec, length, length + kept.past, kept.room)
                 real: Tensor | None | bool = None if sees else False
             else:
-                real = real_tokens(mask, spec, batch, length, drops=self.drops)
+                biased = self.bias is not None
+                real = real_tokens(mask, spec, batch, length, drops=self.drops, biased=biased)
             self.masks[key] = mask, real
         return self.masks[key][1]
 
@@ -165,7 +177,8 @@ class Chain:
         steps = self.steps[:count]
         batch, length, width = self.x.shape
         specs = (step[0].spec for step in steps)
-        rows = pack(self.real, batch, length, specs=specs, drops=self.drops)
+        biased = self.bias is not None
+        rows = pack(self.real, batch, length, specs=specs, drops=self.drops, biased=biased)
         x = self.x.reshape(batch * length, width)
         entering = x if rows.index is None else x[rows.index]
         packed, tables = _turned(rows, self.tables, batch, length)
@@ -180,7 +193,7 @@ class Chain:
         self, blocks: Sequence[Block], x: Tensor, packed: Packed, tables: dict[Rope, RopeTable]
     ) -> Tensor | None:
         if self.kept is None:
-            return self.encoder.encode(blocks, x, packed, tables)
+            return self.encoder.encode(blocks, x, packed, tables, self.relative)
         past = self.kept.past if self.kept.in_place else None
         result = self.encoder.extend(blocks, x, packed, tables, self.kept.older[: len(blocks)], past)
         if result is None:
@@ -196,7 +209,7 @@ class Chain:
             )
         for place, (block, mask, rope) in enumerate(steps):
             cache, index = (None, 0) if kept is None else (kept.cache, kept.places[place])
-            x = run_block(block, LayerCall(x, mask, None, cache, rope, None), index, None)[0]
+            x = run_block(block, LayerCall(x, mask, self.bias, cache, rope, None), index, None)[0]
         if kept is not None:
             kept.done = len(steps)
         return x
@@ -220,6 +233,28 @@ def _turned(
     if not tables or not shared:
         return rows.packed, angles
     return replace(rows.packed, positions=rows.packed.positions % length), angles
+
+
+def by_distance(bias: Tensor, spec: BlockSpec, length: int) -> Tensor | None:
+    """Return a bias of attention scores by the distance between query and key.
+
+    Args:
+        bias: `(1 | B, H, S, S)`.
+        spec: Spec of a layer to which it is passed.
+        length: S.
+
+    Returns:
+        `(H, 2 * S - 1)` float32: column S - 1 + d is for keys d tokens before the query. None if the bias
+        depends on anything else, or the layer is causal or has biases of its own.
+    """
+    own = spec.causal or spec.alibi is not None or spec.scales_mask or spec.latent is not None
+    if own or bias.shape[1:] != (spec.heads, length, length) or not bias.is_floating_point():
+        return None
+    one = bias[0]
+    same = bias.stride(0) == 0 or torch.equal(bias[1:], bias[:1].expand(bias.shape[0] - 1, -1, -1, -1))
+    if not same or not torch.equal(one[:, 1:, 1:], one[:, :-1, :-1]):
+        return None
+    return torch.cat((one[:, 0].flip(-1), one[:, 1:, 0]), dim=-1).float()
 
 
 def _is_view(one: Tensor, other: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slipstream.model.block.block import Block
 from slipstream.model.block.layer_call import LayerCall
-from slipstream.model.fused.chain import Chain, Encoder
+from slipstream.model.fused.chain import Chain, Encoder, by_distance
 from slipstream.model.fused.dynamic_cache import Kept
 from slipstream.model.values import wants_operations
 
@@ -184,7 +184,7 @@ def defer(block: Block, call: LayerCall, index: int) -> Tensor | None:
         `(B, S, C)`; None where the layer has to run immediately and by itself.
     """
     scope, hidden = _scope.get(), call.hidden
-    if scope is None or scope.encoder is None or call.bias is not None:
+    if scope is None or scope.encoder is None:
         return None
     index += call.offset
     chain = hidden.chain if isinstance(hidden, Pending) and hidden.count == len(hidden.chain.steps) else None
@@ -243,8 +243,16 @@ def _begin(encoder: Encoder, block: Block, call: LayerCall, index: int, *, drops
         kept = Kept.of(call.cache, block.spec, index, hidden)
         if kept is None:
             return None
+    relative = None
+    if call.bias is not None:
+        relative = None if kept is not None else by_distance(call.bias, block.spec, hidden.shape[1])
+        if relative is None:
+            return None
     # Inference tensors have no version, so a write to one before it is read would go unnoticed: copy it.
     chain = Chain(encoder, drops, hidden.clone() if hidden.is_inference() else hidden, None, kept)
+    chain.bias, chain.relative = call.bias, relative
+    if call.bias is not None:
+        chain.watch(call.bias)
     real = chain.read(block, call.mask)
     # Padded positions are cached too, and are as in the original only if the layers run one by one.
     if isinstance(real, bool) or (kept is not None and real is not None):

@@ -35,7 +35,13 @@ class Rows:
 
 
 def real_tokens(
-    mask: Tensor | None, spec: BlockSpec, batch: int, length: int, *, drops: bool = True
+    mask: Tensor | None,
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    *,
+    drops: bool = True,
+    biased: bool = False,
 ) -> Tensor | None | bool:
     """Determine from a layer's mask which tokens are real.
 
@@ -45,6 +51,7 @@ def real_tokens(
         batch: B.
         length: S.
         drops: The output at padded positions is not read, except at those of `_read`.
+        biased: The call adds a bias by distance to the scores.
 
     Returns:
         `(B, S)` bool; None where all tokens are real; False where the mask hides anything but padding.
@@ -67,12 +74,12 @@ def real_tokens(
         expected = real[:, None, None, :]
         wrong = visible != (expected if itself is None else expected & itself)
         if drops:
-            wrong &= (real | _read(real, (spec,)))[:, None, :, None]
+            wrong &= (real | _read(real, (spec,), biased))[:, None, :, None]
         if bool(wrong.any()):
             return False
     if bool(real.all()):
         return None
-    fits = real.any(dim=1).all() and _keeps_distances(real, spec, drops=drops)
+    fits = real.any(dim=1).all() and _keeps_distances(real, spec, drops=drops, biased=biased)
     return real.expand(batch, length) if fits else False
 
 
@@ -141,11 +148,11 @@ def _structure(spec: BlockSpec, length: int) -> Tensor | None:
     return None if spec.window is None else _near(length, spec.window // 2)
 
 
-def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
+def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool, biased: bool) -> bool:
     """Whether packing preserves the distances between tokens, if the layer depends on them."""
     if not drops and spec.causal:
         return False
-    if spec.window is None and spec.alibi is None and not spec.causal:
+    if spec.window is None and spec.alibi is None and not spec.causal and not biased:
         return True
     if not drops:
         return False
@@ -153,7 +160,7 @@ def _keeps_distances(real: Tensor, spec: BlockSpec, *, drops: bool) -> bool:
     return bool((starts == 1).all()) and (spec.causal or bool(real[:, 0].all()))
 
 
-def _read(real: Tensor, specs: Iterable[BlockSpec]) -> Tensor:
+def _read(real: Tensor, specs: Iterable[BlockSpec], biased: bool) -> Tensor:
     """Return the positions that are computed even if they are padding, `(B, S)` bool.
 
     In an encoder, they are the first and the last of a row, which poolers read; where distances matter, only
@@ -166,12 +173,18 @@ def _read(real: Tensor, specs: Iterable[BlockSpec]) -> Tensor:
         return real.cumsum(1) > 0
     read = torch.zeros_like(real)
     read[:, 0] = True
-    read[:, -1] |= all(spec.window is None and spec.alibi is None for spec in specs)
+    read[:, -1] |= not biased and all(spec.window is None and spec.alibi is None for spec in specs)
     return read
 
 
 def pack(
-    real: Tensor | None, batch: int, length: int, *, specs: Iterable[BlockSpec], drops: bool = True
+    real: Tensor | None,
+    batch: int,
+    length: int,
+    *,
+    specs: Iterable[BlockSpec],
+    drops: bool = True,
+    biased: bool = False,
 ) -> Rows:
     """Pack the real tokens of each row, followed by the padded positions of the row that are read.
 
@@ -184,13 +197,14 @@ def pack(
         length: S.
         specs: Specs of the layers that the tokens run through.
         drops: Compute only the padded positions of `_read`.
+        biased: A bias by distance is added to the scores.
     """
     if real is None:
         return _whole(batch, length)
     lens = real.sum(1)
     read = ~real
     if drops:
-        read &= _read(real, specs)
+        read &= _read(real, specs, biased)
     row, column = torch.cat([real, read], dim=1).nonzero(as_tuple=True)
     index = row * length + column % length
     counts = lens + read.sum(1)

@@ -15,7 +15,8 @@ struct Mask {
     int32_t sinks_dtype;
     // `(H, reach)` or null: bias by the distance between query and key (query position - key position)
     const float* relative;
-    int64_t reach; // columns of `relative`; no sequence may be longer
+    int64_t reach; // columns of `relative`; no two tokens of a sequence may be farther apart
+    int64_t zero;  // the column of distance 0; those before it are for keys after the query
 };
 
 // Over what queries and keys are normalized: each head, with a weight `(D,)` for all or `(H * D,)`; or all

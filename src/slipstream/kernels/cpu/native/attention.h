@@ -363,7 +363,7 @@ private:
     }
 
     const float* read_relative(int64_t row, int64_t key, int64_t from, int64_t to) {
-        const float* by = a_.mask->relative + head_of(row) * a_.mask->reach;
+        const float* by = a_.mask->relative + head_of(row) * a_.mask->reach + a_.mask->zero;
         const int64_t last = item_.position + room_.query[row] - key;
         for (int64_t j = from; j < to; ++j)
             room_.bias[j] = by[last - j] * kLog2E;

@@ -170,7 +170,7 @@ Status mask(const Mask& m) {
         return kUnsupported;
     if (m.alibi && !is_aligned(m.alibi, 4))
         return kAlignment;
-    if (m.relative && !is_size(m.reach))
+    if (m.relative && (!is_size(m.reach) || m.zero < 0 || m.zero >= m.reach))
         return kShape;
     if (!is_aligned(m.relative, 4))
         return kAlignment;
@@ -338,14 +338,17 @@ Status across(const Across& a, const Block& b, int64_t sequences) {
     return kOk;
 }
 
-// No sequence may become longer than a table of biases by distance covers. Without caches, fewer tokens of a
-// sequence may be keys than queries.
+// No sequence may become longer than a table of biases by distance covers, in both directions where tokens
+// see later ones. Without caches, fewer tokens of a sequence may be keys than queries.
 Status distances(const StackCall& call, int64_t more) {
     const Step& s = call.step;
     for (int64_t i = 0; i < call.num_blocks; ++i)
         for (int64_t n = 0; call.blocks[i].mask.relative && n < s.sequences; ++n) {
+            const Mask& mask = call.blocks[i].mask;
             const int64_t queries = s.query_starts[n + 1] - s.query_starts[n], keys = s.kv_lens[n] + more;
-            if (!call.blocks[i].causal || (keys > queries ? keys : queries) > call.blocks[i].mask.reach)
+            if ((keys > queries ? keys : queries) > mask.reach - mask.zero)
+                return kRange;
+            if (!call.blocks[i].causal && keys > mask.zero + 1)
                 return kRange;
         }
     return kOk;
