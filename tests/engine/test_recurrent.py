@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,30 @@ def test_int8_weights_and_int8_cache() -> None:
     with roads(engine) as counts:
         tokens = engine.generate(input_ids=ids, max_new_tokens=6, pad_token_id=0)
     assert counts.taken == "engine" and tokens.shape == (2, 15)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("lfm2 convolutions", ["in_proj", "out_proj"]), ("qwen3_5_text mixed", ["in_proj_qkv"])],
+)
+def test_adapters_on_mixers(name: str, targets: list[str], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    models = named(name)
+    config = peft.LoraConfig(target_modules=targets, r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(models.original), config).eval()
+    adapted.save_pretrained(tmp_path)
+    models.engine.load_adapter(tmp_path, "one")
+    models.engine.set_adapter("one")
+    both(Pair(adapted, models.engine), input_ids=prompt(2))
+    models.engine.set_adapter(None)
+    both(models, input_ids=prompt(2))
+
+
+def test_each_layer_timed_alone_generates_the_same() -> None:
+    models = named("nemotron_h")
+    models.engine.profile_model_time()
+    both(models, input_ids=prompt(2))
+    assert len(models.engine.model_times()) == 12
 
 
 def test_a_changed_mixer_ends_the_engine_road() -> None:

@@ -171,7 +171,7 @@ class Prepared:
         tensors: All tensors that the structs point into.
         addresses: The addresses of these tensors.
         memory: Other objects that the structs point to.
-        parts: The mixers with a recurrence, with address and shape of each one's tensors.
+        parts: The mixers with a recurrence, with `places_of` each.
     """
 
     blocks: Any
@@ -180,7 +180,7 @@ class Prepared:
     tensors: tuple[Tensor, ...]
     addresses: tuple[int, ...]
     memory: tuple[Any, ...]
-    parts: tuple[tuple[RecurrentLike, tuple[tuple[int, ...], ...]], ...] = ()
+    parts: tuple[tuple[RecurrentLike, tuple[tuple[Any, ...], ...]], ...] = ()
 
     @property
     def keeps_parts(self) -> bool:
@@ -208,9 +208,15 @@ def prepare(blocks: Sequence[BlockLike]) -> Prepared:
     return Prepared(structs, ropes, weights, tuple(tensors), places, tuple(memory), parts)
 
 
-def places_of(part: RecurrentLike) -> tuple[tuple[int, ...], ...]:
-    """Return address and shape of each of a mixer's current tensors, which user code may replace."""
-    return tuple((t.data_ptr(), *t.shape) for t in tensors_of_recurrence(part))
+def places_of(part: RecurrentLike) -> tuple[tuple[Any, ...], ...]:
+    """Return what tells a mixer's current tensors, which user code may replace, from those described.
+
+    These are their addresses and shapes, and of matrices also how they are unpacked and whether an adapter,
+    which is refused, is active.
+    """
+    weights = (*part.projections, part.last)
+    kinds = ((weight.format, weight.rounding, weight.beside is None) for weight in weights)
+    return (*((t.data_ptr(), *t.shape) for t in tensors_of_recurrence(part)), *kinds)
 
 
 def biased(blocks: Any, relative: Tensor) -> Any:
