@@ -231,6 +231,26 @@ def test_a_tensor_of_another_shape_is_not_read(name: str) -> None:
         rounds.stack(rounds.blocks, x, step, rounds.caches[1].layers, {})
 
 
+def test_a_mixer_with_large_linears_is_described_anew() -> None:
+    # The engine makes large linears outside of blocks run its own product: their class is then another one.
+    rounds = Rounds(accepted(variant("lfm2 convolutions", hidden_size=320), torch.float32), "baseline")
+    part: Any = next(block.part for block in rounds.blocks if block.part is not None)
+    assert type(part.module.in_proj).forward is not torch.nn.Linear.forward
+    assert rounds.error(PREFILL) <= TOLERANCE[torch.float32]
+    part.module.in_proj.weight.data = part.module.in_proj.weight.data * 0.5
+    assert rounds.error(CHUNK) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "other", [torch.nn.Identity(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)], ids=str
+)
+def test_another_module_in_place_of_a_convolution_is_refused(other: torch.nn.Module) -> None:
+    rounds = Rounds(accepted(variant("lfm2 convolutions"), torch.float32), "baseline")
+    part: Any = rounds.blocks[0].part
+    part.module.conv = other
+    assert part.refuses() == f"{type(other).__name__} in place of a convolution"
+
+
 def test_one_layer_at_a_time() -> None:
     rounds = Rounds(accepted(variant("lfm2 convolutions"), torch.float32), "baseline")
     for spans in (PREFILL, CHUNK):

@@ -90,9 +90,9 @@ class _Stack(NativeStack):
         stack._states, stack._with_states = states, None
         return stack
 
-    def ready(self) -> Prepared | None:
+    def ready(self, *, recurring: bool = True) -> Prepared | None:
         """Return the structs like the base class, with pointers to the encoder's keys and values."""
-        base = super().ready()
+        base = super().ready(recurring=recurring)
         if base is None or self._states is None:
             return base
         if self._with_states is None or self._base is not base:

@@ -160,13 +160,18 @@ class NativeStack:
         place = self._place.get(id(block))
         return None if place is None or self.blocks[place] is not block else self._kinds[place]
 
-    def ready(self) -> Prepared | None:
-        """Return the structs, rebuilt if a tensor has moved; None if the blocks are no longer accepted."""
+    def ready(self, *, recurring: bool = True) -> Prepared | None:
+        """Return the structs, rebuilt if a tensor has moved; None if the blocks are no longer accepted.
+
+        Args:
+            recurring: Blocks with a recurrence may run; without them, their mixers need no look.
+        """
         prepared = self._prepared
         if (
             prepared is not None
             and self._is_of(prepared)
             and tuple(map(Tensor.data_ptr, prepared.tensors)) == prepared.addresses
+            and (not recurring or prepared.keeps_parts)
         ):
             return prepared
         accepted = all(self.refuses(block) is None for block in self.blocks)
@@ -303,7 +308,7 @@ class NativeStack:
         return out, [(k.contiguous(), v.contiguous()) for k, v in kept.pairs]
 
     def _is_of(self, prepared: Prepared) -> bool:
-        return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights)) and prepared.keeps_parts
+        return all(map(operator.is_, map(_WEIGHTS, self.blocks), prepared.weights))
 
     def _takes(self, blocks: Sequence[Any], x: Tensor) -> bool:
         return (
@@ -315,7 +320,7 @@ class NativeStack:
 
     def prepared_for(self, blocks: Sequence[Any], x: Tensor) -> Prepared | None:
         """Return the structs if the given layers can run on the rows `x` in one call, else None."""
-        return self.ready() if self._takes(blocks, x) else None
+        return self.ready(recurring=False) if self._takes(blocks, x) else None
 
     def serves(self, prepared: Prepared, blocks: Sequence[Any], x: Tensor) -> bool:
         """Whether structs made earlier are still valid; assumes that no tensor has moved since."""

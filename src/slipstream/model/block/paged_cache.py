@@ -93,8 +93,11 @@ class PagedCache:
 
     def follow(self, sources: Sequence[int]) -> None:
         """Continue sequence i from the state of sequence `sources[i]`, in every layer with a recurrence."""
+        if not self._states:
+            return
+        rows = torch.tensor(sources, device=self._states[0].device)
         for states in self._states:
-            states[: len(sources)] = states[torch.tensor(sources, device=states.device)]
+            states[: len(sources)] = states[rows]
 
     def lend(self, blocks: int) -> PagedCache:
         """Return a separate cache over the first `blocks` blocks of the same memory, all of them free."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.families.family import RecurrentParts
+from slipstream.model.fused.links import PART
 from slipstream.model.weights.packed import is_packed, weight_of
 from slipstream.ops.linear import Weight, times
 from slipstream.ops.recurrence import Vectors, recur
@@ -64,11 +65,11 @@ class RecurrentPart:
         try:
             linears = [self.module.get_submodule(path) for path in (*self.paths.projections, self.paths.last)]
             convolution = self.module.get_submodule(self.paths.convolution)
-            vectors = self.vectors
         except AttributeError as error:
             return str(error)
         for linear in linears:
-            plain = type(linear).forward is nn.Linear.forward and "weight" in linear._parameters
+            own = type(linear).forward is nn.Linear.forward or PART in vars(linear)
+            plain = isinstance(linear, nn.Linear) and own and "weight" in linear._parameters
             if not (plain or is_packed(linear)) or "forward" in vars(linear):
                 return f"{type(linear).__name__} in place of a linear"
         spec = self.spec
@@ -77,6 +78,10 @@ class RecurrentPart:
         shape = (spec.channels, 1, spec.width)
         if convolution.weight.shape != shape or convolution.groups != spec.channels:
             return f"a convolution of shape {tuple(convolution.weight.shape)} in place of {shape}"
+        try:
+            vectors = self.vectors
+        except AttributeError as error:
+            return str(error)
         heads = {None if spec.rule == "none" else spec.value_heads}
         counts = {"speed": heads, "shift": heads, "skip": {None, *heads}}
         counts |= {"norm": {None, spec.norm_width, spec.outputs}, "kernel_bias": {None, spec.channels}}

@@ -21,10 +21,13 @@ from slipstream.spec import Role
 from slipstream.weights.load import BlockWeights, own_views
 from slipstream.weights.recipe import Plan
 
-__all__ = ["PACKED", "Link", "all_hold", "link", "packed_names", "refuse_alone", "relink", "restored"]
+__all__ = ["PACKED", "PART", "Link", "all_hold", "link", "packed_names", "refuse_alone", "relink", "restored"]
 
 PACKED = "_slipstream_packed"
 """Attribute that holds the state of a packed module (`weights/packed.py`): `weights` by parameter name."""
+
+PART = "_slipstream_part"
+"""Attribute of a module whose forward was replaced by an op (`parts/parts.py`): what runs the op."""
 
 _COMPARES = frozenset({"_has_compatible_shallow_copy_type", "is_same_size", "is_set_to"})
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from slipstream.formats import FORMATS
 from slipstream.model.diffusion.channels_last import is_of_diffusers
 from slipstream.model.fuse import Settings, Verdict
+from slipstream.model.fused.links import PART
 from slipstream.model.layers import Found
 from slipstream.model.parts.attention_calls import Attends, is_attending, let_attend
 from slipstream.model.parts.find_attention import calls_of, find_attention
@@ -48,7 +49,7 @@ __all__ = ["Part", "fuse_parts", "is_swapped", "judge_parts", "swap"]
 
 log = logging.getLogger(__name__)
 
-_STATE = "_slipstream_part"
+_STATE = PART
 
 _MOST_ROWS_BFLOAT16 = 4
 """Maximum number of rows given to the op between torch's own operations in bfloat16: with 16 rows of 576 to
